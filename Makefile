@@ -1,0 +1,68 @@
+# What there is to do here; `make` alone lists it.
+PYTHON ?= python3
+# The Python of a machine with a GPU, which brings its own CUDA build of torch.
+GPU_PYTHON ?= python3
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+CSRC := $(wildcard csrc/*.cpp csrc/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check bench gpu format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.stamp-extension ## make .venv, everything pinned, the package installed editable
+
+# torch goes first and alone: it is most of the download, and what fails for want of a wheel fails there.
+$(VENV)/.stamp-package: constraints.txt pyproject.toml setup.py
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing torch (minutes, the first time)"
+	@$(PIP_INSTALL) torch
+	@echo "installing setuptools and pybind11"
+	@$(PIP_INSTALL) setuptools pybind11
+	@echo "installing tritondt, editable, with the tools for tests and checks"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,test,dev,triton]'
+	@touch $@
+
+# The editable install has built the extension; after that, only a change in csrc/ builds it again.
+$(VENV)/.stamp-extension: $(VENV)/.stamp-package $(CSRC)
+	@echo "building tritondt._C where csrc/ has changed"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
+	$(BIN)/python -m tritondt demo
+
+test: venv ## run the tests and the examples in docstrings
+	$(BIN)/python -m pytest --quiet
+
+check: venv ## lint, formatting, types, layers, compiler warnings, the extension's stub
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	CXXFLAGS=-Werror $(BIN)/python setup.py --quiet build_ext --build-temp build/check --build-lib build/check
+	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist .ci/stubtest_allowlist.txt tritondt._C
+
+bench: venv ## time redistribute against torch on 4 ranks
+	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch
+
+gpu: ## run the tests that need a GPU, with the machine's own Python and nothing from the network
+	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
+	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
+	$(GPU_PYTHON) -m pytest -m gpu tests
+
+format: venv ## rewrite Python and C++ in the project's format
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+	$(BIN)/clang-format -i $(CSRC)
+
+clean: ## remove what was built, .venv too
+	rm -rf $(VENV) build dist demo_out *.egg-info tritondt/_C.*.so
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Measurements that claims about speed and bytes rest on; what was measured lies in results/."""

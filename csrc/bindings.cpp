@@ -1,0 +1,120 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "huge_pages.h"
+#include "strided_copy.h"
+#include "strided_reduce.h"
+
+namespace py = pybind11;
+
+namespace tritondt {
+namespace {
+
+// Below this, the work takes a few microseconds, and giving up the GIL and taking it again costs
+// more than other threads gain.
+constexpr std::int64_t kReleaseGilBytes = 64 * 1024;
+
+using Integers = std::vector<std::int64_t>;
+using Pointers = std::vector<std::uintptr_t>;
+
+// The named tuples of tritondt.kernels.boxes, field by field.
+using CopyBoxFields = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                                 std::int64_t, Integers, Integers, Integers>;
+using SlotFields = std::tuple<std::int64_t, std::int64_t, Integers>;
+using ReduceBoxFields =
+    std::tuple<std::int64_t, std::int64_t, Integers, Integers, std::vector<SlotFields>>;
+
+CopyTable make_copy_table(const std::vector<CopyBoxFields>& boxes) {
+  std::vector<CopyBox> converted;
+  converted.reserve(boxes.size());
+  for (const auto& [source, target, source_offset, target_offset, itemsize, lengths, source_strides,
+                    target_strides] : boxes) {
+    converted.push_back({source, target, source_offset, target_offset, itemsize, lengths,
+                         source_strides, target_strides});
+  }
+  return CopyTable(converted);
+}
+
+ReduceTable make_reduce_table(const std::vector<ReduceBoxFields>& boxes, const std::string& op,
+                              const std::string& dtype, std::int64_t divisor) {
+  std::vector<ReduceBox> converted;
+  converted.reserve(boxes.size());
+  for (const auto& [target, offset, lengths, strides, slots] : boxes) {
+    ReduceBox box = {target, offset, lengths, strides, {}};
+    for (const auto& [source, slot_offset, slot_strides] : slots) {
+      box.slots.push_back({source, slot_offset, slot_strides});
+    }
+    converted.push_back(std::move(box));
+  }
+  return ReduceTable(converted, op, dtype, divisor);
+}
+
+// By hand: pybind11's conversion of a list to a vector takes 0.1 us more, a tenth of a small call.
+Pointers read_pointers(const py::list& list) {
+  Pointers pointers;
+  pointers.reserve(list.size());
+  for (const py::handle item : list) {
+    const std::size_t pointer = PyLong_AsSize_t(item.ptr());
+    if (pointer == static_cast<std::size_t>(-1) && PyErr_Occurred() != nullptr) {
+      throw py::error_already_set();
+    }
+    pointers.push_back(pointer);
+  }
+  return pointers;
+}
+
+template <typename Table>
+void run_table(const Table& table, const py::list& source_ptrs, const py::list& target_ptrs,
+               int num_threads) {
+  const Pointers sources = read_pointers(source_ptrs);
+  const Pointers targets = read_pointers(target_ptrs);
+  if (table.num_bytes() < kReleaseGilBytes) {
+    table.run(sources, targets, num_threads);
+    return;
+  }
+  const py::gil_scoped_release released;
+  table.run(sources, targets, num_threads);
+}
+
+template <typename Table>
+void bind_run(py::class_<Table>* table) {
+  table
+      ->def("run", &run_table<Table>, py::arg("source_ptrs"), py::arg("target_ptrs"),
+            py::arg("num_threads"),
+            "Runs every box on the tensors whose first elements lie at the given addresses.")
+      .def_property_readonly("num_bytes", &Table::num_bytes)
+      .def_property_readonly("num_boxes", &Table::num_boxes)
+      .def_property_readonly("num_dims", &Table::num_dims);
+}
+
+void bind_copy_table(py::module_* module) {
+  py::class_<CopyTable> table(*module, "CopyTable",
+                              "Boxes to copy on the CPU, prepared once and run many times.");
+  table.def(py::init(&make_copy_table), py::arg("boxes"));
+  bind_run(&table);
+}
+
+void bind_reduce_table(py::module_* module) {
+  py::class_<ReduceTable> table(*module, "ReduceTable",
+                                "Boxes to reduce on the CPU, prepared once and run many times.");
+  table.def(py::init(&make_reduce_table), py::arg("boxes"), py::arg("op"), py::arg("dtype"),
+            py::arg("divisor"));
+  bind_run(&table);
+}
+
+}  // namespace
+}  // namespace tritondt
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "Data movement on the CPU: strided boxes by raw address.";
+  tritondt::bind_copy_table(&module);
+  tritondt::bind_reduce_table(&module);
+  module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
+             py::arg("num_bytes"),
+             "Asks the kernel for huge pages under memory that is not yet touched; a hint.");
+}

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <cstdint>
+
+namespace tritondt {
+
+// Two nested loops around a run of `run_bytes` bytes; strides in bytes.
+struct Plane {
+  std::int64_t num_rows;
+  std::int64_t num_columns;
+  std::int64_t target_row_stride;
+  std::int64_t target_column_stride;
+  std::int64_t source_row_stride;
+  std::int64_t source_column_stride;
+  std::int64_t run_bytes;
+};
+
+using CopyPlane = void (*)(const Plane& plane, char* target, const char* source);
+
+// The fastest way to copy planes with the strides and the run of `plane`, whatever their lengths.
+// `is_transposed`: the source is denser along the rows than along the columns.
+CopyPlane choose_copy_plane(const Plane& plane, bool is_transposed);
+
+}  // namespace tritondt

@@ -1,0 +1,124 @@
+#include "strided_copy.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace tritondt {
+namespace {
+
+// A run is cut among threads by whole pages.
+constexpr std::int64_t kRunSliceBytes = 4096;
+
+void check_itemsize(std::size_t position, std::int64_t itemsize) {
+  for (const std::int64_t allowed : {1, 2, 4, 8, 16}) {
+    if (itemsize == allowed) return;
+  }
+  throw std::invalid_argument("box " + std::to_string(position) + ": itemsize " +
+                              std::to_string(itemsize) + "; allowed are 1, 2, 4, 8 and 16");
+}
+
+// Takes the innermost loop away where it is contiguous on both sides; returns the bytes of the run.
+std::int64_t fold_run(LoopNest* nest, std::int64_t itemsize) {
+  if (nest->lengths.empty()) return itemsize;
+  for (const Operand& operand : nest->operands) {
+    if (operand.strides.back() != itemsize) return itemsize;
+  }
+  const std::int64_t run_bytes = nest->lengths.back() * itemsize;
+  nest->lengths.pop_back();
+  for (Operand& operand : nest->operands) operand.strides.pop_back();
+  return run_bytes;
+}
+
+Plane inner_plane(const LoopNest& nest, std::int64_t run_bytes) {
+  const std::size_t rows = nest.lengths.size() - 2;
+  const std::vector<std::int64_t>& target = nest.operands[0].strides;
+  const std::vector<std::int64_t>& source = nest.operands[1].strides;
+  return {nest.lengths[rows], nest.lengths[rows + 1], target[rows], target[rows + 1],
+          source[rows],       source[rows + 1],       run_bytes};
+}
+
+CopyPiece make_piece(LoopNest nest, std::int64_t run_bytes) {
+  CopyPiece piece;
+  piece.run_bytes = run_bytes;
+  const bool is_transposed = bring_source_dim_inward(&nest);
+  pad_to_plane(&nest);
+  piece.copy_plane = choose_copy_plane(inner_plane(nest, run_bytes), is_transposed);
+
+  const std::int64_t num_bytes = nest.num_elements() * run_bytes;
+  const std::int64_t longest = nest.lengths[longest_dim(nest)];
+  const std::int64_t num_run_slices = (run_bytes - 1) / kRunSliceBytes + 1;
+  piece.is_cut_along_run = num_run_slices > longest;
+  piece.slices = piece.is_cut_along_run
+                     ? Slices{num_bytes, num_run_slices, num_bytes / num_run_slices}
+                     : Slices{num_bytes, longest, num_bytes / longest};
+  piece.nest = std::move(nest);
+  return piece;
+}
+
+CopyPiece cut(const CopyPiece& piece, std::int64_t first, std::int64_t end) {
+  CopyPiece part = piece;
+  if (!piece.is_cut_along_run) {
+    part.nest = slice(piece.nest, longest_dim(piece.nest), first, end);
+    return part;
+  }
+  const std::int64_t begin_byte = first * kRunSliceBytes;
+  part.run_bytes = std::min(end * kRunSliceBytes, piece.run_bytes) - begin_byte;
+  for (Operand& operand : part.nest.operands) operand.offset += begin_byte;
+  return part;
+}
+
+void copy_loops(const CopyPiece& piece, const Plane& plane, std::size_t dim, char* target,
+                const char* source) {
+  if (dim + 2 == piece.nest.lengths.size()) {
+    piece.copy_plane(plane, target, source);
+    return;
+  }
+  for (std::int64_t i = 0; i < piece.nest.lengths[dim]; ++i) {
+    copy_loops(piece, plane, dim + 1, target, source);
+    target += piece.nest.operands[0].strides[dim];
+    source += piece.nest.operands[1].strides[dim];
+  }
+}
+
+void copy_piece(const CopyPiece& piece, const std::vector<std::uintptr_t>& sources,
+                const std::vector<std::uintptr_t>& targets) {
+  const Operand& target = piece.nest.operands[0];
+  const Operand& source = piece.nest.operands[1];
+  copy_loops(piece, inner_plane(piece.nest, piece.run_bytes), 0,
+             reinterpret_cast<char*>(targets[target.tensor]) + target.offset,
+             reinterpret_cast<const char*>(sources[source.tensor]) + source.offset);
+}
+
+}  // namespace
+
+CopyTable::CopyTable(const std::vector<CopyBox>& boxes) {
+  for (std::size_t i = 0; i < boxes.size(); ++i) {
+    const CopyBox& box = boxes[i];
+    check_itemsize(i, box.itemsize);
+    LoopNest nest = make_loop_nest(i, box.itemsize, "source", box.lengths,
+                                   {{box.target, box.target_offset, box.target_strides},
+                                    {box.source, box.source_offset, box.source_strides}});
+    if (nest.num_elements() == 0) continue;
+    nest = coalesce(nest);
+    const std::int64_t run_bytes = fold_run(&nest, box.itemsize);
+    num_dims_ = std::max(num_dims_, nest.lengths.size());
+    pieces_.push_back(make_piece(std::move(nest), run_bytes));
+    num_bytes_ += pieces_.back().slices.num_bytes;
+  }
+}
+
+void CopyTable::run(const std::vector<std::uintptr_t>& sources,
+                    const std::vector<std::uintptr_t>& targets, int num_threads) const {
+  for (const CopyPiece& piece : pieces_) check_pointers(piece.nest, 1, sources, targets);
+  run_in_threads(pieces_, num_bytes_, num_threads,
+                 [&](const CopyPiece& piece, std::int64_t first, std::int64_t end) {
+                   if (first == 0 && end == piece.slices.num_slices) {
+                     copy_piece(piece, sources, targets);
+                   } else {
+                     copy_piece(cut(piece, first, end), sources, targets);
+                   }
+                 });
+}
+
+}  // namespace tritondt

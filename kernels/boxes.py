@@ -1,0 +1,40 @@
+"""Tables of boxes: what a copy or a reduction does, as plain values.
+
+A box is a set of nested loops. `source` and `target` are positions in the two lists of tensors that a
+table is run on; offsets and strides count elements from a tensor's first element (`data_ptr()`).
+Source strides are any integers: 0 repeats an element, a negative one walks backwards. Target strides
+are positive wherever a length exceeds 1, for no two elements may land on one place.
+"""
+
+from typing import NamedTuple
+
+
+class CopyBox(NamedTuple):
+    """Moves one box; any dtype, as words of `itemsize` bytes (1, 2, 4, 8 or 16)."""
+
+    source: int
+    target: int
+    source_offset: int
+    target_offset: int
+    itemsize: int
+    lengths: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+
+class Slot(NamedTuple):
+    """One contribution to a reduction, of the shape of the box that it belongs to."""
+
+    source: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+class ReduceBox(NamedTuple):
+    """Reduces `slots`, in their order, into one box; there is at least one slot."""
+
+    target: int
+    target_offset: int
+    lengths: tuple[int, ...]
+    target_strides: tuple[int, ...]
+    slots: tuple[Slot, ...]

@@ -1,0 +1,68 @@
+"""Builds `tritondt._C` and maps `tritondt.kernels` to kernels/; the rest is in pyproject.toml."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    # One rounding per operation: a fused multiply-add would make the sum depend on the machine.
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-g0",
+    "-Wall",
+    "-Wextra",
+    # A system folder, so that `make check`, which adds -Werror, judges our code and not pybind11's.
+    f"-isystem{pybind11.get_include()}",
+]
+
+
+class ParallelBuildExt(build_ext):
+    """Compiles the sources of an extension side by side; setuptools alone takes them in turn."""
+
+    def build_extension(self, ext):
+        compile_in_turn = self.compiler.compile
+
+        def compile_side_by_side(sources, *args, **kwargs):
+            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+                compiled = pool.map(lambda one: compile_in_turn([one], *args, **kwargs), sources)
+                return [object_path for object_paths in compiled for object_path in object_paths]
+
+        self.compiler.compile = compile_side_by_side
+        try:
+            super().build_extension(ext)
+        finally:
+            self.compiler.compile = compile_in_turn
+
+
+def relative_paths(pattern):
+    """Paths below the project that match, sorted: the same sources make the same binary."""
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+
+
+setup(
+    # The symlink tritondt/kernels serves the repository itself; a wheel takes the folder kernels/.
+    packages=[
+        *find_packages(include=["tritondt", "tritondt.*"], exclude=["tritondt.kernels*"]),
+        "tritondt.kernels",
+    ],
+    package_dir={"tritondt.kernels": "kernels"},
+    ext_modules=[
+        Extension(
+            "tritondt._C",
+            sources=relative_paths("csrc/*.cpp"),
+            depends=[*relative_paths("csrc/*.h"), "setup.py"],
+            extra_compile_args=COMPILE_FLAGS,
+            extra_link_args=["-pthread"],
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": ParallelBuildExt},
+)

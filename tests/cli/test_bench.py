@@ -1,0 +1,149 @@
+"""`bench redistribute`: what it counts, what it refuses, and one small run of all of it."""
+
+import json
+import random
+from itertools import product
+
+import pytest
+from click.testing import CliRunner
+
+from tritondt.cli.bench.cases import Case, default_pairs, make_cases, mesh_shape, parse_pairs
+from tritondt.cli.bench.harness import Times
+from tritondt.cli.bench.measure import Counts, Measured
+from tritondt.cli.bench.minimum import fewest_elements
+from tritondt.cli.bench.report import summarise
+from tritondt.cli.main import main
+from tritondt.layout import Layout
+from tritondt.placement import Replicate, Shard, parse_placements
+
+COMMAND = ["bench", "redistribute"]
+
+
+def test_a_small_run_against_torch():
+    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "--rounds", "3", "--against", "torch"]
+    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json"])
+    assert ended.exit_code == 0, ended.output
+    assert "2/2  5x7 (P(sum)) -> (R)" in ended.stderr
+    table, _, last = ended.stdout.strip().rpartition("\n")
+    assert "geometric mean of 2 cases" in table
+    found = json.loads(last)
+    assert (found["ranks"], found["threads"], found["dtype"], found["against"]) == (2, 1, "float32", "torch")
+    assert set(found["machine"]) == {"platform", "processor", "cores"}
+    assert set(found["versions"]) == {"tritondt", "torch", "python"}
+    assert found["geometric_means"]["ratio_median"] > 0
+    assert set(found["geometric_means"]["sizes"]) == {"5x7"}
+    exchange, reduction = found["cases"]
+    assert (exchange["shape"], exchange["mesh"], exchange["rounds"]) == ([5, 7], [2], 3)
+    assert (exchange["source"], exchange["target"]) == ("(S0)", "(S1)")
+    # Rank 0 holds 3 of 5 rows and wants 4 of 7 columns: it lacks 2 x 4, the other one 3 x 3.
+    assert exchange["sent_bytes"] == exchange["minimum_bytes"] == 17 * 4
+    assert exchange["messages"] == 2
+    assert reduction["minimum_bytes"] == 2 * 35 * 4
+    assert reduction["received_over_limit"] <= 1
+    for case in found["cases"]:
+        assert case["ratio_median"] == case["median_s"] / case["torch_median_s"]
+        assert case["ratio_fastest"] == case["fastest_s"] / case["torch_fastest_s"]
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRITONDT_TIMEOUT", "soon")
+    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", "--sizes", "2x2"])
+    assert ended.exit_code == 1
+    assert "Traceback" in ended.stderr
+    assert "WorldError: TRITONDT_TIMEOUT='soon'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--pairs", "S0"], "cannot read the pair 'S0'; allowed is source->target"),
+        (["--pairs", "S0->R,R"], "has 1 placements before and 2 after"),
+        (["--pairs", "S0->P"], "cannot be checked element by element"),
+        (["--pairs", "S0(unit=4)->R"], "cannot be checked element by element"),
+        (["--pairs", "S2->R"], "axis 0 shards dim 2"),
+        (["--ranks", "3", "--pairs", "S0,S0->R,R"], "3 ranks make no mesh of 2 axes"),
+        (["--sizes", "4*4"], "cannot read the sizes '4*4'"),
+    ],
+)
+def test_refuses_what_it_cannot_measure(options, sentence):
+    ended = CliRunner().invoke(main, [*COMMAND, *options])
+    assert ended.exit_code == 1
+    assert sentence in ended.output
+
+
+def test_every_default_pair_is_measured_on_4_ranks():
+    pairs = default_pairs(4)
+    assert len(pairs) == 20
+    assert len(make_cases(4, [(64, 96), (5, 7)], pairs)) == 40
+    assert {len(pair.source) for pair in default_pairs(3)} == {1}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 6, 7, 8, 12, 30])
+def test_a_mesh_takes_all_ranks(num_ranks):
+    for num_axes in (1, 2, 3):
+        sizes = mesh_shape(num_ranks, num_axes)
+        if sizes is not None:
+            total = 1
+            for size in sizes:
+                total *= size
+            assert (len(sizes), total) == (num_axes, num_ranks)
+
+
+def test_fewest_elements_is_what_ranks_lack():
+    random.seed(1)
+    choices = [Replicate(), Shard(0), Shard(1)]
+    for _ in range(300):
+        mesh = tuple(random.choices((1, 2, 3), k=random.choice((1, 2, 3))))
+        shape = (random.randrange(7), random.randrange(7))
+        source, target = (Layout(mesh, random.choices(choices, k=len(mesh)), shape) for _ in range(2))
+        lacking = sum(
+            len(_elements(target, coordinate) - _elements(source, coordinate))
+            for coordinate in product(*map(range, mesh))
+        )
+        assert fewest_elements(source, target) == lacking, f"{source!r} -> {target!r}"
+
+
+def _elements(layout: Layout, coordinate: tuple[int, ...]) -> set[tuple[int, ...]]:
+    return {
+        element for box in layout.boxes(coordinate) for element in product(*(range(start, stop) for start, stop in box))
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "sends"),
+    [
+        ("P, R", "S0, R", 2),  # 1 of 2 terms travels, and on the other index of the second axis as well
+        ("P, P", "R, R", 6),  # 3 bring 4 terms together, 3 take the sum to the others
+        ("P, P", "S0, S1", 3),
+        ("P, S0", "S0, S0", 1.5),  # two ranks have a term of all that they want, two of none
+    ],
+)
+def test_fewest_elements_of_reductions(source, target, sends):
+    before, after = (Layout((2, 2), parse_placements(text), (8, 8)) for text in (source, target))
+    assert fewest_elements(before, after) == sends * 64
+
+
+def test_summary_means_and_worst_case():
+    pair = parse_pairs("S0->R")[0]
+
+    def measured(length: int, ours_s: float, theirs_s: float) -> Measured:
+        counts = (Counts(0, 0, 0, 0),) * 2
+        times = Times((ours_s,) * 3), Times((theirs_s,) * 3)
+        return Measured(Case((length,), (2,), pair), 4, *times, counts, 0, None, None)
+
+    found = [measured(4, 1e-3, 2e-3), measured(2, 4e-3, 1e-3), measured(8, 6e-3, 8e-3), measured(8, 3e-3, 8e-3)]
+    summary = summarise(found)
+    assert summary is not None
+    assert [size.size for size in summary.sizes] == ["2", "4", "8"]
+    assert summary.sizes[0].ratio_median == pytest.approx(4)
+    assert summary.sizes[1].ratio_median == pytest.approx(0.5)
+    assert summary.sizes[1].ratio_median_up_to == pytest.approx(2**0.5)
+    assert summary.sizes[2].num_cases == 2
+    assert summary.ratio_fastest == pytest.approx((0.5 * 4 * 0.75 * 0.375) ** 0.25)
+    assert summary.worst is found[2]
+
+
+def test_without_a_reference_there_is_no_summary():
+    case = Case((4,), (2,), parse_pairs("S0->R")[0])
+    counts = (Counts(0, 0, 0, 0),) * 2
+    assert summarise([Measured(case, 4, Times((1.0,)), None, counts, 0, None, None)]) is None

@@ -1,0 +1,261 @@
+"""The demo end to end on small models: the same losses, every byte counted, and failures that are seen."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+import tritondt as T
+from tritondt.cli.demo import command, data, model
+from tritondt.cli.demo.launch import RankFailedError, run_on_ranks
+from tritondt.cli.demo.progress import RunProgress
+from tritondt.cli.demo.report import Comparison, shares, summarise
+from tritondt.cli.demo.sharding import OneProcess
+from tritondt.cli.demo.traffic import Flow, Kind, merge_ranks
+from tritondt.cli.demo.train import Experiment, RanksRun, Step, train_model
+from tritondt.cli.main import main
+
+TINY = ("--layers", "2", "--heads", "3", "--width", "24", "--seq", "17", "--batch", "3", "--steps", "4")
+
+
+def run_demo(out: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(main, ["demo", "--out", str(out), *TINY, *arguments])
+
+
+def expected_bytes(summary):
+    """Four boundaries a layer, there and back, and the replicated gradients and the loss reduced and gathered."""
+    others = summary["ranks"] - 1
+    activation = summary["batch"] * summary["sequence"] * summary["width"]
+    sizes = model.Model(*(summary[name] for name in ("heads", "layers", "width", "sequence")))
+    replicated = sum(parameter.numel for parameter in model.parameters(sizes) if parameter.placement.is_replicate())
+    return 4 * others * (8 * summary["layers"] * activation + 2 * replicated + 2)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "heads", "sequence", "expected_shares"),
+    [
+        (3, 3, 17, {"heads": (1, 1, 1), "hidden": (33, 33, 32), "positions": (6, 6, 5)}),
+        # A rank without heads and without a part of the sequence.
+        (3, 2, 4, {"heads": (1, 1, 0), "hidden": (33, 33, 32), "positions": (2, 2, 0)}),
+        (1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)}),
+    ],
+)
+def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, expected_shares):
+    sizes = model.Model(heads=heads, layers=2, width=24, sequence=sequence)
+    experiment = Experiment(sizes, steps=4, batch=3, seed=0)
+    assert shares(sizes, num_ranks) == expected_shares
+    on_ranks = command.train_on_new_processes(experiment, num_ranks, Console(quiet=True))
+    comparison = Comparison(experiment, num_ranks, on_ranks, train_model(experiment, OneProcess(sizes)))
+    assert comparison.agrees
+    assert comparison.loss_max_abs_diff <= 1e-5
+    summary = summarise(comparison)
+    assert summary["comm_bytes_per_step"] == expected_bytes(summary)
+
+
+def test_a_run_prints_and_writes_its_summary(tmp_path):
+    result = run_demo(tmp_path, "--ranks", "2", "--json")
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
+    assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == len(summary["losses"]) == len(summary["losses_single"]) == 4
+    assert summary["loss_max_abs_diff"] <= 1e-5
+    torch.testing.assert_close(summary["final_loss"], summary["final_loss_single"], rtol=0, atol=1e-5)
+    assert summary["tokens_per_s"] > 0
+    assert summary["tokens_per_s_single"] > 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    kinds = [(row["phase"], row["source"], row["target"]) for row in summary["redistributions"]]
+    for phase in ("forward", "backward"):
+        assert (phase, "(S1)", "(R)") in kinds
+        assert (phase, "(P(sum))", "(S1)") in kinds
+    assert all(f"{source} -> {target}" in result.stderr for _, source, target in kinds)
+    by_boundary = [row for row in summary["redistributions"] if row["phase"] == "backward"]
+    assert [(row["calls_per_step"], row["messages_per_step"]) for row in by_boundary] == [(4, 8), (4, 8)]
+
+
+def one_sum_is_wrong(local, source, target, *, grad_placements=None):
+    """`T.redistribute`, but the sums that rank 1 gets after a matmul are 1 % too large."""
+    moved = T.redistribute(local, source, target, grad_placements=grad_placements)
+    is_wrong = source.placements[0].is_partial() and target.placements[0].is_shard() and dist.get_rank() == 1
+    return moved * 1.01 if is_wrong else moved
+
+
+def test_one_wrong_collective_fails_the_check(tmp_path, monkeypatch):
+    wrong = partial(command.train_on_new_processes, redistribute=one_sum_is_wrong)
+    monkeypatch.setattr(command, "train_on_new_processes", wrong)
+    result = run_demo(tmp_path, "--ranks", "2", "--steps", "12")
+    assert result.exit_code == 1
+    assert "2 ranks and one process give different losses: at step" in result.output
+    assert "allowed is 1e-04" in result.output
+    assert json.loads((tmp_path / "summary.json").read_text())["loss_max_abs_diff"] > 1e-4
+
+
+def steps_of(*losses: float) -> tuple[Step, ...]:
+    return tuple(Step(index, loss, 0.5) for index, loss in enumerate(losses))
+
+
+@pytest.mark.parametrize(("loss", "agrees"), [(2.0, True), (2.0002, False), (math.nan, False), (math.inf, False)])
+def test_a_loss_that_is_no_number_does_not_agree(loss, agrees):
+    experiment = Experiment(model.Model(heads=1, layers=1, width=8, sequence=3), steps=2, batch=1, seed=0)
+    on_ranks = RanksRun(steps_of(3.0, loss), (), 0.0, 0.0)
+    comparison = Comparison(experiment, 2, on_ranks, steps_of(3.0, 2.0))
+    assert comparison.agrees is agrees
+    if not agrees:
+        assert "at step 1" in comparison.disagreement()
+
+
+def test_losses_fall():
+    experiment = Experiment(model.Model(heads=2, layers=1, width=32, sequence=31), steps=30, batch=8, seed=0)
+    losses = [step.loss for step in train_model(experiment, OneProcess(experiment.model))]
+    assert losses[0] == pytest.approx(math.log(256), abs=0.2)
+    assert losses[-1] < losses[0] - 1
+
+
+def test_batches_are_the_text_and_what_follows():
+    text = data.corpus()
+    starts = data.batch_starts(len(text), steps=2, batch=3, sequence=5, seed=0)
+    tokens, following = data.read_batch(text, starts[1], slice(0, 5))
+    torch.testing.assert_close(tokens[:, 1:], following[:, :-1], rtol=0, atol=0)
+    part, _ = data.read_batch(text, starts[1], slice(2, 5))
+    torch.testing.assert_close(part, tokens[:, 2:], rtol=0, atol=0)
+    nothing, _ = data.read_batch(text, starts[1], slice(5, 5))
+    assert nothing.shape == (3, 0)
+    whole, last = data.read_batch(
+        text, data.batch_starts(len(text), steps=1, batch=1, sequence=len(text) - 1, seed=0)[0], slice(0, len(text) - 1)
+    )
+    assert (whole[0, 0], last[0, -1]) == (text[0], text[-1])
+
+
+def test_ranks_are_merged_by_kind():
+    gather, scatter = Kind("forward", "(S1)", "(R)"), Kind("backward", "(P(sum))", "(S1)")
+    first = (Flow(scatter, calls=2, messages=2, sent_bytes=8, seconds=1.0),)
+    second = (Flow(scatter, 2, 1, 4, 3.0), Flow(gather, 2, 1, 4, 1.0))
+    assert merge_ranks([first, second]) == (Flow(gather, 2, 1, 4, 0.5), Flow(scatter, 2, 3, 12, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--heads", "5"), "--width 24 is no multiple of --heads 5"),
+        (("--seq", "100000000"), "--seq 100000000 is longer than the text"),
+        (("--ranks", "0"), "0 is not in the range x>=1"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(tmp_path, arguments, message):
+    result = run_demo(tmp_path, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def fail_on_rank_1(send, how):
+    dist.barrier()
+    if dist.get_rank() == 1:
+        how()
+    dist.barrier()  # never completed: the others wait here until the launcher ends them
+
+
+def raise_an_error():
+    raise ValueError("the cause")
+
+
+def kill_this_process():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (raise_an_error, r"(?s)rank 1 of 3 failed:\nTraceback.*raise_an_error.*ValueError: the cause"),
+        (kill_this_process, "rank 1 of 3 was ended by SIGKILL before it was done"),
+        (partial(sys.exit, 7), "rank 1 of 3 exited with 7 before it was done"),
+    ],
+)
+def test_the_rank_that_failed_is_named(how, message):
+    with pytest.raises(RankFailedError, match=message):
+        run_on_ranks(3, fail_on_rank_1, how, on_message=print)
+
+
+def start_demo(tmp_path: Path) -> "subprocess.Popen[str]":
+    """A demo that would take long, in a process group of its own, once it has done a step."""
+    arguments = [*TINY, "--steps", "100000", "--ranks", "2", "--out", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tritondt", "demo", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step" in line:
+            return process
+    raise AssertionError("the demo ended before its first step")
+
+
+def is_group_empty(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
+def test_no_process_is_left_behind(tmp_path, number, status):
+    process = start_demo(tmp_path)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == status
+    assert process.stdout is not None
+    process.stdout.close()
+    deadline = time.monotonic() + 10
+    while not is_group_empty(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_group_empty(process.pid)
+
+
+@pytest.mark.slow
+def test_under_torchrun(tmp_path):
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            "--standalone",
+            "-m",
+            "tritondt",
+            "demo",
+            *TINY,
+            "--out",
+            str(tmp_path),
+        ],
+        check=True,
+        timeout=100,
+        capture_output=True,
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["ranks"] == 2
+    assert summary["loss_max_abs_diff"] <= 1e-5
+
+
+def test_progress_is_a_line_every_ten_steps(capsys):
+    experiment = Experiment(model.Model(heads=1, layers=1, width=8, sequence=3), steps=12, batch=2, seed=0)
+    console = Console(width=100, force_terminal=False)
+    with RunProgress(console, "2 ranks", experiment) as show:
+        for step in steps_of(*[2.0] * 12):
+            show(step)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[3] for line in lines] == ["1/12", "10/12", "12/12"]
+    assert "loss 2.0000" in lines[-1]
+    assert "12 tokens/s" in lines[-1]

@@ -1,0 +1,19 @@
+"""Processes that the Gloo tests share: starting one costs as much as hundreds of redistributions."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.gloo_ranks import GlooRanks
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[GlooRanks]:
+    with GlooRanks(4, own_network=True) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def eight_ranks() -> Iterator[GlooRanks]:
+    with GlooRanks(8) as ranks:
+        yield ranks

@@ -1,0 +1,199 @@
+"""Processes that disagree, refuse, stall or die: the others say so, by name and step, within the timeout."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.gloo_ranks import Failure, GlooRanks, UncaughtError
+
+TIMEOUT_S = 4.0
+# The watch looks once a second; the rest is for a machine that is busy.
+SOON_S = 15.0
+
+
+@pytest.fixture(scope="module")
+def failing_ranks() -> Iterator[GlooRanks]:
+    """Four ranks; each test has communicators of its own, and those that fail are not used again."""
+    with GlooRanks(4, {"TRITONDT_TIMEOUT": str(TIMEOUT_S)}) as ranks:
+        yield ranks
+
+
+def spec(ranks: tuple[int, ...], text: str, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> Any:
+    mesh = T.Mesh((len(ranks),), ranks=ranks)
+    return T.DTensorSpec(mesh, T.parse_placements(text), T.TensorMeta.contiguous(shape, dtype))
+
+
+def move(ranks: tuple[int, ...], source: str = "S0", target: str = "R", **options: Any) -> torch.Tensor:
+    before = spec(ranks, source, **options)
+    return T.redistribute(torch.zeros(before.local_shape, dtype=before.dtype), before, spec(ranks, target, **options))
+
+
+def connect(rank: int, ranks: tuple[int, ...]) -> None:
+    if rank in ranks:
+        move(ranks)
+
+
+def run(ranks: GlooRanks, members: tuple[int, ...], body: Any, *arguments: Any) -> list[Any]:
+    """Outcomes of the members, after they have connected; none may take longer than the timeout and a little."""
+    ranks.run(connect, members)
+    started = time.monotonic()
+    outcomes = ranks.outcomes(body, members, *arguments, timeout_s=60)
+    assert time.monotonic() - started < TIMEOUT_S + SOON_S
+    return [outcomes[rank] for rank in members]
+
+
+def assert_failed(outcome: Any, kind: str, *texts: str) -> None:
+    assert isinstance(outcome, Failure), f"the rank got {outcome}"
+    assert outcome.kind == kind, outcome.trace
+    for text in texts:
+        assert text in outcome.text
+
+
+def bring_a_wrong_tensor(rank: int, members: tuple[int, ...], culprit: int) -> None:
+    if rank == culprit:
+        T.redistribute(torch.zeros(7), spec(members, "S0"), spec(members, "R"))
+    elif rank in members:
+        move(members)
+
+
+def test_a_wrong_local_tensor_is_known_to_all(failing_ranks: GlooRanks) -> None:
+    first, second, culprit = run(failing_ranks, (0, 1, 2), bring_a_wrong_tensor, 2)
+    assert_failed(culprit, "LocalTensorError", "gives rank 2 at coordinate (2,)", "found shape (7,)")
+    for rank, outcome in enumerate((first, second)):
+        assert_failed(outcome, "PeerError", f"rank 2 failed while rank {rank} waited for rank", "step 1 of 1", "(7,)")
+
+
+def disagree(rank: int, members: tuple[int, ...], options: list[dict[str, Any]]) -> None:
+    if rank in members:
+        move(members, **options[members.index(rank)])
+
+
+@pytest.mark.parametrize(
+    ("members", "options", "texts"),
+    [
+        ((0, 1), [{"shape": (4, 6)}, {"shape": (4, 8)}], ("of (4, 6) float32", "of (4, 8) float32")),
+        ((0, 2), [{"dtype": torch.float32}, {"dtype": torch.int64}], ("(4, 6) float32", "(4, 6) int64")),
+        ((0, 3), [{"target": "R"}, {"target": "S1"}], ("(S0) -> (R)", "(S0) -> (S1)")),
+    ],
+)
+def test_ranks_that_disagree_are_told_both_values(
+    failing_ranks: GlooRanks, members: tuple[int, ...], options: list[dict[str, Any]], texts: tuple[str, str]
+) -> None:
+    outcomes = run(failing_ranks, members, disagree, options)
+    # One may hear of it only by the other one's leaving; who says so names both ranks and both values.
+    kinds = [outcome.kind for outcome in outcomes if isinstance(outcome, Failure)]
+    assert len(kinds) == 2
+    assert set(kinds) <= {"MismatchError", "PeerError"}
+    assert "MismatchError" in kinds
+    for outcome in outcomes:
+        assert_failed(outcome, outcome.kind, "step 1 of 1", *(f"rank {rank}" for rank in members))
+        if outcome.kind == "MismatchError":
+            assert_failed(outcome, "MismatchError", *texts)
+
+
+def assert_waited(text: str) -> None:
+    """The watch looks once a second, so a wait may end up to that much after the timeout."""
+    told = re.search(r"rank 1 waited (\d+) s", text)
+    assert told is not None, text
+    assert TIMEOUT_S <= int(told[1]) <= TIMEOUT_S + 1
+
+
+def stay_away(rank: int, members: tuple[int, ...]) -> None:
+    if rank == members[0]:
+        move(members)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(failing_ranks: GlooRanks) -> None:
+    waiting, away = run(failing_ranks, (1, 2), stay_away)
+    assert away is None
+    assert_failed(waiting, "PeerError", "for rank 2 in step 1 of 1 (exchange (S0) -> (R))", "(TRITONDT_TIMEOUT)")
+    assert_waited(waiting.text)
+    again, _ = failing_ranks.outcomes(stay_away, (1, 2))[1:3]
+    assert_failed(again, "WorldError", "communicator that failed before", "s for rank 2 in step", "make a new world")
+
+
+def raise_its_own(rank: int, members: tuple[int, ...]) -> None:
+    if rank == members[-1]:
+        raise ZeroDivisionError("the model divided by zero")
+    if rank in members:
+        move(members)
+
+
+def test_a_rank_that_raises_elsewhere_is_not_waited_for_forever(failing_ranks: GlooRanks) -> None:
+    """Its exception was caught, so nobody knows: the others stop at the timeout and name it."""
+    waiting, raised = run(failing_ranks, (1, 3), raise_its_own)
+    assert_failed(raised, "ZeroDivisionError", "divided by zero")
+    assert_failed(waiting, "PeerError", "for rank 3 in step 1 of 1", "the timeout is 4 s")
+    assert_waited(waiting.text)
+
+
+def ask_for_a_large_mesh(rank: int) -> list[str]:
+    found = []
+    for make in (lambda: T.init_device_mesh("cpu", (2, 3)), lambda: T.Mesh((5,))):
+        with pytest.raises(T.MeshError) as told:
+            make()
+        found.append(str(told.value))
+    return found
+
+
+def test_fewer_ranks_than_the_mesh_needs(four_ranks: GlooRanks) -> None:
+    for large, line in four_ranks.run(ask_for_a_large_mesh):
+        assert "a mesh of shape (2, 3) needs rank 5, but the world has 4 ranks (0..3); start 6 or make" in large
+        assert "a mesh of shape (5,) needs rank 4, but the world has 4 ranks" in line
+
+
+def die(rank: int, members: tuple[int, ...], culprit: int) -> None:
+    if rank == culprit:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank in members:
+        move(members)
+
+
+def test_ranks_that_are_killed_are_named_by_the_others() -> None:
+    """First rank 3, then rank 0, with which the store goes."""
+    with GlooRanks(4, {"TRITONDT_TIMEOUT": str(TIMEOUT_S)}) as ranks:
+        ranks.run(connect, (0, 1, 2))
+        *others, dead = run(ranks, (0, 1, 2, 3), die, 3)
+        assert dead.kind == "died"
+        assert ranks.status(3) == -signal.SIGKILL
+        assert sum("rank 3" in outcome.text for outcome in others) >= 1
+        for outcome in others:
+            assert_failed(outcome, "PeerError", "in step 1 of 1 (exchange (S0) -> (R))")
+        started = time.monotonic()
+        dead, *others, _ = ranks.outcomes(die, (0, 1, 2), 0)
+        assert time.monotonic() - started < TIMEOUT_S + SOON_S
+        assert dead.kind == "died"
+        for outcome in others:
+            assert_failed(outcome, "PeerError", "rank ", "in step 1 of 1 (exchange (S0) -> (R))")
+        for rank in (1, 2):  # those that are left end by themselves
+            ranks.end(rank)
+            assert ranks.status(rank) == 0
+
+
+def end_uncaught(rank: int, members: tuple[int, ...], culprit: int) -> None:
+    if rank == culprit:
+        raise UncaughtError("out of luck")
+    move(members)
+
+
+def test_an_uncaught_exception_reaches_the_ranks_that_wait() -> None:
+    with GlooRanks(3, {"TRITONDT_TIMEOUT": "60"}) as ranks:
+        *others, dead = run_until_uncaught(ranks)
+        assert dead.kind == "died"
+        for rank, outcome in enumerate(others):
+            assert_failed(outcome, "PeerError", "rank 2", f"rank {rank}", "in step 1 of 1 (exchange (S0) -> (R))")
+        assert any("UncaughtError: out of luck" in outcome.text for outcome in others)
+        assert ranks.status(2) == 1
+
+
+def run_until_uncaught(ranks: GlooRanks) -> list[Any]:
+    """The timeout is a minute: they must hear of it, not wait for it."""
+    ranks.run(connect, (0, 1, 2))
+    return ranks.outcomes(end_uncaught, (0, 1, 2), 2, timeout_s=SOON_S)

@@ -1,0 +1,35 @@
+"""Random redistributions on real processes, against the same torch.chunk arithmetic as on thread ranks."""
+
+import pytest
+
+from tests.gloo_ranks import GlooRanks
+from tests.oracle.cases import Case, Outcome, check_all, failure_text, inputs_of, random_case, run_case
+
+CASES_PER_TEST = 60
+
+
+def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
+    """This rank's part of every case."""
+    found = []
+    for case in cases:
+        try:
+            found.append(run_case(case, inputs_of(case), rank))
+        except Exception as error:
+            raise AssertionError(f"{error!r}; {failure_text(case)}") from error
+    return found
+
+
+def check_on(ranks: GlooRanks, first_seed: int) -> None:
+    seeds = range(first_seed, first_seed + CASES_PER_TEST)
+    cases = [random_case(seed, ranks.size, scattered=False) for seed in seeds]
+    outcomes = ranks.run(run_cases, cases)
+    check_all(cases, [inputs_of(case) for case in cases], outcomes)
+
+
+@pytest.mark.parametrize("first_seed", range(100_000, 100_000 + 4 * CASES_PER_TEST, CASES_PER_TEST))
+def test_random_cases_on_four_processes(four_ranks: GlooRanks, first_seed: int) -> None:
+    check_on(four_ranks, first_seed)
+
+
+def test_random_cases_on_eight_processes(eight_ranks: GlooRanks) -> None:
+    check_on(eight_ranks, 200_000)

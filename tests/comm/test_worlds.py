@@ -1,0 +1,136 @@
+"""Worlds of processes: torch's meshes, flattened ones, forks, and one world after another."""
+
+import copy
+import os
+import pickle
+import socket
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.gloo_ranks import GlooRanks
+from tritondt.comm import world
+from tritondt.mesh import canonical_mesh
+
+
+def gather_after_flatten(rank: int) -> list[list[int]]:
+    """The whole of arange(5) + 1 on every rank, before and after torch's mesh was flattened."""
+    mesh = T.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    meta = T.TensorMeta.contiguous((5,), torch.int64)
+    source = T.DTensorSpec(mesh, (T.Shard(0), T.Shard(0)), meta)
+    target = T.DTensorSpec(mesh, (T.Replicate(), T.Replicate()), meta)
+    local = torch.tensor([[1, 2], [3], [4], [5]][rank])
+    found = [T.redistribute(local, source, target).tolist()]
+    mesh._flatten()
+    found.append(T.redistribute(local, source, target).tolist())
+    assert T.DTensorSpec(mesh, (T.Shard(0), T.Shard(0)), meta) is source
+    return found
+
+
+def test_a_flattened_mesh_gathers_what_was_cut(four_ranks: GlooRanks) -> None:
+    """torch 2.13 gathers [1, 2, 3, 0, 4] here: it cuts in 2, 1, 1, 1 and puts together as if in 2, 2, 1, 0."""
+    assert four_ranks.run(gather_after_flatten) == [[[1, 2, 3, 4, 5]] * 2] * 4
+
+
+def look_at_meshes(rank: int) -> None:
+    meta = T.TensorMeta.contiguous((6, 4))
+    theirs = T.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours = T.Mesh((2, 2), ("dp", "tp"))
+    assert canonical_mesh(theirs) is ours
+    spec = T.DTensorSpec(theirs, (T.Shard(0), T.Replicate()), meta)
+    assert spec is T.DTensorSpec(ours, (T.Shard(0), T.Replicate()), meta)
+    assert spec is T.DTensorSpec(T.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), spec.placements, meta)
+    assert spec is not T.DTensorSpec(T.init_device_mesh("cpu", (2, 2)), spec.placements, meta)
+    assert spec.coordinate == (rank // 2, rank % 2)
+    assert spec.mesh.device_mesh is not None
+    for copied in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec)):
+        assert copied is spec
+    column = T.DTensorSpec(theirs["tp"], (T.Shard(1),), meta)
+    assert column.mesh.ranks == (rank // 2 * 2, rank // 2 * 2 + 1)
+
+
+def test_torchs_meshes_and_ours_are_one(four_ranks: GlooRanks) -> None:
+    four_ranks.run(look_at_meshes)
+
+
+def intern_in_a_fork(rank: int) -> int:
+    """The exit status of a forked child that makes the same spec again."""
+    meta = T.TensorMeta.contiguous((6, 4))
+    spec = T.DTensorSpec(T.Mesh((2, 2)), (T.Shard(0), T.Replicate()), meta)
+    pid = os.fork()
+    if pid == 0:
+        again = T.DTensorSpec(T.Mesh((2, 2)), (T.Shard(0), T.Replicate()), meta)
+        same = again is spec and pickle.loads(pickle.dumps(spec)) is spec
+        other = T.DTensorSpec(T.Mesh((2, 2)), (T.Shard(1), T.Replicate()), meta)
+        os._exit(0 if same and other is spec.with_placements(other.placements) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_fork_finds_the_same_specs(four_ranks: GlooRanks) -> None:
+    assert four_ranks.run(intern_in_a_fork) == [0, 0, 0, 0]
+
+
+def subsets_in_any_order(rank: int) -> list[int]:
+    """Communicators are made by their members alone, whoever asks first for what."""
+    pairs = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+    sums = []
+    for pair in pairs:
+        if rank in pair:
+            meta = T.TensorMeta.contiguous((2,), torch.int64)
+            source, target = (T.DTensorSpec(T.Mesh((2,), ranks=pair), T.parse_placements(text), meta) for text in "PR")
+            sums.append(int(T.redistribute(torch.full((2,), 10**rank), source, target)[0]))
+    group = dist.new_group([0, 1, 2, 3])  # c10d's own counters are where they were
+    dist.barrier(group)
+    return sums
+
+
+def test_communicators_of_some_ranks_need_no_others(four_ranks: GlooRanks) -> None:
+    assert four_ranks.run(subsets_in_any_order) == [
+        [11, 101, 1001], [11, 110, 1010], [101, 110, 1100], [1001, 1010, 1100],
+    ]  # fmt: skip
+
+
+def live_twice(rank: int, port: int) -> dict[str, object]:
+    """Two worlds one after the other in one process, the second with the ranks in reverse."""
+    meta = T.TensorMeta.contiguous((5,), torch.int64)
+
+    def gathered() -> list[int]:
+        mesh = T.init_device_mesh("cpu", (2,))
+        source, target = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in ("S0", "R"))
+        specs.append(source)
+        length = source.local_shape[0]
+        return T.redistribute(torch.arange(length) + 3 * dist.get_rank(), source, target).tolist()
+
+    specs: list[T.DTensorSpec] = []
+    found = [gathered()]
+    kept = world.current()
+    world.close()
+    with pytest.raises(T.WorldError, match=r"this world is closed; initialise torch.distributed again"):
+        kept.communicator((0, 1))
+    dist.destroy_process_group()
+    with pytest.raises(T.WorldError, match=r"torch\.distributed is not initialised"):
+        T.Mesh((1,))
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=1 - rank, world_size=2)
+    found.append(gathered())
+    with pytest.raises(T.MeshError, match="was made in another world"):
+        T.DTensorSpec(specs[0].mesh, (T.Shard(0),), meta)
+    return {
+        "gathered": found,
+        "coordinates": [spec.coordinate for spec in specs],
+        "watches": sum(thread.name == "tritondt-watch" for thread in threading.enumerate()),
+    }
+
+
+def test_a_second_world_is_another() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with GlooRanks(2) as ranks:
+        first, second = ranks.run(live_twice, port)
+    assert first["gathered"] == second["gathered"] == [[0, 1, 2, 3, 4]] * 2
+    assert first["coordinates"] == [(0,), (1,)]
+    assert second["coordinates"] == [(1,), (0,)]
+    assert first["watches"] == second["watches"] == 1

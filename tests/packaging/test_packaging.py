@@ -1,0 +1,142 @@
+"""The package is the same from a wheel, from an editable install and from the repository's root."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Drops the hook of an editable install, so that only sys.path can have found the package.
+WITHOUT_EDITABLE_HOOK = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+"""
+REPORT_ORIGINS = """
+import importlib, json
+names = ["tritondt", "tritondt.kernels", "tritondt.kernels.reference", "tritondt._C"]
+print(json.dumps([importlib.import_module(name).__file__ for name in names]))
+"""
+REPORT_IMPORT_SECONDS = """
+import json, sys, time
+import torch
+triton_came_with_torch = "triton" in sys.modules
+start = time.perf_counter()
+import tritondt
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, "triton" in sys.modules and not triton_came_with_torch]))
+"""
+
+
+def run_python(code: str, folder: Path, **variables: str) -> str:
+    """Standard output of a fresh interpreter started in `folder`, blind to our own PYTHONPATH."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    completed = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def origins(code: str, folder: Path, **variables: str) -> list[Path]:
+    """Files that the package, its kernels and its extension were loaded from."""
+    return [Path(path) for path in json.loads(run_python(code, folder, **variables))]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy: building in the checkout would take up leftovers of build/."""
+    checkout = tmp_path_factory.mktemp("checkout") / "tritondt"
+    leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__")
+    shutil.copytree(REPOSITORY, checkout, symlinks=True, ignore=leftovers)
+    lend_compiled_extension(checkout)
+    wheels = tmp_path_factory.mktemp("wheels")
+    options = ["--quiet", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(wheels), str(checkout)],
+        check=True,
+    )
+    (built,) = wheels.glob("tritondt-*.whl")
+    return built
+
+
+def lend_compiled_extension(checkout: Path) -> None:
+    """Puts the extension compiled in place where the build looks for its own, if there is one.
+
+    It saves the 20 s of compiling; setuptools compiles all the same if a source is newer.
+    """
+    name = "tritondt/_C" + sysconfig.get_config_var("EXT_SUFFIX")
+    if (REPOSITORY / name).exists():
+        (checkout / "setup.cfg").write_text("[build]\nbuild_lib = build/lib\n")
+        (checkout / "build" / "lib" / "tritondt").mkdir(parents=True)
+        shutil.copy2(REPOSITORY / name, checkout / "build" / "lib" / name)
+
+
+def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
+    package = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob("tritondt/**/*.py")}
+    kernels = {"tritondt" / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("kernels/**/*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    modules = {Path(name) for name in files if name.endswith(".py")}
+    assert modules == package | kernels
+    assert {"tritondt/py.typed", "tritondt/_C.pyi"} <= files
+    assert {Path(name).parts[0] for name in files} == {"tritondt"}
+    assert not [name for name in files if name.endswith((".cpp", ".h"))]
+
+
+def test_wheel_imports_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    found = origins(WITHOUT_EDITABLE_HOOK + REPORT_ORIGINS, tmp_path, PYTHONPATH=str(installed))
+    assert all(path.is_relative_to(installed / "tritondt") for path in found), found
+
+
+def test_editable_install_imports_outside_the_repository(tmp_path: Path) -> None:
+    if not installed_editable():
+        pytest.skip("this Python has no editable install of this checkout; `make venv` makes one")
+    found = origins(REPORT_ORIGINS, tmp_path)
+    assert all(path.resolve().is_relative_to(REPOSITORY) for path in found), found
+
+
+def test_repository_root_imports_without_an_install() -> None:
+    found = origins(WITHOUT_EDITABLE_HOOK + REPORT_ORIGINS, REPOSITORY)
+    assert all(path.is_relative_to(REPOSITORY / "tritondt") for path in found), found
+
+
+def test_kernels_refuses_to_be_a_package_of_its_own() -> None:
+    code = "try:\n    import kernels\nexcept ImportError as error:\n    print(error)"
+    assert "tritondt.kernels" in run_python(code, REPOSITORY)
+
+
+def test_import_is_quick_and_leaves_triton_alone(tmp_path: Path) -> None:
+    runs = [json.loads(run_python(REPORT_IMPORT_SECONDS, tmp_path, PYTHONPATH=str(REPOSITORY))) for _ in range(5)]
+    assert not any(imports_triton for _, imports_triton in runs)
+    median_seconds = statistics.median(seconds for seconds, _ in runs)
+    assert median_seconds <= 0.3, f"import tritondt adds {median_seconds:.3f} s to import torch"
+
+
+def installed_editable() -> bool:
+    """Whether pip installed this checkout, as a link, into the Python that runs the tests."""
+    try:
+        origin = importlib.metadata.distribution("tritondt").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    if origin is None:
+        return False
+    source = json.loads(origin)
+    editable = source.get("dir_info", {}).get("editable", False)
+    return bool(editable) and source["url"] == REPOSITORY.as_uri()

@@ -1,0 +1,101 @@
+"""What explain says is what runs: bytes and messages of every step, on every rank."""
+
+import json
+from collections import defaultdict
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.oracle.cases import Case, failure_text, inputs_of, random_case
+from tritondt import events, identity
+from tritondt.comm.threads import run_ranks
+from tritondt.planning.cost import CostTable
+from tritondt.planning.explain import explain_layouts
+
+WORLD_SIZE = 8
+CASES_PER_TEST = 100
+
+Report = tuple[str, int, int, int, int]
+
+
+def specs_of(case: Case) -> tuple[T.DTensorSpec, T.DTensorSpec]:
+    mesh, meta = T.Mesh(case.mesh_shape, ranks=case.ranks), T.TensorMeta.contiguous(case.shape, case.torch_dtype)
+    return (
+        T.DTensorSpec(mesh, T.parse_placements(case.source), meta, case.source_order),
+        T.DTensorSpec(mesh, T.parse_placements(case.target), meta, case.target_order),
+    )
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_explain_agrees_with_what_ran(chunk: int) -> None:
+    seeds = range(300_000 + chunk * CASES_PER_TEST, 300_000 + (chunk + 1) * CASES_PER_TEST)
+    cases = [random_case(seed, WORLD_SIZE) for seed in seeds]
+    ran: dict[int, list[Report]] = defaultdict(list)
+
+    def note(event: events.StepRan) -> None:
+        report = event.kind, event.sent_bytes, event.received_bytes, event.num_sent, event.num_received
+        ran[identity.current().rank].append(report)
+
+    def body(rank: int) -> None:
+        for case in cases:
+            source, target = specs_of(case)
+            if source.mesh.coordinate is None:
+                continue
+            local = inputs_of(case).locals[source.mesh.coordinate]
+            ran[rank].clear()
+            T.redistribute(local, source, target)
+            found = T.explain(source, target)
+            explained = [
+                (step.kind, step.sent_bytes, step.received_bytes, step.num_sent, step.num_received)
+                for step in found.steps
+            ]
+            assert explained == ran[rank], failure_text(case)
+            assert found.messages == sum(report[3] for report in explained), failure_text(case)
+
+    unsubscribe = events.subscribe(note)
+    try:
+        run_ranks(WORLD_SIZE, body)
+    finally:
+        unsubscribe()
+
+
+def test_json_has_every_step_and_the_totals() -> None:
+    source, target = (T.Layout((4,), T.parse_placements(text), (8, 4)) for text in ("P", "R"))
+    found = explain_layouts(source, target, 4, CostTable(), (1,))
+    fields = json.loads(found.to_json())
+    assert [step["kind"] for step in fields["steps"]] == ["reduce", "gather"]
+    assert fields["sent_bytes"] == sum(step["sent_bytes"] for step in fields["steps"]) == found.sent_bytes == 192
+    assert fields["received_bytes"] == found.received_bytes == 192
+    assert fields["messages"] == found.messages == 6
+    assert fields["coordinate"] == [1]
+    assert fields["peak_bytes"] == found.peak_bytes
+    assert fields["seconds"] == pytest.approx(found.seconds)
+
+
+def test_table_names_steps_bytes_and_memory() -> None:
+    source, target = (T.Layout((4,), T.parse_placements(text), (8, 4)) for text in ("S0", "S1"))
+    table = str(explain_layouts(source, target, 4, CostTable()))
+    assert "(S0) -> (S1) of (8, 4) at (0,)" in table
+    assert "exchange" in table
+    assert "bytes out" in table
+    assert "peak temporary 24 bytes; 3 peers" in table
+
+
+def test_nothing_to_do_says_so() -> None:
+    layout = T.Layout((2,), (T.Shard(0),), (3,))
+    found = explain_layouts(layout, layout, 4, CostTable())
+    assert found.steps == ()
+    assert found.seconds == 0.0
+    assert "nothing to do" in str(found)
+
+
+def test_explain_moves_nothing() -> None:
+    """It is no collective: one rank may ask alone."""
+
+    def body(rank: int) -> int:
+        mesh, meta = T.Mesh((3,)), T.TensorMeta.contiguous((7,), torch.int8)
+        source, target = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in ("S0", "R"))
+        return T.explain(source, target).received_bytes if rank == 1 else 0
+
+    assert run_ranks(3, body) == [0, 4, 0]

@@ -1,0 +1,155 @@
+"""What the redistribute benchmark measures: pairs of placements on meshes of all ranks, and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from tritondt.errors import LayoutError
+from tritondt.layout import Layout
+from tritondt.placement import Partial, Placement, Replicate, Shard, parse_placements
+
+DEFAULT_SIZES = "64x96,1023x1025,1024x1024,4096x4096"
+
+# One axis: what tensor and data parallel training does at its boundaries. Two axes: the pairs with
+# which DTensor's bytes were compared to the minimum, and their neighbours with a Partial.
+_DEFAULT_PAIRS = (
+    *("S0->R", "S1->R", "S0->S1", "S1->S0", "R->S1", "P->R", "P->S0", "P->S1"),
+    *("S0,S0->R,S0", "S0,S1->S1,S0", "S0,R->R,S0", "S0,S0->S1,S1", "P,S0->S0,S0", "R,S0->S0,S0"),
+    *("P,P->R,R", "S0,S1->R,R", "S1,S0->S0,S1", "P,S1->S0,S1", "P,P->S0,S1", "R,P->S0,R"),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Placements before and after, one of each per mesh axis."""
+
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One redistribution: a tensor of `shape`, on a mesh that all ranks make up, from and to placements."""
+
+    shape: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
+    pair: Pair
+
+    @property
+    def source(self) -> Layout:
+        """The layout before."""
+        return Layout(self.mesh_shape, self.pair.source, self.shape)
+
+    @property
+    def target(self) -> Layout:
+        """The layout after."""
+        return Layout(self.mesh_shape, self.pair.target, self.shape)
+
+    @property
+    def size(self) -> str:
+        """The shape as text, as in 64x96."""
+        return "x".join(map(str, self.shape))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        mesh = "x".join(map(str, self.mesh_shape))
+        return f"{self.size} {self.source} -> {self.target} on {mesh}"
+
+
+def parse_sizes(text: str) -> tuple[tuple[int, ...], ...]:
+    """Shapes from text; LayoutError for anything else.
+
+    >>> parse_sizes("64x96,1023x1025")
+    ((64, 96), (1023, 1025))
+    """
+    try:
+        return tuple(tuple(int(length) for length in size.split("x")) for size in text.split(","))
+    except ValueError as error:
+        raise LayoutError(
+            f"cannot read the sizes {text!r}; allowed are lengths joined by x, sizes joined by "
+            "commas, for example 64x96,1023x1025"
+        ) from error
+
+
+def parse_pairs(text: str) -> tuple[Pair, ...]:
+    """Pairs from text such as "S0->R; S0,S1->R,R".
+
+    LayoutError for what cannot be read, and for what has no one right result that plain torch could
+    give: a target with a Partial, cuts other than torch.chunk's, reductions other than sums.
+
+    >>> parse_pairs("S0->R; P,S0->S0,S0")[1]
+    Pair(source=(P(sum), S0), target=(S0, S0))
+    """
+    return tuple(_parse_pair(item) for item in text.split(";") if item.strip())
+
+
+def _parse_pair(text: str) -> Pair:
+    before, arrow, after = text.partition("->")
+    if not arrow:
+        raise LayoutError(
+            f"cannot read the pair {text.strip()!r}; allowed is source->target, for example "
+            '"S0->R" or, on a mesh of two axes, "S0,S1->R,R"; pairs are joined by ;'
+        )
+    pair = Pair(parse_placements(before), parse_placements(after))
+    if len(pair.source) != len(pair.target):
+        raise LayoutError(
+            f"the pair {text.strip()!r} has {len(pair.source)} placements before and "
+            f"{len(pair.target)} after; both need one per mesh axis"
+        )
+    plain = [Replicate(), Partial(), *(Shard(p.dim) for p in pair.source + pair.target if isinstance(p, Shard))]
+    if any(placement not in plain for placement in pair.source + pair.target) or Partial() in pair.target:
+        raise LayoutError(
+            f"the pair {text.strip()!r} cannot be checked element by element against plain torch; "
+            "allowed are R and S<dim>, before the arrow also P"
+        )
+    return pair
+
+
+def mesh_shape(num_ranks: int, num_axes: int) -> tuple[int, ...] | None:
+    """All ranks as a mesh of so many axes of two or more ranks, as even as it goes; None if there is none.
+
+    >>> mesh_shape(4, 1), mesh_shape(4, 2), mesh_shape(12, 2), mesh_shape(5, 2)
+    ((4,), (2, 2), (3, 4), None)
+    """
+    if num_axes == 1:
+        return (num_ranks,)
+    first = round(num_ranks ** (1 / num_axes))
+    while first > 1:
+        rest = None if num_ranks % first else mesh_shape(num_ranks // first, num_axes - 1)
+        if rest is not None and min(rest) > 1:
+            return (first, *rest)
+        first -= 1
+    return None
+
+
+def default_pairs(num_ranks: int) -> tuple[Pair, ...]:
+    """The pairs that are measured unless others are asked for, those for which `num_ranks` make a mesh."""
+    pairs = parse_pairs(";".join(_DEFAULT_PAIRS))
+    return tuple(pair for pair in pairs if mesh_shape(num_ranks, len(pair.source)) is not None)
+
+
+def make_cases(num_ranks: int, shapes: Sequence[tuple[int, ...]], pairs: Sequence[Pair]) -> tuple[Case, ...]:
+    """Every pair at every size; LayoutError where a size, a pair and the ranks do not go together.
+
+    >>> [str(case) for case in make_cases(4, [(64, 96)], parse_pairs("S0->R; S0,S1->R,R"))]
+    ['64x96 (S0) -> (R) on 4', '64x96 (S0, S1) -> (R, R) on 2x2']
+    """
+    found = []
+    for shape in shapes:
+        for pair in pairs:
+            sizes = mesh_shape(num_ranks, len(pair.source))
+            if sizes is None:
+                raise LayoutError(
+                    f"{num_ranks} ranks make no mesh of {len(pair.source)} axes with two or more "
+                    f"ranks each, which {pair.source} -> {pair.target} needs"
+                )
+            case = Case(shape, sizes, pair)
+            assert case.source.shape == case.target.shape, "both layouts can exist"
+            found.append(case)
+    return tuple(found)

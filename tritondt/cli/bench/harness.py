@@ -1,0 +1,70 @@
+"""Times several ways of doing one thing on all ranks, in turns, so that noise meets all of them alike."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+Run = Callable[[], object]
+
+# A median of fewer rounds says little on a machine that does other things.
+_FEWEST_ROUNDS = 9
+_WARM_UP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of every round; a round takes as long as its slowest rank."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds of the middle round."""
+        return statistics.median(self.seconds)
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of the best round, the figure that other programs on the machine disturb least."""
+        return min(self.seconds)
+
+
+def time_interleaved(runs: Sequence[Run], most_rounds: int, budget_s: float) -> list[Times]:
+    """Times of every run, from the same rounds; a collective call, with the same result on all ranks.
+
+    As many rounds as `budget_s` seconds have room for, but at least 9, and never above `most_rounds`.
+    """
+    warm_up = _rounds(runs, _WARM_UP_ROUNDS)
+    seconds = sum(times.seconds[-1] for times in warm_up)
+    return _rounds(runs, min(most_rounds, max(_FEWEST_ROUNDS, int(budget_s / seconds))))
+
+
+def _rounds(runs: Sequence[Run], num_rounds: int) -> list[Times]:
+    own_s = torch.zeros(len(runs), num_rounds, dtype=torch.float64)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(num_rounds):
+            order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
+            for which in order:
+                own_s[which, number] = _seconds(runs[which])
+    finally:
+        gc.enable()
+    dist.all_reduce(own_s, dist.ReduceOp.MAX)
+    return [Times(tuple(found)) for found in own_s.tolist()]
+
+
+def _seconds(run: Run) -> float:
+    """Seconds of one run; its result is freed after the clock has stopped."""
+    dist.barrier()
+    started = time.perf_counter()
+    result = run()
+    seconds = time.perf_counter() - started
+    del result
+    return seconds

@@ -1,0 +1,228 @@
+"""What every rank does: make each case on both sides, check it, count it, then time it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import tensor as torch_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+import tritondt as T
+from tritondt.cli.bench.cases import Case
+from tritondt.cli.bench.harness import Run, Times, time_interleaved
+from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
+from tritondt.cli.bench.loopback import Loopback, count_loopback
+from tritondt.cli.bench.minimum import fewest_elements, most_received
+from tritondt.errors import TritondtError
+from tritondt.events import StepRan, subscribe
+
+# Below this the headers of a message weigh too much for the loopback interface's count to say anything.
+_LOOPBACK_BYTES = 1_000_000
+
+
+class BenchmarkError(TritondtError):
+    """A case in which what ran is not what should have run."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks are asked to measure; every rank is given the same one."""
+
+    cases: tuple[Case, ...]
+    dtype: str
+    against_torch: bool
+    rounds: int
+    case_s: float
+    num_threads: int
+    loopback: bool
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Bytes and messages of one redistribution on one rank."""
+
+    sent_bytes: int
+    received_bytes: int
+    num_sent: int
+    num_received: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One case; `minimum_bytes` is what no way could undercut, `counts` are those of all ranks in order.
+
+    `received_over_limit` is the most that any rank received, in units of what a sum in pieces allows it:
+    None where nothing is reduced, or every box has one holder and the minimum itself is the measure.
+    """
+
+    case: Case
+    itemsize: int
+    ours: Times
+    theirs: Times | None
+    counts: tuple[Counts, ...]
+    minimum_bytes: int
+    received_over_limit: float | None
+    loopback: Loopback | None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that the transport sent, all ranks together."""
+        return sum(found.sent_bytes for found in self.counts)
+
+    @property
+    def num_messages(self) -> int:
+        """Messages that the transport sent, all ranks together."""
+        return sum(found.num_sent for found in self.counts)
+
+    @property
+    def ratio_median(self) -> float | None:
+        """Our median time in units of theirs."""
+        return None if self.theirs is None else self.ours.median / self.theirs.median
+
+    @property
+    def ratio_fastest(self) -> float | None:
+        """Our fastest time in units of theirs."""
+        return None if self.theirs is None else self.ours.fastest / self.theirs.fastest
+
+
+def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
+    """Measures every case and passes it to `send` on rank 0; a collective call of all ranks.
+
+    Raises BenchmarkError where explain does not foretell what ran, AssertionError for a wrong result.
+    """
+    torch.set_num_threads(request.num_threads)
+    meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    for case in request.cases:
+        if case.mesh_shape not in meshes:
+            meshes[case.mesh_shape] = T.init_device_mesh("cpu", case.mesh_shape)
+        with torch.no_grad(), _quiet_torch():
+            found = _measure(case, meshes[case.mesh_shape], request)
+        if dist.get_rank() == 0:
+            send(found)
+
+
+@contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Keeps DTensor's advice about its own speed out of the report."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    logger.setLevel(level)
+
+
+def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
+    dtype = DTYPES[request.dtype]
+    meta = T.TensorMeta.contiguous(case.shape, dtype)
+    source = T.DTensorSpec(mesh, case.pair.source, meta)
+    target = T.DTensorSpec(mesh, case.pair.target, meta)
+    assert source.coordinate is not None, "every rank is on the mesh"
+    local = source_part(case, dtype, source.coordinate)
+
+    def ours() -> torch.Tensor:
+        return T.redistribute(local, source, target)
+
+    runs = [ours, _torch_run(local, mesh, case)] if request.against_torch else [ours]
+    _check_results(case, runs, target_part(case, dtype, source.coordinate))
+    counts = _checked_counts(ours, source, target)
+    loopback = None
+    moves = any(found.num_sent for found in counts)
+    if request.loopback and moves and case.numel * dtype.itemsize >= _LOOPBACK_BYTES:
+        loopback = count_loopback(ours)
+    times = time_interleaved(runs, request.rounds, request.case_s)
+    return Measured(
+        case=case,
+        itemsize=dtype.itemsize,
+        ours=times[0],
+        theirs=times[1] if request.against_torch else None,
+        counts=counts,
+        minimum_bytes=fewest_elements(case.source, case.target) * dtype.itemsize,
+        received_over_limit=_received_over_limit(case, counts, dtype.itemsize),
+        loopback=loopback,
+    )
+
+
+def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[], torch.Tensor]:
+    """The same redistribution by torch.distributed.tensor, its DTensor made beforehand."""
+    before, after = (
+        [_torch_placement(placement) for placement in placements] for placements in (case.pair.source, case.pair.target)
+    )
+    stride = torch.empty(case.shape, device="meta").stride()
+    tensor = torch_tensor.DTensor.from_local(
+        local, mesh, before, run_check=False, shape=torch.Size(case.shape), stride=stride
+    )
+
+    def theirs() -> torch.Tensor:
+        result: torch.Tensor = tensor.redistribute(mesh, after).to_local()
+        return result
+
+    return theirs
+
+
+def _torch_placement(placement: T.Placement) -> TorchPlacement:
+    if isinstance(placement, T.Shard):
+        return torch_tensor.Shard(placement.dim)
+    return torch_tensor.Partial() if isinstance(placement, T.Partial) else torch_tensor.Replicate()
+
+
+def _check_results(case: Case, runs: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> None:
+    for run, name in zip(runs, ("tritondt", "torch"), strict=False):
+        found = run()
+        # DTensor may hand out a tensor that is still to come; its time would not be in the measurement.
+        assert type(found) is torch.Tensor, f"{name} returned a {type(found).__name__} of {case}"
+        said = partial(_wrong_text, name, case)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=said)
+
+
+def _wrong_text(name: str, case: Case, text: str) -> str:
+    return f"{name} moved {case} wrongly: {text}"
+
+
+def _checked_counts(run: Run, source: T.DTensorSpec, target: T.DTensorSpec) -> tuple[Counts, ...]:
+    """What one run moves on every rank, as the transport counts it and as explain foretells it."""
+    steps: list[StepRan] = []
+    unsubscribe = subscribe(steps.append)
+    try:
+        run()
+    finally:
+        unsubscribe()
+    counted = Counts(
+        sum(step.sent_bytes for step in steps),
+        sum(step.received_bytes for step in steps),
+        sum(step.num_sent for step in steps),
+        sum(step.num_received for step in steps),
+    )
+    explained = T.explain(source, target)
+    foretold = Counts(
+        explained.sent_bytes,
+        explained.received_bytes,
+        explained.messages,
+        sum(step.num_received for step in explained.steps),
+    )
+    pairs: list[tuple[Counts, Counts]] = [(counted, foretold)] * dist.get_world_size()
+    dist.all_gather_object(pairs, (counted, foretold))
+    for rank, (ran, said) in enumerate(pairs):
+        if ran != said:
+            raise BenchmarkError(
+                f"explain({source}, {target}) foretells {said} on rank {rank}, but the transport "
+                f"counted {ran}; they must be equal"
+            )
+    return tuple(ran for ran, _ in pairs)
+
+
+def _received_over_limit(case: Case, counts: tuple[Counts, ...], itemsize: int) -> float | None:
+    source, target = case.source, case.target
+    if not source.axes_where(T.Partial) or not target.axes_where(T.Replicate):
+        return None
+    limits = [most_received(source, target, coordinate) * itemsize for coordinate in source.coordinates()]
+    return max(found.received_bytes / max(limit, 1) for found, limit in zip(counts, limits, strict=True))

@@ -1,0 +1,5 @@
+"""`demo`: trains a byte-level GPT tensor-parallel on several ranks, and once more on one process.
+
+Both runs have the same weights, data and seed; their losses must agree at every step. The command is in
+command.py: the ranks import this package, and are spared what only the command needs.
+"""

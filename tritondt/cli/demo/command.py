@@ -1,0 +1,171 @@
+"""The command: both runs, then the verdict, the tables and the files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import tritondt as T
+from tritondt.cli.demo.data import corpus
+from tritondt.cli.demo.launch import num_cores, run_on_ranks
+from tritondt.cli.demo.model import Model
+from tritondt.cli.demo.progress import RunProgress
+from tritondt.cli.demo.report import Comparison, shares, write_results
+from tritondt.cli.demo.sharding import Redistribute
+from tritondt.cli.demo.train import (
+    Experiment,
+    RanksRun,
+    Step,
+    train_on_ranks,
+    train_on_this_process,
+    train_on_this_rank,
+)
+from tritondt.comm import world
+
+_DEFAULT_HEAD_WIDTH = 32
+_DEFAULT_RANKS = 4
+_FILE_COLUMNS = 100
+_PRELOAD = (train_on_ranks.__module__, "torch._dynamo")
+_AT_LEAST_1 = click.IntRange(min=1)
+
+
+@click.command(
+    short_help="Train a small GPT on 4 CPU ranks and on one process.", context_settings={"show_default": True}
+)
+@click.option("--ranks", type=_AT_LEAST_1, help="Processes to start.  [default: 4, or torchrun's]")
+@click.option("--steps", type=_AT_LEAST_1, default=60, help="Updates of the weights.")
+@click.option("--heads", type=_AT_LEAST_1, default=6, help="Attention heads of a layer.")
+@click.option("--layers", type=_AT_LEAST_1, default=4, help="Transformer blocks.")
+@click.option("--width", type=_AT_LEAST_1, help="Features, a multiple of --heads.  [default: 32 a head]")
+@click.option("--seq", "sequence", type=_AT_LEAST_1, default=127, help="Bytes of a sequence.")
+@click.option("--batch", type=_AT_LEAST_1, default=16, help="Sequences of a step.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Of weights and data.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo_out"),
+    help="Folder for summary.json and loss.png.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print summary.json too; the rest to stderr.")
+def demo(
+    ranks: int | None,
+    steps: int,
+    heads: int,
+    layers: int,
+    width: int | None,
+    sequence: int,
+    batch: int,
+    seed: int,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Train a small GPT tensor-parallel on CPU ranks and on one process, and compare.
+
+    The ranks share heads, hidden features and the sequence, none of which need divide by their
+    number. Ends with status 1 if the losses of the two runs differ by more than 1e-4 at any step.
+    Under torchrun it runs on the processes that torchrun has started.
+    """
+    width = heads * _DEFAULT_HEAD_WIDTH if width is None else width
+    _check(heads, width, sequence)
+    experiment = Experiment(Model(heads, layers, width, sequence), steps, batch, seed)
+    console = _console(to_stderr=as_json)
+    if dist.is_torchelastic_launched():
+        found = _train_under_torchrun(experiment, ranks, console)
+        if found is None:
+            return
+        num_ranks, on_ranks = found
+    else:
+        num_ranks = _DEFAULT_RANKS if ranks is None else ranks
+        on_ranks = train_on_new_processes(experiment, num_ranks, console)
+    comparison = Comparison(experiment, num_ranks, on_ranks, train_single(experiment, console))
+    summary = write_results(comparison, out, console)
+    if as_json:
+        click.echo(json.dumps(summary))
+    if not comparison.agrees:
+        raise click.ClickException(comparison.disagreement())
+
+
+def _check(heads: int, width: int, sequence: int) -> None:
+    if width % heads:
+        raise click.UsageError(f"--width {width} is no multiple of --heads {heads}")
+    longest = len(corpus()) - 1
+    if sequence > longest:
+        raise click.UsageError(f"--seq {sequence} is longer than the text; allowed is up to {longest}")
+
+
+def _console(*, to_stderr: bool) -> Console:
+    console = Console(stderr=to_stderr)
+    # A file or a pipe has no width; rich would take 80 columns and break the lines of the tables.
+    return console if console.is_terminal else Console(stderr=to_stderr, width=_FILE_COLUMNS)
+
+
+def train_on_new_processes(
+    experiment: Experiment,
+    num_ranks: int,
+    console: Console,
+    *,
+    redistribute: Redistribute = T.redistribute,
+) -> RanksRun:
+    """Start `num_ranks` processes, train on them and end them; RankFailedError if one fails."""
+    _introduce(experiment, num_ranks, console)
+    with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
+        results = run_on_ranks(
+            num_ranks, train_on_this_rank, experiment, redistribute, on_message=_only_steps(show), preload=_PRELOAD
+        )
+    on_ranks = results[0]
+    assert isinstance(on_ranks, RanksRun), f"ranks return their run, not {on_ranks!r}"
+    return on_ranks
+
+
+def train_single(experiment: Experiment, console: Console) -> tuple[Step, ...]:
+    """The same on one new process with all cores, without the engine."""
+    with RunProgress(console, "1 process", experiment) as show:
+        (steps,) = run_on_ranks(1, train_on_this_process, experiment, on_message=_only_steps(show), preload=_PRELOAD)
+    assert isinstance(steps, tuple), f"the process returns its steps, not {steps!r}"
+    return steps
+
+
+def _only_steps(show: Callable[[Step], None]) -> Callable[[object], None]:
+    def on_message(message: object) -> None:
+        assert isinstance(message, Step), f"ranks send steps, not {message!r}"
+        show(message)
+
+    return on_message
+
+
+def _train_under_torchrun(experiment: Experiment, ranks: int | None, console: Console) -> tuple[int, RanksRun] | None:
+    """The number of ranks and their run, on rank 0; None on the others, which have no more to do."""
+    dist.init_process_group("gloo")
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if ranks not in (None, num_ranks):
+        raise click.UsageError(f"--ranks {ranks} was asked for, but torchrun has started {num_ranks} processes")
+    torch.set_num_threads(max(1, num_cores() // num_ranks))
+    if rank == 0:
+        _introduce(experiment, num_ranks, console)
+        with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
+            on_ranks = train_on_ranks(experiment, on_step=show)
+    else:
+        on_ranks = train_on_ranks(experiment)
+    world.close()
+    dist.destroy_process_group()
+    return (num_ranks, on_ranks) if rank == 0 else None
+
+
+def _introduce(experiment: Experiment, num_ranks: int, console: Console) -> None:
+    model = experiment.model
+    held = ", ".join(f"{' + '.join(map(str, lengths))} {name}" for name, lengths in shares(model, num_ranks).items())
+    console.print(
+        f"GPT of {_count(model.layers, 'layer')}, width {model.width}, on {_count(num_ranks, 'rank')}: {held}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,218 @@
+"""Runs one function on several processes of this machine, and leaves none of them behind.
+
+The launcher holds the store through which the ranks meet, so that it outlives a rank that dies. A rank
+ends only when all have finished: one that closed its connections early would look like a dead peer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritondt.comm import world
+from tritondt.errors import PeerError
+
+# A failing rank drags others down with it; within this time all of them have said so.
+_FAILURE_GRACE_SECONDS = 1.0
+# For closing connections once all results are here; whoever takes longer is killed.
+_ENDING_SECONDS = 10.0
+
+Body = Callable[..., object]
+
+
+class RankFailedError(PeerError):
+    """A rank that this process started raised or died; holds its number and its traceback."""
+
+
+@dataclass(frozen=True)
+class _Finished:
+    result: object
+
+
+@dataclass(frozen=True)
+class _Failed:
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True)
+class _Rank:
+    number: int
+    process: BaseProcess
+    connection: Connection[Any, Any]
+
+
+def num_cores() -> int:
+    """Cores that this process may use, which in a container are fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_on_ranks(
+    num_ranks: int,
+    body: Body,
+    *arguments: object,
+    on_message: Callable[[object], None],
+    preload: Sequence[str] = (),
+) -> list[object]:
+    """Call `body(send, *arguments)` on `num_ranks` new processes, inside a Gloo process group.
+
+    What a rank passes to `send` arrives at `on_message` here; everything is pickled, `body` by its name.
+    `preload` names modules to be imported once for all ranks. Returns the results in rank order. Raises
+    RankFailedError, after ending all ranks, if one fails.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: list[_Rank] = []
+    try:
+        with _waiting_threads_sleep():
+            for number in range(num_ranks):
+                ranks.append(_start(number, (num_ranks, store.port, body, arguments), preload))
+        results = _listen(ranks, on_message)
+        for rank in ranks:
+            rank.connection.send(None)
+        for rank in ranks:
+            rank.process.join(_ENDING_SECONDS)
+        return results
+    finally:
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
+            rank.connection.close()
+
+
+def _start(number: int, arguments: tuple[object, ...], preload: Sequence[str]) -> _Rank:
+    here, there = multiprocessing.Pipe()
+    context = _context(preload)
+    process = context.Process(
+        target=_run_rank,
+        args=(number, there, dict(os.environ), *arguments),
+        name=f"tritondt rank {number}",
+    )
+    process.start()
+    there.close()
+    return _Rank(number, process, here)
+
+
+def _context(preload: Sequence[str]) -> SpawnContext | ForkServerContext:
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    # Importing torch takes 2.5 s of a core; its optimizers import torch._dynamo, another 2.4 s. The server does it
+    # once and forks each rank from there, before any thread exists.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *preload])
+    return context
+
+
+@contextmanager
+def _waiting_threads_sleep() -> Iterator[None]:
+    """Processes started inside let OpenMP threads sleep while they wait, unless the user has said otherwise.
+
+    OpenMP reads this once, when torch is loaded. On 2 cores with a load of 6 to 8 a step of the demo on 2
+    threads took 0.9 to 1.2 s this way, and 1.7 to 5.2 s when waiting threads kept their core.
+    """
+    if "OMP_WAIT_POLICY" in os.environ:
+        yield
+        return
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    try:
+        yield
+    finally:
+        del os.environ["OMP_WAIT_POLICY"]
+
+
+def _listen(ranks: list[_Rank], on_message: Callable[[object], None]) -> list[object]:
+    """The results of all ranks; raises once one has failed and the others had time to say why."""
+    results: dict[int, object] = {}
+    failures: dict[int, _Failed | None] = {}
+    deadline = float("inf")
+    while len(results) + len(failures) < len(ranks) and time.monotonic() < deadline:
+        open_ranks = {rank.connection: rank for rank in ranks if rank.number not in results | failures}
+        timeout = None if not failures else max(0.0, deadline - time.monotonic())
+        for connection in wait(list(open_ranks), timeout):
+            rank = open_ranks[connection]  # type: ignore[index]  # wait returns what it was given
+            message = _receive(rank.connection)
+            if isinstance(message, _Finished):
+                results[rank.number] = message.result
+            elif message is None or isinstance(message, _Failed):
+                failures[rank.number] = message
+                deadline = min(deadline, time.monotonic() + _FAILURE_GRACE_SECONDS)
+            else:
+                on_message(message)
+    if failures:
+        raise _first_failure(ranks, failures)
+    return [results[rank.number] for rank in ranks]
+
+
+def _receive(connection: Connection[Any, Any]) -> object:
+    """The next message, or None once the rank has gone without a last word."""
+    try:
+        return connection.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _first_failure(ranks: list[_Rank], failures: dict[int, _Failed | None]) -> RankFailedError:
+    """The failure that caused the others: a death without a word, else the earliest to be raised."""
+    for number, failure in failures.items():
+        if failure is None:
+            process = ranks[number].process
+            process.join()
+            code = process.exitcode or 0
+            ending = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+            return RankFailedError(f"rank {number} of {len(ranks)} {ending} before it was done")
+    raised = {number: failure for number, failure in failures.items() if failure is not None}
+    number = min(raised, key=lambda number: raised[number].seconds)
+    return RankFailedError(f"rank {number} of {len(ranks)} failed:\n{raised[number].text}")
+
+
+def _run_rank(
+    number: int,
+    connection: Connection[Any, Any],
+    environment: dict[str, str],
+    num_ranks: int,
+    port: int,
+    body: Body,
+    arguments: tuple[object, ...],
+) -> None:
+    # Ctrl-C reaches every process of a terminal; the launcher alone decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    # The server that forked this process may be older than a change of the launcher's environment.
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(max(1, num_cores() // num_ranks))
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=num_ranks)
+        result = body(connection.send, *arguments)
+    except Exception:  # noqa: BLE001 - whatever it is, the launcher reports it
+        connection.send(_Failed(time.time(), traceback.format_exc()))
+        raise SystemExit(1) from None
+    connection.send(_Finished(result))
+    connection.recv()
+    world.close()
+    dist.destroy_process_group()
+
+
+def _end_with_launcher() -> None:
+    """End this process when the launcher is gone, even if it was killed and could say nothing."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None, "ranks are started by multiprocessing"
+    wait([launcher.sentinel])
+    os._exit(1)

@@ -1,0 +1,63 @@
+"""The command group; a command's module is imported when the command is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+import tritondt
+from tritondt.errors import TritondtError
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are named by `module:attribute` and imported on first use.
+
+    Errors of our own end the program with their sentence and status 1; others keep their traceback.
+    """
+
+    def __init__(self, *args: Any, commands_at: Mapping[str, str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._commands_at = dict(commands_at)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order in which they were given."""
+        return list(self._commands_at)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the command; None for an unknown name."""
+        if cmd_name not in self._commands_at:
+            return None
+        module, attribute = self._commands_at[cmd_name].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command), f"{module}:{attribute} is no command"
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except TritondtError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "demo": "tritondt.cli.demo.command:demo",
+        "bench": "tritondt.cli.main:bench",
+        "plan": "tritondt.cli.plan:plan",
+        "doctor": "tritondt.cli.doctor:doctor",
+    },
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(tritondt.__version__)
+def main() -> None:
+    """Move tensors between layouts on a mesh of ranks, with the fewest bytes."""
+
+
+@click.group(cls=LazyGroup, commands_at={"redistribute": "tritondt.cli.bench:redistribute"})
+def bench() -> None:
+    """Time tritondt, interleaved with what it is compared to."""

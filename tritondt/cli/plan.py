@@ -1,0 +1,77 @@
+"""`plan`: what a redistribution would do, without starting any process."""
+
+from __future__ import annotations
+
+import click
+import torch
+
+from tritondt.layout import Layout
+from tritondt.placement import parse_placements
+from tritondt.planning.cost import CostTable
+from tritondt.planning.explain import explain_layouts
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+        *(torch.complex64, torch.complex128),
+    )
+}
+
+
+def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...] | None:
+    """Whole numbers joined by commas; None for an option that was not given."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(item) for item in text.split(",") if item.strip())
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 2,4") from None
+
+
+@click.command()
+@click.option("--mesh", callback=_numbers, metavar="INTS", required=True, help="Ranks on each mesh axis.")
+@click.option("--shape", callback=_numbers, metavar="INTS", required=True, help="Shape of the whole tensor.")
+@click.option("--from", "source", required=True, help="Placement on each mesh axis before.")
+@click.option("--to", "target", required=True, help="Placement on each mesh axis after.")
+@click.option("--from-order", "source_order", callback=_numbers, metavar="INTS", help="Cut order of the axes before.")
+@click.option("--to-order", "target_order", callback=_numbers, metavar="INTS", help="Cut order of the axes after.")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
+@click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def plan(
+    mesh: tuple[int, ...],
+    shape: tuple[int, ...],
+    source: str,
+    target: str,
+    source_order: tuple[int, ...] | None,
+    target_order: tuple[int, ...] | None,
+    dtype: str,
+    coordinate: tuple[int, ...] | None,
+    as_json: bool,
+) -> None:
+    """Explain a redistribution: steps, messages, bytes, memory, time.
+
+    Bytes and messages are what one rank will send; times come from the default cost table. A
+    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3) or S0(repeats=3).
+
+    \b
+    python -m tritondt plan --mesh 2,4 --shape 4096,4096 --from S0,R --to R,S0
+    """
+    before = Layout(mesh, parse_placements(source), shape, source_order)
+    after = Layout(mesh, parse_placements(target), shape, target_order)
+    if coordinate is not None and not _is_on(mesh, coordinate):
+        ends = ", ".join(f"0..{size - 1}" for size in mesh)
+        raise click.BadParameter(
+            f"{coordinate} is not on a mesh of shape {mesh}; allowed are ({ends})",
+            param_hint="--coordinate",
+        )
+    found = explain_layouts(before, after, _DTYPES[dtype].itemsize, CostTable(), coordinate)
+    click.echo(found.to_json() if as_json else str(found))
+
+
+def _is_on(mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> bool:
+    if len(coordinate) != len(mesh):
+        return False
+    return all(0 <= index < size for index, size in zip(coordinate, mesh, strict=True))

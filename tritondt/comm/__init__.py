@@ -1,0 +1,1 @@
+"""Transports: how the boxes of an exchange get from rank to rank."""

@@ -1,0 +1,104 @@
+"""What a transport must do, and what it is handed.
+
+A `Transfer` is one rank's side of one exchange with everything resolved that does not change from call to
+call: peers, boxes in storage, reduction. Transports keep what they derive from it (descriptor tables, byte
+counts), so a transfer should be kept for as long as it may run again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from tritondt.placement import ReduceOp
+from tritondt.planning.exchange import Exchange
+from tritondt.planning.geometry import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How the terms of a received box become its value: reduced in coordinate order, divided once."""
+
+    op: ReduceOp
+    divisor: int
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One rank's side of an exchange of a list of tensors.
+
+    `exchange` names peers by their place in the communicator; `source_blocks[i]` and `target_blocks[i]` say
+    where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
+    exchange and differs between exchanges; `description` is what error messages say.
+    """
+
+    exchange: Exchange
+    source_blocks: tuple[tuple[Block, ...], ...]
+    target_blocks: tuple[tuple[Block, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    reductions: tuple[Reduction | None, ...]
+    fingerprint: int
+    description: str
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a communicator has moved so far, counted where messages are handed to the transport."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    num_sent: int = 0
+    num_received: int = 0
+
+
+class Communicator(Protocol):
+    """Ranks that exchange boxes; made by all of `ranks` together, ended by `close` on all of them."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The world's ranks in this communicator, ascending; peers are named by their place here."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes and messages so far."""
+        ...
+
+    def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
+        """Runs this rank's side of `transfer`; returns when `targets` are written and `sources` are free.
+
+        Raises TransportError before anything is sent when a tensor cannot be carried, PeerError when another
+        rank failed or did not come, MismatchError when it came for something else.
+        """
+        ...
+
+    def refuse(self, error: BaseException) -> None:
+        """Tells the others that this rank will not take part in the next exchange, and why; it counts as run."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank of the communicator has called it."""
+        ...
+
+    def close(self) -> None:
+        """Ends the communicator; a collective call."""
+        ...
+
+    def abort(self) -> None:
+        """Ends the communicator without the others."""
+        ...
+
+
+@dataclass(slots=True)
+class Counter:
+    """Counts the uses of every fingerprint, so that repeated exchanges have different tags."""
+
+    uses: dict[int, int] = field(default_factory=dict)
+
+    def tag(self, fingerprint: int) -> int:
+        """The next tag of a fingerprint: 31 bits, equal on all ranks that count alike."""
+        use = self.uses.get(fingerprint, 0)
+        self.uses[fingerprint] = use + 1
+        # A large odd step keeps the tags of one fingerprint apart for 2^31 uses and off its neighbours'.
+        return (fingerprint + use * 0x9E3779B1) & 0x7FFFFFFF

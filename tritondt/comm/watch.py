@@ -1,0 +1,173 @@
+"""Looks once a second at what a rank waits for, so that no wait outlasts its reason.
+
+A rank that waits longer than a second writes what it waits for to the store and reads what its peers wrote:
+one that failed at the same exchange, or that waits for another one, will never answer. The reason is kept and
+the wait interrupted; without a reason that happens at the timeout.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tritondt.errors import MismatchError, PeerError
+
+INTERVAL_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One wait of this rank: exchange number `sequence` of the communicator `name`.
+
+    `peer` is the rank that is waited for right now; `interrupt` makes the waiting call return with an error.
+    """
+
+    name: str
+    sequence: int
+    fingerprint: int
+    description: str
+    ranks: tuple[int, ...]
+    interrupt: Callable[[], None]
+    peer: int = -1
+    started: float = field(default_factory=time.monotonic)
+    reason: PeerError | None = None
+
+
+class Watch:
+    """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
+
+    def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
+        self._store, self._rank, self._timeout_s = store, rank, timeout.total_seconds()
+        self._waits: dict[int, Wait] = {}
+        self._published: set[tuple[str, int]] = set()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def begin(self, wait: Wait) -> None:
+        """Watches `wait` from now on."""
+        self._waits[id(wait)] = wait
+        if self._thread is None:
+            self._start()
+
+    def end(self, wait: Wait) -> None:
+        """Stops watching `wait`."""
+        self._waits.pop(id(wait), None)
+
+    def report(self, name: str, sequence: int, error: BaseException) -> None:
+        """Tells the others that this rank failed at exchange `sequence` and will not take part in it."""
+        text = json.dumps({"rank": self._rank, "error": f"{type(error).__name__}: {error}"})
+        self._store.set(_failed_key(name, sequence), text)
+
+    def report_everywhere(self, error: BaseException) -> None:
+        """Tells the others that this rank has failed for good."""
+        text = json.dumps({"rank": self._rank, "error": f"{type(error).__name__}: {error}"})
+        self._store.set("failed", text)
+
+    def reason_now(self, wait: Wait) -> PeerError | None:
+        """What the store knows, at this moment, about why `wait` will not end."""
+        return self._failure(wait) or self._mismatch(wait)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tritondt-watch", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._pause_s()):
+            for wait in tuple(self._waits.values()):
+                waited = time.monotonic() - wait.started
+                if waited >= min(INTERVAL_S, self._timeout_s) and wait.reason is None:
+                    self._look(wait, waited)
+
+    def _pause_s(self) -> float:
+        """Until the next look: the interval, or less where a wait reaches its timeout before."""
+        ends = [wait.started + self._timeout_s for wait in tuple(self._waits.values()) if wait.reason is None]
+        return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
+
+    def _look(self, wait: Wait, waited: float) -> None:
+        try:
+            self._publish(wait)
+            reason = self.reason_now(wait)
+        except RuntimeError as error:  # the store's rank has gone, and with it all news
+            reason = PeerError(
+                f"rank {self._rank} waits for rank {wait.peer} in {wait.description}, and the store that ranks "
+                f"report to is gone ({error}); the rank that started the job has probably left"
+            )
+        if reason is None and waited >= self._timeout_s:
+            reason = self._timed_out(wait, waited)
+        if reason is not None and id(wait) in self._waits:
+            wait.reason = reason
+            wait.interrupt()
+
+    def _timed_out(self, wait: Wait, waited: float) -> PeerError:
+        reason = PeerError(
+            f"rank {self._rank} waited {waited:.0f} s for rank {wait.peer} in {wait.description} and got no "
+            f"answer; the timeout is {self._timeout_s:.0f} s (TRITONDT_TIMEOUT)"
+        )
+        self.report(wait.name, wait.sequence, reason)
+        return reason
+
+    def _publish(self, wait: Wait) -> None:
+        if (wait.name, wait.sequence) in self._published:
+            return
+        self._published = {(wait.name, wait.sequence)}
+        status = {"sequence": wait.sequence, "fingerprint": wait.fingerprint, "description": wait.description}
+        self._store.set(_waiting_key(wait.name, self._rank), json.dumps(status))
+
+    def _failure(self, wait: Wait) -> PeerError | None:
+        for key in (_failed_key(wait.name, wait.sequence), "failed"):
+            if self._store.check([key]):
+                found = json.loads(self._store.get(key))
+                if found["rank"] != self._rank:
+                    return PeerError(failure_text(found["rank"], self._rank, wait, found["error"]))
+        return None
+
+    def _mismatch(self, wait: Wait) -> MismatchError | None:
+        for rank in wait.ranks:
+            key = _waiting_key(wait.name, rank)
+            if rank == self._rank or not self._store.check([key]):
+                continue
+            found = json.loads(self._store.get(key))
+            reason = disagreement(
+                wait, self._rank, rank, wait.name, found["sequence"], found["fingerprint"], found["description"]
+            )
+            if reason is not None:
+                return reason
+        return None
+
+
+def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:
+    """What a rank that waits is told when another one has failed."""
+    return f"rank {failed} failed while rank {rank} waited for rank {wait.peer} in {wait.description}: {error}"
+
+
+def disagreement(
+    wait: Wait, rank: int, other: int, name: str, sequence: int, fingerprint: int, description: str
+) -> MismatchError | None:
+    """The error where rank `other` runs something else at the point where `rank` waits, else None."""
+    if (name, sequence) != (wait.name, wait.sequence) or fingerprint == wait.fingerprint:
+        return None
+    return MismatchError(
+        f"ranks disagree at exchange {sequence}: rank {rank} runs {wait.description}, rank {other} runs "
+        f"{description}; all ranks must redistribute the same tensors in the same order"
+    )
+
+
+def _failed_key(name: str, sequence: int) -> str:
+    return f"{name}/failed/{sequence}"
+
+
+def _waiting_key(name: str, rank: int) -> str:
+    return f"{name}/waiting/{rank}"

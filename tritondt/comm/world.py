@@ -1,0 +1,114 @@
+"""Who owns which communicator: one world per initialisation of torch.distributed, or per rank thread.
+
+A communicator is made on first use, by exactly the ranks in it, under a store prefix of our own. It never goes
+through new_group, whose counters diverge when only some ranks call it.
+"""
+
+import hashlib
+import sys
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from tritondt import environment, identity
+from tritondt.comm import registry
+from tritondt.comm.gloo import GlooCommunicator
+from tritondt.comm.registry import World
+from tritondt.comm.watch import Watch
+from tritondt.errors import WorldError
+from tritondt.identity import Identity
+from tritondt.planning.cost import CostTable
+
+
+class ProcessWorld:
+    """Ranks that are processes, connected through the store of torch.distributed's default group."""
+
+    def __init__(self, who: Identity) -> None:
+        self.identity = who
+        self._timeout = environment.timeout()
+        store: Any = dist.distributed_c10d._get_default_store()
+        # Ranks count the worlds they have made in this store, so that a second one finds no keys of the first.
+        number = dist.PrefixStore("tritondt", store).add(f"worlds/{who.rank}", 1)
+        self._store = dist.PrefixStore(f"tritondt/{number}", store)
+        self._watch = Watch(dist.PrefixStore(f"tritondt/{number}", store.clone()), who.rank, self._timeout)
+        self._communicators: dict[tuple[int, ...], GlooCommunicator] = {}
+        self._making = threading.Lock()
+        self.costs = self._agreed(_default_costs(who.size))
+        self._closed = False
+
+    def _agreed(self, own: CostTable) -> CostTable:
+        """The table of whichever rank came first: all ranks read one, and none waits for one that never comes."""
+        return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
+
+    def communicator(self, ranks: Sequence[int]) -> GlooCommunicator:
+        """The communicator of these ranks; the first call is collective among them."""
+        if self._closed:
+            raise WorldError("this world is closed; initialise torch.distributed again to make a new one")
+        key = tuple(sorted(ranks))
+        found = self._communicators.get(key)
+        if found is None:
+            with self._making:
+                name = "ranks/" + hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
+                found = GlooCommunicator(name, self._store, key, self.identity.rank, self._timeout, self._watch)
+                self._communicators[key] = found
+        return found
+
+    def report(self, error: BaseException) -> None:
+        """Tells all ranks that this one has failed for good."""
+        self._watch.report_everywhere(error)
+
+    def close(self) -> None:
+        """Ends all communicators; a collective call."""
+        self._closed = True
+        for communicator in self._communicators.values():
+            communicator.close()
+        self._communicators.clear()
+        self._watch.close()
+
+
+def _default_costs(world_size: int) -> CostTable:
+    per_host = environment.ranks_per_host()
+    return CostTable(ranks_per_host=world_size if per_host is None else per_host)
+
+
+_making = threading.Lock()
+
+
+def current() -> World:
+    """The world of the calling thread, made on first use."""
+    who = identity.current()
+    found = registry.find(who)
+    if found is None:
+        with _making:
+            found = registry.find(who)
+            if found is None:
+                made = ProcessWorld(who)
+                registry.enter(who, made)
+                _report_uncaught(made)
+                return made
+    return found
+
+
+def close() -> None:
+    """Ends the calling thread's world, if it has one: a collective call, before destroy_process_group."""
+    found = registry.leave(identity.current())
+    if found is not None:
+        found.close()
+
+
+def _report_uncaught(world: ProcessWorld) -> None:
+    """Lets an uncaught exception reach the others before this process ends."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if registry.find(world.identity) is world:
+            try:
+                world.report(error)
+            except RuntimeError as gone:
+                sys.stderr.write(f"tritondt: the other ranks could not be told ({gone})\n")
+        before(kind, error, trace)
+
+    sys.excepthook = hook

@@ -1,0 +1,27 @@
+"""The environment variables that tritondt reads, all of them, read here and nowhere else."""
+
+import os
+from datetime import timedelta
+
+from tritondt.errors import WorldError
+
+
+def timeout() -> timedelta:
+    """How long a rank waits for another: TRITONDT_TIMEOUT seconds, 300 by default."""
+    return timedelta(seconds=_positive("TRITONDT_TIMEOUT", 300.0))
+
+
+def ranks_per_host() -> int | None:
+    """Ranks that the launcher started on each host, or None where it does not say (torchrun does)."""
+    return int(_positive("LOCAL_WORLD_SIZE", 1)) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def _positive(name: str, default: float) -> float:
+    text = os.environ.get(name, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise WorldError(f"{name}={text!r} is set; allowed is a number above 0")
+    return value

@@ -1,0 +1,37 @@
+"""Every error the library raises on purpose; each says what was asked, what was found and what is allowed."""
+
+
+class TritondtError(Exception):
+    """Base of all errors raised by tritondt."""
+
+
+class LayoutError(TritondtError, ValueError):
+    """A placement, a layout or a spec that cannot exist."""
+
+
+class MeshError(TritondtError, ValueError):
+    """A mesh that does not fit the world, or two meshes that do not fit each other."""
+
+
+class ReductionError(TritondtError, ValueError):
+    """A reduction that its element type, or its gradient, does not have."""
+
+
+class LocalTensorError(TritondtError, ValueError):
+    """A local tensor that is not what its spec says this rank holds."""
+
+
+class TransportError(TritondtError, TypeError):
+    """A dtype or a device that the transport cannot carry."""
+
+
+class WorldError(TritondtError, RuntimeError):
+    """Communication asked for where there is no world, or one that has been closed or has failed."""
+
+
+class PeerError(TritondtError, RuntimeError):
+    """Another rank failed, left, or did not answer in time; names the rank, the step and the wait."""
+
+
+class MismatchError(PeerError):
+    """Ranks asked for different things at the same point; names both ranks and both values."""

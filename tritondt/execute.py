@@ -1,0 +1,252 @@
+"""Runs the plan that takes a local tensor from one spec to another.
+
+A pair of specs and the strides of the local tensor are compiled once: plan, boxes, descriptor tables and the
+communicator. What is left per call is one look-up, one allocation per step and the step itself.
+"""
+
+import hashlib
+import time
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from tritondt import events
+from tritondt._C import CopyTable
+from tritondt.comm import world
+from tritondt.comm.communicator import Communicator, Reduction, Transfer
+from tritondt.comm.packing import packed_transfer
+from tritondt.errors import LayoutError, LocalTensorError, MeshError, TransportError
+from tritondt.memory import allocate
+from tritondt.placement import ReduceOp
+from tritondt.planning.exchange import Exchange, Message
+from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.geometry import step_blocks
+from tritondt.planning.pieces import FlatPieces
+from tritondt.planning.plan import Plan, Step
+from tritondt.planning.planner import make_plan
+from tritondt.spec import DTensorSpec
+
+
+class Runnable(NamedTuple):
+    """A step with all that does not change from call to call.
+
+    `target_shape` is what a step allocates: the local tensor, or for a reduction into flat pieces the whole
+    tensor around them, of which `piece` is the range that this rank reduces.
+    """
+
+    step: Step
+    transfer: Transfer | None
+    communicator: Communicator | None
+    keep: CopyTable | None
+    target_shape: tuple[int, ...]
+    piece: tuple[int, int] | None
+    fill: float | int | bool | None
+
+
+def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """The local tensor under `target` of what `local` is under `source`; not differentiable.
+
+    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. Raises MeshError and
+    LayoutError on all ranks alike; LocalTensorError and TransportError on the rank whose tensor is at fault,
+    and PeerError on the others.
+    """
+    try:
+        _check_local(local, source)
+    except (LocalTensorError, TransportError) as error:
+        _refuse(source, target, error)
+        raise
+    if source is target:
+        return local
+    if source.coordinate is None:
+        return local.new_empty((0,))
+    if local.is_conj() or local.is_neg():
+        local = local.resolve_conj().resolve_neg()
+    whole = current = local
+    for runnable in compiled(source, target, local.stride()):
+        current, whole = _run_step(runnable, current, whole)
+    return current
+
+
+def plan_for(source: DTensorSpec, target: DTensorSpec) -> Plan:
+    """The plan of a pair of specs on one mesh, the same on every rank."""
+    if source.mesh is not target.mesh:
+        raise MeshError(
+            f"cannot go from {source.mesh} to {target.mesh}: source and target must be on one mesh, of the same "
+            "ranks in the same grid"
+        )
+    if source.dtype is not target.dtype:
+        raise LayoutError(f"cannot go from {source} to {target}: the dtypes differ; convert the local tensor first")
+    return make_plan(source.layout, target.layout, source.dtype.itemsize, world.current().costs)
+
+
+def explain(source: DTensorSpec, target: DTensorSpec) -> Explanation:
+    """What redistributing from `source` to `target` will do on this rank, before anything moves.
+
+    str() of the result is a table, `to_json()` a JSON object.
+    """
+    plan_for(source, target)
+    costs = world.current().costs
+    return explain_layouts(source.layout, target.layout, source.dtype.itemsize, costs, source.coordinate)
+
+
+def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+    if tuple(local.shape) != spec.local_shape or local.dtype is not spec.dtype:
+        raise LocalTensorError(
+            f"{spec} gives rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} a local tensor of shape "
+            f"{spec.local_shape} and {spec.dtype}; found shape {tuple(local.shape)} and {local.dtype}"
+        )
+    if local.layout is not torch.strided:
+        raise TransportError(f"a local tensor must be strided, got {local.layout}; call to_dense() first")
+    if local.device.type != spec.mesh.device_type:
+        raise TransportError(f"{spec.mesh} takes local tensors on {spec.mesh.device_type}, got one on {local.device}")
+
+
+def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
+    """Tells the ranks that wait for this one, if any do, that it will not come."""
+    if source.coordinate is not None and any(step.moving_axes for step in plan_for(source, target).steps):
+        world.current().communicator(source.mesh.ranks).refuse(error)
+
+
+@lru_cache(maxsize=16384)
+def compiled(source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...]) -> tuple[Runnable, ...]:
+    """The steps of this rank for a pair of specs and a local tensor of these strides."""
+    plan = plan_for(source, target)
+    communicator = None
+    if any(step.moving_axes for step in plan.steps):
+        communicator = world.current().communicator(source.mesh.ranks)
+    return tuple(
+        _runnable(step, number, plan, source, strides if number == 1 else None, communicator)
+        for number, step in enumerate(plan.steps, 1)
+    )
+
+
+def _runnable(
+    step: Step,
+    number: int,
+    plan: Plan,
+    spec: DTensorSpec,
+    strides: tuple[int, ...] | None,
+    communicator: Communicator | None,
+) -> Runnable:
+    coordinate = spec.coordinate
+    assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
+    shape = step.target_layout.local_shape(coordinate)
+    if step.kind == "scale":
+        return Runnable(step, None, None, None, shape, None, None)
+    found = step.exchange(coordinate)
+    if step.kind == "gather":  # what this rank reduced lies in the target already
+        found = replace(found, keeps=())
+    source_blocks, target_blocks = step_blocks(step, coordinate, strides)
+    dtype = str(spec.dtype).removeprefix("torch.")
+    description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype}"
+    transfer = Transfer(
+        exchange=_among(communicator, spec, found),
+        source_blocks=(source_blocks,),
+        target_blocks=(target_blocks,),
+        dtypes=(spec.dtype,),
+        reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, step.divisor),),
+        fingerprint=_fingerprint(plan, number, spec),
+        description=description,
+    )
+    moves = bool(step.moving_axes)
+    return Runnable(
+        step,
+        transfer,
+        communicator if moves else None,
+        None if moves else packed_transfer(transfer).keep,
+        shape,
+        step.target.bounds(coordinate) if isinstance(step.target, FlatPieces) else None,
+        None if step.fill_op is None else identity_element(step.fill_op, spec.dtype),
+    )
+
+
+def _among(communicator: Communicator | None, spec: DTensorSpec, found: Exchange) -> Exchange:
+    """An exchange with mesh positions replaced by places in the communicator."""
+    if communicator is None:
+        return found
+    place = {rank: number for number, rank in enumerate(communicator.ranks)}
+    sends, receives = (
+        tuple(Message(place[spec.mesh.ranks[message.peer]], message.parts) for message in messages)
+        for messages in (found.sends, found.receives)
+    )
+    return replace(found, sends=sends, receives=receives)
+
+
+def _fingerprint(plan: Plan, number: int, spec: DTensorSpec) -> int:
+    text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {spec.mesh.shape} {spec.mesh.ranks}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def identity_element(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
+    """The element that changes nothing under a reduction: 0, 1, or the dtype's lowest or highest.
+
+    >>> identity_element("max", torch.int8), identity_element("min", torch.float32)
+    (-128, inf)
+    """
+    if op in ("sum", "avg"):
+        return 0
+    if op == "product":
+        return 1
+    if dtype is torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("-inf") if op == "max" else float("inf")
+    limits = torch.iinfo(dtype)
+    return limits.min if op == "max" else limits.max
+
+
+def _step(runnable: Runnable, current: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise."""
+    step, transfer, communicator, keep, shape, piece, fill = runnable
+    if step.kind == "gather":
+        assert communicator is not None, f"{step} needs a communicator"
+        assert transfer is not None, f"{step} needs a transfer"
+        communicator.exchange([current], [whole.view(-1)], transfer)
+        return whole, whole
+    whole = allocate(shape, current.dtype, current.device)
+    if transfer is None:
+        factor, divisor = step.scale
+        torch.mul(current, factor, out=whole)
+        return (whole if divisor == 1 else whole.div_(divisor)), whole
+    if fill is not None:
+        whole.fill_(fill)
+    target = whole if piece is None else whole.view(-1)[piece[0] : piece[1]]
+    if communicator is not None:
+        communicator.exchange([current], [target], transfer)
+    elif keep is not None:
+        keep.run([current.data_ptr()], [target.data_ptr()], torch.get_num_threads())
+    return target, whole
+
+
+def _traced_step(runnable: Runnable, current: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a step and tells what it moved and how long it took."""
+    traffic = None if runnable.communicator is None else replace(runnable.communicator.traffic)
+    started = time.perf_counter()
+    result = _step(runnable, current, whole)
+    seconds = time.perf_counter() - started
+    step, moved = runnable.step, (0, 0, 0, 0)
+    if traffic is not None and runnable.communicator is not None:
+        now = runnable.communicator.traffic
+        moved = (
+            now.sent_bytes - traffic.sent_bytes,
+            now.received_bytes - traffic.received_bytes,
+            now.num_sent - traffic.num_sent,
+            now.num_received - traffic.num_received,
+        )
+    events.emit(
+        events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *moved, seconds)
+    )
+    return result
+
+
+_run_step = _step
+
+
+def _trace(on: bool) -> None:
+    global _run_step
+    _run_step = _traced_step if on else _step
+
+
+events.on_switch(_trace)

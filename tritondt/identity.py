@@ -1,0 +1,71 @@
+"""Which rank of which world the calling thread is.
+
+A world lasts from one initialisation of torch.distributed to the next; each has a generation of its own, so
+that nothing made in one is taken for part of another. Thread ranks declare theirs with `assumed`.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+
+from tritondt.errors import WorldError
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Rank `rank` of `size` in the world of a generation, which is a number of this process only."""
+
+    generation: int
+    rank: int
+    size: int
+
+
+class _Assumed(threading.local):
+    identity: Identity | None = None
+
+
+_assumed = _Assumed()
+_generations = count(1)
+_lock = threading.Lock()
+_known: dict[int, tuple["weakref.ref[Any]", Identity]] = {}
+
+
+def new_generation() -> int:
+    """A number that no other world of this process has."""
+    return next(_generations)
+
+
+@contextmanager
+def assumed(identity: Identity) -> Iterator[None]:
+    """Makes the calling thread a rank of its own."""
+    before, _assumed.identity = _assumed.identity, identity
+    try:
+        yield
+    finally:
+        _assumed.identity = before
+
+
+def current() -> Identity:
+    """The calling thread's identity; WorldError where torch.distributed is not initialised."""
+    if _assumed.identity is not None:
+        return _assumed.identity
+    if not dist.is_initialized():
+        raise WorldError(
+            "there is no world: torch.distributed is not initialised; start the program with torchrun and call "
+            "torch.distributed.init_process_group('gloo') first"
+        )
+    group = dist.group.WORLD
+    found = _known.get(id(group))
+    if found is not None and found[0]() is group:
+        return found[1]
+    with _lock:
+        identity = Identity(new_generation(), dist.get_rank(), dist.get_world_size())
+        _known.clear()
+        _known[id(group)] = (weakref.ref(group), identity)
+        return identity

@@ -1,0 +1,158 @@
+"""The canonical mesh of a spec: ranks of one world in a grid, as one rank sees it.
+
+torch's DeviceMesh compares equal across ranks and across worlds, so it cannot key anything that depends on
+either; a `Mesh` can, and equal meshes are one object.
+"""
+
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as _torch_init_device_mesh
+
+from tritondt import identity
+from tritondt.errors import MeshError
+from tritondt.identity import Identity
+
+_interned: "WeakValueDictionary[object, Mesh]" = WeakValueDictionary()
+_interning = threading.Lock()
+
+
+class Mesh:
+    """A grid of `shape` over the world's `ranks` (row-major; default 0, 1, ...), its axes named or not.
+
+    Needs no process groups, so it may be made by any rank at any time, without the others. `coordinate` is
+    this rank's, None where it is not in the mesh. Raises MeshError when the world has not enough ranks.
+    """
+
+    __slots__ = ("__weakref__", "coordinate", "device_mesh", "device_type", "identity", "names", "ranks", "shape")
+
+    identity: Identity
+    shape: tuple[int, ...]
+    names: tuple[str, ...] | None
+    ranks: tuple[int, ...]
+    device_type: str
+    coordinate: tuple[int, ...] | None
+    device_mesh: DeviceMesh | None
+
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        names: Sequence[str] | None = None,
+        *,
+        ranks: Sequence[int] | None = None,
+        device_type: str = "cpu",
+    ) -> "Mesh":
+        """The one mesh of these values in the calling thread's world."""
+        who = identity.current()
+        shape, names = tuple(shape), None if names is None else tuple(names)
+        ranks = tuple(range(prod(shape))) if ranks is None else tuple(ranks)
+        key = (who, shape, names, ranks, device_type)
+        with _interning:
+            found = _interned.get(key)
+            if found is not None:
+                return found
+            _check(shape, names, ranks, who.size)
+            made = object.__new__(cls)
+            made.identity, made.shape, made.names = who, shape, names
+            made.ranks, made.device_type, made.device_mesh = ranks, device_type, None
+            made.coordinate = _coordinate(shape, ranks, who.rank)
+            _interned[key] = made
+            return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mesh_from, (self.shape, self.names, self.ranks, self.device_type)
+
+    def __repr__(self) -> str:
+        sizes = "x".join(map(str, self.shape))
+        if self.names is not None:
+            sizes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
+        return f"Mesh({sizes} over ranks {_ranks_text(self.ranks)}, {self.device_type})"
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    def axis(self, name: int | str) -> int:
+        """The axis of a name; an int is an axis already, counted from the end where negative."""
+        if isinstance(name, int):
+            if -self.ndim <= name < self.ndim:
+                return name % self.ndim
+        elif self.names is not None and name in self.names:
+            return self.names.index(name)
+        raise MeshError(f"{self} has no axis {name!r}; allowed are {self.names or ''} and 0..{self.ndim - 1}")
+
+
+def _check(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[int, ...], world_size: int) -> None:
+    if not shape or any(size < 1 for size in shape):
+        raise MeshError(f"a mesh needs one or more axes of size 1 or more, got shape {shape}")
+    if prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
+        raise MeshError(f"a mesh of shape {shape} takes {prod(shape)} different ranks, got {_ranks_text(ranks)}")
+    if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
+        raise MeshError(f"a mesh of shape {shape} takes {len(shape)} different names, got {names}")
+    if min(ranks) < 0 or max(ranks) >= world_size:
+        raise MeshError(
+            f"a mesh of shape {shape} needs rank {max(ranks)}, but the world has {world_size} ranks "
+            f"(0..{world_size - 1}); start {max(ranks) + 1} or make the mesh smaller"
+        )
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}..{ranks[-1]}"
+    return ", ".join(map(str, ranks))
+
+
+def _coordinate(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
+    if rank not in ranks:
+        return None
+    position, found = ranks.index(rank), []
+    for size in reversed(shape):
+        position, index = divmod(position, size)
+        found.append(index)
+    return tuple(reversed(found))
+
+
+def _mesh_from(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[int, ...], device_type: str) -> Mesh:
+    return Mesh(shape, names, ranks=ranks, device_type=device_type)
+
+
+def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
+    """The canonical form of a mesh of either kind, in the calling thread's world."""
+    if isinstance(mesh, Mesh):
+        if mesh.identity != identity.current():
+            raise MeshError(f"{mesh} was made in another world; make it again in this one")
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"a mesh is a DeviceMesh or a tritondt Mesh, got {type(mesh).__name__}")
+    who = identity.current()
+    known: dict[Identity, Mesh] = mesh.__dict__.setdefault("_tritondt_meshes", {})
+    found = known.get(who)
+    if found is None:
+        found = Mesh(
+            tuple(mesh.mesh.shape),
+            mesh.mesh_dim_names,
+            ranks=mesh.mesh.flatten().tolist(),
+            device_type=mesh.device_type,
+        )
+        found.device_mesh = found.device_mesh or mesh
+        known.clear()
+        known[who] = found
+    return found
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None, **options: Any
+) -> DeviceMesh:
+    """torch's init_device_mesh, which refuses with a MeshError a mesh that is larger than the world."""
+    shape = tuple(mesh_shape)
+    if dist.is_initialized():
+        names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+        _check(shape, names, tuple(range(prod(shape))), dist.get_world_size())
+    names = None if mesh_dim_names is None else tuple(mesh_dim_names)
+    return _torch_init_device_mesh(device_type, shape, mesh_dim_names=names, **options)

@@ -1,0 +1,155 @@
+"""What one mesh axis does to a tensor, as plain values that know nothing of ranks or of torch.
+
+The text form is short and reads back: ``S0``, ``S1(unit=128)``, ``S0(sizes=5/0/3)``, ``S0(repeats=3)``,
+``R``, ``P(sum)``; a tuple of placements is written ``(S0, R)``.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from tritondt.errors import LayoutError
+
+ReduceOp = Literal["sum", "avg", "max", "min", "product"]
+ElementKind = Literal["float", "complex", "int", "bool"]
+
+REDUCE_OPS: tuple[ReduceOp, ...] = get_args(ReduceOp)
+
+# bool has or (max) and and (min); a mean needs division; complex numbers have no order.
+OPS_OF_KIND: dict[ElementKind, tuple[ReduceOp, ...]] = {
+    "float": REDUCE_OPS,
+    "complex": ("sum", "avg", "product"),
+    "int": ("sum", "max", "min", "product"),
+    "bool": ("max", "min"),
+}
+
+
+class Placement:
+    """What one mesh axis does to the tensor: `Shard`, `Replicate` or `Partial`."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether the axis cuts a tensor dim; with `dim`, whether it cuts that one."""
+        return isinstance(self, Shard) and dim in (None, self.dim)
+
+    def is_replicate(self) -> bool:
+        """Whether every coordinate of the axis holds the same."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether the coordinates of the axis hold terms of a reduction; with `reduce_op`, of that one."""
+        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(Placement):
+    """Each coordinate of the axis holds one piece of tensor dim `dim`, cut as torch.chunk cuts.
+
+    `unit`: pieces are whole multiples of it (heads, quantisation blocks). `sizes`: the pieces' lengths, one
+    for each coordinate. `repeats`: the dim is that many equal blocks, each cut alike (merged q, k and v).
+
+    >>> Shard(0), Shard(1, unit=128), Shard(0, sizes=(5, 0, 3)), Shard(0, repeats=3)
+    (S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3))
+    """
+
+    dim: int
+    unit: int = 1
+    sizes: tuple[int, ...] | None = None
+    repeats: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.dim, bool) or not isinstance(self.dim, int):
+            raise LayoutError(f"Shard takes a tensor dim as an int, got {self.dim!r}")
+        for name, value in (("unit", self.unit), ("repeats", self.repeats)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise LayoutError(f"Shard({self.dim}) got {name}={value!r}; allowed is an int of 1 or more")
+        if self.sizes is not None:
+            sizes = tuple(self.sizes)
+            if any(not isinstance(size, int) or size < 0 for size in sizes):
+                raise LayoutError(f"Shard({self.dim}) got sizes={sizes}; allowed are ints of 0 or more")
+            object.__setattr__(self, "sizes", sizes)
+
+    def __repr__(self) -> str:
+        details = []
+        if self.unit != 1:
+            details.append(f"unit={self.unit}")
+        if self.sizes is not None:
+            details.append("sizes=" + "/".join(map(str, self.sizes)))
+        if self.repeats != 1:
+            details.append(f"repeats={self.repeats}")
+        return f"S{self.dim}" + (f"({', '.join(details)})" if details else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate(Placement):
+    """Every coordinate of the axis holds the same values."""
+
+    def __repr__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial(Placement):
+    """Each coordinate of the axis holds one term; the tensor is their reduction by `reduce_op`.
+
+    `reduce_op` is one of sum, avg, max, min, product; LayoutError otherwise.
+    """
+
+    reduce_op: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in REDUCE_OPS:
+            raise LayoutError(f"Partial got reduce_op={self.reduce_op!r}; allowed are {', '.join(REDUCE_OPS)}")
+
+    def __repr__(self) -> str:
+        return f"P({self.reduce_op})"
+
+
+def placements_text(placements: Iterable[Placement]) -> str:
+    """The placements of all axes as a person writes them.
+
+    >>> placements_text((Shard(0), Replicate(), Partial()))
+    '(S0, R, P(sum))'
+    """
+    return "(" + ", ".join(map(repr, placements)) + ")"
+
+
+_SHARD = re.compile(r"S(-?\d+)(?:\((.*)\))?")
+_PARTIAL = re.compile(r"P(?:\((\w+)\))?")
+_DETAIL = re.compile(r"\s*(?:(unit|repeats)=(\d+)|sizes=(\d+(?:/\d+)*))\s*")
+
+
+def _parse_placement(text: str) -> Placement:
+    if text == "R":
+        return Replicate()
+    if match := _PARTIAL.fullmatch(text):
+        return Partial(cast(ReduceOp, match[1] or "sum"))
+    match = _SHARD.fullmatch(text)
+    details = [_DETAIL.fullmatch(item) for item in (match[2] or "").split(",") if item] if match else []
+    if match is None or None in details:
+        raise LayoutError(
+            f"cannot read the placement {text!r}; allowed are R, P, P(op), S<dim> and "
+            "S<dim>(unit=4, sizes=5/0/3, repeats=2), for example (S0, R)"
+        )
+    found: dict[str, Any] = {}
+    for name, count, sizes in (detail.groups() for detail in details if detail is not None):
+        if sizes is None:
+            found[name] = int(count)
+        else:
+            found["sizes"] = tuple(map(int, sizes.split("/")))
+    return Shard(int(match[1]), **found)
+
+
+def parse_placements(text: str) -> tuple[Placement, ...]:
+    """The placements that `placements_text` wrote, parentheses around them optional.
+
+    >>> parse_placements("S0(unit=4, repeats=2), R, P")
+    (S0(unit=4, repeats=2), R, P(sum))
+    """
+    text = text.strip()
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    items = re.split(r",(?![^(]*\))", text)
+    return tuple(_parse_placement(item.strip()) for item in items if item.strip())

@@ -1,0 +1,283 @@
+"""What one rank sends, receives and keeps when a tensor goes from one layout to another.
+
+Every receiver needs its target region. What it holds already stays; the rest comes from the ranks that hold
+it, and along an axis where the source is replicated, from those at the receiver's own index. So a rank
+receives exactly what it lacks. Where the source is Partial, every contributor sends its term.
+
+Two layouts on different meshes of one world, and lists of tensors, are the same with more boxes:
+`exchange_across` and `merge`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+from tritondt import region as regions
+from tritondt.layout import Coordinate, Layout
+from tritondt.placement import Partial, Placement, Replicate, Shard
+from tritondt.planning.pieces import FlatPieces, Holding
+from tritondt.region import Region
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A region of one tensor; where the source is Partial, the `contribution`-th term of it."""
+
+    region: Region
+    contribution: int = 0
+    tensor: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements in the part."""
+        return regions.numel(self.region)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """All that goes from one rank to another, parts one after another, each row-major in global index order."""
+
+    peer: int
+    parts: tuple[Part, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements in the message."""
+        return sum(part.numel for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One rank's side of an exchange; `keeps` are parts that never leave the rank.
+
+    `contributions` is how many terms every received or kept element has, per tensor: 1 where nothing is reduced.
+    """
+
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+    keeps: tuple[Part, ...]
+    contributions: tuple[int, ...] = (1,)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who serves whom between two holdings, on one mesh or, with `ranks`, between two meshes of a world."""
+
+    source: Holding
+    target: Holding
+    source_ranks: Sequence[int] | None = None
+    target_ranks: Sequence[int] | None = None
+
+    @property
+    def crosses(self) -> bool:
+        """Whether source and target lie on different meshes."""
+        return self.source_ranks is not None
+
+    @cached_property
+    def source_layout(self) -> Layout:
+        """The layout under the source."""
+        assert isinstance(self.source, Layout), f"an exchange starts from a layout, not from {self.source}"
+        return self.source
+
+    @cached_property
+    def target_layout(self) -> Layout:
+        """The layout under the target, before it is cut into pieces."""
+        return self.target.layout if isinstance(self.target, FlatPieces) else self.target
+
+    @cached_property
+    def kept_axes(self) -> frozenset[int]:
+        """Axes along which nobody talks: Partial before and after, or a shard that becomes a term."""
+        if self.crosses:
+            return frozenset()
+        pairs = zip(self.source_layout.placements, self.target_layout.placements, strict=True)
+        return frozenset(axis for axis, pair in enumerate(pairs) if _stays(*pair))
+
+    @cached_property
+    def reduced_axes(self) -> tuple[int, ...]:
+        """Source axes whose terms are added up on the way."""
+        return tuple(axis for axis in self.source_layout.axes_where(Partial) if axis not in self.kept_axes)
+
+    @cached_property
+    def contributions(self) -> int:
+        """Terms that arrive for every element."""
+        return prod(self.source_layout.mesh_shape[axis] for axis in self.reduced_axes)
+
+    @cached_property
+    def replica_axes(self) -> tuple[int, ...]:
+        """Source axes along which all hold the same."""
+        return self.source_layout.axes_where(Replicate)
+
+    @cached_property
+    def single_axes(self) -> tuple[int, ...]:
+        """Target axes where only index 0 takes the values: new terms of a sum or a product."""
+        return tuple(
+            axis
+            for axis, placement in enumerate(self.target_layout.placements)
+            if axis not in self.kept_axes
+            and isinstance(placement, Partial)
+            and placement.reduce_op in ("sum", "product")
+        )
+
+    def contribution(self, source_coordinate: Coordinate) -> int:
+        """Which of the terms a source coordinate holds, counted in coordinate order."""
+        index = 0
+        for axis in self.reduced_axes:
+            index = index * self.source_layout.mesh_shape[axis] + source_coordinate[axis]
+        return index
+
+    def serving_indices(self, target_coordinate: Coordinate) -> dict[int, int]:
+        """The source indices at which the servers of a receiver sit, on the axes where there is a choice."""
+        if not self.crosses:
+            return {axis: target_coordinate[axis] for axis in (*self.replica_axes, *self.kept_axes)}
+        assert self.source_ranks is not None
+        assert self.target_ranks is not None
+        position = self.target_layout.position(target_coordinate)
+        own = _position_of(self.source_ranks, self.target_ranks[position])
+        if own is not None:
+            coordinate = self.source_layout.coordinate(own)
+            return {axis: coordinate[axis] for axis in self.replica_axes}
+        found = {}
+        for axis in self.replica_axes:  # receivers outside the source mesh are dealt out evenly
+            position, found[axis] = divmod(position, self.source_layout.mesh_shape[axis])
+        return found
+
+    def takes_nothing(self, target_coordinate: Coordinate) -> bool:
+        """Whether a target coordinate holds only the identity of a new Partial."""
+        return any(target_coordinate[axis] for axis in self.single_axes)
+
+    def servers(self, target_coordinate: Coordinate) -> Iterator[tuple[Coordinate, Region]]:
+        """Source coordinates that serve a receiver, each with the region it serves."""
+        if self.takes_nothing(target_coordinate):
+            return
+        pinned = self.serving_indices(target_coordinate)
+        for wanted in self.target.regions(target_coordinate):
+            yield from self.source_layout.holders(wanted, pinned)
+
+    def receivers(self, source_coordinate: Coordinate) -> Iterator[tuple[Coordinate, Region]]:
+        """Target coordinates that a source coordinate serves, each with the region it is served."""
+        pinned = dict.fromkeys(self.single_axes, 0)
+        if not self.crosses:
+            for axis in (*self.replica_axes, *self.kept_axes):
+                if pinned.setdefault(axis, source_coordinate[axis]) != source_coordinate[axis]:
+                    return
+        own = self.source_layout.region(source_coordinate)
+        for coordinate, common in self.target.holders(own, pinned):
+            if self.crosses and any(
+                source_coordinate[axis] != index for axis, index in self.serving_indices(coordinate).items()
+            ):
+                continue
+            if isinstance(self.target, Layout):
+                yield coordinate, common
+                continue
+            for wanted in self.target.regions(coordinate):
+                found = regions.intersect(common, wanted)
+                if found is not None:
+                    yield coordinate, found
+
+
+def _stays(source: Placement, target: Placement) -> bool:
+    if not isinstance(target, Partial):
+        return False
+    if isinstance(source, Partial):
+        return source.reduce_op == target.reduce_op
+    # A mean of one shard and identities is not the shard, so a shard is gathered before it becomes P(avg).
+    return isinstance(source, Shard) and target.reduce_op != "avg"
+
+
+def _position_of(ranks: Sequence[int], rank: int) -> int | None:
+    try:
+        return ranks.index(rank)
+    except ValueError:
+        return None
+
+
+def exchange(source: Holding, target: Holding, coordinate: Coordinate) -> Exchange:
+    """What the rank at `coordinate` sends, receives and keeps on one mesh; peers are row-major mesh positions.
+
+    >>> found = exchange(Layout((2,), (Shard(0),), (3, 2)), Layout((2,), (Shard(1),), (3, 2)), (1,))
+    >>> [(message.peer, message.parts[0].region) for message in found.receives]
+    [(0, (((0, 2),), ((1, 2),)))]
+    """
+    route = Route(source, target)
+    position = route.source_layout.position(coordinate)
+    return _exchange(
+        route, coordinate, coordinate, position, route.source_layout.position, route.target_layout.position
+    )
+
+
+def exchange_across(
+    source: Holding, source_ranks: Sequence[int], target: Holding, target_ranks: Sequence[int], rank: int
+) -> Exchange:
+    """What `rank` of the world does when source and target lie on different meshes; peers are ranks.
+
+    `source_ranks` and `target_ranks` list the meshes' ranks in row-major order; they may share ranks.
+    """
+    route = Route(source, target, source_ranks, target_ranks)
+    source_layout, target_layout = route.source_layout, route.target_layout
+    source_position, target_position = _position_of(source_ranks, rank), _position_of(target_ranks, rank)
+    return _exchange(
+        route,
+        None if source_position is None else source_layout.coordinate(source_position),
+        None if target_position is None else target_layout.coordinate(target_position),
+        rank,
+        lambda coordinate: source_ranks[source_layout.position(coordinate)],
+        lambda coordinate: target_ranks[target_layout.position(coordinate)],
+    )
+
+
+def _exchange(
+    route: Route,
+    source_coordinate: Coordinate | None,
+    target_coordinate: Coordinate | None,
+    own: int,
+    source_peer: Callable[[Coordinate], int],
+    target_peer: Callable[[Coordinate], int],
+) -> Exchange:
+    sends: dict[int, list[Part]] = {}
+    receives: dict[int, list[Part]] = {}
+    if target_coordinate is not None:
+        for coordinate, region in route.servers(target_coordinate):
+            receives.setdefault(source_peer(coordinate), []).append(Part(region, route.contribution(coordinate)))
+    if source_coordinate is not None:
+        contribution = route.contribution(source_coordinate)
+        for coordinate, region in route.receivers(source_coordinate):
+            sends.setdefault(target_peer(coordinate), []).append(Part(region, contribution))
+    keeps = receives.pop(own, [])
+    assert sorted(sends.pop(own, []), key=_part_key) == sorted(keeps, key=_part_key), (
+        f"rank {own} keeps {keeps}, which is not what it would send itself"
+    )
+    for parts in (*sends.values(), *receives.values()):
+        parts.sort(key=_part_key)
+    return Exchange(
+        _messages(sends, own), _messages(receives, own), tuple(sorted(keeps, key=_part_key)), (route.contributions,)
+    )
+
+
+def _part_key(part: Part) -> tuple[int, Region]:
+    return part.contribution, part.region
+
+
+def _messages(parts_of_peer: dict[int, list[Part]], own: int) -> tuple[Message, ...]:
+    """One message per peer; peers in the order own+1, own+2, ... around, so that no rank is everybody's first."""
+    behind = sorted(peer for peer in parts_of_peer if peer < own)
+    ahead = sorted(peer for peer in parts_of_peer if peer > own)
+    return tuple(Message(peer, tuple(parts_of_peer[peer])) for peer in (*ahead, *behind))
+
+
+def merge(exchanges: Sequence[Exchange], own: int, itemsizes: Sequence[int]) -> Exchange:
+    """The exchanges of several tensors as one, with one message per peer: part i belongs to tensor i.
+
+    Parts of wider elements come first, so that without padding every part starts on a multiple of its own.
+    """
+    sends: dict[int, list[Part]] = {}
+    receives: dict[int, list[Part]] = {}
+    keeps: list[Part] = []
+    for tensor in sorted(range(len(exchanges)), key=lambda tensor: -itemsizes[tensor]):
+        single = exchanges[tensor]
+        for found, messages in ((sends, single.sends), (receives, single.receives)):
+            for message in messages:
+                found.setdefault(message.peer, []).extend(replace(part, tensor=tensor) for part in message.parts)
+        keeps += (replace(part, tensor=tensor) for part in single.keeps)
+    contributions = tuple(count for single in exchanges for count in single.contributions)
+    return Exchange(_messages(sends, own), _messages(receives, own), tuple(keeps), contributions)

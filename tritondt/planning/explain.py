@@ -1,0 +1,177 @@
+"""What a redistribution will do, before anything moves: steps, bytes, messages, memory and predicted time."""
+
+import json
+from dataclasses import asdict, dataclass
+
+from tritondt.layout import Coordinate, Layout
+from tritondt.planning.cost import CostTable, step_cost
+from tritondt.planning.exchange import Message
+from tritondt.planning.geometry import Block, contiguous_offset, step_blocks
+from tritondt.planning.plan import Step
+from tritondt.planning.planner import make_plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step as one rank sees it; bytes and messages are exact, seconds are the cost table's for any rank.
+
+    `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
+    arrives before it is unpacked or reduced; messages that are one run of memory need neither.
+    """
+
+    kind: str
+    source: str
+    target: str
+    num_sent: int
+    num_received: int
+    sent_bytes: int
+    received_bytes: int
+    packed_bytes: int
+    staged_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """All steps of a redistribution as the rank at `coordinate` sees them, for contiguous local tensors.
+
+    `first_connections_seconds` comes on top, once, for peers that this rank has never talked to.
+    """
+
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    coordinate: Coordinate
+    steps: tuple[StepReport, ...]
+    peak_bytes: int
+    num_peers: int
+    first_connections_seconds: float
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends in all steps."""
+        return sum(step.sent_bytes for step in self.steps)
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that this rank receives in all steps."""
+        return sum(step.received_bytes for step in self.steps)
+
+    @property
+    def messages(self) -> int:
+        """Messages that this rank sends in all steps."""
+        return sum(step.num_sent for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time, connections made before."""
+        return sum(step.seconds for step in self.steps)
+
+    def to_json(self) -> str:
+        """All fields and totals as one JSON object."""
+        fields = asdict(self)
+        for total in ("sent_bytes", "received_bytes", "messages", "seconds"):
+            fields[total] = getattr(self, total)
+        return json.dumps(fields)
+
+    def __str__(self) -> str:
+        title = f"{self.source} -> {self.target} of {self.shape} at {self.coordinate}"
+        if not self.steps:
+            return f"{title}: nothing to do"
+        rows = [("step", "from", "to", "sends", "bytes out", "receives", "bytes in", "temporary", "predicted")]
+        rows += [
+            (
+                step.kind,
+                step.source,
+                step.target,
+                str(step.num_sent),
+                f"{step.sent_bytes:,}",
+                str(step.num_received),
+                f"{step.received_bytes:,}",
+                f"{step.packed_bytes + step.staged_bytes:,}",
+                f"{step.seconds * 1e6:,.0f} us",
+            )
+            for step in self.steps
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        footer = (
+            f"peak temporary {self.peak_bytes:,} bytes; {self.num_peers} peers, "
+            f"first connections {self.first_connections_seconds * 1e3:.1f} ms"
+        )
+        return "\n".join([title, *lines, footer])
+
+
+def explain_layouts(
+    source: Layout, target: Layout, itemsize: int, costs: CostTable, coordinate: Coordinate | None = None
+) -> Explanation:
+    """Explains a redistribution for the rank at `coordinate` (default: the first), from the layouts alone.
+
+    >>> from tritondt.placement import parse_placements
+    >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
+    >>> found = explain_layouts(source, target, 4, CostTable())
+    >>> found.sent_bytes, found.received_bytes, found.messages
+    (24, 24, 3)
+    """
+    at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
+    plan = make_plan(source, target, itemsize, costs)
+    reports, peers = [], set[int]()
+    for step in plan.steps:
+        found = step.exchange(at)
+        peers.update(message.peer for message in (*found.sends, *found.receives))
+        reports.append(_report(step, at, itemsize, costs))
+    peak = 0
+    for step, report in zip(plan.steps, reports, strict=True):
+        peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
+    return Explanation(
+        source=str(source),
+        target=str(target),
+        shape=source.shape,
+        coordinate=at,
+        steps=tuple(reports),
+        peak_bytes=peak,
+        num_peers=len(peers),
+        first_connections_seconds=len(peers) * costs.first_connection_s,
+    )
+
+
+def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable) -> StepReport:
+    found = step.exchange(coordinate)
+    source_blocks, target_blocks = step_blocks(step, coordinate)
+    packed = sum(message.numel for message in found.sends if not is_one_run(source_blocks, message))
+    received = sum(message.numel for message in found.receives)
+    landing = 0
+    if step.kind != "reduce":
+        landing = sum(message.numel for message in found.receives if is_one_run(target_blocks, message))
+    return StepReport(
+        kind=step.kind,
+        source=str(step.source),
+        target=str(step.target),
+        num_sent=len(found.sends),
+        num_received=len(found.receives),
+        sent_bytes=sum(message.numel for message in found.sends) * itemsize,
+        received_bytes=received * itemsize,
+        packed_bytes=packed * itemsize,
+        staged_bytes=(received - landing) * itemsize,
+        seconds=step_cost(step, itemsize, costs).seconds,
+    )
+
+
+def is_one_run(stored: tuple[Block, ...], message: Message) -> bool:
+    """Whether a message lies in storage as one run, so that it needs no copy."""
+    return len(message.parts) == 1 and contiguous_offset(stored, message.parts[0].region) is not None
+
+
+def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, itemsize: int) -> int:
+    """Memory of tensors that are neither the source nor the target while a step runs.
+
+    Flat pieces take none: they are reduced in place, inside the target.
+    """
+    held = 0
+    for neighbour in (step.source if step is not steps[0] else None, step.target if step is not steps[-1] else None):
+        if isinstance(neighbour, Layout):
+            numel = 1
+            for length in neighbour.local_shape(coordinate):
+                numel *= length
+            held += numel * itemsize
+    return held

@@ -1,0 +1,163 @@
+"""A redistribution as a tuple of steps, each a plain value that says what it moves and how.
+
+A plan depends on the two layouts, the element kind and the agreed costs, never on a rank, so that every rank
+makes the same one. What one rank does in a step is `Step.exchange(coordinate)`.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from tritondt.layout import Coordinate, Layout
+from tritondt.placement import Partial, ReduceOp, Replicate, Shard
+from tritondt.planning.exchange import Exchange, Message, Route, exchange
+from tritondt.planning.pieces import FlatPieces, Holding
+
+StepKind = Literal["exchange", "reduce", "gather", "local", "scale"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One move of a plan.
+
+    exchange: every rank receives what it lacks. reduce: terms of a Partial are added on arrival. gather: flat
+    pieces come together in the target. local: nobody sends anything. scale: terms of a sum become terms of a
+    mean, or the reverse.
+    """
+
+    kind: StepKind
+    source: Holding
+    target: Holding
+
+    @cached_property
+    def route(self) -> Route:
+        """Who serves whom in this step; a gather has its own."""
+        return Route(self.source, self.target)
+
+    @property
+    def target_layout(self) -> Layout:
+        """The target, or the layout that it is cut from."""
+        return self.target.layout if isinstance(self.target, FlatPieces) else self.target
+
+    @cached_property
+    def reduce_op(self) -> ReduceOp | None:
+        """What a reduce step does with the terms: avg is a sum with a divisor."""
+        if self.kind != "reduce":
+            return None
+        op = self._partial_op(self.route.reduced_axes[0])
+        return "sum" if op == "avg" else op
+
+    @cached_property
+    def divisor(self) -> int:
+        """What the reduced sum is divided by, once."""
+        if self.kind != "reduce":
+            return 1
+        layout = self.route.source_layout
+        return prod(layout.mesh_shape[axis] for axis in self.route.reduced_axes if self._partial_op(axis) == "avg")
+
+    @cached_property
+    def scale(self) -> tuple[int, int]:
+        """Factor and divisor of a scale step: a term of a mean of n is n times that of a sum."""
+        layout, target = self.route.source_layout, self.route.target_layout
+        changed = [axis for axis in layout.axes_where(Partial) if layout.placements[axis] != target.placements[axis]]
+        factor = prod(layout.mesh_shape[axis] for axis in changed if self._partial_op(axis) == "sum")
+        divisor = prod(layout.mesh_shape[axis] for axis in changed if self._partial_op(axis) == "avg")
+        return factor, divisor
+
+    @cached_property
+    def fill_op(self) -> ReduceOp | None:
+        """The op whose identity fills what nobody writes: set where an axis becomes Partial."""
+        if self.kind not in ("exchange", "local") or isinstance(self.target, FlatPieces):
+            return None
+        source, target = self.route.source_layout, self.target
+        for axis, placement in enumerate(target.placements):
+            new = isinstance(placement, Partial) and not isinstance(source.placements[axis], Partial)
+            if new and (axis in self.route.single_axes or axis in self.route.kept_axes):
+                assert isinstance(placement, Partial), f"axis {axis} of {target} is no longer Partial"
+                return placement.reduce_op
+        return None
+
+    @cached_property
+    def moving_axes(self) -> tuple[int, ...]:
+        """Axes along which ranks may talk to each other."""
+        if self.kind in ("local", "scale"):
+            return ()
+        if isinstance(self.source, FlatPieces):
+            return self.source.axes
+        route = self.route
+        fixed = {*route.replica_axes, *route.kept_axes}
+        for dim in range(len(route.source_layout.shape)):
+            fixed.update(common_cuts(route.source_layout, route.target_layout, dim))
+        if isinstance(self.target, FlatPieces):
+            fixed -= {axis for axis in self.target.axes if axis in route.reduced_axes}
+        return tuple(axis for axis in range(len(route.source_layout.mesh_shape)) if axis not in fixed)
+
+    def exchange(self, coordinate: Coordinate) -> Exchange:
+        """What the rank at `coordinate` sends, receives and keeps in this step; peers are mesh positions."""
+        if self.kind == "scale":
+            return Exchange((), (), ())
+        if self.kind != "gather":
+            return exchange(self.source, self.target, coordinate)
+        assert isinstance(self.source, FlatPieces), f"a gather starts from flat pieces, not from {self.source}"
+        flat, whole = gathered_layouts(self.source, coordinate)
+        found = exchange(flat, whole, (self.source.part(coordinate),))
+        return Exchange(
+            tuple(self._at_position(message, coordinate) for message in found.sends),
+            tuple(self._at_position(message, coordinate) for message in found.receives),
+            found.keeps,
+        )
+
+    def _at_position(self, message: Message, coordinate: Coordinate) -> Message:
+        assert isinstance(self.source, FlatPieces), f"a gather starts from flat pieces, not from {self.source}"
+        peer = self.source.coordinate_of_part(coordinate, message.peer)
+        return Message(self.source.layout.position(peer), message.parts)
+
+    def _partial_op(self, axis: int) -> ReduceOp:
+        placement = self.route.source_layout.placements[axis]
+        assert isinstance(placement, Partial), f"axis {axis} of {self.source} is not Partial"
+        return placement.reduce_op
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.source} -> {self.target}"
+
+
+def gathered_layouts(pieces: FlatPieces, coordinate: Coordinate) -> tuple[Layout, Layout]:
+    """The flat local tensor that a gather completes: cut among its holders, and whole at each of them."""
+    length = (prod(pieces.layout.local_shape(coordinate)),)
+    mesh_shape = (pieces.parts,)
+    return Layout(mesh_shape, (Shard(0),), length), Layout(mesh_shape, (Replicate(),), length)
+
+
+def common_cuts(source: Layout, target: Layout, dim: int) -> list[int]:
+    """Axes that cut `dim` alike, and first, before and after: their pieces stay where they are."""
+    found = []
+    for axis, target_axis in zip(source.axes_of_dim[dim], target.axes_of_dim[dim], strict=False):
+        if axis != target_axis or source.placements[axis] != target.placements[axis]:
+            break
+        found.append(axis)
+    return found
+
+
+def moves_nothing(source: Layout, target: Layout) -> bool:
+    """Whether every rank, whatever its coordinate, holds all it needs."""
+    route = Route(source, target)
+    if route.reduced_axes:
+        return False
+    for dim, axes in enumerate(source.axes_of_dim):
+        rest = axes[len(common_cuts(source, target, dim)) :]
+        if any(axis not in route.kept_axes for axis in rest):
+            return False
+    return True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps that take `source` to `target`; no steps where nothing changes."""
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+
+    def __str__(self) -> str:
+        return f"{self.source} -> {self.target}: " + ("; ".join(map(str, self.steps)) or "nothing to do")

@@ -1,0 +1,149 @@
+"""Chooses the steps of a redistribution.
+
+The fewest bytes come first and predicted time decides between equals: that is this library's promise, and the
+reason that a plan can be checked. Above `CostTable.max_peers` peers a rank, where one hop would cost more in
+connections than in bytes, forms of several hops are taken by time.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import permutations
+
+from tritondt.errors import LayoutError, MeshError
+from tritondt.layout import Layout
+from tritondt.placement import Partial, Placement, Replicate, Shard
+from tritondt.planning.cost import CostTable, step_cost
+from tritondt.planning.exchange import Route
+from tritondt.planning.pieces import FlatPieces
+from tritondt.planning.plan import Plan, Step, moves_nothing
+
+Steps = tuple[Step, ...]
+
+
+@lru_cache(maxsize=16384)
+def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable) -> Plan:
+    """The plan that every rank makes for the same arguments; raises for layouts of different tensors or meshes.
+
+    >>> print(make_plan(Layout((2,), (Shard(0),), (4,)), Layout((2,), (Replicate(),), (4,)), 4, CostTable()))
+    (S0) -> (R): exchange (S0) -> (R)
+    """
+    check_pair(source, target)
+    if source is target:
+        return Plan(source, target, ())
+    return Plan(source, target, min(_ranked(candidates(source, target, costs), itemsize, costs))[-1])
+
+
+def check_pair(source: Layout, target: Layout) -> None:
+    """Refuses layouts that no redistribution connects."""
+    if source.shape != target.shape:
+        raise LayoutError(
+            f"cannot go from {source} to {target}: the source has shape {source.shape}, the target {target.shape}; "
+            "they must be equal"
+        )
+    if source.mesh_shape != target.mesh_shape:
+        raise MeshError(
+            f"cannot go from {source} to {target}: the source mesh has shape {source.mesh_shape}, the target mesh "
+            f"{target.mesh_shape}; they must be equal"
+        )
+
+
+def _ranked(
+    found: Sequence[Steps], itemsize: int, costs: CostTable
+) -> Iterator[tuple[float, float, float, int, Steps]]:
+    """Candidates with their sort key: peers above the limit, bytes, seconds, place in the list."""
+    priced = []
+    for steps in found:
+        single = [step_cost(step, itemsize, costs) for step in steps]
+        peers = max(cost.num_peers for cost in single)
+        received = sum(cost.received_elements for cost in single)
+        priced.append((peers, received, sum(cost.seconds for cost in single)))
+    crowded = max(peers for peers, _, _ in priced) > costs.max_peers
+    for place, ((peers, received, seconds), steps) in enumerate(zip(priced, found, strict=True)):
+        excess = float(peers) if peers > costs.max_peers else 0.0
+        # Bytes are compared to 6 digits: forms that are equal on paper differ in the last bits.
+        yield excess, 0.0 if crowded else float(f"{received:.6g}"), seconds, place, steps
+
+
+def candidates(source: Layout, target: Layout, costs: CostTable) -> list[Steps]:
+    """All forms worth pricing; none holds more than the larger of source and target on the way."""
+    scaled = _with_scaled_terms(source, target)
+    first: Steps = () if scaled is source else (Step("scale", source, scaled),)
+    if scaled is target:
+        return [first]
+    found = [first + steps for steps in _direct(scaled, target)]
+    if max(step_cost(step, 1, costs).num_peers for steps in found for step in steps) > costs.max_peers:
+        found += [first + steps for steps in _hops(scaled, target, costs)]
+    return found
+
+
+def _with_scaled_terms(source: Layout, target: Layout) -> Layout:
+    """The source with sum and avg exchanged wherever the target asks for the other."""
+    placements = list(source.placements)
+    for axis, pair in enumerate(zip(source.placements, target.placements, strict=True)):
+        ops = {placement.reduce_op for placement in pair if isinstance(placement, Partial)}
+        if ops == {"sum", "avg"}:
+            placements[axis] = target.placements[axis]
+    return source.with_placements(placements)
+
+
+def _direct(source: Layout, target: Layout) -> list[Steps]:
+    """One hop where nothing is reduced; else the forms of reducing and gathering."""
+    if not Route(source, target).reduced_axes:
+        return [(Step("local" if moves_nothing(source, target) else "exchange", source, target),)]
+    middle = _without_new_terms(source, target)
+    last: Steps = () if middle is target else _direct(middle, target)[0]
+    return [steps + last for steps in _reductions(source, middle)]
+
+
+def _without_new_terms(source: Layout, target: Layout) -> Layout:
+    """The target with axes that newly become Partial as they were: terms are made after the reduction, for free."""
+    kept = Route(source, target).kept_axes
+    sharded: list[Placement] = list(target.placements)
+    whole = list(sharded)
+    for axis, placement in enumerate(target.placements):
+        was = source.placements[axis]
+        if isinstance(placement, Partial) and not (axis in kept and isinstance(was, Partial)):
+            whole[axis] = Replicate()
+            sharded[axis] = was if isinstance(was, Shard) else Replicate()
+    try:
+        return target.with_placements(sharded)
+    except LayoutError:  # the units of the two layouts do not nest: gather that axis instead
+        return target.with_placements(whole)
+
+
+def _reductions(source: Layout, target: Layout) -> list[Steps]:
+    """Reduce each box whole at each of its holders, or in pieces among some or all of them, then gather."""
+    holders = target.axes_where(Replicate)
+    reduced = tuple(axis for axis in Route(source, target).reduced_axes if axis in holders)
+    found: list[Steps] = [(Step("reduce", source, target),)]
+    for axes in dict.fromkeys((reduced, holders)):
+        if axes:
+            pieces = FlatPieces(target, axes)
+            found.append((Step("reduce", source, pieces), Step("gather", pieces, target)))
+    return found
+
+
+def _hops(source: Layout, target: Layout, costs: CostTable) -> Iterator[Steps]:
+    """Change one axis after the other, in every order that stays in bounds; each hop in its best form."""
+    changed = [
+        axis for axis, pair in enumerate(zip(source.placements, target.placements, strict=True)) if pair[0] != pair[1]
+    ]
+    limit = max(source.max_local_numel, target.max_local_numel)
+    for axes in permutations(changed):
+        layouts = _chain(source, target, axes)
+        if layouts is None or any(layout.max_local_numel > limit for layout in layouts):
+            continue
+        hops = [_direct(before, after) for before, after in zip([source, *layouts], layouts, strict=False)]
+        yield tuple(step for forms in hops for step in min(_ranked(forms, 1, costs))[-1])
+
+
+def _chain(source: Layout, target: Layout, axes: Sequence[int]) -> list[Layout] | None:
+    """The layouts after each of `axes` has taken its target placement; None where one cannot exist."""
+    placements, found = list(source.placements), []
+    for axis in axes[:-1]:
+        placements[axis] = target.placements[axis]
+        try:
+            found.append(Layout(source.mesh_shape, placements, source.shape, target.order))
+        except LayoutError:
+            return None
+    return [*found, target]
