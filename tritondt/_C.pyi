@@ -1,8 +1,19 @@
 """Data movement on the CPU: strided boxes by raw address. See csrc/README.md."""
 
 from collections.abc import Sequence
+from typing import Literal
 
 from tritondt.kernels.boxes import CopyBox, ReduceBox
+
+class SocketGroup:
+    """Connected sockets to peers, driven by the thread that calls."""
+
+    def __init__(self, sockets: Sequence[int]) -> None: ...
+    def start(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], tag: int
+    ) -> None: ...
+    def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted"], int]: ...
+    def interrupt(self) -> None: ...
 
 def advise_huge_pages(address: int, num_bytes: int) -> None: ...
 

@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from typing import Literal, cast
 
 from tritondt.errors import WorldError
 
@@ -14,6 +15,19 @@ def timeout() -> timedelta:
 def ranks_per_host() -> int | None:
     """Ranks that the launcher started on each host, or None where it does not say (torchrun does)."""
     return int(_positive("LOCAL_WORLD_SIZE", 1)) if "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def master_address() -> str | None:
+    """Host of the job's first rank, MASTER_ADDR, or None where the launcher does not say."""
+    return os.environ.get("MASTER_ADDR")
+
+
+def transport() -> Literal["sockets", "gloo"]:
+    """What carries messages between processes: TRITONDT_TRANSPORT, sockets (the default) or gloo."""
+    text = os.environ.get("TRITONDT_TRANSPORT", "sockets")
+    if text not in ("sockets", "gloo"):
+        raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets and gloo")
+    return cast(Literal["sockets", "gloo"], text)
 
 
 def _positive(name: str, default: float) -> float:

@@ -224,7 +224,10 @@ def assert_holds(
         for term in terms:
             assert term.shape == expected.shape, f"{coordinate} holds {tuple(term.shape)}, expected {expected.shape}"
         value = reduced(terms, used, mean_size(mesh_shape, placements))
+        if torch.equal(value, expected):  # 0.1 ms less than what says where they differ
+            continue
         try:
             torch.testing.assert_close(value, expected, rtol=0, atol=0)
         except AssertionError as error:
             raise AssertionError(f"at {coordinate}: {error}") from error
+        raise AssertionError(f"at {coordinate}: {value} is not {expected}")

@@ -52,13 +52,14 @@ def plan_digest(num_pairs: int) -> str:
 
 
 def test_every_rank_makes_the_same_plan() -> None:
-    """Each of eight ranks makes every plan for itself, with its own specs and nothing remembered."""
+    """The first, the last and some other rank of each mesh plan with their own specs and nothing remembered."""
 
     def body(rank: int) -> list[str]:
         found = []
         for seed in range(NUM_PAIRS):
             pair = skewed_pair(seed)
-            if prod(pair[0].mesh_shape) <= rank:
+            size = pair[0].num_ranks
+            if rank not in {0, seed % size, size - 1}:
                 found.append("")
                 continue
             mesh = T.Mesh(pair[0].mesh_shape)

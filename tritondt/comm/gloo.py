@@ -110,12 +110,11 @@ class GlooCommunicator(PackedCommunicator):
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
         """Why a wait broke: what the watch or the store knows, else that the connection closed."""
-        if wait.reason is None:
-            try:
-                wait.reason = self._watch.reason_now(wait)
-            except RuntimeError as gone:  # the store's rank has left too: the broken connection is all that is known
-                return PeerError(f"{_closed_text(wait, self._rank, error)}; the store is gone as well ({gone})")
-        return wait.reason or PeerError(_closed_text(wait, self._rank, error))
+        try:
+            known = self._watch.reason(wait, patient=False)
+        except RuntimeError as gone:  # the store's rank has left too: the broken connection is all that is known
+            return PeerError(f"{_closed_text(wait, self._rank, error)}; the store is gone as well ({gone})")
+        return known or PeerError(_closed_text(wait, self._rank, error))
 
 
 def _closed_text(wait: Wait, rank: int, error: RuntimeError) -> str:

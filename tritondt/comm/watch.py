@@ -68,6 +68,20 @@ class Watch:
         text = json.dumps({"rank": self._rank, "error": f"{type(error).__name__}: {error}"})
         self._store.set("failed", text)
 
+    def reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
+        """Why `wait` broke off, as far as this rank or the store knows.
+
+        `patient` tells the others what this rank waits for and gives them a moment to do the same.
+        """
+        end = time.monotonic() + (3 * INTERVAL_S if patient else 0.0)
+        if patient:
+            self._publish(wait)
+        while True:
+            found = wait.reason or self.reason_now(wait)
+            if found is not None or time.monotonic() >= end:
+                return found
+            time.sleep(0.05)
+
     def reason_now(self, wait: Wait) -> PeerError | None:
         """What the store knows, at this moment, about why `wait` will not end."""
         return self._failure(wait) or self._mismatch(wait)

@@ -15,8 +15,10 @@ import torch.distributed as dist
 
 from tritondt import environment, identity
 from tritondt.comm import registry
+from tritondt.comm.communicator import Communicator
 from tritondt.comm.gloo import GlooCommunicator
 from tritondt.comm.registry import World
+from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.watch import Watch
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
@@ -34,7 +36,8 @@ class ProcessWorld:
         number = dist.PrefixStore("tritondt", store).add(f"worlds/{who.rank}", 1)
         self._store = dist.PrefixStore(f"tritondt/{number}", store)
         self._watch = Watch(dist.PrefixStore(f"tritondt/{number}", store.clone()), who.rank, self._timeout)
-        self._communicators: dict[tuple[int, ...], GlooCommunicator] = {}
+        self._transport = environment.transport()
+        self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._making = threading.Lock()
         self.costs = self._agreed(_default_costs(who.size))
         self._closed = False
@@ -43,7 +46,7 @@ class ProcessWorld:
         """The table of whichever rank came first: all ranks read one, and none waits for one that never comes."""
         return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
 
-    def communicator(self, ranks: Sequence[int]) -> GlooCommunicator:
+    def communicator(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of these ranks; the first call is collective among them."""
         if self._closed:
             raise WorldError("this world is closed; initialise torch.distributed again to make a new one")
@@ -52,7 +55,8 @@ class ProcessWorld:
         if found is None:
             with self._making:
                 name = "ranks/" + hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
-                found = GlooCommunicator(name, self._store, key, self.identity.rank, self._timeout, self._watch)
+                made = (name, self._store, key, self.identity.rank, self._timeout, self._watch)
+                found = GlooCommunicator(*made) if self._transport == "gloo" else SocketCommunicator(*made)
                 self._communicators[key] = found
         return found
 
