@@ -26,6 +26,15 @@ def pytest_report_header() -> list[str]:
     return [] if HAS_CLI else ["tests/cli left out: click, rich or matplotlib is not installed"]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves tests that need GPUs to machines that have them."""
+    found = torch.cuda.device_count()
+    for item in items:
+        for mark, needed in (("gpu", 1), ("multigpu", 2)):
+            if item.get_closest_marker(mark) and found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {found}"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def subprocess_environment() -> Iterator[None]:
     """Processes that tests start import this checkout from any folder, with one thread a rank."""

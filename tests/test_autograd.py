@@ -190,6 +190,15 @@ def test_without_gradients_there_is_no_graph() -> None:
     run_ranks(2, body)
 
 
+def test_inference_mode_moves_alike() -> None:
+    def body(rank: int) -> list[list[float]]:
+        source, target = specs((2,), "S0", "R")
+        with torch.inference_mode():
+            return T.redistribute(torch.full(source.local_shape, float(rank)).double(), source, target).tolist()
+
+    assert run_ranks(2, body) == [[[0.0] * 3, [1.0] * 3]] * 2
+
+
 def test_a_spec_to_itself_keeps_the_graph() -> None:
     def body(rank: int) -> None:
         source, _ = specs((2,), "S0", "S0")

@@ -18,14 +18,14 @@ TIMEOUT_S = 3.0
 SOON_S = 15.0
 
 
-@pytest.fixture(scope="module")
-def failing_ranks() -> Iterator[GlooRanks]:
+@pytest.fixture(scope="module", params=["sockets", "gloo"])
+def failing_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     """Four ranks; each test has communicators of its own, and those that fail are not used again."""
-    with GlooRanks(4, {"TRITONDT_TIMEOUT": str(TIMEOUT_S)}) as ranks:
+    with GlooRanks(4, {"TRITONDT_TIMEOUT": str(TIMEOUT_S), "TRITONDT_TRANSPORT": request.param}) as ranks:
         yield ranks
 
 
-def spec(ranks: tuple[int, ...], text: str, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> Any:
+def spec(ranks: tuple[int, ...], text: str, shape: tuple[int, ...] = (8, 6), dtype: torch.dtype = torch.float32) -> Any:
     mesh = T.Mesh((len(ranks),), ranks=ranks)
     return T.DTensorSpec(mesh, T.parse_placements(text), T.TensorMeta.contiguous(shape, dtype))
 
@@ -79,7 +79,7 @@ def disagree(rank: int, members: tuple[int, ...], options: list[dict[str, Any]])
     ("members", "options", "texts"),
     [
         ((0, 1), [{"shape": (4, 6)}, {"shape": (4, 8)}], ("of (4, 6) float32", "of (4, 8) float32")),
-        ((0, 2), [{"dtype": torch.float32}, {"dtype": torch.int64}], ("(4, 6) float32", "(4, 6) int64")),
+        ((0, 2), [{"dtype": torch.float32}, {"dtype": torch.int64}], ("(8, 6) float32", "(8, 6) int64")),
         ((0, 3), [{"target": "R"}, {"target": "S1"}], ("(S0) -> (R)", "(S0) -> (S1)")),
     ],
 )
@@ -99,10 +99,10 @@ def test_ranks_that_disagree_are_told_both_values(
 
 
 def assert_waited(text: str) -> None:
-    """The watch looks once a second, so a wait may end up to that much after the timeout."""
+    """The watch ends a wait at the timeout, and on a busy machine a little after it."""
     told = re.search(r"rank 1 waited (\d+) s", text)
     assert told is not None, text
-    assert TIMEOUT_S <= int(told[1]) <= TIMEOUT_S + 1
+    assert TIMEOUT_S <= int(told[1]) <= TIMEOUT_S + 2
 
 
 def stay_away(rank: int, members: tuple[int, ...]) -> None:

@@ -93,6 +93,26 @@ def test_communicators_of_some_ranks_need_no_others(four_ranks: GlooRanks) -> No
     ]  # fmt: skip
 
 
+def send_beside(rank: int) -> tuple[list[float], list[list[float]]]:
+    """The user's own messages round the ring are under way while tensors are redistributed."""
+    size = dist.get_world_size()
+    arriving = torch.zeros(3)
+    receive = dist.irecv(arriving, (rank - 1) % size)
+    meta = T.TensorMeta.contiguous((8,))
+    source, target = (T.DTensorSpec(T.Mesh((size,)), T.parse_placements(text), meta) for text in ("S0", "R"))
+    moved = [T.redistribute(torch.full((2,), float(rank)), source, target).tolist() for _ in range(20)]
+    dist.send(torch.full((3,), float(rank)), (rank + 1) % size)
+    assert receive is not None
+    receive.wait()
+    return arriving.tolist(), moved
+
+
+def test_the_users_own_messages_are_left_alone(four_ranks: GlooRanks) -> None:
+    for rank, (arrived, moved) in enumerate(four_ranks.run(send_beside)):
+        assert arrived == [(rank - 1) % 4] * 3
+        assert moved == [[0, 0, 1, 1, 2, 2, 3, 3]] * 20
+
+
 def live_twice(rank: int, port: int) -> dict[str, object]:
     """Two worlds one after the other in one process, the second with the ranks in reverse."""
     meta = T.TensorMeta.contiguous((5,), torch.int64)

@@ -6,7 +6,7 @@ counts), so a transfer should be kept for as long as it may run again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -90,15 +90,11 @@ class Communicator(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Counter:
-    """Counts the uses of every fingerprint, so that repeated exchanges have different tags."""
+def tag_of(fingerprint: int, sequence: int) -> int:
+    """The tag of exchange number `sequence`: 31 bits, equal on all ranks that run the same exchanges.
 
-    uses: dict[int, int] = field(default_factory=dict)
-
-    def tag(self, fingerprint: int) -> int:
-        """The next tag of a fingerprint: 31 bits, equal on all ranks that count alike."""
-        use = self.uses.get(fingerprint, 0)
-        self.uses[fingerprint] = use + 1
-        # A large odd step keeps the tags of one fingerprint apart for 2^31 uses and off its neighbours'.
-        return (fingerprint + use * 0x9E3779B1) & 0x7FFFFFFF
+    With the number in it, a message that a rank left unread when it refused an exchange is never taken for one
+    of a later exchange.
+    """
+    # An odd step visits every tag before it repeats one.
+    return (fingerprint + sequence * 0x9E3779B1) & 0x7FFFFFFF

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritondt.comm.communicator import Counter, Transfer
+from tritondt.comm.communicator import Transfer, tag_of
 from tritondt.comm.packed import Letter, PackedCommunicator
 from tritondt.comm.watch import Wait, Watch
 from tritondt.errors import PeerError, WorldError
@@ -37,7 +37,6 @@ class GlooCommunicator(PackedCommunicator):
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(name, store), self._place, len(self._ranks), timeout * _GLOO_TIMEOUT_FACTOR
         )
-        self._tags = Counter()
         self._dead: BaseException | None = None
 
     def carry(
@@ -53,7 +52,7 @@ class GlooCommunicator(PackedCommunicator):
                 f"{transfer.description} was asked of a communicator that failed before ({self._dead}); make a new "
                 "world"
             ) from self._dead
-        tag, group, traffic = self._tags.tag(transfer.fingerprint), self._group, self._traffic
+        tag, group, traffic = tag_of(transfer.fingerprint, self.sequence), self._group, self._traffic
         wait = Wait(self._name, self.sequence, transfer.fingerprint, transfer.description, self._ranks, self._interrupt)
         self._watch.begin(wait)
         try:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tritondt._C import SocketGroup
-from tritondt.comm.communicator import Counter, Transfer
+from tritondt.comm.communicator import Transfer, tag_of
 from tritondt.comm.connect import connect
 from tritondt.comm.packed import Letter, PackedCommunicator
 from tritondt.comm.watch import Wait, Watch
@@ -34,7 +34,6 @@ class SocketCommunicator(PackedCommunicator):
         self._name, self._rank, self._watch = name, rank, watch
         self._sockets = connect(dist.PrefixStore(name, store), self._ranks, self._ranks.index(rank), timeout)
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
-        self._tags = Counter()
         self._dead: BaseException | None = None
 
     def carry(
@@ -67,7 +66,7 @@ class SocketCommunicator(PackedCommunicator):
         wait = Wait(self._name, self.sequence, fingerprint, description, self._ranks, self._group.interrupt)
         self._watch.begin(wait)
         try:
-            self._group.start(_addresses(sends), _addresses(receives), self._tags.tag(fingerprint))
+            self._group.start(_addresses(sends), _addresses(receives), tag_of(fingerprint, self.sequence))
             meanwhile()
             outcome, peer = self._group.finish()
             while outcome == "pending":

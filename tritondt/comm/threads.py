@@ -20,7 +20,7 @@ import torch
 
 from tritondt import identity
 from tritondt.comm import registry
-from tritondt.comm.communicator import Counter, Transfer
+from tritondt.comm.communicator import Transfer, tag_of
 from tritondt.comm.packed import Letter, PackedCommunicator
 from tritondt.comm.watch import Wait, disagreement, failure_text
 from tritondt.errors import PeerError, WorldError
@@ -121,7 +121,6 @@ class ThreadCommunicator(PackedCommunicator):
         self._switchboard, self._rank = switchboard, rank
         self._name = "ranks/" + "-".join(map(str, self._ranks))
         self._place = self._ranks.index(rank)
-        self._tags = Counter()
         self._barriers = 0
         self._closed = False
 
@@ -135,7 +134,7 @@ class ThreadCommunicator(PackedCommunicator):
         """Leaves copies of what is sent, then collects what arrives."""
         if self._closed:
             raise WorldError(f"{transfer.description} was asked of a closed communicator")
-        board, tag = self._switchboard, self._tags.tag(transfer.fingerprint)
+        board, tag = self._switchboard, tag_of(transfer.fingerprint, self.sequence)
         wait = Wait(self._name, self.sequence, transfer.fingerprint, transfer.description, self._ranks, lambda: None)
         for peer, tensor in packed():
             board.mail[self._name, self._place, peer, tag].append(tensor.clone())
