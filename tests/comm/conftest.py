@@ -1,4 +1,4 @@
-"""Processes that the Gloo tests share: starting one costs as much as hundreds of redistributions."""
+"""Processes that tests share, on both transports: starting one costs as much as hundreds of redistributions."""
 
 from collections.abc import Iterator
 
@@ -16,4 +16,10 @@ def four_ranks() -> Iterator[GlooRanks]:
 @pytest.fixture(scope="session")
 def eight_ranks() -> Iterator[GlooRanks]:
     with GlooRanks(8) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_gloo_ranks() -> Iterator[GlooRanks]:
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": "gloo"}) as ranks:
         yield ranks

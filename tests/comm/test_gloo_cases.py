@@ -31,5 +31,10 @@ def test_random_cases_on_four_processes(four_ranks: GlooRanks, first_seed: int) 
     check_on(four_ranks, first_seed)
 
 
+@pytest.mark.parametrize("first_seed", range(300_000, 300_000 + 5 * CASES_PER_TEST, CASES_PER_TEST))
+def test_random_cases_over_the_messages_of_gloo(four_gloo_ranks: GlooRanks, first_seed: int) -> None:
+    check_on(four_gloo_ranks, first_seed)
+
+
 def test_random_cases_on_eight_processes(eight_ranks: GlooRanks) -> None:
     check_on(eight_ranks, 200_000)

@@ -100,6 +100,8 @@ def measure(rank: int, mesh_shape: tuple[int, ...], shape: tuple[int, ...], sour
         ((4,), (4095, 4097), "P", "R"),
         ((2, 2), (4096, 4096), "P, S0", "S0, S0"),
         ((2, 2), (4096, 4096), "S0, P", "S1, R"),
+        ((4,), (2047, 2049), "P(max)", "P(sum)"),
+        ((2, 2), (2048, 2048), "P(avg), S0", "P(sum), R"),
     ],
 )
 def test_peak_is_at_most_what_is_packed_and_received(

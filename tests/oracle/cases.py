@@ -33,7 +33,7 @@ MESH_SHAPES = {
 }
 parsed = lru_cache(maxsize=1024)(T.parse_placements)
 
-STORAGES = ("dense", "dense", "transposed", "strided", "expanded", "conjugated")
+STORAGES = ("dense", "dense", "transposed", "strided", "expanded", "negated", "conjugated")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def random_case(seed: int, world_size: int, *, scattered: bool = True) -> Case:
     source, source_order = random_placements(chosen, mesh_shape, shape, getattr(torch, dtype))
     target, target_order = random_placements(chosen, mesh_shape, shape, getattr(torch, dtype))
     storage = chosen.choice(STORAGES)
-    if storage == "conjugated" and not dtype.startswith("complex"):
+    if (storage, getattr(torch, dtype).is_complex) == ("conjugated", False) or (storage, dtype) == ("negated", "bool"):
         storage = "dense"
     return Case(
         seed,
@@ -255,6 +255,8 @@ def stored(local: torch.Tensor, storage: str) -> torch.Tensor:
         return inside
     if storage == "expanded" and local.ndim and len(local) > 1 and bool((local == local[:1]).all()):
         return local[:1].clone().expand(local.shape)
+    if storage == "negated":
+        return torch._neg_view(-local)
     if storage == "conjugated":
         return local.conj().resolve_conj().conj()
     return local.clone()
