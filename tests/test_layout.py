@@ -13,7 +13,7 @@ import torch
 
 import tritondt as T
 from tests.oracle.arithmetic import coordinates, held_indices
-from tests.oracle.cases import MESH_SHAPES, random_placements, random_shape
+from tests.oracle.random_layouts import MESH_SHAPES, random_placements, random_shape
 from tritondt import layout as layouts
 from tritondt.layout import Layout
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tritondt as T
 from tests.oracle.arithmetic import coordinates, held_indices
-from tests.oracle.cases import random_pair
+from tests.oracle.random_layouts import random_pair
 from tritondt import identity, spec
 from tritondt.comm.threads import run_ranks
 from tritondt.identity import Identity

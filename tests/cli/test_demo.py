@@ -194,6 +194,8 @@ def start_demo(tmp_path: Path) -> "subprocess.Popen[str]":
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A shell that starts this in the background has it ignored, and Python then leaves it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     for line in process.stdout:

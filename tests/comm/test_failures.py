@@ -149,6 +149,30 @@ def test_fewer_ranks_than_the_mesh_needs(four_ranks: GlooRanks) -> None:
         assert "a mesh of shape (5,) needs rank 4, but the world has 4 ranks" in line
 
 
+def be_called_away(rank: int, members: tuple[int, ...]) -> float | None:
+    """Seconds until a signal's handler ends a wait for a rank that does not come."""
+    if rank != members[0]:
+        return None
+
+    def handler(number: int, frame: object) -> None:
+        raise InterruptedError("called away")
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    started = time.monotonic()
+    with pytest.raises(InterruptedError, match="called away"):
+        move(members)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_waits_answers_signals(failing_ranks: GlooRanks, request: pytest.FixtureRequest) -> None:
+    """Ctrl-C among them. Gloo looks at none until a message comes."""
+    if request.node.callspec.params["failing_ranks"] == "gloo":
+        pytest.skip("Gloo waits where no signal reaches it")
+    seconds, _ = run(failing_ranks, (2, 3), be_called_away)
+    assert seconds < TIMEOUT_S
+
+
 def die(rank: int, members: tuple[int, ...], culprit: int) -> None:
     if rank == culprit:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,7 @@ import torch
 
 import tritondt as T
 from tests.oracle import arithmetic
-from tests.oracle.cases import MESH_SHAPES, random_placements, random_shape
+from tests.oracle.random_layouts import MESH_SHAPES, random_placements, random_shape
 from tritondt.comm import world
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.threads import run_ranks

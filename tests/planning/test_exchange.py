@@ -10,8 +10,8 @@ import torch
 
 import tritondt as T
 from tests.oracle.arithmetic import held_mask
-from tests.oracle.cases import MESH_SHAPES, random_pair, random_placements, random_shape
 from tests.oracle.delivery import arrived_terms, assert_both_sides_agree, whole_terms
+from tests.oracle.random_layouts import MESH_SHAPES, random_pair, random_placements, random_shape
 from tritondt.layout import Layout
 from tritondt.planning.cost import CostTable
 from tritondt.planning.exchange import Exchange, Message, Route, exchange, exchange_across, merge

@@ -8,7 +8,7 @@ import torch
 
 import tritondt as T
 from tests.oracle.arithmetic import coordinates, held_indices, take
-from tests.oracle.cases import random_pair
+from tests.oracle.random_layouts import random_pair
 from tritondt.layout import Layout
 from tritondt.planning.exchange import exchange
 from tritondt.planning.geometry import blocks, contiguous_offset, joint_boxes, message_block

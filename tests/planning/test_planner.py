@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.cases import random_pair, random_placements
+from tests.oracle.random_layouts import random_pair, random_placements
 from tritondt.comm.threads import run_ranks
 from tritondt.layout import Layout
 from tritondt.planning import planner

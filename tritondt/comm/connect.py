@@ -15,6 +15,7 @@ from tritondt.errors import PeerError
 
 _PLACE_BYTES = 4
 _TOKEN_BYTES = 16
+_GREETING_S = 2.0
 
 
 class _Address(NamedTuple):
@@ -33,6 +34,23 @@ def connect(store: dist.Store, ranks: Sequence[int], place: int, timeout: timede
     interface. Raises PeerError for the rank that does not come within `timeout`.
     """
     sockets: list[socket.socket | None] = [None] * len(ranks)
+    try:
+        _connect_all(sockets, store, ranks, place, timeout)
+    except BaseException:
+        for found in sockets:
+            if found is not None:
+                found.close()
+        raise
+    for found in sockets:
+        if found is not None:
+            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            found.setblocking(False)
+    return sockets
+
+
+def _connect_all(
+    sockets: list[socket.socket | None], store: dist.Store, ranks: Sequence[int], place: int, timeout: timedelta
+) -> None:
     with socket.create_server(("", 0), backlog=max(len(ranks), 128)) as server:
         server.settimeout(timeout.total_seconds())
         own = _Address(_own_host(), server.getsockname()[1], _machine(), secrets.token_hex(_TOKEN_BYTES))
@@ -43,11 +61,6 @@ def connect(store: dist.Store, ranks: Sequence[int], place: int, timeout: timede
             caller = _answer(server, own, sockets, ranks, place)
             if caller is not None:
                 sockets[caller[0]] = caller[1]
-    for found in sockets:
-        if found is not None:
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found.setblocking(False)
-    return sockets
 
 
 def _call(
@@ -73,13 +86,16 @@ def _answer(
     """The next caller's place and socket, or None for one that does not know the token."""
     try:
         found, _ = server.accept()
-        found.settimeout(server.gettimeout())
-        greeting = found.recv(_TOKEN_BYTES + _PLACE_BYTES, socket.MSG_WAITALL)
     except OSError as error:
         missing = [ranks[other] for other in range(place + 1, len(ranks)) if sockets[other] is None]
         raise PeerError(
             f"rank {ranks[place]} waited {server.gettimeout():.0f} s for ranks {missing} to connect: {error}"
         ) from error
+    try:
+        found.settimeout(_GREETING_S)
+        greeting = found.recv(_TOKEN_BYTES + _PLACE_BYTES, socket.MSG_WAITALL)
+    except OSError:  # a stranger that says nothing or hangs up; a rank greets as soon as it is connected
+        greeting = b""
     if not secrets.compare_digest(greeting[:_TOKEN_BYTES], bytes.fromhex(own.token)):
         found.close()
         return None
