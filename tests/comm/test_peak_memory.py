@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritondt as T
 from tests.gloo_ranks import GlooRanks
 
+_M_MMAP_THRESHOLD = -3
+
 
 class Peak(NamedTuple):
     """Bytes at the highest point above what was there before; explain's numbers are without the target."""
@@ -72,7 +74,9 @@ def measure(rank: int, mesh_shape: tuple[int, ...], shape: tuple[int, ...], sour
     target_bytes = result.numel() * 4
     del result
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once, so that only what is in use counts
+    libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     at_rest = _status_bytes("VmRSS")
     result = T.redistribute(local, before, after)
