@@ -3,37 +3,48 @@
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.autograd import redistribute
+from tritondt.distribute import distribute_module, distribute_tensor
+from tritondt.dtensor import DTensor
 from tritondt.errors import (
+    ImplicitRedistributionError,
     LayoutError,
     LocalTensorError,
     MeshError,
     MismatchError,
+    MixedTensorsError,
     PeerError,
+    PropagationError,
     ReductionError,
     TransportError,
     TritondtError,
     WorldError,
 )
 from tritondt.execute import explain
+from tritondt.factories import empty, full, ones, rand, randn, zeros
 from tritondt.layout import Layout
 from tritondt.mesh import Mesh, init_device_mesh
+from tritondt.moving import explicit_redistribution
 from tritondt.placement import Partial, Placement, Replicate, Shard, parse_placements
 from tritondt.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "DTensor",
     "DTensorSpec",
     "DeviceMesh",
+    "ImplicitRedistributionError",
     "Layout",
     "LayoutError",
     "LocalTensorError",
     "Mesh",
     "MeshError",
     "MismatchError",
+    "MixedTensorsError",
     "Partial",
     "PeerError",
     "Placement",
+    "PropagationError",
     "ReductionError",
     "Replicate",
     "Shard",
@@ -42,8 +53,17 @@ __all__ = [
     "TritondtError",
     "WorldError",
     "compute_local_shape_and_global_offset",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
     "explain",
+    "explicit_redistribution",
+    "full",
     "init_device_mesh",
+    "ones",
     "parse_placements",
+    "rand",
+    "randn",
     "redistribute",
+    "zeros",
 ]

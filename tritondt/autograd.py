@@ -1,15 +1,16 @@
 """`redistribute`: the engine on a plain local tensor and two specs, differentiable any number of times."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx
 
 from tritondt.errors import ReductionError
 from tritondt.execute import redistribute_local
 from tritondt.placement import Partial, Placement, Replicate
+from tritondt.signature import Wrap
 from tritondt.spec import DTensorSpec
 
 
@@ -44,6 +45,7 @@ def redistribute(
     return result
 
 
+@lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     """How the gradient of a tensor under `spec` is laid out: alike, with Partial as Replicate."""
     if not any(isinstance(placement, Partial) for placement in spec.placements):
@@ -51,19 +53,21 @@ def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
 
 
+# The functions take their context in `forward`: with a `setup_context` of its own, torch binds the arguments to the
+# signature by inspection at every call, which takes 30 us.
+
+
 class Redistribute(torch.autograd.Function):
     """Redistribution as a linear map from local tensors to local tensors, and its transpose."""
 
     @staticmethod
-    def forward(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, gradient: DTensorSpec) -> torch.Tensor:
+    def forward(
+        ctx: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, gradient: DTensorSpec
+    ) -> torch.Tensor:
         """Moves `local`; `gradient` is how the result's gradient will come."""
+        ctx.specs = source, target, gradient
         result = redistribute_local(local, source, target)
         return result.view_as(result) if result is local else result
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        """Keeps the specs; no tensor is needed."""
-        ctx.specs = inputs[1:]  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
@@ -72,8 +76,13 @@ class Redistribute(torch.autograd.Function):
         _check_linear(source)
         _check_linear(target)
         grad = _times(grad, _mean_size(target, gradient))
-        moved: torch.Tensor = Redistribute.apply(grad, gradient, gradient_spec(source), _cotangent_spec(source))  # type: ignore[no-untyped-call]
-        divisor = _mean_size(source, gradient_spec(source))
+        wanted = gradient_spec(source)
+        moved: torch.Tensor
+        if torch.is_grad_enabled() and grad.requires_grad:
+            moved = Redistribute.apply(grad, gradient, wanted, cotangent_spec(source))  # type: ignore[no-untyped-call]
+        else:
+            moved = redistribute_local(grad, gradient, wanted)
+        divisor = _mean_size(source, wanted)
         return (moved if divisor == 1 else moved / divisor), None, None, None
 
 
@@ -90,7 +99,8 @@ def _mean_size(spec: DTensorSpec, gradient: DTensorSpec) -> int:
     )
 
 
-def _cotangent_spec(source: DTensorSpec) -> DTensorSpec:
+@lru_cache(maxsize=4096)
+def cotangent_spec(source: DTensorSpec) -> DTensorSpec:
     """How what multiplies the input's gradient is laid out: every rank has its own, so the terms add up."""
     return source.with_placements([Partial() if isinstance(p, Partial) else p for p in source.placements])
 
@@ -102,3 +112,79 @@ def _check_linear(spec: DTensorSpec) -> None:
                 f"{spec} is a reduction by {placement.reduce_op}, which has no gradient here; allowed are sum and avg: "
                 "redistribute to Replicate under no_grad, or reduce before"
             )
+
+
+class FromLocal(torch.autograd.Function):
+    """Makes a distributed tensor of local ones; the gradient comes back as this rank's part of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        wrap: Wrap,
+        spec: DTensorSpec,
+        gradient: DTensorSpec,
+        values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Wraps an alias of `local`, or `values` in its place; `gradient` is how its gradient is wanted."""
+        ctx.wrap, ctx.spec, ctx.gradient = wrap, spec, gradient
+        return wrap(local.detach() if values is None else values, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
+        """The local part of the gradient under the wanted layout; of the mean's, where the input was terms of one."""
+        _check_linear(ctx.spec)
+        moved = grad.redistribute(placements=ctx.gradient.placements, order=ctx.gradient.order)
+        local: torch.Tensor
+        if torch.is_grad_enabled() and moved.requires_grad:
+            # What multiplies this gradient is every rank's own: terms add up where the input was terms.
+            local = ToLocal.apply(moved, ctx.wrap, cotangent_spec(ctx.spec))  # type: ignore[no-untyped-call]
+        else:
+            local = moved._local_tensor
+        divisor = _mean_size(ctx.spec, ctx.gradient)
+        return (local if divisor == 1 else local / divisor), None, None, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """Takes the local tensor of a distributed one; its gradient is made a distributed tensor again."""
+
+    @staticmethod
+    def forward(ctx: Any, distributed: Any, wrap: Wrap, gradient: DTensorSpec) -> torch.Tensor:
+        """An alias of the local tensor; `gradient` is the layout in which its gradient will come."""
+        ctx.wrap, ctx.gradient = wrap, gradient
+        local: torch.Tensor = distributed._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient under the layout that was announced."""
+        gradient = ctx.gradient
+        wrapped: torch.Tensor
+        if torch.is_grad_enabled() and grad.requires_grad:
+            wrapped = FromLocal.apply(grad, ctx.wrap, gradient, gradient_spec(gradient))  # type: ignore[no-untyped-call]
+        else:
+            wrapped = ctx.wrap(grad, gradient)
+        return wrapped, None, None
+
+
+class Redistributed(torch.autograd.Function):
+    """Redistribution of a distributed tensor: the identity on the whole tensor, and so is its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, distributed: Any, wrap: Wrap, target: DTensorSpec, backward_dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """The tensor under `target`."""
+        ctx.source, ctx.backward_dtype = distributed._spec, backward_dtype
+        local: torch.Tensor = distributed._local_tensor
+        moved = redistribute_local(local, distributed._spec, target)
+        return wrap(moved.view_as(moved) if moved is local else moved, target)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
+        """The gradient as the source was laid out, with Partial as Replicate."""
+        wanted = gradient_spec(ctx.source)
+        if ctx.backward_dtype is not None:
+            grad = grad.to(ctx.backward_dtype)
+        moved = grad.redistribute(placements=wanted.placements, order=wanted.order)
+        return (moved if moved.dtype is ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None

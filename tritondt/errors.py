@@ -35,3 +35,19 @@ class PeerError(TritondtError, RuntimeError):
 
 class MismatchError(PeerError):
     """Ranks asked for different things at the same point; names both ranks and both values."""
+
+
+class PropagationError(TritondtError, RuntimeError):
+    """An operator that cannot run on distributed tensors as they are laid out; says what would make it run."""
+
+
+class MixedTensorsError(PropagationError):
+    """Plain and distributed tensors in one operator; no TypeError, which Python's operators would swallow."""
+
+
+class ImplicitRedistributionError(PropagationError):
+    """A redistribution that was not asked for, within `explicit_redistribution()`."""
+
+
+class ParallelizeError(TritondtError, ValueError):
+    """A plan that does not fit its module or mesh; names the module, what was found and what is allowed."""

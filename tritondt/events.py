@@ -5,6 +5,7 @@ unsubscribe = events.subscribe(print)
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,29 +23,52 @@ class StepRan:
     seconds: float
 
 
-Subscriber = Callable[[StepRan], None]
+@dataclass(frozen=True, slots=True)
+class InputMoved:
+    """An operator's argument that has to move before the operator can run; the steps are told one by one."""
 
-_subscribers: list[Subscriber] = []
+    op: str
+    source: str
+    target: str
+    shape: tuple[int, ...]
+
+
+Event = StepRan | InputMoved
+EventKind = TypeVar("EventKind", StepRan, InputMoved)
+Subscriber = Callable[[Any], None]
+
+_subscribers: list[tuple[type[Event], Subscriber]] = []
 _switches: list[Callable[[bool], None]] = []
 
 
-def subscribe(callback: Subscriber) -> Callable[[], None]:
-    """Calls `callback` with every event of this process from now on; returns the function that ends it."""
-    _subscribers.append(callback)
+@overload
+def subscribe(callback: Callable[[StepRan], None]) -> Callable[[], None]: ...
+@overload
+def subscribe(callback: Callable[[EventKind], None], kind: type[EventKind]) -> Callable[[], None]: ...
+def subscribe(callback: Subscriber, kind: type[Any] = StepRan) -> Callable[[], None]:
+    """Calls `callback` with every event of a kind in this process from now on; returns the function that ends it."""
+    entry = (kind, callback)
+    _subscribers.append(entry)
     _switch()
 
     def unsubscribe() -> None:
-        if callback in _subscribers:
-            _subscribers.remove(callback)
+        if entry in _subscribers:
+            _subscribers.remove(entry)
             _switch()
 
     return unsubscribe
 
 
-def emit(event: StepRan) -> None:
-    """Hands an event to every subscriber."""
-    for subscriber in tuple(_subscribers):
-        subscriber(event)
+def enabled() -> bool:
+    """Whether anybody listens."""
+    return bool(_subscribers)
+
+
+def emit(event: Event) -> None:
+    """Hands an event to every subscriber to its kind."""
+    for kind, subscriber in tuple(_subscribers):
+        if isinstance(event, kind):
+            subscriber(event)
 
 
 def on_switch(switch: Callable[[bool], None]) -> None:

@@ -6,20 +6,26 @@ communicator. What is left per call is one look-up, one allocation per step and 
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from tritondt import events
+from tritondt import region as regions
 from tritondt._C import CopyTable
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator, Reduction, Transfer
 from tritondt.comm.packing import packed_transfer
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, TransportError
+from tritondt.layout import Coordinate, Layout
 from tritondt.memory import allocate
-from tritondt.placement import ReduceOp
+from tritondt.placement import Partial, ReduceOp
+from tritondt.planning.cost import step_cost
 from tritondt.planning.exchange import Exchange, Message
 from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.geometry import step_blocks
@@ -27,6 +33,8 @@ from tritondt.planning.pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
 from tritondt.spec import DTensorSpec
+
+_MAX_COUNTED = 1024
 
 
 class Runnable(NamedTuple):
@@ -61,12 +69,31 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
         return local
     if source.coordinate is None:
         return local.new_empty((0,))
+    if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
+        return _traced(local, source, target)
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     whole = current = local
     for runnable in compiled(source, target, local.stride()):
         current, whole = _run_step(runnable, current, whole)
     return current
+
+
+# What stands for tensors while torch traces a graph.
+_WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+
+
+def _refuse_traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    raise TransportError(f"{source} -> {target} was asked of a {type(local).__name__}, which has no memory")
+
+
+_traced: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torch.Tensor] = _refuse_traced
+
+
+def trace_with(function: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torch.Tensor]) -> None:
+    """Sets what a redistribution of a tensor without memory is, in a graph that torch traces."""
+    global _traced
+    _traced = function
 
 
 def plan_for(source: DTensorSpec, target: DTensorSpec) -> Plan:
@@ -91,6 +118,25 @@ def explain(source: DTensorSpec, target: DTensorSpec) -> Explanation:
     return explain_layouts(source.layout, target.layout, source.dtype.itemsize, costs, source.coordinate)
 
 
+def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
+    """The most bytes that any rank receives when a tensor goes from `source` to `target`; alike on every rank.
+
+    Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, else the planner's upper bound.
+    """
+    itemsize = source.dtype.itemsize
+    if source.layout.num_ranks <= _MAX_COUNTED and not source.layout.axes_where(Partial):
+        return max(map(partial(_lacking, source.layout, target.layout), target.layout.coordinates())) * itemsize
+    plan, costs = plan_for(source, target), world.current().costs
+    return round(sum(step_cost(step, itemsize, costs).received_elements for step in plan.steps) * itemsize)
+
+
+def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
+    """Elements of its part under `target` that a coordinate does not hold under `source`."""
+    wanted = target.region(coordinate)
+    held = regions.intersect(source.region(coordinate), wanted)
+    return regions.numel(wanted) - (0 if held is None else regions.numel(held))
+
+
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
     if tuple(local.shape) != spec.local_shape or local.dtype is not spec.dtype:
         raise LocalTensorError(
@@ -109,7 +155,7 @@ def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
         world.current().communicator(source.mesh.ranks).refuse(error)
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=4096)
 def compiled(source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...]) -> tuple[Runnable, ...]:
     """The steps of this rank for a pair of specs and a local tensor of these strides."""
     plan = plan_for(source, target)

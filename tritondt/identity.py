@@ -51,6 +51,11 @@ def assumed(identity: Identity) -> Iterator[None]:
         _assumed.identity = before
 
 
+def is_assumed() -> bool:
+    """Whether the calling thread is a rank of its own, which shares the process with other ranks."""
+    return _assumed.identity is not None
+
+
 def current() -> Identity:
     """The calling thread's identity; WorldError where torch.distributed is not initialised."""
     if _assumed.identity is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as _torch_init_device_mesh
 
@@ -130,6 +131,9 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
         return mesh
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"a mesh is a DeviceMesh or a tritondt Mesh, got {type(mesh).__name__}")
+    if is_dynamo_compiling():
+        # Torch's meshes are opaque in a graph. Raising breaks the graph here, and the call runs outside it.
+        raise MeshError(f"within a graph of torch.compile a mesh is a tritondt Mesh, got a {type(mesh).__name__}")
     who = identity.current()
     known: dict[Identity, Mesh] = mesh.__dict__.setdefault("_tritondt_meshes", {})
     found = known.get(who)

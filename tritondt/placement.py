@@ -116,6 +116,28 @@ def placements_text(placements: Iterable[Placement]) -> str:
     return "(" + ", ".join(map(repr, placements)) + ")"
 
 
+def placements_code(placements: Iterable[Placement]) -> str:
+    """The placements of all axes as the Python that makes them.
+
+    >>> placements_code((Shard(0, unit=4), Replicate(), Partial("avg")))
+    "[Shard(0, unit=4), Replicate(), Partial('avg')]"
+    """
+    return "[" + ", ".join(map(_placement_code, placements)) + "]"
+
+
+def _placement_code(placement: Placement) -> str:
+    if isinstance(placement, Partial):
+        return "Partial()" if placement.reduce_op == "sum" else f"Partial({placement.reduce_op!r})"
+    if not isinstance(placement, Shard):
+        return "Replicate()"
+    details = [str(placement.dim)]
+    for name, default in (("unit", 1), ("sizes", None), ("repeats", 1)):
+        value = getattr(placement, name)
+        if value != default:
+            details.append(f"{name}={value}")
+    return f"Shard({', '.join(details)})"
+
+
 _SHARD = re.compile(r"S(-?\d+)(?:\((.*)\))?")
 _PARTIAL = re.compile(r"P(?:\((\w+)\))?")
 _DETAIL = re.compile(r"\s*(?:(unit|repeats)=(\d+)|sizes=(\d+(?:/\d+)*))\s*")

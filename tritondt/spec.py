@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -90,7 +91,7 @@ class DTensorSpec:
         order: tuple[int, ...],
         layout: Layout | None,
     ) -> "DTensorSpec":
-        made = object.__new__(cls)
+        made = object.__new__(_SymbolicSpec if layout is None else DTensorSpec)
         made.mesh, made.placements, made.tensor_meta = mesh, placements, meta
         made.order, made._layout, made.coordinate = order, layout, mesh.coordinate
         made.local_shape = (0,)
@@ -103,19 +104,6 @@ class DTensorSpec:
         cls, mesh: Mesh, placements: tuple[Placement, ...], meta: TensorMeta, order: tuple[int, ...] | None
     ) -> "DTensorSpec":
         return cls._make(mesh, placements, meta, order or tuple(range(mesh.ndim)), None)
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, DTensorSpec) or (self._layout is None) != (other._layout is None):
-            return False
-        return self._layout is None and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return object.__hash__(self) if self._layout is not None else hash((self.mesh, self.placements, self.order))
-
-    def _values(self) -> tuple[object, ...]:
-        return self.mesh, self.placements, self.tensor_meta, self.order
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DTensorSpec, (self.mesh, self.placements, self.tensor_meta, self.order)
@@ -164,7 +152,27 @@ class DTensorSpec:
         self, placements: Sequence[Placement], order: Sequence[int | str] | None = None
     ) -> "DTensorSpec":
         """The same tensor on the same mesh under other placements, in the same cut order unless given."""
-        return DTensorSpec(self.mesh, placements, self.tensor_meta, self.order if order is None else order)
+        return _under(self, tuple(placements), self.order if order is None else tuple(order))
+
+
+@lru_cache(maxsize=4096)
+def _under(spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[int | str, ...]) -> DTensorSpec:
+    return DTensorSpec(spec.mesh, placements, spec.tensor_meta, order)
+
+
+class _SymbolicSpec(DTensorSpec):
+    """A spec with symbolic sizes: compared by value, where the others are one object if equal and hash as such."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SymbolicSpec) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.placements, self.order))
+
+    def _values(self) -> tuple[object, ...]:
+        return self.mesh, self.placements, self.tensor_meta, self.order
 
 
 _REDUCIBLE = (

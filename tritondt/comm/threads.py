@@ -142,9 +142,12 @@ class ThreadCommunicator(PackedCommunicator):
         meanwhile()
         for peer, tensor in receives:
             wait.peer = self._ranks[peer]
-            mail = board.mail[self._name, peer, self._place, tag]
+            slot = (self._name, peer, self._place, tag)
+            mail = board.mail[slot]
             board.wait_until(self._rank, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
             arrived = mail.popleft()
+            if not mail:  # tags seldom come again
+                del board.mail[slot]
             assert arrived.numel() == tensor.numel(), (
                 f"{transfer.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )

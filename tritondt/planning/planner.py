@@ -20,7 +20,7 @@ from tritondt.planning.plan import Plan, Step, moves_nothing
 Steps = tuple[Step, ...]
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=4096)
 def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable) -> Plan:
     """The plan that every rank makes for the same arguments; raises for layouts of different tensors or meshes.
 

@@ -1,0 +1,69 @@
+"""How operators act on distributed tensors: strategies, rules and the propagator that chooses among them."""
+
+from tritondt.ops import (
+    attention,
+    dropout,
+    foreach,
+    foreach_reductions,
+    fused,
+    identity,
+    indexing,
+    joining,
+    loss,
+    matrix,
+    normalization,
+    reductions,
+    slicing,
+    views,
+    views_in_place,
+)
+from tritondt.ops.propagator import ShardingPropagator, propagator
+from tritondt.ops.rules import einop_rule, pointwise_rule
+from tritondt.ops.schema import (
+    AxisStrategy,
+    OpSchema,
+    OpStrategy,
+    OutputSharding,
+    PlacementStrategy,
+    RuntimeSchemaInfo,
+    TupleStrategy,
+)
+
+# Importing a family registers its operators.
+families = (
+    attention,
+    dropout,
+    foreach,
+    foreach_reductions,
+    fused,
+    identity,
+    indexing,
+    joining,
+    loss,
+    matrix,
+    normalization,
+    reductions,
+    slicing,
+    views,
+    views_in_place,
+)
+
+register_op_strategy = propagator.register_op_strategy
+register_sharding_prop_rule = propagator.register_sharding_prop_rule
+
+__all__ = [
+    "AxisStrategy",
+    "OpSchema",
+    "OpStrategy",
+    "OutputSharding",
+    "PlacementStrategy",
+    "RuntimeSchemaInfo",
+    "ShardingPropagator",
+    "TupleStrategy",
+    "einop_rule",
+    "families",
+    "pointwise_rule",
+    "propagator",
+    "register_op_strategy",
+    "register_sharding_prop_rule",
+]

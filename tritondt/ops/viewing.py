@@ -1,0 +1,136 @@
+"""What the rules of views have in common: the decision about a call, and the refusal that says what would make it run.
+
+A view aliases its argument on every rank, so that nothing may move: its layout follows from the argument's, or the call
+is refused.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, product
+from math import lcm
+
+from torch._ops import OpOverload
+
+from tritondt.errors import LayoutError, PropagationError
+from tritondt.execute import received_bytes
+from tritondt.layout import Layout
+from tritondt.ops.meta import propagate_tensor_meta
+from tritondt.ops.propagator import propagator
+from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding, RuleFunction
+from tritondt.placement import Placement, Replicate, Shard, placements_code
+from tritondt.spec import DTensorSpec, TensorMeta
+
+# The layout of the result from that of the argument; LayoutError, with the reason, where there is none.
+ViewLayout = Callable[[Layout], Layout]
+# Units in which a dim may be cut so that the view can be had, given the layout.
+ViewUnits = Callable[[Layout, int], Sequence[int]]
+
+# The most layouts that are tried for a suggestion.
+MAX_TRIED = 256
+
+
+def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]:
+    """Decorates the rule of these operators."""
+
+    def register(rule: RuleFunction) -> RuleFunction:
+        for op in ops:
+            propagator.register_sharding_prop_rule(op, rule)
+        return rule
+
+    return register
+
+
+def dim_of(schema: OpSchema, position: int, name: str, default: int = 0, ndim: int | None = None) -> int:
+    """An argument that is a dim, counted from the front; `ndim` where it is not one of the first tensor's dims."""
+    count = max(schema.args_spec[0].ndim if ndim is None else ndim, 1)
+    dim: int = schema.argument(position, name, default)
+    return dim + count if dim < 0 else dim
+
+
+def meta_of_view(schema: OpSchema) -> TensorMeta:
+    """Shape, stride and dtype of the one result; raises as torch does where the arguments are wrong."""
+    meta = propagate_tensor_meta(schema)
+    assert isinstance(meta, TensorMeta), f"{schema.op} gives one tensor"
+    return meta
+
+
+def spec_of_view(
+    schema: OpSchema, meta: TensorMeta, lay_out: ViewLayout, units: ViewUnits | None = None
+) -> DTensorSpec:
+    """The spec of a result; PropagationError, with the cheapest call that helps, where it can have none."""
+    spec = schema.args_spec[0]
+    try:
+        layout = lay_out(spec.layout)
+    except LayoutError as error:
+        raise PropagationError(_refusal(schema, lay_out, units, error)) from None
+    return DTensorSpec(spec.mesh, layout.placements, meta, layout.order)
+
+
+def view_of(
+    schema: OpSchema,
+    lay_out: ViewLayout,
+    local: Callable[[DTensorSpec], LocalOp | None] | None = None,
+    units: ViewUnits | None = None,
+) -> OutputSharding:
+    """The decision about a view with one result; `local` gives what runs on local tensors for the result's spec."""
+    spec = spec_of_view(schema, meta_of_view(schema), lay_out, units)
+    return OutputSharding(spec, None, None if local is None else local(spec))
+
+
+def _refusal(schema: OpSchema, lay_out: ViewLayout, units: ViewUnits | None, reason: LayoutError) -> str:
+    spec = schema.args_spec[0]
+    numbers = [str(argument) for argument in schema.args_schema[1:]]
+    numbers += [f"{name}={value}" for name, value in schema.kwargs_schema.items()]
+    text = f"{schema.op}({', '.join([str(spec), *numbers])}) would have to move data, which a view never does: {reason}"
+    found = cheapest_move(spec, lay_out, units)
+    if found is None:
+        return text
+    placements, num_bytes = found
+    call = f"x.redistribute(placements={placements_code(placements)})"
+    return f"{text}. Ask for it first: {call}, which moves up to {num_bytes:,} bytes to a rank"
+
+
+def cheapest_move(
+    spec: DTensorSpec, lay_out: ViewLayout, units: ViewUnits | None = None
+) -> tuple[tuple[Placement, ...], int] | None:
+    """Placements under which the view can be had with the fewest bytes to any rank, and these bytes.
+
+    As few axes as possible change: to Replicate, to another dim, or to another unit.
+    """
+    sharding = [axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Shard)]
+    for count in range(1, len(sharding) + 1):
+        found: list[tuple[int, tuple[Placement, ...]]] = []
+        for axes in combinations(sharding, count):
+            for placements in _alternatives(spec.layout, axes, units):
+                target = _fitting(spec, placements, lay_out)
+                if target is not None:
+                    found.append((received_bytes(spec, target), target.placements))
+                if len(found) == MAX_TRIED:
+                    break
+        if found:
+            num_bytes, best = min(found, key=lambda option: option[0])
+            return best, num_bytes
+    return None
+
+
+def _alternatives(layout: Layout, axes: Sequence[int], units: ViewUnits | None) -> Iterator[tuple[Placement, ...]]:
+    """The placements with those of `axes` changed, all to Replicate first."""
+
+    def options(axis: int) -> list[Placement]:
+        shard = layout.placements[axis]
+        assert isinstance(shard, Shard), f"axis {axis} shards"
+        others = [Shard(dim) for dim in range(len(layout.shape)) if dim != shard.dim]
+        wanted = () if units is None else units(layout, shard.dim)
+        return [Replicate(), *others, *(Shard(shard.dim, lcm(shard.unit, unit)) for unit in wanted)]
+
+    for chosen in product(*map(options, axes)):
+        changed = dict(zip(axes, chosen, strict=True))
+        yield tuple(changed.get(axis, placement) for axis, placement in enumerate(layout.placements))
+
+
+def _fitting(spec: DTensorSpec, placements: tuple[Placement, ...], lay_out: ViewLayout) -> DTensorSpec | None:
+    try:
+        target = spec.with_placements(placements)
+        lay_out(target.layout)
+    except LayoutError:
+        return None
+    return target

@@ -1,0 +1,128 @@
+"""Operators that give the same elements under another shape: who holds which element stays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tritondt.errors import PropagationError
+from tritondt.layout import Layout
+from tritondt.ops.reshaping import possible_units, reshaped
+from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding
+from tritondt.ops.view_layouts import cuts_of, expanded, inserted, permuted, real_cuts, with_cuts
+from tritondt.ops.viewing import dim_of, meta_of_view, rule_of, spec_of_view, view_of
+from tritondt.spec import DTensorSpec
+
+aten = torch.ops.aten
+
+
+@rule_of([aten.view.default, aten._reshape_alias.default])
+def viewed(schema: OpSchema) -> OutputSharding:
+    """A view of local sizes; PropagationError where a local tensor's strides allow none."""
+    return _reshaped(schema, copying=False)
+
+
+@rule_of([aten._unsafe_view.default])
+def viewed_or_copied(schema: OpSchema) -> OutputSharding:
+    """As `viewed`; nobody else knows the argument, so that it may be copied."""
+    return _reshaped(schema, copying=True)
+
+
+def _reshaped(schema: OpSchema, *, copying: bool) -> OutputSharding:
+    meta = meta_of_view(schema)
+
+    def units(layout: Layout, dim: int) -> Sequence[int]:
+        return possible_units(layout, meta.shape, dim)
+
+    spec = spec_of_view(schema, meta, lambda layout: reshaped(layout, meta.shape), units)
+    return OutputSharding(spec, None, _local_reshape(spec) if copying else _local_view(schema, spec))
+
+
+def _local_reshape(spec: DTensorSpec) -> LocalOp:
+    shape = spec.local_shape
+    return lambda local, *_: local.reshape(shape)
+
+
+def _local_view(schema: OpSchema, spec: DTensorSpec) -> LocalOp:
+    shape, op = spec.local_shape, schema.op
+
+    def view(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        try:
+            return local.view(shape)
+        except RuntimeError:
+            held = f"rank {spec.mesh.identity.rank} holds a local tensor of shape {tuple(local.shape)}"
+            raise PropagationError(
+                f"{op} to {spec}: {held} and stride {local.stride()}, which cannot be viewed as {shape}, though the "
+                "strides of the whole would allow it; copy it first: x.clone(memory_format=torch.contiguous_format)"
+            ) from None
+
+    return view
+
+
+@rule_of([aten.permute.default])
+def permutation(schema: OpSchema) -> OutputSharding:
+    """Dims in another order, each cut as before."""
+    ndim = schema.args_spec[0].ndim
+    dims = [dim % ndim for dim in schema.argument(1, "dims")]
+    return view_of(schema, lambda layout: permuted(layout, dims))
+
+
+@rule_of([aten.transpose.int])
+def transposition(schema: OpSchema) -> OutputSharding:
+    """Two dims exchanged."""
+    return _exchanged(schema, dim_of(schema, 1, "dim0"), dim_of(schema, 2, "dim1"))
+
+
+@rule_of([aten.t.default])
+def matrix_transposition(schema: OpSchema) -> OutputSharding:
+    """The dims of a matrix exchanged; what has fewer dims stays."""
+    return _exchanged(schema, 0, max(schema.args_spec[0].ndim - 1, 0))
+
+
+def _exchanged(schema: OpSchema, first: int, second: int) -> OutputSharding:
+    # The whole tensor's meta is asked for first, which checks the dims.
+    dims = list(range(schema.args_spec[0].ndim))
+    if dims and max(first, second) < len(dims):
+        dims[first], dims[second] = second, first
+    return view_of(schema, lambda layout: permuted(layout, dims))
+
+
+@rule_of([aten.unsqueeze.default])
+def unsqueezed(schema: OpSchema) -> OutputSharding:
+    """A new dim of length 1, whole on every rank."""
+    dim = dim_of(schema, 1, "dim", ndim=schema.args_spec[0].ndim + 1)
+    return view_of(schema, lambda layout: inserted(layout, dim))
+
+
+@rule_of([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
+def squeezed(schema: OpSchema) -> OutputSharding:
+    """Without dims of length 1; which, the whole tensor's shape says, not that of a part."""
+    shape, ndim = schema.args_spec[0].shape, max(schema.args_spec[0].ndim, 1)
+    asked = schema.argument(1, "dim", range(ndim))
+    given = [dim % ndim for dim in ([asked] if isinstance(asked, int) else asked)]
+    gone = [dim for dim, length in enumerate(shape) if length == 1 and dim in given]
+    kept = [dim for dim in range(len(shape)) if dim not in gone]
+
+    def lay_out(layout: Layout) -> Layout:
+        cuts = cuts_of(layout)
+        if any(real_cuts(layout, cuts[dim]) for dim in gone):
+            return reshaped(layout, [shape[dim] for dim in kept])
+        return with_cuts(layout, [shape[dim] for dim in kept], [cuts[dim] for dim in kept])
+
+    def local(spec: DTensorSpec) -> LocalOp:
+        def squeeze(tensor: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            # Where a dim that goes is cut, ranks that hold nothing of it have length 0 there.
+            return aten.squeeze.dims(tensor, gone) if tensor.numel() else tensor.view(spec.local_shape)
+
+        return squeeze
+
+    return view_of(schema, lay_out, local)
+
+
+@rule_of([aten.expand.default])
+def expansion(schema: OpSchema) -> OutputSharding:
+    """New dims in front, and dims of length 1 repeated without a copy."""
+    meta = meta_of_view(schema)
+    spec = spec_of_view(schema, meta, lambda layout: expanded(layout, meta.shape))
+    shape = spec.local_shape
+    return OutputSharding(spec, None, lambda local, *_, **__: local.expand(shape))

@@ -1,0 +1,25 @@
+"""Tensor parallelism for plain modules: a plan says by name which module is cut how, the modules stay as written.
+
+    plan = {"layers.*.attention.w[qkv]": ColwiseParallel(unit=head_dim, use_local_output=False),
+            "layers.*.attention.wo": RowwiseParallel(unit=head_dim, output_layouts=Shard(1), use_local_output=False)}
+    parallelize_module(model, mesh, plan)
+
+Parameters become distributed tensors; a forward pass runs on local ones and communicates where a module begins or ends.
+"""
+
+from tritondt.parallel.plan import parallelize_module
+from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from tritondt.parallel.sequence import SequenceParallel
+from tritondt.parallel.style import ParallelStyle
+from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]

@@ -1,0 +1,220 @@
+"""Tensors that cross a module's boundary: one node of the autograd graph where they come in, one where they go out.
+
+Going in, the input is moved and the parameters are shown as local tensors; going out, the output is moved, a bias added
+and a distributed tensor made. Each step as a node of its own would be up to six nodes of 15 us a module.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tritondt.autograd import FromLocal, Redistribute, ToLocal, cotangent_spec, gradient_spec, redistribute
+from tritondt.dtensor import DTensor
+from tritondt.execute import redistribute_local
+from tritondt.parallel.boundary import Entry, Exit
+from tritondt.spec import DTensorSpec
+
+# Where a distributed tensor keeps the part that the layers share which take it in.
+_PART = "_tritondt_shared_part"
+
+
+def enter(
+    entry: Entry, x: torch.Tensor, parameters: Sequence[DTensor], gradients: Sequence[DTensorSpec]
+) -> Sequence[torch.Tensor]:
+    """The local part of the input under `entry.target`, then those of the parameters.
+
+    `gradients` are the layouts of the gradients of the parameters' parts.
+    """
+    if entry.as_terms:
+        x = redistribute(x, entry.source, entry.target, grad_placements=entry.gradient.placements)
+        entry = Entry(entry.target, entry.target, entry.gradient, entry.gradient, False, False, False)
+    if torch.is_grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
+        if entry.is_shared and x.requires_grad and not x.is_leaf:
+            return (_shared_part(x, entry.gradient), *Shown.apply(gradients, *parameters))  # type: ignore[no-untyped-call]
+        found: Sequence[torch.Tensor] = Entered.apply(entry, gradients, x, *parameters)  # type: ignore[no-untyped-call]
+        return found
+    local = x._local_tensor if isinstance(x, DTensor) else x
+    moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local
+    return (moved, *[parameter._local_tensor for parameter in parameters])
+
+
+def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
+    """The local part of `x`, one tensor for all layers that take `x` in.
+
+    What they find for its gradient is added in place, as plain tensors, and made a distributed tensor once. Three
+    distributed gradients of 1.5 MB take two additions that allocate, 1 ms each.
+    """
+    known = x.__dict__.get(_PART)
+    # An in-place operator gives `x` another history, which the part would not have.
+    if known is not None and known[:2] == (gradient, x._version):
+        part: torch.Tensor = known[2]
+        return part
+    part = ToLocal.apply(x, DTensor, gradient)  # type: ignore[no-untyped-call]
+    setattr(x, _PART, (gradient, x._version, part))
+    return part
+
+
+class Shown(torch.autograd.Function):
+    """The parameters of a module as local tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: Sequence[DTensorSpec], *parameters: DTensor) -> tuple[torch.Tensor, ...]:
+        """Aliases of the local parts; `gradients` are the layouts of their gradients."""
+        ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
+        return _shown(ctx, parameters, ctx.needs_input_grad[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """The gradients as announced."""
+        return None, *_wrapped_all(grads, ctx.gradients)
+
+
+def _shown(
+    ctx: Any, parameters: Sequence[DTensor], needed: Sequence[bool], *others: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """What a function returns: `others`, then aliases of the parameters; without a gradient where none is needed."""
+    found = (*others, *[parameter._local_tensor.detach() for parameter in parameters])
+    if not all(needed):
+        ctx.mark_non_differentiable(*[tensor for tensor, needs in zip(found, needed, strict=True) if not needs])
+    return found
+
+
+def _wrapped_all(grads: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec]) -> list[torch.Tensor | None]:
+    wrap = _wrapped_differentiably if torch.is_grad_enabled() else DTensor
+    return [None if grad is None else wrap(grad, spec) for grad, spec in zip(grads, specs, strict=True)]
+
+
+class Entered(torch.autograd.Function):
+    """The input and the parameters of a module as local tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, entry: Entry, gradients: Sequence[DTensorSpec], x: torch.Tensor, *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Moves the input; the parameters are not moved."""
+        ctx.entry, ctx.gradients, ctx.is_distributed = entry, gradients, isinstance(x, DTensor)
+        ctx.set_materialize_grads(False)
+        if isinstance(x, DTensor):
+            local = x._local_tensor
+            moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local.detach()
+        else:
+            moved = redistribute_local(x, entry.source, entry.target) if entry.moves else x.view_as(x)
+        return _shown(ctx, parameters, ctx.needs_input_grad[2:], moved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """The input's gradient as the input came, or as it is where nothing moved; the parameters' as announced."""
+        entry: Entry = ctx.entry
+        of_input: Any = None
+        if grad is not None and ctx.needs_input_grad[2]:
+            if not ctx.is_distributed:
+                of_input = _plain_gradient(grad, entry)
+            elif entry.moves:
+                of_input = _distributed_gradient(grad, entry)
+            else:
+                of_input = _wrapped_differentiably(grad, entry.gradient)
+        return None, None, of_input, *_wrapped_all(grads, ctx.gradients)
+
+
+def _is_differentiated(grad: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and grad.requires_grad
+
+
+def _wrapped_differentiably(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The distributed tensor of a gradient's part, which may be differentiated again."""
+    if _is_differentiated(grad):
+        found: torch.Tensor = FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
+        return found
+    return DTensor(grad, spec)
+
+
+def _distributed_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
+    if _is_differentiated(grad):
+        wrapped: Any = _wrapped_differentiably(grad, entry.gradient)
+        moved: torch.Tensor = wrapped.redistribute(placements=entry.gradient_of_source.placements)
+        return moved
+    local = redistribute_local(grad, entry.gradient, entry.gradient_of_source)
+    return DTensor(local, entry.gradient_of_source)
+
+
+def _plain_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
+    target = entry.gradient_of_source
+    if target is entry.gradient:
+        return grad
+    if _is_differentiated(grad):
+        moved: torch.Tensor = Redistribute.apply(grad, entry.gradient, target, cotangent_spec(entry.source))  # type: ignore[no-untyped-call]
+        return moved
+    return redistribute_local(grad, entry.gradient, target)
+
+
+def leave(way: Exit, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool) -> torch.Tensor:
+    """An output under `way.target` with its part of the bias; a distributed tensor unless asked otherwise."""
+    if way.as_terms:
+        return _leave_as_terms(way, local, bias, use_local_output=use_local_output)
+    if use_local_output and bias is None and not way.moves:
+        return local
+    if torch.is_grad_enabled() and (local.requires_grad or (bias is not None and bias.requires_grad)):
+        found: torch.Tensor = Left.apply(way, use_local_output, local, bias)  # type: ignore[no-untyped-call]
+        return found
+    return _moved_out(way, use_local_output, local, bias)
+
+
+def _moved_out(way: Exit, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    moved = local.contiguous()
+    if way.moves:
+        moved = redistribute_local(moved, way.source, way.target)
+    if bias is not None:
+        # What was moved is ours alone. Under autocast the matmul's dtype is not the bias's.
+        moved = moved.add_(bias) if way.moves else moved + bias.to(moved.dtype)
+    elif not way.moves:
+        moved = moved.detach() if not use_local_output else moved.view_as(moved)
+    return moved if use_local_output else DTensor(moved, way.target)
+
+
+class Left(torch.autograd.Function):
+    """The output of a module, moved and with its bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, way: Exit, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A local tensor or a distributed one."""
+        ctx.way, ctx.use_local_output, ctx.bias_dtype = way, use_local_output, None if bias is None else bias.dtype
+        return _moved_out(way, use_local_output, local, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
+        """The gradient as the output's terms or parts have it; the bias's is the sum over all positions held here."""
+        way: Exit = ctx.way
+        wanted = way.gradient_of_target
+        if not ctx.use_local_output:
+            moved = grad if grad._spec.layout is wanted.layout else grad.redistribute(placements=wanted.placements)
+            if _is_differentiated(moved):
+                grad = ToLocal.apply(moved, DTensor, cotangent_spec(way.target))  # type: ignore[no-untyped-call]
+            else:
+                grad = moved._local_tensor
+        of_bias = None
+        if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
+            of_bias = (grad.sum(tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
+        if not ctx.needs_input_grad[2]:
+            return None, None, None, of_bias
+        if way.gradient_of_source is wanted:
+            return None, None, grad, of_bias
+        if _is_differentiated(grad):
+            terms = cotangent_spec(way.source)
+            return None, None, Redistribute.apply(grad, wanted, way.gradient_of_source, terms), of_bias  # type: ignore[no-untyped-call]
+        return None, None, redistribute_local(grad, wanted, way.gradient_of_source), of_bias
+
+
+def _leave_as_terms(
+    way: Exit, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool
+) -> torch.Tensor:
+    """The rare output of which every rank has terms; the bias is among them."""
+    moved = redistribute(local.contiguous(), way.source, way.target)
+    moved = moved if bias is None else moved + bias.to(moved.dtype)
+    if use_local_output:
+        return moved
+    spec = way.target
+    return DTensor.from_local(moved, spec.mesh, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride)

@@ -1,0 +1,59 @@
+"""nn.Embedding on local tensors, its features (columns) or its vocabulary (rows) cut over the ranks."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tritondt.dtensor import DTensor
+from tritondt.parallel.boundary import Entry, entry_of
+from tritondt.parallel.local_run import CutRun
+from tritondt.placement import Partial, Replicate
+
+
+class ColumnEmbedding(CutRun):
+    """Every rank has some features of the whole vocabulary."""
+
+    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+        """All indices."""
+        return entry_of(x, self.mesh, self.given, Replicate())
+
+    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: None) -> torch.Tensor:
+        """Own features, or what is wanted in place of them."""
+        shape: Any = (*output.shape[:-1], module.embedding_dim)
+        return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
+
+
+class RowEmbedding(CutRun):
+    """Every rank has some rows of the vocabulary: where an index is another rank's its term of the output is zero."""
+
+    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+        """All indices."""
+        return entry_of(x, self.mesh, self.given, Replicate())
+
+    def inputs(self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """Own indices counted from the first own row, 0 for all others; and which those are."""
+        start, stop = _rows(module)
+        if start == stop:  # a rank without rows looks up a row of zeros, which it masks
+            weight = parameters["weight"]
+            parameters["weight"] = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
+        padding: Any = module.padding_idx
+        parameters["padding_idx"] = padding - start if padding is not None and start <= padding < stop else None
+        length: Any = module.num_embeddings
+        # What no rank has is not masked, so that every rank's look-up refuses it.
+        others = ((local >= 0) & (local < start)) | ((local >= stop) & (local < length))
+        return (local - start).masked_fill(others, 0), others
+
+    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: torch.Tensor) -> torch.Tensor:
+        """The rows that the ranks have between them, as they are wanted."""
+        own = output.masked_fill(call.unsqueeze(-1), 0)
+        return self.hand_out(own, Partial(), self.wanted, own.shape, use_local_output=self.use_local_output)
+
+
+def _rows(module: nn.Module) -> tuple[int, int]:
+    """First own row of the table, and the one after the last."""
+    weight = module._parameters["weight"]
+    assert isinstance(weight, DTensor), f"the weight of {module} is distributed"
+    assert weight._spec.coordinate is not None, "this rank is not on the mesh"
+    intervals = weight._spec.layout.intervals(0, weight._spec.coordinate)
+    return intervals[0] if intervals else (0, 0)

@@ -1,0 +1,183 @@
+"""Runs a module on local tensors: while its forward runs its parameters look plain, at all other times distributed."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tritondt.dtensor import DTensor
+from tritondt.errors import ParallelizeError
+from tritondt.mesh import Mesh
+from tritondt.parallel.boundary import Entry, Exit, exit_of
+from tritondt.parallel.crossing import enter, leave
+from tritondt.parallel.gradients import reduce_after_backward
+from tritondt.placement import Partial, Placement, Shard
+from tritondt.spec import DTensorSpec
+
+# What was found on entering and is needed on leaving, kept in the module while its forward runs.
+_CALL = "_tritondt_call"
+# Kinds of inputs, parameters and outputs that a module keeps what it decided about.
+_MAX_KINDS = 256
+
+
+class _Parameters(NamedTuple):
+    """A module's distributed parameters by name, the layouts of their parts' gradients, and those that get terms.
+
+    `held` is all that the module holds, kept so that nothing new gets the id of something that has gone.
+    """
+
+    held: list[Any]
+    ids: list[int]
+    names: list[str]
+    parameters: list[DTensor]
+    gradients: list[DTensorSpec]
+    terms: list[DTensor]
+
+
+class LocalRun(ABC):
+    """What happens around the forward of one kind of module.
+
+    Kept by the module's hooks, which are copied with the module: it holds plain values, and everything that belongs to
+    one call lies in the module.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._entries: dict[object, Entry] = {}
+        self._exits: dict[object, Exit] = {}
+        self._known: _Parameters | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_entries": {}, "_exits": {}, "_known": None}
+
+    @abstractmethod
+    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+        """How the module's first argument comes in."""
+
+    def gradient(self, name: str) -> Placement | None:
+        """How the gradient of a parameter's local part is laid out; None where as the parameter."""
+        return None
+
+    def inputs(self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        """The forward's first argument, and what `output` needs; may change what the forward finds as attributes."""
+        return local, None
+
+    @abstractmethod
+    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: Any) -> torch.Tensor:
+        """The module's output as its caller takes it."""
+
+    def install(self, module: nn.Module) -> None:
+        """Registers the hooks, next to the forward: hooks of others see what goes over the boundary."""
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._after, prepend=True, always_call=True)
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if args:
+            x = self._take_in(module, args[0])
+            return (x, *args[1:]), kwargs
+        first = next(iter(kwargs), "")
+        x = self._take_in(module, kwargs.get(first))
+        return args, {**kwargs, first: x}
+
+    def _take_in(self, module: nn.Module, x: Any) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor):
+            kind = type(module).__name__
+            raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
+        entry = self._entry(module, x)
+        known = self._parameters(module)
+        local, *found = enter(entry, x, known.parameters, known.gradients)
+        shadows: dict[str, Any] = dict(zip(known.names, found, strict=True))
+        local, call = self.inputs(module, local, shadows)
+        state = module.__dict__
+        # What a shadow hides of the module's own attributes comes back when it goes.
+        hidden = {name: state[name] for name in shadows if name in state}
+        state[_CALL] = (entry, call, shadows, hidden)
+        state.update(shadows)
+        return local
+
+    def _entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+        key: object = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)
+        found = self._entries.get(key)
+        if found is None:
+            _make_room(self._entries)
+            found = self._entries[key] = self.entry(module, x)
+        return found
+
+    def _parameters(self, module: nn.Module) -> "_Parameters":
+        """The distributed parameters; looked at again where the module has been given others."""
+        held = module._parameters
+        known = self._known
+        if known is None or [id(value) for value in held.values()] != known.ids:
+            known = self._known = _look(held, self.gradient)
+        if torch.is_grad_enabled():
+            for parameter in known.terms:
+                if parameter.requires_grad:
+                    reduce_after_backward(parameter)
+        return known
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
+        """Runs after the forward, also where it or what came before it raised: with None then."""
+        state = module.__dict__
+        if _CALL not in state:
+            return None
+        entry, call, shadows, hidden = state.pop(_CALL)
+        for name in shadows:
+            state.pop(name, None)
+        state.update(hidden)
+        if output is None:
+            return None
+        if not isinstance(output, torch.Tensor):
+            raise ParallelizeError(f"a parallelized {type(module).__name__} gives a tensor, not {output!r}")
+        return self.output(module, output, entry, call)
+
+    def hand_out(
+        self,
+        output: torch.Tensor,
+        found: Placement,
+        wanted: Placement,
+        shape: tuple[int, ...],
+        *,
+        bias: torch.Tensor | None = None,
+        use_local_output: bool,
+    ) -> torch.Tensor:
+        """An output of global `shape` laid out as `found`, as its caller takes it."""
+        key = (shape, output.dtype)
+        way = self._exits.get(key)
+        if way is None:
+            _make_room(self._exits)
+            way = self._exits[key] = exit_of(self.mesh, found, wanted, tuple(shape), output.dtype)
+        return leave(way, output, bias, use_local_output=use_local_output)
+
+
+def _look(held: Mapping[str, Any], gradient: Callable[[str], Placement | None]) -> _Parameters:
+    found: dict[str, DTensor] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
+    gradients, terms = [], []
+    for name, parameter in found.items():
+        placement = gradient(name)
+        gradients.append(parameter._spec if placement is None else parameter._spec.with_placements((placement,)))
+        if isinstance(placement, Partial):
+            terms.append(parameter)
+    everything = list(held.values())
+    ids = [id(value) for value in everything]
+    return _Parameters(everything, ids, list(found), list(found.values()), gradients, terms)
+
+
+def _make_room(kinds: dict[Any, Any]) -> None:
+    if len(kinds) >= _MAX_KINDS:
+        kinds.clear()
+
+
+class CutRun(LocalRun):
+    """A module whose weight is cut: inputs are taken for `given`, outputs go out as `wanted`.
+
+    `unit` is how many features, or rows of a table, stay together.
+    """
+
+    def __init__(self, mesh: Mesh, given: Placement, unit: int, wanted: Placement, use_local_output: bool) -> None:
+        super().__init__(mesh)
+        self.given, self.wanted, self.use_local_output = given, wanted, use_local_output
+        self.features = Shard(-1, unit)

@@ -1,0 +1,204 @@
+"""PrepareModuleInput and PrepareModuleOutput: what goes into, and comes out of, a module without weights to cut."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.dtensor import DTensor
+from tritondt.errors import ParallelizeError
+from tritondt.mesh import Mesh, canonical_mesh
+from tritondt.parallel.boundary import activation_spec
+from tritondt.parallel.style import ParallelStyle, Role, checked_layout, claim
+from tritondt.placement import Placement
+
+# One layout for a lone tensor, or one for each tensor, None where it is left as it is.
+Layouts: TypeAlias = "Placement | Sequence[Placement | None] | None"
+
+
+class Movement:
+    """From which layouts to which tensors go; those without a wanted layout stay distributed as they were given."""
+
+    def __init__(self, given: Layouts, wanted: Layouts, *, local: bool, what: str) -> None:
+        self.given, self.wanted = _listed(given, what), _listed(wanted, f"desired_{what}")
+        self.local, self.what = local, what
+        if len(self.given) != len(self.wanted):
+            raise ParallelizeError(
+                f"{what} lists {len(self.given)} layouts and desired_{what} {len(self.wanted)}; allowed are as many"
+            )
+
+    def move_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
+        """Every value laid out as wanted."""
+        if len(values) != len(self.given):
+            raise ParallelizeError(
+                f"{self.what} lists {len(self.given)} layouts, but {type(module).__name__} was met with {len(values)} "
+                "values; allowed is one layout for each, None for one that is left as it is"
+            )
+        return tuple(
+            self.move(value, given, wanted, mesh)
+            for value, given, wanted in zip(values, self.given, self.wanted, strict=True)
+        )
+
+    def move(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
+        """One value; a plain tensor is taken for a part under `given`."""
+        if given is None:
+            return value
+        if not isinstance(value, torch.Tensor):
+            raise ParallelizeError(f"{self.what} has {given} for {value!r}, which is no tensor; allowed is None")
+        moved = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, (given,))
+        if wanted is not None:
+            moved = _moved_to(moved, wanted)
+        return moved.to_local() if self.local else moved
+
+
+def _moved_to(x: DTensor, wanted: Placement) -> DTensor:
+    """The tensor under `wanted`; itself where it is so already, for gradients of several users to meet as they come."""
+    spec = x._spec
+    if spec.layout is activation_spec(spec.mesh, wanted, spec.shape, spec.dtype).layout:
+        return x
+    return x.redistribute(placements=(wanted,))
+
+
+def _listed(layouts: Layouts, what: str) -> tuple[Placement | None, ...]:
+    if layouts is None:
+        return ()
+    listed = (layouts,) if not isinstance(layouts, Sequence) else layouts
+    return tuple(checked_layout(layout, what) for layout in listed)
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Lays the inputs of a module out as its inside needs them.
+
+    Plain tensors are taken for parts under `input_layouts`, one for each positional argument, None for one that is left
+    as it is, and go in under `desired_input_layouts`; arguments by name likewise. The inside gets distributed tensors,
+    or local ones with `use_local_output`. Raises ParallelizeError where the numbers of layouts differ.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self._by_place = Movement(input_layouts, desired_input_layouts, local=use_local_output, what="input_layouts")
+        given, wanted = dict(input_kwarg_layouts or {}), dict(desired_input_kwarg_layouts or {})
+        if given.keys() != wanted.keys():
+            raise ParallelizeError(
+                f"input_kwarg_layouts names {sorted(given)} and desired_input_kwarg_layouts {sorted(wanted)}; allowed "
+                "are the same names"
+            )
+        self._names = tuple(given)
+        self._by_name = Movement(
+            tuple(given.values()), tuple(wanted.values()), local=use_local_output, what="input_kwarg_layouts"
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        claim(module, self, "input")
+        self.install(module, canonical_mesh(device_mesh))
+        return module
+
+    def install(self, module: nn.Module, mesh: Mesh) -> None:
+        """Registers the hook that moves what comes in."""
+        hook = _InputHook(mesh, self._by_place, self._names, self._by_name)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+class _InputHook:
+    """Copied with its module."""
+
+    def __init__(self, mesh: Mesh, by_place: Movement, names: tuple[str, ...], by_name: Movement) -> None:
+        self._mesh, self._by_place, self._names, self._by_name = mesh, by_place, names, by_name
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._by_place.given:
+            args = self._by_place.move_all(args, self._mesh, module)
+        layouts = zip(self._names, self._by_name.given, self._by_name.wanted, strict=True)
+        moved = {
+            name: self._by_name.move(kwargs[name], given, wanted, self._mesh)
+            for name, given, wanted in layouts
+            if name in kwargs
+        }
+        return args, {**kwargs, **moved}
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Lays the outputs of a module out as its surroundings need them.
+
+    Plain outputs are taken for parts under `output_layouts`, one for each, None for one that is left as it is, and go
+    out under `desired_output_layouts`, as local tensors unless `use_local_output=False`. Raises ParallelizeError where
+    the numbers of layouts differ.
+    """
+
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        self._movement = Movement(output_layouts, desired_output_layouts, local=use_local_output, what="output_layouts")
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        claim(module, self, "output")
+        self.install(module, canonical_mesh(device_mesh))
+        return module
+
+    def install(self, module: nn.Module, mesh: Mesh) -> None:
+        """Registers the hook that moves what comes out."""
+        module.register_forward_hook(_OutputHook(mesh, self._movement))
+
+
+class _OutputHook:
+    """Copied with its module."""
+
+    def __init__(self, mesh: Mesh, movement: Movement) -> None:
+        self._mesh, self._movement = mesh, movement
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not isinstance(output, tuple):
+            return self._movement.move_all((output,), self._mesh, module)[0]
+        return self._movement.move_all(output, self._mesh, module)
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """PrepareModuleInput and PrepareModuleOutput in one; `use_local_input` is the former's `use_local_output`."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self._input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self._output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        roles: tuple[Role, ...] = ("input", "output")
+        claim(module, self, *roles)
+        mesh = canonical_mesh(device_mesh)
+        self._input.install(module, mesh)
+        self._output.install(module, mesh)
+        return module
+
+
+# Styles that leave parameters alone.
+PREPARING = (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput)

@@ -1,0 +1,77 @@
+"""SequenceParallel: every rank has all of a module's parameters and runs it on its own part of the sequence."""
+
+import torch
+from torch import nn
+
+from tritondt.errors import ParallelizeError
+from tritondt.mesh import Mesh
+from tritondt.parallel.boundary import Entry, entry_of
+from tritondt.parallel.local_run import LocalRun
+from tritondt.parallel.weights import WeightStyle
+from tritondt.placement import Partial, Placement, Replicate, Shard
+
+# Of torch's own layers those that treat every position of the sequence by itself.
+_BY_POSITION: tuple[type[nn.Module], ...] = (
+    *(nn.LayerNorm, nn.RMSNorm, nn.Linear, nn.Embedding, nn.Identity),
+    *(nn.Dropout, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.LeakyReLU, nn.ELU),
+)
+
+
+class SequenceParallel(WeightStyle):
+    """Runs a layer on this rank's part of the sequence, dim `sequence_dim` of its input and output.
+
+    For layers that treat every position by itself: norms, dropout, activations, nn.Linear, nn.Embedding, and layers of
+    your own without layers inside. A plain input is taken for this rank's part of equally long ones. The gradients of
+    the parameters, terms on every rank, are summed when the backward pass ends.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Every rank has all of them."""
+        is_torchs = type(module).__module__.startswith("torch.nn.")
+        if next(module.children(), None) is not None or (is_torchs and not isinstance(module, _BY_POSITION)):
+            known = ", ".join(kind.__name__ for kind in _BY_POSITION)
+            raise ParallelizeError(
+                f"SequenceParallel runs layers that treat every position by itself, not {type(module).__name__}; "
+                f"allowed are {known}, and layers of your own without layers inside"
+            )
+        return {name: Replicate() for name in module._parameters}
+
+    def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
+        """Own positions in, own positions out."""
+        return PositionRun(mesh, self.sequence_dim, self.use_local_output)
+
+
+class PositionRun(LocalRun):
+    """Every rank has some positions of the sequence."""
+
+    def __init__(self, mesh: Mesh, dim: int, use_local_output: bool) -> None:
+        super().__init__(mesh)
+        self.cut, self.use_local_output = Shard(dim), use_local_output
+
+    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+        """Own positions."""
+        dim = self.cut.dim + x.ndim if self.cut.dim < 0 else self.cut.dim
+        normalized = getattr(module, "normalized_shape", ())
+        if isinstance(normalized, tuple) and dim >= x.ndim - len(normalized):
+            raise ParallelizeError(
+                f"{module} normalizes the last {len(normalized)} of {x.ndim} dims, dim {dim} among them, which "
+                "SequenceParallel cuts; allowed is a sequence_dim before them"
+            )
+        return entry_of(x, self.mesh, self.cut, self.cut)
+
+    def gradient(self, name: str) -> Placement | None:
+        """Own positions give terms."""
+        return Partial()
+
+    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: None) -> torch.Tensor:
+        """Own positions."""
+        if self.use_local_output:
+            return output
+        cut = entry.target.placements[0]
+        assert isinstance(cut, Shard), f"{entry} leaves the sequence whole"
+        dim = cut.dim
+        shape = (*output.shape[:dim], entry.target.shape[dim], *output.shape[dim + 1 :])
+        return self.hand_out(output, cut, cut, shape, use_local_output=False)

@@ -1,0 +1,49 @@
+"""What every style has in common: it lays one module over one mesh axis, once."""
+
+from abc import ABC, abstractmethod
+from typing import Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import ParallelizeError
+from tritondt.mesh import Mesh
+from tritondt.placement import Placement
+
+# What a style takes care of; a module has one style for each, and one that runs it on local tensors takes all three.
+Role = Literal["input", "output", "weights"]
+
+_STYLES = "_tritondt_parallel_styles"
+
+
+class ParallelStyle(ABC):
+    """How one module is laid over a mesh axis; a style of your own says it in `_apply`.
+
+    `src_data_rank` is set by `parallelize_module`: whose values of a parameter count, None for everybody's own.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        """Changes `module`, or gives one in place of it; ParallelizeError where it cannot."""
+
+
+def claim(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
+    """Notes that `style` takes care of these parts of the module; ParallelizeError where another one does."""
+    styles: dict[Role, str] = module.__dict__.setdefault(_STYLES, {})
+    for taken, by in styles.items():
+        if taken in roles or "weights" in (taken, *roles):
+            raise ParallelizeError(
+                f"it is parallelized already, by {by}, and cannot have {type(style).__name__} as well; name it once in "
+                "one plan, or parallelize a fresh module"
+            )
+    styles.update(dict.fromkeys(roles, type(style).__name__))
+
+
+def checked_layout(layout: Placement | None, what: str) -> Placement | None:
+    """The layout if it is one; ParallelizeError for anything else, such as torch's placements."""
+    if layout is None or isinstance(layout, Placement):
+        return layout
+    kind = f"{type(layout).__module__.split('.')[0]}'s {type(layout).__name__}"
+    raise ParallelizeError(f"{what} got {layout!r}, {kind}; allowed are tritondt's Shard, Replicate and Partial")

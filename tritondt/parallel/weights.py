@@ -1,0 +1,125 @@
+"""ColwiseParallel and RowwiseParallel: the styles that cut the weight of a matmul or of a table."""
+
+from abc import abstractmethod
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import ParallelizeError
+from tritondt.mesh import Mesh, canonical_mesh
+from tritondt.parallel.embedding import ColumnEmbedding, RowEmbedding
+from tritondt.parallel.linear import ColumnLinear, RowLinear
+from tritondt.parallel.local_run import LocalRun
+from tritondt.parallel.parameters import distribute_parameter
+from tritondt.parallel.style import ParallelStyle, checked_layout, claim
+from tritondt.placement import Placement, Replicate, Shard
+
+
+class WeightStyle(ParallelStyle):
+    """A style that knows before it is applied how it will lay out every parameter of a module."""
+
+    @abstractmethod
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """The placement of every parameter by name; ParallelizeError for a module that it cannot run."""
+
+    @abstractmethod
+    def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
+        """What happens around the module's forward."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        placements = self.parameter_placements(module)
+        claim(module, self, "input", "weights", "output")
+        for name, placement in placements.items():
+            distribute_parameter(module, name, device_mesh, placement, self.src_data_rank)
+        self.local_run(module, canonical_mesh(device_mesh)).install(module)
+        return module
+
+
+class ColwiseParallel(WeightStyle):
+    """Cuts the output features of an nn.Linear, or the features of an nn.Embedding.
+
+    The input is taken for `input_layouts` where it is plain (default: Replicate) and comes in whole; the output goes
+    out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
+    `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        unit: int = 1,
+    ) -> None:
+        self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
+        self.output_layouts = checked_layout(output_layouts, "output_layouts") or Shard(-1, unit)
+        self.use_local_output, self.unit = use_local_output, unit
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """The weight by its output features, which an embedding has last; the bias alike."""
+        if isinstance(module, nn.Linear):
+            return {"weight": Shard(0, self.unit), "bias": Shard(0, self.unit)}
+        if isinstance(module, nn.Embedding):
+            _check_embedding(module, self)
+            return {"weight": Shard(1, self.unit)}
+        raise _unknown(module, self)
+
+    def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
+        """Whole input, own features of the output."""
+        kind = ColumnLinear if isinstance(module, nn.Linear) else ColumnEmbedding
+        return kind(mesh, self.input_layouts, self.unit, self.output_layouts, self.use_local_output)
+
+
+class RowwiseParallel(WeightStyle):
+    """Cuts the input features of an nn.Linear, or the vocabulary of an nn.Embedding; what the ranks find is added up.
+
+    The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
+    Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
+    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        unit: int = 1,
+    ) -> None:
+        self.input_layouts = checked_layout(input_layouts, "input_layouts")
+        self.output_layouts = checked_layout(output_layouts, "output_layouts") or Replicate()
+        self.use_local_output, self.unit = use_local_output, unit
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """The weight by its input features, which an embedding has first; every rank has the whole bias."""
+        if isinstance(module, nn.Linear):
+            return {"weight": Shard(1, self.unit), "bias": Replicate()}
+        if isinstance(module, nn.Embedding):
+            _check_embedding(module, self)
+            return {"weight": Shard(0, self.unit)}
+        raise _unknown(module, self)
+
+    def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
+        """Own features of the input, terms of the output."""
+        if isinstance(module, nn.Linear):
+            given = self.input_layouts or Shard(-1, self.unit)
+            return RowLinear(mesh, given, self.unit, self.output_layouts, self.use_local_output)
+        given = self.input_layouts or Replicate()
+        return RowEmbedding(mesh, given, self.unit, self.output_layouts, self.use_local_output)
+
+
+def _unknown(module: nn.Module, style: ParallelStyle) -> ParallelizeError:
+    return ParallelizeError(
+        f"{type(style).__name__} knows nn.Linear and nn.Embedding, not {type(module).__name__}; name the layers inside "
+        "it, or write a ParallelStyle of your own"
+    )
+
+
+def _check_embedding(module: nn.Embedding, style: ParallelStyle) -> None:
+    """Refuses what needs whole rows, or counts indices of the whole batch."""
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise ParallelizeError(
+                f"{type(style).__name__} cannot cut an nn.Embedding with {option}={getattr(module, option)}; allowed "
+                "is one without max_norm, scale_grad_by_freq and sparse"
+            )

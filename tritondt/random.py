@@ -1,0 +1,127 @@
+"""Random numbers for distributed tensors: shards draw different ones, replicas the same, without communication.
+
+Every random operator draws one number from the default generator of the CPU, which all ranks keep in step by seeding
+alike. Each rank mixes the index of its shard into it and seeds a generator with that. What rewinds the default
+generator, as activation checkpointing does, therefore brings all shards' numbers back.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tritondt import identity
+from tritondt.errors import MismatchError
+from tritondt.execute import redistribute_local
+from tritondt.mesh import Mesh
+from tritondt.placement import Placement, Replicate, Shard
+from tritondt.spec import DTensorSpec, TensorMeta
+
+_MASK = (1 << 64) - 1
+
+
+def shard_index(spec: DTensorSpec) -> int:
+    """The number of this rank's shard: ranks that hold the same part have one number, others differ."""
+    assert spec.coordinate is not None, f"{spec} has no part on this rank"
+    index = 0
+    for size, place, placement in zip(spec.mesh.shape, spec.coordinate, spec.placements, strict=True):
+        if isinstance(placement, Shard):
+            index = index * size + place
+    return index
+
+
+def shard_seed(spec: DTensorSpec, generator: torch.Generator | None = None) -> int:
+    """The seed of one random operator for this rank's part of a tensor; draws one number from `generator`.
+
+    Without a generator the CPU's default one is used; its seed is compared among the ranks of the mesh at the first
+    call and whenever it was seeded anew, a generator that is given at every call: MismatchError where ranks differ.
+    """
+    if generator is None:
+        source = _thread_generator() if identity.is_assumed() else torch.default_generator
+        drawn = _draw(source)
+        if _agreed.get(spec.mesh) != source.initial_seed():
+            _check_agreement(spec.mesh, source.initial_seed(), drawn)
+            _agreed[spec.mesh] = source.initial_seed()
+    else:
+        drawn = _draw(generator)
+        _check_agreement(spec.mesh, generator.initial_seed(), drawn)
+    return _mixed(drawn, shard_index(spec))
+
+
+@contextmanager
+def default_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seeds the default generator of `device` within, for operators that take no other, and puts it back after."""
+    if device.type == "cpu":
+        generator = torch.default_generator
+    else:
+        of_devices: Any = getattr(torch, device.type).default_generators
+        generator = of_devices[device.index or 0]
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+# The seed of the default generator that the ranks of a mesh were found to share.
+_agreed: "WeakKeyDictionary[Mesh, int]" = WeakKeyDictionary()
+
+
+class _OfThread(threading.local):
+    generator: torch.Generator | None = None
+
+
+_of_thread = _OfThread()
+
+
+def _thread_generator() -> torch.Generator:
+    """What stands for the default generator where ranks are threads and share that one: each has its own, alike."""
+    found = _of_thread.generator
+    if found is None or found.initial_seed() != torch.initial_seed():
+        found = _of_thread.generator = torch.Generator().manual_seed(torch.initial_seed())
+    return found
+
+
+def _draw(generator: torch.Generator) -> int:
+    number = torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator)
+    return int(number.item())
+
+
+def _mixed(seed: int, index: int) -> int:
+    """A seed of which every bit depends on every bit of both (the finalizer of SplitMix64).
+
+    The CPU's generator uses the lower 32 bits only, so neighbouring shards must differ in those.
+    """
+    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def _check_agreement(mesh: Mesh, seed: int, drawn: int) -> None:
+    """Compares seed and state of a generator among the ranks of `mesh`: a collective call of a few bytes."""
+    own = torch.tensor([[_signed(seed), drawn]], dtype=torch.int64, device=mesh.device_type)
+    placements: list[Placement] = [Shard(0)] * mesh.ndim
+    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), 2), torch.int64))
+    found = redistribute_local(own, rows, rows.with_placements([Replicate()] * mesh.ndim)).tolist()
+    for rank, (other_seed, other_drawn) in zip(mesh.ranks, found, strict=True):
+        if other_seed != found[0][0]:
+            what = f"rank {mesh.ranks[0]} has seed {found[0][0] & _MASK}, rank {rank} has seed {other_seed & _MASK}"
+        elif other_drawn != found[0][1]:
+            what = (
+                f"ranks {mesh.ranks[0]} and {rank} have seed {other_seed & _MASK}, but drew differently often from it"
+            )
+        else:
+            continue
+        raise MismatchError(
+            f"random numbers on {mesh} need generators in step, so that replicas draw the same: {what}; call "
+            "torch.manual_seed(...) with one number on all ranks"
+        )
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value
