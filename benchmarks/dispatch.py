@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 - registers the backend
 
 import tritondt as T
+from tritondt.cli.bench.surroundings import surroundings
 
 Run = Callable[[], object]
 
@@ -40,6 +40,7 @@ _WORLD_SIZE = 4
 _LOCAL = (16, 64)
 _NUM_PARAMETERS = 300
 _STDOUT = "-"
+_FILE_COLUMNS = 110
 
 
 @dataclass(frozen=True)
@@ -255,6 +256,8 @@ def main(rounds: int, only: str, json_to: str | None) -> None:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2 * _WORLD_SIZE)
     mesh = T.init_device_mesh("cpu", (_WORLD_SIZE,))
     console = Console(stderr=json_to == _STDOUT)
+    if not console.is_terminal:  # a file or a pipe has no width
+        console = Console(stderr=json_to == _STDOUT, width=_FILE_COLUMNS)
     found = []
     for case in cases(Side(T, mesh), Side(torch_tensor, mesh)):
         if not fnmatch(case.name, only):
@@ -270,8 +273,7 @@ def main(rounds: int, only: str, json_to: str | None) -> None:
     console.print(f"geometric mean without the optimizer: {mean:.2f} of torch's")
     result = {
         "benchmark": "dispatch",
-        "machine": {"platform": platform.platform(), "processor": platform.processor()},
-        "versions": {"tritondt": T.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        **surroundings(),
         "rounds": rounds,
         "cases": [asdict(item) for item in found],
         "geometric_mean": mean,

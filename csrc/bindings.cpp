@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "call_key.h"
 #include "huge_pages.h"
 #include "socket_group.h"
 #include "strided_copy.h"
@@ -171,11 +172,22 @@ void bind_socket_group(py::module_* module) {
 }  // namespace tritondt
 
 PYBIND11_MODULE(_C, module) {
-  module.doc() = "Data movement on the CPU: strided boxes by raw address.";
+  module.doc() =
+      "Data movement on the CPU: strided boxes by raw address; and keys of operator calls.";
   tritondt::bind_copy_table(&module);
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");
+  module.def(
+      "make_call_splitter",
+      [](const py::type& tensor_class) {
+        PyObject* made =
+            tritondt::make_call_splitter(reinterpret_cast<PyTypeObject*>(tensor_class.ptr()));
+        if (made == nullptr) throw py::error_already_set();
+        return py::reinterpret_steal<py::object>(made);
+      },
+      py::arg("tensor_class"),
+      "split(args, static_argnum) for calls with tensors that have _spec and _local_tensor slots.");
 }

@@ -1,7 +1,7 @@
-"""Data movement on the CPU: strided boxes by raw address. See csrc/README.md."""
+"""Data movement on the CPU: strided boxes by raw address; and keys of operator calls. See csrc/README.md."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 from tritondt.kernels.boxes import CopyBox, ReduceBox
 
@@ -15,6 +15,9 @@ class SocketGroup:
     def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted"], int]: ...
     def interrupt(self) -> None: ...
 
+def make_call_splitter(
+    tensor_class: type,
+) -> Callable[[tuple[Any, ...], int], tuple[tuple[Any, ...], tuple[Any, ...]] | None]: ...
 def advise_huge_pages(address: int, num_bytes: int) -> None: ...
 
 class CopyTable:

@@ -128,11 +128,14 @@ class FromLocal(torch.autograd.Function):
     ) -> torch.Tensor:
         """Wraps an alias of `local`, or `values` in its place; `gradient` is how its gradient is wanted."""
         ctx.wrap, ctx.spec, ctx.gradient = wrap, spec, gradient
+        ctx.set_materialize_grads(False)  # torch would make plain zeros where there is no gradient
         return wrap(local.detach() if values is None else values, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
         """The local part of the gradient under the wanted layout; of the mean's, where the input was terms of one."""
+        if grad is None:
+            return None, None, None, None, None
         _check_linear(ctx.spec)
         moved = grad.redistribute(placements=ctx.gradient.placements, order=ctx.gradient.order)
         local: torch.Tensor
@@ -152,12 +155,15 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, distributed: Any, wrap: Wrap, gradient: DTensorSpec) -> torch.Tensor:
         """An alias of the local tensor; `gradient` is the layout in which its gradient will come."""
         ctx.wrap, ctx.gradient = wrap, gradient
+        ctx.set_materialize_grads(False)
         local: torch.Tensor = distributed._local_tensor
         return local.view_as(local)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """The gradient under the layout that was announced."""
+        if grad is None:
+            return None, None, None
         gradient = ctx.gradient
         wrapped: torch.Tensor
         if torch.is_grad_enabled() and grad.requires_grad:
@@ -176,13 +182,16 @@ class Redistributed(torch.autograd.Function):
     ) -> torch.Tensor:
         """The tensor under `target`."""
         ctx.source, ctx.backward_dtype = distributed._spec, backward_dtype
+        ctx.set_materialize_grads(False)
         local: torch.Tensor = distributed._local_tensor
         moved = redistribute_local(local, distributed._spec, target)
         return wrap(moved.view_as(moved) if moved is local else moved, target)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None]:
         """The gradient as the source was laid out, with Partial as Replicate."""
+        if grad is None:
+            return None, None, None, None
         wanted = gradient_spec(ctx.source)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)

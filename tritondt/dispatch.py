@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tritondt._C import make_call_splitter
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError
 from tritondt.ops.meta import meta_of
 from tritondt.ops.propagator import ShardingPropagator
@@ -63,11 +64,11 @@ class Dispatcher:
         found = self._operators.get(id(op))
         return 0 if found is None else len(found.signatures)
 
-    def _made_dispatch(self) -> Callable[..., Any]:  # noqa: C901 - it runs at every call; a function costs 60 ns
-        operators, run_any, tensor_class, wrap = self._operators, self._run_any, self._class, self._wrap
+    def _made_dispatch(self) -> Callable[..., Any]:
+        operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, make_call_splitter(self._class)
 
-        def dispatch(  # noqa: C901
-            op: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        def dispatch(
+            op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             """The operator's result, with distributed tensors for tensors.
 
@@ -76,33 +77,14 @@ class Dispatcher:
             operator = operators.get(id(op))
             if kwargs or operator is None:
                 return run_any(op, args, kwargs or _NOTHING)
-            key: list[Any] = []
-            local_args: list[Any] = []
-            for argument in args:
-                kind = type(argument)
-                if kind is tensor_class:
-                    key.append(argument._spec)
-                    local_args.append(argument._local_tensor)
-                elif kind is float or kind is int:
-                    key.append(kind)
-                    if len(local_args) >= operator.static_argnum:
-                        key.append(argument)
-                    local_args.append(argument)
-                elif kind is list:
-                    for item in argument:
-                        if type(item) is not int:
-                            return run_any(op, args, _NOTHING)
-                    key.append(tuple(argument))
-                    local_args.append(argument)
-                elif argument is None or argument is False or argument is True:
-                    key.append(argument)
-                    local_args.append(argument)
-                else:
-                    return run_any(op, args, _NOTHING)
-            found = operator.signatures.get(tuple(key))
+            found = split(args, operator.static_argnum)
             if found is None:
                 return run_any(op, args, _NOTHING)
-            run, spec = found
+            key, local_args = found
+            signature = operator.signatures.get(key)
+            if signature is None:
+                return run_any(op, args, _NOTHING)
+            run, spec = signature
             if spec is not None:
                 return wrap(run(*local_args), spec)
             return run(local_args, _NOTHING, args, _NOTHING)

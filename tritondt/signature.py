@@ -47,9 +47,8 @@ class Signature:
         self._moves = (
             () if decision.input_specs is None else tuple(zip(schema.args_spec, decision.input_specs, strict=True))
         )
-        self._all_tensors = isinstance(self._outputs, Sequence) and all(
-            isinstance(spec, DTensorSpec) for spec in self._outputs
-        )
+        # One list: of several results each may be missing, as the gradient of what needs none.
+        self._gives_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
         self._names = tuple(schema.kwargs_schema)
         self._writes = bool(written)
         self._reshapes = torch.Tag.inplace_view in schema.op.tags
@@ -98,12 +97,12 @@ class Signature:
             return self._wrap(_empty(specs) if result is None else result, specs)
         if specs is None:
             return result
-        results: Any = [None] * len(specs) if result is None else result
-        if result is not None and self._all_tensors:
-            wrapped = self._wrap_all(results, cast(Sequence[DTensorSpec], specs))
-        else:
-            wrapped = [self._wrapped(item, spec) for item, spec in zip(results, specs, strict=True)]
-        return wrapped if isinstance(result, list) else tuple(wrapped)
+        if self._gives_list and self._in_mesh:
+            return self._wrap_all(result, cast(Sequence[DTensorSpec], specs))
+        if not self._in_mesh:
+            return tuple(None if spec is None else self._wrap(_empty(spec), spec) for spec in specs)
+        pairs = zip(result, specs, strict=True)
+        return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
 
 
 def _empty(spec: DTensorSpec) -> torch.Tensor:

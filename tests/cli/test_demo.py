@@ -18,13 +18,17 @@ from rich.console import Console
 
 import tritondt as T
 from tritondt.cli.demo import command, data, model
+from tritondt.cli.demo.dtensor_style import DTensorStyle
+from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
+from tritondt.cli.demo.gpt import make_gpt, make_plan
 from tritondt.cli.demo.launch import RankFailedError, run_on_ranks
+from tritondt.cli.demo.local_style import LocalStyle
 from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, summarise
-from tritondt.cli.demo.sharding import OneProcess
 from tritondt.cli.demo.traffic import Flow, Kind, merge_ranks
-from tritondt.cli.demo.train import Experiment, RanksRun, Step, train_model
+from tritondt.cli.demo.train import STYLES, train
 from tritondt.cli.main import main
+from tritondt.parallel import ParallelStyle
 
 TINY = ("--layers", "2", "--heads", "3", "--width", "24", "--seq", "17", "--batch", "3", "--steps", "4")
 
@@ -34,14 +38,19 @@ def run_demo(out: Path, *arguments: str) -> Result:
 
 
 def expected_bytes(summary):
-    """Four boundaries a layer, there and back, and the replicated gradients and the loss reduced and gathered."""
+    """Four boundaries a layer, there and back, and the replicated gradients and the loss reduced and gathered.
+
+    With modules so are the number of positions in the loss, and the norm of every sharded gradient in float64.
+    """
     others = summary["ranks"] - 1
     activation = summary["batch"] * summary["sequence"] * summary["width"]
     sizes = model.Model(*(summary[name] for name in ("heads", "layers", "width", "sequence")))
     replicated = sum(parameter.numel for parameter in model.parameters(sizes) if parameter.placement.is_replicate())
-    return 4 * others * (8 * summary["layers"] * activation + 2 * replicated + 2)
+    single = 1 if summary["style"] == "local" else 2 + 2 * 10 * summary["layers"]
+    return 4 * others * (8 * summary["layers"] * activation + 2 * replicated + 2 * single)
 
 
+@pytest.mark.parametrize("style", list(STYLES.values()), ids=list(STYLES))
 @pytest.mark.parametrize(
     ("num_ranks", "heads", "sequence", "expected_shares"),
     [
@@ -51,23 +60,27 @@ def expected_bytes(summary):
         (1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)}),
     ],
 )
-def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, expected_shares):
+def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, expected_shares, style):
     sizes = model.Model(heads=heads, layers=2, width=24, sequence=sequence)
     experiment = Experiment(sizes, steps=4, batch=3, seed=0)
     assert shares(sizes, num_ranks) == expected_shares
-    on_ranks = command.train_on_new_processes(experiment, num_ranks, Console(quiet=True))
-    comparison = Comparison(experiment, num_ranks, on_ranks, train_model(experiment, OneProcess(sizes)))
+    on_ranks = command.train_on_new_processes(experiment, style, num_ranks, Console(quiet=True))
+    single = train(experiment, style.on_one_process(experiment))
+    comparison = Comparison(experiment, style.name, num_ranks, on_ranks, single)
     assert comparison.agrees
     assert comparison.loss_max_abs_diff <= 1e-5
     summary = summarise(comparison)
     assert summary["comm_bytes_per_step"] == expected_bytes(summary)
 
 
-def test_a_run_prints_and_writes_its_summary(tmp_path):
-    result = run_demo(tmp_path, "--ranks", "2", "--json")
+@pytest.mark.parametrize("style", ["dtensor", "local"])
+def test_a_run_prints_and_writes_its_summary(tmp_path, style):
+    # The first style is the default.
+    result = run_demo(tmp_path, "--ranks", "2", "--json", *(() if style == "dtensor" else ("--style", style)))
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
+    assert summary["style"] == style
     assert summary["steps"] == len(summary["losses"]) == len(summary["losses_single"]) == 4
     assert summary["loss_max_abs_diff"] <= 1e-5
     torch.testing.assert_close(summary["final_loss"], summary["final_loss_single"], rtol=0, atol=1e-5)
@@ -79,7 +92,12 @@ def test_a_run_prints_and_writes_its_summary(tmp_path):
         assert (phase, "(S1)", "(R)") in kinds
         assert (phase, "(P(sum))", "(S1)") in kinds
     assert all(f"{source} -> {target}" in result.stderr for _, source, target in kinds)
-    by_boundary = [row for row in summary["redistributions"] if row["phase"] == "backward"]
+    sums = ("(P(sum))", "(R)")
+    by_boundary = [
+        row
+        for row in summary["redistributions"]
+        if row["phase"] == "backward" and (row["source"], row["target"]) != sums
+    ]
     assert [(row["calls_per_step"], row["messages_per_step"]) for row in by_boundary] == [(4, 8), (4, 8)]
 
 
@@ -90,14 +108,38 @@ def one_sum_is_wrong(local, source, target, *, grad_placements=None):
     return moved * 1.01 if is_wrong else moved
 
 
-def test_one_wrong_collective_fails_the_check(tmp_path, monkeypatch):
-    wrong = partial(command.train_on_new_processes, redistribute=one_sum_is_wrong)
-    monkeypatch.setattr(command, "train_on_new_processes", wrong)
-    result = run_demo(tmp_path, "--ranks", "2", "--steps", "12")
+class TooLarge(ParallelStyle):
+    """What rank 1 gets of the module's output is 1 % too large."""
+
+    def _apply(self, module, device_mesh):
+        module.register_forward_hook(lambda _module, _args, output: output * (1 + 0.01 * dist.get_rank()))
+        return module
+
+
+def one_layer_is_wrong(sizes):
+    return {**make_plan(sizes), "blocks.*.mlp": TooLarge()}
+
+
+@pytest.mark.parametrize(
+    "wrong", [LocalStyle(redistribute=one_sum_is_wrong), DTensorStyle(make_plan=one_layer_is_wrong)]
+)
+def test_one_wrong_collective_fails_the_check(tmp_path, monkeypatch, wrong):
+    monkeypatch.setitem(STYLES, wrong.name, wrong)
+    result = run_demo(tmp_path, "--ranks", "2", "--steps", "12", "--style", wrong.name)
     assert result.exit_code == 1
     assert "2 ranks and one process give different losses: at step" in result.output
     assert "allowed is 1e-04" in result.output
     assert json.loads((tmp_path / "summary.json").read_text())["loss_max_abs_diff"] > 1e-4
+
+
+def test_both_styles_start_from_the_same_weights_and_take_the_same_first_step():
+    sizes = model.Model(heads=3, layers=2, width=24, sequence=17)
+    experiment = Experiment(sizes, steps=1, batch=3, seed=1)
+    first = [train(experiment, style.on_one_process(experiment))[0].loss for style in STYLES.values()]
+    torch.testing.assert_close(first[0], first[1])
+    weights = model.initial_weights(sizes, seed=1)
+    found = make_gpt(sizes, seed=1).get_parameter("blocks.1.attention.wk.weight")
+    torch.testing.assert_close(found.detach(), weights["blocks.1.attention.qkv.weight"][1], rtol=0, atol=0)
 
 
 def steps_of(*losses: float) -> tuple[Step, ...]:
@@ -108,7 +150,7 @@ def steps_of(*losses: float) -> tuple[Step, ...]:
 def test_a_loss_that_is_no_number_does_not_agree(loss, agrees):
     experiment = Experiment(model.Model(heads=1, layers=1, width=8, sequence=3), steps=2, batch=1, seed=0)
     on_ranks = RanksRun(steps_of(3.0, loss), (), 0.0, 0.0)
-    comparison = Comparison(experiment, 2, on_ranks, steps_of(3.0, 2.0))
+    comparison = Comparison(experiment, "local", 2, on_ranks, steps_of(3.0, 2.0))
     assert comparison.agrees is agrees
     if not agrees:
         assert "at step 1" in comparison.disagreement()
@@ -116,7 +158,7 @@ def test_a_loss_that_is_no_number_does_not_agree(loss, agrees):
 
 def test_losses_fall():
     experiment = Experiment(model.Model(heads=2, layers=1, width=32, sequence=31), steps=30, batch=8, seed=0)
-    losses = [step.loss for step in train_model(experiment, OneProcess(experiment.model))]
+    losses = [step.loss for step in train(experiment, LocalStyle().on_one_process(experiment))]
     assert losses[0] == pytest.approx(math.log(256), abs=0.2)
     assert losses[-1] < losses[0] - 1
 

@@ -4,7 +4,7 @@ import copy
 import io
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -246,5 +246,56 @@ def test_autocast_runs_in_its_own_dtype():
             found = model.down(model.up(model.norm(x)))  # type: ignore[operator]
         assert found.dtype is torch.bfloat16
         assert found.placements == (SEQUENCE,)
+
+    run_ranks(RANKS, body)
+
+
+@pytest.mark.parametrize("given", ["S1", "R"])
+def test_gradients_of_gradients(given):
+    """Also where two layers share an input, which is the result of an operator."""
+
+    def penalty(model: MLP, x: torch.Tensor) -> torch.Tensor:
+        shared = x * 2
+        found = model(x) + model.down(model.up(shared) * model.up(shared))
+        (grad,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    single, x = MLP(), X.clone().requires_grad_()
+    expected = penalty(single, x)
+    expected.backward()
+
+    def body(rank: int) -> None:
+        model, mesh = parallel_mlp()
+        mine: Any = distribute(X, mesh, given).requires_grad_()
+        found: Any = penalty(model, mine)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.backward()
+        torch.testing.assert_close(mine.grad.full_tensor(), x.grad)
+        for name, whole in single.named_parameters():
+            parameter: Any = model.get_parameter(name)
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+    run_ranks(RANKS, body)
+
+
+def test_an_input_that_is_written_to_between_two_layers():
+    """They share no part: the second one's belongs to another history."""
+
+    def total(model: MLP, x: torch.Tensor) -> torch.Tensor:
+        model.requires_grad_(False)  # a weight's gradient would need the input as it was
+        shared = x * 2
+        first = model.up(shared).sum()
+        shared.mul_(x)
+        return cast(torch.Tensor, first + model.up(shared).square().sum())
+
+    single, x = MLP(), X.clone().requires_grad_()
+    total(single, x).backward()
+
+    def body(rank: int) -> None:
+        mesh = T.Mesh((RANKS,))
+        model = cast(MLP, parallelize_module(MLP(), mesh, {"up": ColwiseParallel(use_local_output=False)}))
+        mine: Any = distribute(X, mesh, "R").requires_grad_()
+        total(model, mine).backward()
+        torch.testing.assert_close(mine.grad.full_tensor(), x.grad)
 
     run_ranks(RANKS, body)

@@ -5,7 +5,7 @@ and a distributed tensor made. Each step as a node of its own would be up to six
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,30 +13,34 @@ from tritondt.autograd import FromLocal, Redistribute, ToLocal, cotangent_spec, 
 from tritondt.dtensor import DTensor
 from tritondt.execute import redistribute_local
 from tritondt.parallel.boundary import Entry, Exit
+from tritondt.parallel.gradients import reduce_after_backward
 from tritondt.spec import DTensorSpec
 
 # Where a distributed tensor keeps the part that the layers share which take it in.
 _PART = "_tritondt_shared_part"
 
 
-def enter(
-    entry: Entry, x: torch.Tensor, parameters: Sequence[DTensor], gradients: Sequence[DTensorSpec]
-) -> Sequence[torch.Tensor]:
-    """The local part of the input under `entry.target`, then those of the parameters.
+class Parameters(NamedTuple):
+    """A module's distributed parameters, and the layouts of the gradients of their parts: terms, at some places."""
 
-    `gradients` are the layouts of the gradients of the parameters' parts.
-    """
+    tensors: list[DTensor]
+    gradients: list[DTensorSpec]
+    terms: list[int]
+
+
+def enter(entry: Entry, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
+    """The local part of the input under `entry.target`, then those of the parameters."""
     if entry.as_terms:
         x = redistribute(x, entry.source, entry.target, grad_placements=entry.gradient.placements)
         entry = Entry(entry.target, entry.target, entry.gradient, entry.gradient, False, False, False)
-    if torch.is_grad_enabled() and (x.requires_grad or any(parameter.requires_grad for parameter in parameters)):
+    if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in parameters.tensors)):
         if entry.is_shared and x.requires_grad and not x.is_leaf:
-            return (_shared_part(x, entry.gradient), *Shown.apply(gradients, *parameters))  # type: ignore[no-untyped-call]
-        found: Sequence[torch.Tensor] = Entered.apply(entry, gradients, x, *parameters)  # type: ignore[no-untyped-call]
+            return (_shared_part(x, entry.gradient), *Shown.apply(parameters, *parameters.tensors))  # type: ignore[no-untyped-call]
+        found: Sequence[torch.Tensor] = Entered.apply(entry, parameters, x, *parameters.tensors)  # type: ignore[no-untyped-call]
         return found
     local = x._local_tensor if isinstance(x, DTensor) else x
     moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local
-    return (moved, *[parameter._local_tensor for parameter in parameters])
+    return (moved, *[tensor._local_tensor for tensor in parameters.tensors])
 
 
 def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
@@ -59,31 +63,39 @@ class Shown(torch.autograd.Function):
     """The parameters of a module as local tensors."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: Sequence[DTensorSpec], *parameters: DTensor) -> tuple[torch.Tensor, ...]:
-        """Aliases of the local parts; `gradients` are the layouts of their gradients."""
-        ctx.gradients = gradients
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, parameters: Parameters, *tensors: DTensor) -> tuple[torch.Tensor, ...]:
+        """Aliases of the local parts."""
         return _shown(ctx, parameters, ctx.needs_input_grad[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients as announced."""
-        return None, *_wrapped_all(grads, ctx.gradients)
+        return None, *_gradients(ctx.parameters, grads)
 
 
-def _shown(
-    ctx: Any, parameters: Sequence[DTensor], needed: Sequence[bool], *others: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _shown(ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What a function returns: `others`, then aliases of the parameters; without a gradient where none is needed."""
-    found = (*others, *[parameter._local_tensor.detach() for parameter in parameters])
+    ctx.parameters = parameters
+    ctx.set_materialize_grads(False)
+    found = (*others, *[tensor._local_tensor.detach() for tensor in parameters.tensors])
     if not all(needed):
         ctx.mark_non_differentiable(*[tensor for tensor, needs in zip(found, needed, strict=True) if not needs])
     return found
 
 
-def _wrapped_all(grads: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec]) -> list[torch.Tensor | None]:
-    wrap = _wrapped_differentiably if torch.is_grad_enabled() else DTensor
-    return [None if grad is None else wrap(grad, spec) for grad, spec in zip(grads, specs, strict=True)]
+def _gradients(parameters: Parameters, grads: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The distributed gradients of the parameters; those that are terms are summed when the backward pass ends."""
+    if not torch.is_grad_enabled():
+        if parameters.terms:
+            reduce_after_backward([parameters.tensors[place] for place in parameters.terms if grads[place] is not None])
+        return [
+            None if grad is None else DTensor(grad, spec)
+            for grad, spec in zip(grads, parameters.gradients, strict=True)
+        ]
+    return [
+        None if grad is None else _wrapped_differentiably(grad, spec).redistribute(placements=tensor.placements)
+        for grad, spec, tensor in zip(grads, parameters.gradients, parameters.tensors, strict=True)
+    ]
 
 
 class Entered(torch.autograd.Function):
@@ -91,11 +103,10 @@ class Entered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, entry: Entry, gradients: Sequence[DTensorSpec], x: torch.Tensor, *parameters: DTensor
+        ctx: Any, entry: Entry, parameters: Parameters, x: torch.Tensor, *tensors: DTensor
     ) -> tuple[torch.Tensor, ...]:
         """Moves the input; the parameters are not moved."""
-        ctx.entry, ctx.gradients, ctx.is_distributed = entry, gradients, isinstance(x, DTensor)
-        ctx.set_materialize_grads(False)
+        ctx.entry, ctx.is_distributed = entry, isinstance(x, DTensor)
         if isinstance(x, DTensor):
             local = x._local_tensor
             moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local.detach()
@@ -115,24 +126,23 @@ class Entered(torch.autograd.Function):
                 of_input = _distributed_gradient(grad, entry)
             else:
                 of_input = _wrapped_differentiably(grad, entry.gradient)
-        return None, None, of_input, *_wrapped_all(grads, ctx.gradients)
+        return None, None, of_input, *_gradients(ctx.parameters, grads)
 
 
 def _is_differentiated(grad: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
 
 
-def _wrapped_differentiably(grad: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+def _wrapped_differentiably(grad: torch.Tensor, spec: DTensorSpec) -> Any:
     """The distributed tensor of a gradient's part, which may be differentiated again."""
     if _is_differentiated(grad):
-        found: torch.Tensor = FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
-        return found
+        return FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
     return DTensor(grad, spec)
 
 
 def _distributed_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
     if _is_differentiated(grad):
-        wrapped: Any = _wrapped_differentiably(grad, entry.gradient)
+        wrapped = _wrapped_differentiably(grad, entry.gradient)
         moved: torch.Tensor = wrapped.redistribute(placements=entry.gradient_of_source.placements)
         return moved
     local = redistribute_local(grad, entry.gradient, entry.gradient_of_source)

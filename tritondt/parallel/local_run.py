@@ -1,7 +1,7 @@
 """Runs a module on local tensors: while its forward runs its parameters look plain, at all other times distributed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,7 @@ from tritondt.dtensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.mesh import Mesh
 from tritondt.parallel.boundary import Entry, Exit, exit_of
-from tritondt.parallel.crossing import enter, leave
-from tritondt.parallel.gradients import reduce_after_backward
+from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.placement import Partial, Placement, Shard
 from tritondt.spec import DTensorSpec
 
@@ -22,18 +21,23 @@ _CALL = "_tritondt_call"
 _MAX_KINDS = 256
 
 
-class _Parameters(NamedTuple):
-    """A module's distributed parameters by name, the layouts of their parts' gradients, and those that get terms.
+class _Known(NamedTuple):
+    """What a module held when its parameters were last looked at, all of it by id and the distributed ones by spec.
 
-    `held` is all that the module holds, kept so that nothing new gets the id of something that has gone.
+    `held` is kept so that nothing new gets the id of something that has gone.
     """
 
     held: list[Any]
     ids: list[int]
+    specs: list[DTensorSpec]
     names: list[str]
-    parameters: list[DTensor]
-    gradients: list[DTensorSpec]
-    terms: list[DTensor]
+    parameters: Parameters
+
+    def is_of(self, held: Mapping[str, Any]) -> bool:
+        """Whether a module that holds these has the same parameters, laid out alike."""
+        if [id(value) for value in held.values()] != self.ids:
+            return False
+        return [parameter._spec for parameter in self.parameters.tensors] == self.specs
 
 
 class LocalRun(ABC):
@@ -47,7 +51,7 @@ class LocalRun(ABC):
         self.mesh = mesh
         self._entries: dict[object, Entry] = {}
         self._exits: dict[object, Exit] = {}
-        self._known: _Parameters | None = None
+        self._known: _Known | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_entries": {}, "_exits": {}, "_known": None}
@@ -88,8 +92,8 @@ class LocalRun(ABC):
             kind = type(module).__name__
             raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
         entry = self._entry(module, x)
-        known = self._parameters(module)
-        local, *found = enter(entry, x, known.parameters, known.gradients)
+        known = self._look(module)
+        local, *found = enter(entry, x, known.parameters)
         shadows: dict[str, Any] = dict(zip(known.names, found, strict=True))
         local, call = self.inputs(module, local, shadows)
         state = module.__dict__
@@ -107,17 +111,23 @@ class LocalRun(ABC):
             found = self._entries[key] = self.entry(module, x)
         return found
 
-    def _parameters(self, module: nn.Module) -> "_Parameters":
+    def _look(self, module: nn.Module) -> _Known:
         """The distributed parameters; looked at again where the module has been given others."""
         held = module._parameters
-        known = self._known
-        if known is None or [id(value) for value in held.values()] != known.ids:
-            known = self._known = _look(held, self.gradient)
-        if torch.is_grad_enabled():
-            for parameter in known.terms:
-                if parameter.requires_grad:
-                    reduce_after_backward(parameter)
-        return known
+        if self._known is None or not self._known.is_of(held):
+            found: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
+            tensors, specs = list(found.values()), [value._spec for value in found.values()]
+            everything = list(held.values())
+            parameters = Parameters(
+                tensors,
+                [
+                    spec if gradient is None else spec.with_placements((gradient,))
+                    for spec, gradient in zip(specs, map(self.gradient, found), strict=True)
+                ],
+                [place for place, name in enumerate(found) if isinstance(self.gradient(name), Partial)],
+            )
+            self._known = _Known(everything, [id(value) for value in everything], specs, list(found), parameters)
+        return self._known
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
         """Runs after the forward, also where it or what came before it raised: with None then."""
@@ -151,19 +161,6 @@ class LocalRun(ABC):
             _make_room(self._exits)
             way = self._exits[key] = exit_of(self.mesh, found, wanted, tuple(shape), output.dtype)
         return leave(way, output, bias, use_local_output=use_local_output)
-
-
-def _look(held: Mapping[str, Any], gradient: Callable[[str], Placement | None]) -> _Parameters:
-    found: dict[str, DTensor] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
-    gradients, terms = [], []
-    for name, parameter in found.items():
-        placement = gradient(name)
-        gradients.append(parameter._spec if placement is None else parameter._spec.with_placements((placement,)))
-        if isinstance(placement, Partial):
-            terms.append(parameter)
-    everything = list(held.values())
-    ids = [id(value) for value in everything]
-    return _Parameters(everything, ids, list(found), list(found.values()), gradients, terms)
 
 
 def _make_room(kinds: dict[Any, Any]) -> None:

@@ -11,7 +11,7 @@ from tritondt.dtensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.parallel.boundary import activation_spec
-from tritondt.parallel.style import ParallelStyle, Role, checked_layout, claim
+from tritondt.parallel.style import ParallelStyle, Role, check_free, checked_layout, claim
 from tritondt.placement import Placement
 
 # One layout for a lone tensor, or one for each tensor, None where it is left as it is.
@@ -98,6 +98,7 @@ class PrepareModuleInput(ParallelStyle):
         )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        check_free(module, self, "input")
         claim(module, self, "input")
         self.install(module, canonical_mesh(device_mesh))
         return module
@@ -142,6 +143,7 @@ class PrepareModuleOutput(ParallelStyle):
         self._movement = Movement(output_layouts, desired_output_layouts, local=use_local_output, what="output_layouts")
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        check_free(module, self, "output")
         claim(module, self, "output")
         self.install(module, canonical_mesh(device_mesh))
         return module
@@ -193,6 +195,7 @@ class PrepareModuleInputOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
         roles: tuple[Role, ...] = ("input", "output")
+        check_free(module, self, *roles)
         claim(module, self, *roles)
         mesh = canonical_mesh(device_mesh)
         self._input.install(module, mesh)

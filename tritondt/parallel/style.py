@@ -29,16 +29,19 @@ class ParallelStyle(ABC):
         """Changes `module`, or gives one in place of it; ParallelizeError where it cannot."""
 
 
-def claim(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
-    """Notes that `style` takes care of these parts of the module; ParallelizeError where another one does."""
-    styles: dict[Role, str] = module.__dict__.setdefault(_STYLES, {})
-    for taken, by in styles.items():
+def check_free(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
+    """Raises ParallelizeError where another style takes care of these parts of the module."""
+    for taken, by in module.__dict__.get(_STYLES, {}).items():
         if taken in roles or "weights" in (taken, *roles):
             raise ParallelizeError(
                 f"it is parallelized already, by {by}, and cannot have {type(style).__name__} as well; name it once in "
                 "one plan, or parallelize a fresh module"
             )
-    styles.update(dict.fromkeys(roles, type(style).__name__))
+
+
+def claim(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
+    """Notes that `style` takes care of these parts of the module, once it does."""
+    module.__dict__.setdefault(_STYLES, {}).update(dict.fromkeys(roles, type(style).__name__))
 
 
 def checked_layout(layout: Placement | None, what: str) -> Placement | None:

@@ -11,7 +11,7 @@ from tritondt.parallel.embedding import ColumnEmbedding, RowEmbedding
 from tritondt.parallel.linear import ColumnLinear, RowLinear
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.parameters import distribute_parameter
-from tritondt.parallel.style import ParallelStyle, checked_layout, claim
+from tritondt.parallel.style import ParallelStyle, check_free, checked_layout, claim
 from tritondt.placement import Placement, Replicate, Shard
 
 
@@ -28,10 +28,11 @@ class WeightStyle(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
         placements = self.parameter_placements(module)
-        claim(module, self, "input", "weights", "output")
+        check_free(module, self, "input", "weights", "output")
         for name, placement in placements.items():
             distribute_parameter(module, name, device_mesh, placement, self.src_data_rank)
         self.local_run(module, canonical_mesh(device_mesh)).install(module)
+        claim(module, self, "input", "weights", "output")
         return module
 
 

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import tritondt as T
 from tritondt.cli.bench.measure import Measured, Request
-from tritondt.cli.demo.launch import num_cores
+from tritondt.cli.bench.surroundings import surroundings
 
 # Single cases are judged only where the reference takes this long: below, the machine's noise alone
 # makes torch differ from itself by 10 % in a third of the cases.
 JUDGED_SECONDS = 5e-3
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -168,17 +162,7 @@ def as_json(request: Request, num_ranks: int, found: Sequence[Measured]) -> dict
     """Everything that was measured, and on what."""
     return {
         "benchmark": "redistribute",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": num_cores(),
-        },
-        "versions": {
-            "tritondt": T.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        **surroundings(),
         "ranks": num_ranks,
         "threads": request.num_threads,
         "dtype": request.dtype,
@@ -249,13 +233,3 @@ def _ratio_text(sent: int, least: int) -> str:
     if least == 0:
         return "-" if sent == 0 else "inf"
     return f"{sent / least:.3f}"
-
-
-def _processor() -> str:
-    """The processor's name where Linux tells it, else what Python knows."""
-    if _CPUINFO.exists():
-        for text in _CPUINFO.read_text(encoding="utf-8").splitlines():
-            name, _, value = text.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()

@@ -11,21 +11,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-import tritondt as T
 from tritondt.cli.demo.data import corpus
+from tritondt.cli.demo.experiment import Experiment, RanksRun, Step, Style
 from tritondt.cli.demo.launch import num_cores, run_on_ranks
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, write_results
-from tritondt.cli.demo.sharding import Redistribute
-from tritondt.cli.demo.train import (
-    Experiment,
-    RanksRun,
-    Step,
-    train_on_ranks,
-    train_on_this_process,
-    train_on_this_rank,
-)
+from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
 from tritondt.comm import world
 
 _DEFAULT_HEAD_WIDTH = 32
@@ -37,6 +29,13 @@ _AT_LEAST_1 = click.IntRange(min=1)
 
 @click.command(
     short_help="Train a small GPT on 4 CPU ranks and on one process.", context_settings={"show_default": True}
+)
+@click.option(
+    "--style",
+    "style_name",
+    type=click.Choice(list(STYLES)),
+    default=next(iter(STYLES)),
+    help="Modules of torch.nn under a plan, or plain tensors and every redistribution by hand.",
 )
 @click.option("--ranks", type=_AT_LEAST_1, help="Processes to start.  [default: 4, or torchrun's]")
 @click.option("--steps", type=_AT_LEAST_1, default=60, help="Updates of the weights.")
@@ -54,6 +53,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 )
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json too; the rest to stderr.")
 def demo(
+    style_name: str,
     ranks: int | None,
     steps: int,
     heads: int,
@@ -74,16 +74,18 @@ def demo(
     width = heads * _DEFAULT_HEAD_WIDTH if width is None else width
     _check(heads, width, sequence)
     experiment = Experiment(Model(heads, layers, width, sequence), steps, batch, seed)
+    style = STYLES[style_name]
     console = _console(to_stderr=as_json)
     if dist.is_torchelastic_launched():
-        found = _train_under_torchrun(experiment, ranks, console)
+        found = _train_under_torchrun(experiment, style, ranks, console)
         if found is None:
             return
         num_ranks, on_ranks = found
     else:
         num_ranks = _DEFAULT_RANKS if ranks is None else ranks
-        on_ranks = train_on_new_processes(experiment, num_ranks, console)
-    comparison = Comparison(experiment, num_ranks, on_ranks, train_single(experiment, console))
+        on_ranks = train_on_new_processes(experiment, style, num_ranks, console)
+    single = train_single(experiment, style, console)
+    comparison = Comparison(experiment, style.name, num_ranks, on_ranks, single)
     summary = write_results(comparison, out, console)
     if as_json:
         click.echo(json.dumps(summary))
@@ -105,28 +107,24 @@ def _console(*, to_stderr: bool) -> Console:
     return console if console.is_terminal else Console(stderr=to_stderr, width=_FILE_COLUMNS)
 
 
-def train_on_new_processes(
-    experiment: Experiment,
-    num_ranks: int,
-    console: Console,
-    *,
-    redistribute: Redistribute = T.redistribute,
-) -> RanksRun:
+def train_on_new_processes(experiment: Experiment, style: Style, num_ranks: int, console: Console) -> RanksRun:
     """Start `num_ranks` processes, train on them and end them; RankFailedError if one fails."""
     _introduce(experiment, num_ranks, console)
     with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
         results = run_on_ranks(
-            num_ranks, train_on_this_rank, experiment, redistribute, on_message=_only_steps(show), preload=_PRELOAD
+            num_ranks, train_on_this_rank, experiment, style, on_message=_only_steps(show), preload=_PRELOAD
         )
     on_ranks = results[0]
     assert isinstance(on_ranks, RanksRun), f"ranks return their run, not {on_ranks!r}"
     return on_ranks
 
 
-def train_single(experiment: Experiment, console: Console) -> tuple[Step, ...]:
+def train_single(experiment: Experiment, style: Style, console: Console) -> tuple[Step, ...]:
     """The same on one new process with all cores, without the engine."""
     with RunProgress(console, "1 process", experiment) as show:
-        (steps,) = run_on_ranks(1, train_on_this_process, experiment, on_message=_only_steps(show), preload=_PRELOAD)
+        (steps,) = run_on_ranks(
+            1, train_on_this_process, experiment, style, on_message=_only_steps(show), preload=_PRELOAD
+        )
     assert isinstance(steps, tuple), f"the process returns its steps, not {steps!r}"
     return steps
 
@@ -139,7 +137,9 @@ def _only_steps(show: Callable[[Step], None]) -> Callable[[object], None]:
     return on_message
 
 
-def _train_under_torchrun(experiment: Experiment, ranks: int | None, console: Console) -> tuple[int, RanksRun] | None:
+def _train_under_torchrun(
+    experiment: Experiment, style: Style, ranks: int | None, console: Console
+) -> tuple[int, RanksRun] | None:
     """The number of ranks and their run, on rank 0; None on the others, which have no more to do."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -149,9 +149,9 @@ def _train_under_torchrun(experiment: Experiment, ranks: int | None, console: Co
     if rank == 0:
         _introduce(experiment, num_ranks, console)
         with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
-            on_ranks = train_on_ranks(experiment, on_step=show)
+            on_ranks = train_on_ranks(experiment, style, on_step=show)
     else:
-        on_ranks = train_on_ranks(experiment)
+        on_ranks = train_on_ranks(experiment, style)
     world.close()
     dist.destroy_process_group()
     return (num_ranks, on_ranks) if rank == 0 else None

@@ -42,3 +42,16 @@ def read_batch(text: Tensor, starts: Tensor, positions: slice) -> tuple[Tensor, 
     """
     index = starts[:, None] + torch.arange(positions.start, positions.stop)
     return text[index], text[index + 1]
+
+
+class Batches:
+    """The batches of an experiment, the same on every rank."""
+
+    def __init__(self, steps: int, batch: int, sequence: int, seed: int) -> None:
+        self._text = corpus()
+        self._everything = slice(0, sequence)
+        self._starts = batch_starts(len(self._text), steps=steps, batch=batch, sequence=sequence, seed=seed)
+
+    def read(self, step: int, positions: slice | None = None) -> tuple[Tensor, Tensor]:
+        """The tokens of a step and the bytes that follow them, at some positions of each sequence or at all."""
+        return read_batch(self._text, self._starts[step], self._everything if positions is None else positions)

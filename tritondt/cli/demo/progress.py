@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tritondt.cli.demo.train import Experiment, Step
+from tritondt.cli.demo.experiment import Experiment, Step
 
 _STEPS_PER_LINE = 10
 

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 import tritondt as T
+from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
 from tritondt.cli.demo.launch import num_cores
 from tritondt.cli.demo.model import Model, parameters
 from tritondt.cli.demo.traffic import Flow
-from tritondt.cli.demo.train import Experiment, RanksRun, Step
 
 # fp32 sums taken in another order: 60 steps on 4 ranks differ by a few 1e-6 from one process.
 LOSS_TOLERANCE = 1e-4
@@ -27,9 +27,10 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same experiment on `num_ranks` ranks and on one process."""
+    """The same experiment in one style on `num_ranks` ranks and on one process."""
 
     experiment: Experiment
+    style: str
     num_ranks: int
     on_ranks: RanksRun
     single: tuple[Step, ...]
@@ -85,6 +86,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     model = experiment.model
     redistributions = [_flow_per_step(flow, experiment.steps) for flow in on_ranks.flows]
     return {
+        "style": comparison.style,
         "ranks": comparison.num_ranks,
         **asdict(model),
         "hidden": model.hidden,

@@ -1,0 +1,77 @@
+"""First and second derivatives of every family of operators against finite differences, fp64, uneven shards."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ops.sharded import Case, check_derivatives
+
+
+def numbers(*shape):
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+TOKENS = torch.tensor([[0, 4, 2], [3, 1, 1], [2, 2, 0]])
+CLASSES = torch.tensor([1, 0, 3])
+
+FAMILIES: dict[str, Any] = {
+    "pointwise": (lambda x, y: torch.tanh(x * y) + x / (y * y + 1), [numbers(3, 2), numbers(2)], ["S0", "R"]),
+    "pending sums": (lambda x, y: (x + y * 2) * y, [numbers(3, 2), numbers(3, 2)], ["P", "P"]),
+    "mm": (lambda x, y: x @ y, [numbers(3, 5), numbers(5, 2)], ["S1", "S0"]),
+    "mm, rows": (lambda x, y: x @ y, [numbers(3, 2), numbers(2, 2)], ["S0", "R"]),
+    "linear": (F.linear, [numbers(2, 3, 2), numbers(3, 2), numbers(3)], ["S1", "R", "R"]),
+    "linear, columns": (F.linear, [numbers(3, 2), numbers(3, 2), numbers(3)], ["R", "S0(sizes=0/3)", "S0(sizes=0/3)"]),
+    "bmm": (lambda x, y: torch.bmm(x, y), [numbers(3, 2, 2), numbers(3, 2, 2)], ["S0", "S0"]),
+    "views": (lambda x: x.view(3, 2, 2).transpose(0, 1).flatten(1).pow(2), [numbers(3, 4)], ["S1(unit=2)"]),
+    "slices": (lambda x: x[1:].pow(2).sum(0) * x[0], [numbers(3, 3)], ["S1"]),
+    "split": (lambda x: x.split([1, 2])[1].pow(3), [numbers(3, 2)], ["S0(sizes=1/2)"]),
+    "cat": (lambda x, y: torch.cat([x, y]).pow(2), [numbers(3, 2), numbers(2, 2)], ["S1", "S1"]),
+    "sum": (lambda x: x.pow(2).sum(0).pow(2), [numbers(3, 2)], ["S0"]),
+    "mean": (lambda x: x.pow(2).mean(0).pow(2), [numbers(3, 2)], ["S0"]),
+    "norm": (lambda x: torch.linalg.vector_norm(x, dim=0), [numbers(3, 2)], ["S0"]),
+    "variance": (lambda x: x.var(0), [numbers(3, 2)], ["S0"]),
+    "amax": (lambda x: x.amax(1) * 2, [numbers(3, 2)], ["S0"]),
+    "logsumexp": (lambda x: torch.logsumexp(x, 0), [numbers(3, 2)], ["S0"]),
+    "softmax": (lambda x: x.softmax(1), [numbers(3, 3)], ["S0"]),
+    "softmax, sharded": (lambda x: x.log_softmax(1), [numbers(2, 3)], ["S1"]),
+    "layer_norm": (
+        lambda x, weight, bias: F.layer_norm(x, (3,), weight, bias),
+        [numbers(3, 3), numbers(3), numbers(3)],
+        ["S0", "R", "R"],
+    ),
+    "rms_norm": (lambda x, w: F.rms_norm(x, (3,), w), [numbers(3, 3), numbers(3)], ["S0", "R"]),
+    "attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [numbers(1, 3, 2, 2), numbers(1, 3, 2, 2) * 2, numbers(1, 3, 2, 2) * 3],
+        ["S1", "S1", "S1"],
+    ),
+}  # fmt: skip
+ONCE = ("attention",)  # torch has no second derivative of the fused kernels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_derivatives(family):
+    function, tensors, placements = FAMILIES[family]
+    check_derivatives(function, Case((2,), tensors, placements), second=family not in ONCE)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1", "S0(sizes=0/5)"])
+def test_derivatives_of_an_embedding_table(text):
+    check_derivatives(
+        lambda indices, table: F.embedding(indices, table).pow(2), Case((2,), (TOKENS, numbers(5, 2)), ("R", text))
+    )
+
+
+@pytest.mark.parametrize("text", ["S0", "S1", "S1(sizes=1/3)"])
+def test_derivatives_of_cross_entropy(text):
+    rows = "S0" if text == "S0" else "R"
+    case = Case((2,), (numbers(3, 4), CLASSES), (text, rows))
+    check_derivatives(lambda logits, classes: F.cross_entropy(logits, classes), case, second=False)
+
+
+def test_derivatives_on_two_axes():
+    case = Case((2, 2), (numbers(3, 2), numbers(2, 3)), ("S0, S1", "R, S0"))
+    check_derivatives(lambda x, y: torch.tanh(x @ y), case)

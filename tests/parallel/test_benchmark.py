@@ -1,0 +1,38 @@
+"""The benchmark against torch's styles on a tiny model: same losses, and a report that can be read."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from tests.conftest import HAS_CLI
+
+pytestmark = pytest.mark.skipif(not HAS_CLI, reason="needs the extra `cli`")
+
+TINY = ("--ranks", "2", "--heads", "2", "--layers", "1", "--width", "8", "--seq", "8", "--batch", "2")
+
+
+def run(*arguments: str):
+    from benchmarks.tensor_parallel import tensor_parallel  # noqa: PLC0415  imports the extra `cli`
+
+    return CliRunner().invoke(tensor_parallel, [*TINY, *arguments])
+
+
+def test_a_tiny_run_has_equal_losses_and_counts():
+    result = run("--rounds", "2", "--seconds", "0", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["loss_max_abs_diff"] <= 1e-4
+    assert found["time_ratio"] > 0
+    # Three gathers and sums each way through the block, the table, positions, scores; ours adds gradients in one go.
+    calls = found["torch"]["calls_per_step"]
+    assert calls["all_gather_into_tensor"] == 2 + 2 + 2 + 2
+    assert calls["reduce_scatter_tensor"] == 2 + 2 + 2 + 1
+    assert found["tritondt"]["calls_per_step"]["(S1) -> (R)"] == 6
+    assert found["bytes_ratio"] <= 1.05
+
+
+def test_sizes_must_divide():
+    result = run("--heads", "3")
+    assert result.exit_code == 2
+    assert "--heads 3 and --seq 8 must be multiples of --ranks 2" in result.output

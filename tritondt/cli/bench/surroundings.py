@@ -1,0 +1,38 @@
+"""When, on what machine and with which versions something was measured."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tritondt as T
+from tritondt.cli.demo.launch import num_cores
+
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def surroundings() -> dict[str, Any]:
+    """The fields that every benchmark's JSON object has."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": {"platform": platform.platform(), "processor": _processor(), "cores": num_cores()},
+        "versions": {
+            "tritondt": T.__version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _processor() -> str:
+    """The processor's name where Linux tells it, else what Python knows."""
+    if _CPUINFO.exists():
+        for text in _CPUINFO.read_text(encoding="utf-8").splitlines():
+            name, _, value = text.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,79 @@
+"""The style `local`: a model that is one function of named weights, on plain tensors; what moves is written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import tritondt as T
+from tritondt.cli.demo import data, model
+from tritondt.cli.demo.experiment import Experiment, ignore
+from tritondt.cli.demo.sharding import OneProcess, Redistribute, Sharding, TensorParallel
+from tritondt.cli.demo.traffic import Phase
+
+
+@dataclass(frozen=True)
+class LocalStyle:
+    """`redistribute` moves all activations and gradients; a test passes a wrong one here."""
+
+    redistribute: Redistribute = T.redistribute
+    name: str = "local"
+
+    def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> LocalLearner:
+        """Heads, hidden features and the sequence over all ranks of the process group."""
+        mesh = T.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+        sharding = TensorParallel(mesh, experiment.model, experiment.batch, redistribute=self.redistribute)
+        return LocalLearner(experiment, sharding, enter)
+
+    def on_one_process(self, experiment: Experiment) -> LocalLearner:
+        """Nothing is cut."""
+        return LocalLearner(experiment, OneProcess(experiment.model))
+
+
+class LocalLearner:
+    """The weights that `sharding` leaves this rank, and its part of every sequence."""
+
+    def __init__(self, experiment: Experiment, sharding: Sharding, enter: Callable[[Phase], None] = ignore) -> None:
+        self._experiment, self._sharding, self._enter = experiment, sharding, enter
+        whole = model.initial_weights(experiment.model, experiment.seed)
+        parameters = model.parameters(experiment.model)
+        self._weights = {
+            parameter.name: sharding.place(parameter, whole[parameter.name]).requires_grad_()
+            for parameter in parameters
+        }
+        # Held whole by every rank, yet used on its own part of the sequence only.
+        self._shared = [self._weights[parameter.name] for parameter in parameters if parameter.placement.is_replicate()]
+        self._optimizer = torch.optim.AdamW(self._weights.values(), lr=experiment.learning_rate, fused=True)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, experiment.rate_factor)
+        self._batches = data.Batches(experiment.steps, experiment.batch, experiment.model.sequence, experiment.seed)
+
+    def run_step(self, index: int) -> float:
+        """One update; the loss before it."""
+        self._enter("forward")
+        loss = self._loss(index)
+        self._enter("backward")
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._enter("gradients")
+        self._sharding.sum_replicated(_gradient(weight) for weight in self._shared)
+        self._optimizer.step()
+        self._schedule.step()
+        return loss.item()
+
+    def _loss(self, index: int) -> Tensor:
+        """The mean over all positions of all ranks, in nats a byte."""
+        experiment, sharding = self._experiment, self._sharding
+        tokens, following = self._batches.read(index, sharding.positions)
+        logits = model.next_byte_logits(experiment.model, self._weights, tokens, sharding.positions, sharding)
+        own_sum = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
+        return sharding.total(own_sum / experiment.tokens_per_step)
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None, "every weight takes part in the loss"
+    return weight.grad
