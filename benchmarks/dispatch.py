@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import partial
-from itertools import count
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -188,33 +187,31 @@ def _seconds(run: Run, calls: int) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def cold_ms(num_axes: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of the first call with a new shape, the median of as many shapes as rounds."""
-    mesh = T.Mesh((2,) * num_axes, ranks=range(2**num_axes))
-    lengths = count(64)
-    placements = [T.Shard(0), *([T.Replicate()] * (num_axes - 1))]
+_COLD_OPERATORS: dict[str, Callable[[Any, Any], object]] = {
+    "add": lambda x, weight: x + x,
+    "mm": lambda x, weight: x @ weight,
+    "sum": lambda x, weight: x.sum(),
+    "softmax": lambda x, weight: x.softmax(-1),
+    "view": lambda x, weight: x.view(-1, 1, x.shape[1]),
+}
 
-    def inputs() -> tuple[T.DTensor, T.DTensor]:
-        length = next(lengths)
-        x = T.DTensor.from_local(torch.randn(8, length), mesh, placements)
-        return x, T.DTensor.from_local(torch.randn(length, 4), mesh, [T.Replicate()] * num_axes)
 
-    operators: dict[str, Callable[[Any, Any], object]] = {
-        "add": lambda x, weight: x + x,
-        "mm": lambda x, weight: x @ weight,
-        "sum": lambda x, weight: x.sum(),
-        "softmax": lambda x, weight: x.softmax(-1),
-        "view": lambda x, weight: x.view(-1, 1, x.shape[1]),
+def cold_ms(rounds: int) -> dict[int, dict[str, float]]:
+    """Milliseconds of the first call with a new shape, by axes of the mesh, which take turns; medians over rounds."""
+    meshes = {num_axes: T.Mesh((2,) * num_axes) for num_axes in (1, 2, 3)}
+    times: dict[int, dict[str, list[float]]] = {axes: {name: [] for name in _COLD_OPERATORS} for axes in meshes}
+    for length in range(64, 64 + rounds + 1):
+        for num_axes, mesh in meshes.items():
+            replicated = [T.Replicate()] * num_axes
+            x = T.DTensor.from_local(torch.randn(8, length), mesh, [T.Shard(0), *replicated[1:]])
+            weight = T.DTensor.from_local(torch.randn(length, 4), mesh, replicated)
+            for name, operator in _COLD_OPERATORS.items():
+                times[num_axes][name].append(_seconds(partial(operator, x, weight), 1))
+    # The first round also meets every operator for the first time.
+    return {
+        axes: {name: statistics.median(found[1:]) * 1e3 for name, found in of_mesh.items()}
+        for axes, of_mesh in times.items()
     }
-    found = {}
-    for name, operator in operators.items():
-        operator(*inputs())
-        times = []
-        for _ in range(rounds):
-            x, weight = inputs()
-            times.append(_seconds(partial(operator, x, weight), 1))
-        found[name] = statistics.median(times) * 1e3
-    return found
 
 
 def _report(console: Console, found: list[Measured], cold: dict[int, dict[str, float]]) -> None:
@@ -266,7 +263,7 @@ def main(rounds: int, only: str, json_to: str | None) -> None:
         console.print(f"{case.name}: {found[-1].ours_us:.2f} us, torch {found[-1].torch_us:.2f} us", highlight=False)
     if not found:
         raise click.UsageError(f"--only {only!r} names no case")
-    cold = {axes: cold_ms(axes, rounds) for axes in (1, 2, 3)} if only == "*" else {}
+    cold = cold_ms(rounds) if only == "*" else {}
     _report(console, found, cold)
     operators = [item for item in found if item.plain_limit is None]
     mean = prod(item.ratio for item in operators) ** (1 / max(1, len(operators)))

@@ -138,7 +138,7 @@ class Trainer:
 
     def __init__(self, request: Request, mesh: T.DeviceMesh, styles: ModuleType, placements: Any) -> None:
         sizes = request.sizes
-        self._model = make_gpt(sizes, seed=0)
+        self._model = make_gpt(sizes, seed=0, split=True)
         styles.parallelize_module(self._model, mesh, make_plan(styles, placements))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=True)
         self._batches = Batches(_BATCHES, request.batch, sizes.sequence, seed=0)

@@ -163,9 +163,11 @@ def nll_loss_backward(schema: OpSchema) -> list[AxisStrategy]:
     reduction, dim = _nll_reduction(schema), _class_dim(spec)
     rest = (Replicate(),) * (len(schema.args_spec) - 3)
     found = []
+    # A sum's gradient does not look at the total weight, which may stay as the forward gives it.
+    of_total = Partial() if reduction == _SUM else Replicate()
     for of_input, of_target in _of_rows(spec.ndim, dim):
         of_gradient = of_target if reduction == _NONE else Replicate()
-        found.append(AxisStrategy((of_gradient, of_input, of_target, *rest), (of_input,)))
+        found.append(AxisStrategy((of_gradient, of_input, of_target, *rest[:-1], of_total), (of_input,)))
     found.append(AxisStrategy((Replicate(), Shard(dim), Replicate(), *rest), (Shard(dim),)))
     return [*found, AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(),))]
 

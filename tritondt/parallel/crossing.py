@@ -13,7 +13,7 @@ from tritondt.autograd import FromLocal, Redistribute, ToLocal, cotangent_spec, 
 from tritondt.dtensor import DTensor
 from tritondt.execute import redistribute_local
 from tritondt.parallel.boundary import Entry, Exit
-from tritondt.parallel.gradients import reduce_after_backward
+from tritondt.parallel.gradients import add_when_backward_ends, can_wait
 from tritondt.spec import DTensorSpec
 
 # Where a distributed tensor keeps the part that the layers share which take it in.
@@ -70,7 +70,7 @@ class Shown(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """The gradients as announced."""
-        return None, *_gradients(ctx.parameters, grads)
+        return None, *_gradients(ctx, grads)
 
 
 def _shown(ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -83,19 +83,26 @@ def _shown(ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: to
     return found
 
 
-def _gradients(parameters: Parameters, grads: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The distributed gradients of the parameters; those that are terms are summed when the backward pass ends."""
-    if not torch.is_grad_enabled():
-        if parameters.terms:
-            reduce_after_backward([parameters.tensors[place] for place in parameters.terms if grads[place] is not None])
-        return [
-            None if grad is None else DTensor(grad, spec)
-            for grad, spec in zip(grads, parameters.gradients, strict=True)
-        ]
-    return [
-        None if grad is None else _wrapped_differentiably(grad, spec).redistribute(placements=tensor.placements)
-        for grad, spec, tensor in zip(grads, parameters.gradients, parameters.tensors, strict=True)
-    ]
+def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The distributed gradients of the parameters, the last inputs of the function of `ctx`.
+
+    Terms of a parameter that all ranks hold are put aside where nobody asks for them at once, or else reduced.
+    """
+    parameters: Parameters = ctx.parameters
+    nodes = ctx.next_functions[-len(grads) :] if parameters.terms else ()
+    found: list[Any] = list(grads)
+    for place, grad in enumerate(grads):
+        if grad is None:
+            continue
+        parameter, spec = parameters.tensors[place], parameters.gradients[place]
+        if place not in parameters.terms:
+            found[place] = _wrapped(grad, spec)
+        elif not _is_differentiated(grad) and can_wait(parameter, nodes[place][0]):
+            add_when_backward_ends(parameter, grad, spec)
+            found[place] = None
+        else:
+            found[place] = _wrapped(grad, spec).redistribute(placements=parameter.placements)
+    return found
 
 
 class Entered(torch.autograd.Function):
@@ -125,15 +132,15 @@ class Entered(torch.autograd.Function):
             elif entry.moves:
                 of_input = _distributed_gradient(grad, entry)
             else:
-                of_input = _wrapped_differentiably(grad, entry.gradient)
-        return None, None, of_input, *_gradients(ctx.parameters, grads)
+                of_input = _wrapped(grad, entry.gradient)
+        return None, None, of_input, *_gradients(ctx, grads)
 
 
 def _is_differentiated(grad: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
 
 
-def _wrapped_differentiably(grad: torch.Tensor, spec: DTensorSpec) -> Any:
+def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> Any:
     """The distributed tensor of a gradient's part, which may be differentiated again."""
     if _is_differentiated(grad):
         return FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
@@ -142,7 +149,7 @@ def _wrapped_differentiably(grad: torch.Tensor, spec: DTensorSpec) -> Any:
 
 def _distributed_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
     if _is_differentiated(grad):
-        wrapped = _wrapped_differentiably(grad, entry.gradient)
+        wrapped = _wrapped(grad, entry.gradient)
         moved: torch.Tensor = wrapped.redistribute(placements=entry.gradient_of_source.placements)
         return moved
     local = redistribute_local(grad, entry.gradient, entry.gradient_of_source)

@@ -171,10 +171,12 @@ def _make_room(kinds: dict[Any, Any]) -> None:
 class CutRun(LocalRun):
     """A module whose weight is cut: inputs are taken for `given`, outputs go out as `wanted`.
 
-    `unit` is how many features, or rows of a table, stay together.
+    `features` is how the features, or the rows of a table, are cut.
     """
 
-    def __init__(self, mesh: Mesh, given: Placement, unit: int, wanted: Placement, use_local_output: bool) -> None:
+    def __init__(
+        self, mesh: Mesh, given: Placement, features: Shard, wanted: Placement, use_local_output: bool
+    ) -> None:
         super().__init__(mesh)
         self.given, self.wanted, self.use_local_output = given, wanted, use_local_output
-        self.features = Shard(-1, unit)
+        self.features = features

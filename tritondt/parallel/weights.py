@@ -42,6 +42,7 @@ class ColwiseParallel(WeightStyle):
     The input is taken for `input_layouts` where it is plain (default: Replicate) and comes in whole; the output goes
     out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
     `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0.
+    `repeats` is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix.
     """
 
     def __init__(
@@ -51,24 +52,27 @@ class ColwiseParallel(WeightStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         unit: int = 1,
+        repeats: int = 1,
     ) -> None:
+        self.features = Shard(-1, unit, repeats=repeats)
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
-        self.output_layouts = checked_layout(output_layouts, "output_layouts") or Shard(-1, unit)
-        self.use_local_output, self.unit = use_local_output, unit
+        self.output_layouts = checked_layout(output_layouts, "output_layouts") or self.features
+        self.use_local_output = use_local_output
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
         """The weight by its output features, which an embedding has last; the bias alike."""
+        unit, repeats = self.features.unit, self.features.repeats
         if isinstance(module, nn.Linear):
-            return {"weight": Shard(0, self.unit), "bias": Shard(0, self.unit)}
+            return dict.fromkeys(("weight", "bias"), Shard(0, unit, repeats=repeats))
         if isinstance(module, nn.Embedding):
             _check_embedding(module, self)
-            return {"weight": Shard(1, self.unit)}
+            return {"weight": Shard(1, unit, repeats=repeats)}
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Whole input, own features of the output."""
         kind = ColumnLinear if isinstance(module, nn.Linear) else ColumnEmbedding
-        return kind(mesh, self.input_layouts, self.unit, self.output_layouts, self.use_local_output)
+        return kind(mesh, self.input_layouts, self.features, self.output_layouts, self.use_local_output)
 
 
 class RowwiseParallel(WeightStyle):
@@ -104,9 +108,9 @@ class RowwiseParallel(WeightStyle):
         """Own features of the input, terms of the output."""
         if isinstance(module, nn.Linear):
             given = self.input_layouts or Shard(-1, self.unit)
-            return RowLinear(mesh, given, self.unit, self.output_layouts, self.use_local_output)
+            return RowLinear(mesh, given, Shard(-1, self.unit), self.output_layouts, self.use_local_output)
         given = self.input_layouts or Replicate()
-        return RowEmbedding(mesh, given, self.unit, self.output_layouts, self.use_local_output)
+        return RowEmbedding(mesh, given, Shard(-1, self.unit), self.output_layouts, self.use_local_output)
 
 
 def _unknown(module: nn.Module, style: ParallelStyle) -> ParallelizeError:

@@ -18,9 +18,6 @@ from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.traffic import Phase
 from tritondt.parallel import ParallelStyle, parallelize_module
 
-# The norm of the gradient is about 2 in the first step and 0.5 after the warm-up.
-_LARGEST_NORM = 1.0
-
 
 @dataclass(frozen=True)
 class DTensorStyle:
@@ -49,7 +46,7 @@ class DTensorLearner:
         plan: Mapping[str, ParallelStyle] | None = None,
         enter: Callable[[Phase], None] = ignore,
     ) -> None:
-        self._mesh, self._enter = mesh, enter
+        self._mesh, self._enter, self._largest_norm = mesh, enter, experiment.largest_norm
         self._model = make_gpt(experiment.model, experiment.seed)
         if mesh is not None:
             # Every rank has drawn the same weights from the same seed, so that none has to be sent.
@@ -65,12 +62,14 @@ class DTensorLearner:
         self._enter("forward")
         tokens, following = self._batches.read(index)
         logits = self._model(tokens, self._positions)
-        loss = F.cross_entropy(logits.flatten(0, 1), self._by_position(following).flatten())
+        # A mean would have the ranks agree first on how many bytes there are.
+        total = F.cross_entropy(logits.flatten(0, 1), self._by_position(following).flatten(), reduction="sum")
+        loss = total / following.numel()
         self._enter("backward")
         self._optimizer.zero_grad()
         loss.backward()
         self._enter("gradients")
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), _LARGEST_NORM, foreach=True)
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._largest_norm, foreach=True)
         self._optimizer.step()
         self._schedule.step()
         loss = loss.detach()

@@ -20,6 +20,8 @@ class Experiment:
     seed: int
     learning_rate: float = 1e-3
     warmup_steps: int = 20
+    # The norm of the gradient is about 2 in the first step and 0.5 after the warm-up.
+    largest_norm: float = 1.0
 
     @property
     def tokens_per_step(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -18,7 +20,26 @@ from tritondt.parallel import (
 
 
 class Attention(nn.Module):
-    """Causal self-attention with a matrix each for queries, keys and values."""
+    """Causal self-attention with one matrix for queries, keys and values."""
+
+    def __init__(self, sizes: Model) -> None:
+        super().__init__()
+        self.head_width = sizes.head_width
+        self.qkv = nn.Linear(sizes.width, 3 * sizes.width)
+        self.wo = nn.Linear(sizes.width, sizes.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shapes: (batch, sequence, width) in and out."""
+        batch, sequence = x.shape[:2]
+        # As many heads as there are features for: a rank's projection gives those of its own heads.
+        query, key, value = self.qkv(x).view(batch, sequence, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = self.wo(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+        return result
+
+
+class SplitAttention(nn.Module):
+    """The same with a matrix each for queries, keys and values."""
 
     def __init__(self, sizes: Model) -> None:
         super().__init__()
@@ -58,10 +79,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each normalized before and added to what came in."""
 
-    def __init__(self, sizes: Model) -> None:
+    def __init__(self, sizes: Model, attention: Callable[[Model], nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(sizes.width)
-        self.attention = Attention(sizes)
+        self.attention = attention(sizes)
         self.mlp_norm = nn.LayerNorm(sizes.width)
         self.mlp = MLP(sizes)
 
@@ -75,11 +96,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Scores of the byte after each token."""
 
-    def __init__(self, sizes: Model) -> None:
+    def __init__(self, sizes: Model, attention: Callable[[Model], nn.Module] = Attention) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(VOCABULARY, sizes.width)
         self.position_embedding = nn.Embedding(sizes.sequence, sizes.width)
-        self.blocks = nn.ModuleList([Block(sizes) for _ in range(sizes.layers)])
+        self.blocks = nn.ModuleList([Block(sizes, attention) for _ in range(sizes.layers)])
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, VOCABULARY, bias=False)
 
@@ -92,20 +113,22 @@ class GPT(nn.Module):
         return result
 
 
-def make_gpt(sizes: Model, seed: int) -> GPT:
-    """The model with the weights that `model.initial_weights` draws, q, k and v apart."""
+def make_gpt(sizes: Model, seed: int, *, split: bool = False) -> GPT:
+    """The model with the weights that `model.initial_weights` draws; with `split` q, k and v are matrices apart."""
     weights = initial_weights(sizes, seed)
     state: dict[str, Tensor] = {}
     for name, weight in weights.items():
         for before, after in ((".attention.norm.", ".attention_norm."), (".mlp.norm.", ".mlp_norm.")):
             name = name.replace(before, after)
-        if ".qkv." in name:
+        if ".qkv." in name and not split:
+            state[name] = weight.flatten(0, 1)
+        elif ".qkv." in name:
             state |= {name.replace("qkv", f"w{part}"): weight[place] for place, part in enumerate("qkv")}
         elif name.endswith("_embedding"):
             state[f"{name}.weight"] = weight
         else:
             state[name.replace(".attention.out.", ".attention.wo.")] = weight
-    gpt = GPT(sizes)
+    gpt = GPT(sizes, SplitAttention if split else Attention)
     gpt.load_state_dict(state)
     return gpt
 
@@ -123,9 +146,8 @@ def make_plan(sizes: Model) -> dict[str, ParallelStyle]:
         "token_embedding": SequenceParallel(),
         "position_embedding": SequenceParallel(sequence_dim=0),
         "blocks.*.*_norm": SequenceParallel(),
-        # Once for q, k and v: what they find for the gradient of their input is added before it moves back.
-        "blocks.*.attention": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
-        "blocks.*.attention.w[qkv]": ColwiseParallel(unit=head),
+        # Queries, keys and values are three blocks of heads, each cut alike.
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=sequence, unit=head, repeats=3),
         "blocks.*.attention.wo": RowwiseParallel(unit=head, output_layouts=sequence, use_local_output=False),
         "blocks.*.mlp.up": ColwiseParallel(input_layouts=sequence),
         "blocks.*.mlp.down": RowwiseParallel(output_layouts=sequence, use_local_output=False),

@@ -48,7 +48,8 @@ class LocalLearner:
         }
         # Held whole by every rank, yet used on its own part of the sequence only.
         self._shared = [self._weights[parameter.name] for parameter in parameters if parameter.placement.is_replicate()]
-        self._optimizer = torch.optim.AdamW(self._weights.values(), lr=experiment.learning_rate, fused=True)
+        self._cut = [self._weights[parameter.name] for parameter in parameters if parameter.placement.is_shard()]
+        self._optimizer = torch.optim.AdamW(self._weights.values(), lr=experiment.learning_rate, foreach=True)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, experiment.rate_factor)
         self._batches = data.Batches(experiment.steps, experiment.batch, experiment.model.sequence, experiment.seed)
 
@@ -60,10 +61,18 @@ class LocalLearner:
         self._optimizer.zero_grad()
         loss.backward()
         self._enter("gradients")
-        self._sharding.sum_replicated(_gradient(weight) for weight in self._shared)
+        self._sharding.sum_replicated(map(_gradient, self._shared))
+        self._clip()
         self._optimizer.step()
         self._schedule.step()
         return loss.item()
+
+    def _clip(self) -> None:
+        """Scales all gradients down where their norm, that of the whole model, is larger than it may be."""
+        shared, cut = list(map(_gradient, self._shared)), list(map(_gradient, self._cut))
+        squares = self._sharding.total(_sum_of_squares(cut)) + _sum_of_squares(shared)
+        scale = self._experiment.largest_norm / (squares.sqrt() + 1e-6)
+        torch._foreach_mul_([*shared, *cut], scale.clamp(max=1.0))
 
     def _loss(self, index: int) -> Tensor:
         """The mean over all positions of all ranks, in nats a byte."""
@@ -72,6 +81,10 @@ class LocalLearner:
         logits = model.next_byte_logits(experiment.model, self._weights, tokens, sharding.positions, sharding)
         own_sum = F.cross_entropy(logits.flatten(0, 1), following.flatten(), reduction="sum")
         return sharding.total(own_sum / experiment.tokens_per_step)
+
+
+def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors)).square().sum()
 
 
 def _gradient(weight: Tensor) -> Tensor:
