@@ -195,9 +195,43 @@ def test_gradients_that_are_asked_for_do_not_accumulate():
         assert all(parameter.grad is kept for parameter, kept in zip(model.parameters(), before, strict=True))
         single = MLP()
         expected = torch.autograd.grad(single(X), list(single.parameters()), torch.ones_like(X))
-        for grad, whole in zip(grads, expected, strict=True):
+        for grad, whole, parameter in zip(grads, expected, list(model.parameters()), strict=True):
+            assert grad.placements == parameter._spec.placements  # type: ignore[attr-defined]
             torch.testing.assert_close(grad.full_tensor(), whole)
         check_gradients(model)
+
+    run_ranks(RANKS, body)
+
+
+def test_hooks_see_whole_gradients_at_once():
+    def body(rank: int) -> None:
+        model, mesh = parallel_mlp()
+        expected = single_gradients()
+        seen: dict[str, Any] = {}
+        model.norm.weight.register_hook(lambda grad: seen.update(weight=grad))
+        model.norm.bias.register_post_accumulate_grad_hook(lambda bias: seen.update(bias=bias.grad))
+        backward_of(model, distribute(X, mesh, "S1"))
+        for name, grad in seen.items():
+            assert grad.placements == (T.Replicate(),)
+            torch.testing.assert_close(grad.full_tensor(), expected[f"norm.{name}"])
+        assert len(seen) == 2
+        check_gradients(model)
+
+    run_ranks(RANKS, body)
+
+
+def test_a_backward_pass_for_some_parameters_leaves_the_others():
+    def body(rank: int) -> None:
+        model, mesh = parallel_mlp()
+        found: Any = model(distribute(X, mesh, "S1")).sum()
+        found.backward(inputs=[model.norm.weight, model.up.weight])
+        with_grad = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        assert with_grad == ["norm.weight", "up.weight"]
+        single = MLP()
+        single(X).sum().backward()
+        grad: Any = model.norm.weight.grad
+        assert grad.placements == (T.Replicate(),)
+        torch.testing.assert_close(grad.full_tensor(), single.norm.weight.grad)
 
     run_ranks(RANKS, body)
 
