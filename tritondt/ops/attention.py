@@ -231,7 +231,9 @@ def _zeros(op: OpOverload, outputs: OutputSpecs) -> LocalOp:
     assert isinstance(outputs, list), f"{op} gives several tensors"
     numbers = [0 if str(result.type) in ("int", "SymInt") else None for result in op._schema.returns]
 
-    def zeros(first: torch.Tensor, *_args: Any, **_options: Any) -> tuple[Any, ...]:
+    def zeros(first: torch.Tensor | None, *_args: Any, **_options: Any) -> tuple[Any, ...]:
+        if first is None:  # nobody asks for the gradient
+            return (None,) * len(outputs)
         found: list[Any] = []
         for spec, number in zip(outputs, numbers, strict=True):
             if spec is None:
@@ -262,6 +264,8 @@ def _with_needed_keys(local: LocalOp, call: _Call) -> LocalOp:
     }
 
     def run(*args: Any, **options: Any) -> Any:
+        if args[0] is None:  # nobody asks for the gradient, and the kernel gives none
+            return local(*args, **options)
         picked = torch.tensor(chosen, device=args[0].device)
         results = local(*(a.index_select(_HEADS, picked) if i in keys else a for i, a in enumerate(args)), **options)
         if not call.is_backward:
