@@ -1,10 +1,9 @@
-"""DTensor as a tensor: parameters, copies, files, text, conversion, checks of from_local, and what cannot work."""
+"""DTensor as a tensor: parameters, copies, files, text, conversion, names as in torch, and what cannot work."""
 
 import copy
 import inspect
 import io
 import pickle
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch.distributed.tensor as reference
 from torch import nn
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
 from tritondt.comm.threads import run_ranks
 from tritondt.placement import parse_placements
@@ -302,212 +300,12 @@ def test_flattening():
     on_two(body)
 
 
-# from_local(run_check=True), on threads and on processes.
-
-
-def checked(rank, give, placements, mesh_shape=(2, 2)):
-    """What from_local says on this rank, or holds, as plain values."""
-    local, options = give(rank)
-    try:
-        found = T.DTensor.from_local(local, T.Mesh(mesh_shape), parse_placements(placements), run_check=True, **options)
-    except T.TritondtError as error:
-        return type(error).__name__, str(error)
-    return found.to_local().tolist()
-
-
-def give_other_shape(rank):
-    return torch.zeros(3, 4 + (rank == 3)), {}
-
-
-def give_other_dtype(rank):
-    return torch.zeros(3, 4, dtype=torch.float64 if rank == 2 else torch.float32), {}
-
-
-def give_too_few_rows(rank):
-    return torch.zeros(2 - (rank == 1), 4), {"shape": (4, 4)}
-
-
-def give_numbers(rank):
-    return torch.tensor([[rank, -0.0], [float("nan") if rank else 1.5, rank]]), {}
-
-
-def give_bools(rank):
-    return torch.tensor([rank % 2 == 0, rank > 1]), {}
-
-
-def give_placements(rank):
-    return torch.zeros(4, 4), {}
-
-
-def mixed_placements(rank):
-    return checked(rank, give_placements, "S0, R" if rank != 1 else "S1, R")
-
-
-CHECKS = [
-    (
-        give_other_shape,
-        "S0, R",
-        "a part of (S0, R) of (6, 4) float32 on rank 0, but with a part of (S0, R) of (6, 5) float32 on rank 3",
-    ),
-    (
-        give_other_dtype,
-        "S1, R",
-        "a part of (S1, R) of (3, 8) float32 on rank 0, but with a part of (S1, R) of (3, 8) float64 on rank 2",
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def processes():
-    with GlooRanks(4) as ranks:
-        yield ranks
-
-
-@pytest.mark.parametrize("on_processes", [False, True])
-def test_parts_of_different_tensors_are_refused_on_all_ranks(on_processes, processes):
-    def run(body, *arguments):
-        return processes.run(body, *arguments) if on_processes else run_ranks(4, lambda rank: body(rank, *arguments))
-
-    for give, placements, said in CHECKS:
-        for found_kind, text in run(_checked_by_name, give.__name__, placements):
-            assert found_kind == "MismatchError"
-            assert text.startswith("from_local was called with ")
-            assert said in text
-            assert text.endswith("all ranks must call it for the same tensor")
-    for found_kind, text in run(mixed_placements):
-        assert found_kind == "MismatchError"
-        assert "(S0, R) of (8, 4) float32 on rank 0, but with a part of (S1, R) of (4, 8) float32 on rank 1" in text
-    found = run(_checked_by_name, "give_too_few_rows", "S0, R")
-    assert [kind for kind, _ in found] == ["MismatchError", "LocalTensorError", "MismatchError", "MismatchError"]
-    assert "rank 1 at coordinate (0, 1) gave a local tensor of shape (1, 4)" in found[1][1]
-    assert "but with what it refused (rank 1 at coordinate (0, 1) gave a local tensor of shape (1, 4)" in found[0][1]
-
-
-def _checked_by_name(rank, name, placements):
-    return checked(rank, globals()[name], placements)
-
-
-@pytest.mark.parametrize("on_processes", [False, True])
-@pytest.mark.parametrize(
-    ("placements", "senders"),
-    [
-        ("R, R", (0, 0, 0, 0)),
-        ("S0, R", (0, 0, 2, 2)),
-        ("R, S1", (0, 1, 0, 1)),
-        ("P, R", (0, 0, 2, 2)),
-        ("R, P(max)", (0, 1, 0, 1)),
-        ("S1, S0", (0, 1, 2, 3)),
-    ],
-)
-def test_replicas_take_the_values_of_the_first_coordinate(placements, senders, on_processes, processes):
-    names = ["give_numbers"] if "P(" in placements or "P," in placements else ["give_numbers", "give_bools"]
-    for name in names:
-        if name == "give_bools" and "1" in placements:
-            continue
-        if on_processes:
-            found = processes.run(_checked_by_name, name, placements)
-        else:
-            found = run_ranks(4, partial(_checked_by_name, name=name, placements=placements))
-        expected = [globals()[name](sender)[0].tolist() for sender in senders]
-        assert repr(found) == repr(expected)  # nan and the sign of zero included
-
-
-def test_a_checked_tensor_passes_gradients_on():
-    def body(rank):
-        mesh = T.Mesh((2,))
-        local = torch.full((2,), float(rank), requires_grad=True)
-        x = T.DTensor.from_local(local, mesh, [T.Replicate()], run_check=True)
-        assert x.to_local().tolist() == [0.0, 0.0]
-        (x * 3).backward(T.ones(2, device_mesh=mesh))
-        assert local.grad is not None
-        assert local.grad.tolist() == [3.0, 3.0]
-
-    run_ranks(2, body)
-
-
 def test_from_local_without_a_check_shares_memory_and_sends_nothing():
     def body(rank):
         local = torch.full((2,), float(rank))
         assert T.DTensor.from_local(local, T.Mesh((2,)), [T.Replicate()]).to_local() is local
 
     run_ranks(2, body)
-
-
-# Transforms and graphs.
-
-
-def test_vmap_and_grad():
-    whole = torch.arange(35.0).reshape(7, 5)
-
-    def body(x):
-        for function, in_dims in (
-            (lambda row: row * 2 + 1, 0),
-            (lambda column: column.sum(), 1),
-            (lambda row: torch.softmax(row, 0), 0),
-            (lambda row: row.reshape(5, 1).expand(5, 2).mean(1), 0),
-        ):
-            found = torch.func.vmap(function, in_dims=in_dims)(x)
-            assert isinstance(found, T.DTensor)
-            torch.testing.assert_close(found.full_tensor(), torch.func.vmap(function, in_dims=in_dims)(whole))
-        found = torch.func.grad(lambda y: (y * y).sum())(x)
-        torch.testing.assert_close(found.full_tensor(), 2 * whole, rtol=0, atol=0)
-        found = torch.func.vmap(torch.func.grad(lambda row: (row * row).sum()))(x)
-        torch.testing.assert_close(found.full_tensor(), 2 * whole, rtol=0, atol=0)
-        with pytest.raises(
-            T.MixedTensorsError, match=r"got a distributed tensor \(S0\) of \(7, 5\) float32 and a plain"
-        ):
-            torch.func.vmap(torch.add)(x, whole)
-
-    on_two(body)
-
-
-def compiled_on(rank):
-    """A layer whose weights are cut and whose gradients travel, compiled and not; and shapes that change."""
-    torch.manual_seed(1)
-    mesh = T.init_device_mesh("cpu", (2,))
-    layer = nn.Linear(5, 7)
-    for name, parameter in list(layer.named_parameters()):
-        setattr(layer, name, T.distribute_tensor(parameter, mesh, [T.Shard(0)]))
-
-    def loss(x):
-        hidden = layer(x).relu().redistribute(placements=[T.Shard(0)])
-        return (torch.softmax(hidden, -1) * torch.linalg.vector_norm(hidden)).sum()
-
-    found = []
-    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
-        layer.zero_grad()
-        results = []
-        for rows in (3, 4, 5):
-            total: Any = function(T.distribute_tensor(torch.randn(rows, 5, generator=_seeded(rows)), mesh))
-            total.backward()
-            results.append(total.full_tensor().item())
-        grads = [parameter.grad for parameter in layer.parameters()]
-        found.append((results, [(grad._spec, grad.to_local()) for grad in grads]))  # type: ignore[union-attr]
-    (eager, eager_grads), (graph, graph_grads) = found
-    torch.testing.assert_close(graph, eager)
-    for (_, of_graph), (_, of_eager) in zip(graph_grads, eager_grads, strict=True):
-        torch.testing.assert_close(of_graph, of_eager)
-    make = torch.compile(
-        lambda local: T.DTensor.from_local(local, mesh, [T.Shard(0)]).to_local() * 2, backend="aot_eager"
-    )
-    assert make(torch.ones(3)).tolist() == [2.0] * 3
-    drop = torch.compile(lambda x: torch.dropout(x, 0.5, True), backend="aot_eager")
-    ones = T.ones(64, device_mesh=mesh)
-    masks: list[Any] = [drop(ones) for _ in range(2)]
-    first, second = (mask.to_local().tolist() for mask in masks)
-    assert first != second, "one mask for all calls"
-    return first
-
-
-def _seeded(number):
-    return torch.Generator().manual_seed(number)
-
-
-@pytest.mark.slow
-def test_compiled_graphs_redistribute_and_give_the_same():
-    with GlooRanks(2) as ranks:
-        first, second = ranks.run(compiled_on, timeout_s=110)
-    assert first == second  # replicas drop the same
 
 
 def test_public_names_and_their_parameters_are_those_of_torch():
