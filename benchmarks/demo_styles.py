@@ -18,9 +18,9 @@ from rich.console import Console
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.surroundings import surroundings
 from tritondt.cli.demo.experiment import Experiment, ignore
-from tritondt.cli.demo.launch import run_on_ranks
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.train import STYLES
+from tritondt.cli.launch import run_on_ranks
 
 _SIZES = Model(heads=6, layers=4, width=192, sequence=127)
 _BATCH = 16

@@ -39,8 +39,8 @@ from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.demo.data import Batches
 from tritondt.cli.demo.gpt import make_gpt
-from tritondt.cli.demo.launch import num_cores, run_on_ranks
 from tritondt.cli.demo.model import Model
+from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.events import StepRan, subscribe
 
 _STDOUT = "-"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from tritondt.cli.demo import command, data, model
 from tritondt.cli.demo.dtensor_style import DTensorStyle
 from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
 from tritondt.cli.demo.gpt import make_gpt, make_plan
-from tritondt.cli.demo.launch import RankFailedError, run_on_ranks
 from tritondt.cli.demo.local_style import LocalStyle
 from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, summarise
@@ -197,34 +195,6 @@ def test_what_cannot_be_trained_is_refused(tmp_path, arguments, message):
     result = run_demo(tmp_path, *arguments)
     assert result.exit_code == 2
     assert message in result.output
-
-
-def fail_on_rank_1(send, how):
-    dist.barrier()
-    if dist.get_rank() == 1:
-        how()
-    dist.barrier()  # never completed: the others wait here until the launcher ends them
-
-
-def raise_an_error():
-    raise ValueError("the cause")
-
-
-def kill_this_process():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (raise_an_error, r"(?s)rank 1 of 3 failed:\nTraceback.*raise_an_error.*ValueError: the cause"),
-        (kill_this_process, "rank 1 of 3 was ended by SIGKILL before it was done"),
-        (partial(sys.exit, 7), "rank 1 of 3 exited with 7 before it was done"),
-    ],
-)
-def test_the_rank_that_failed_is_named(how, message):
-    with pytest.raises(RankFailedError, match=message):
-        run_on_ranks(3, fail_on_rank_1, how, on_message=print)
 
 
 def start_demo(tmp_path: Path) -> "subprocess.Popen[str]":

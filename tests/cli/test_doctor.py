@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import tritondt as T
 from tritondt.cli import doctor
-from tritondt.cli.demo.launch import RankFailedError
+from tritondt.cli.launch import RankFailedError
 from tritondt.cli.main import main
 
 

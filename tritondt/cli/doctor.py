@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tritondt.cli.demo.launch import RankFailedError, num_cores, run_on_ranks
+from tritondt.cli.launch import RankFailedError, num_cores, run_on_ranks
 
 _NUM_RANKS = 2
 

@@ -22,7 +22,7 @@ from tritondt.cli.bench.cases import (
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
 from tritondt.cli.bench.report import as_json, line, print_report
-from tritondt.cli.demo.launch import run_on_ranks
+from tritondt.cli.launch import run_on_ranks
 from tritondt.comm import world
 
 _DEFAULT_RANKS = 4

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import tritondt as T
-from tritondt.cli.demo.launch import num_cores
+from tritondt.cli.launch import num_cores
 
 _CPUINFO = Path("/proc/cpuinfo")
 

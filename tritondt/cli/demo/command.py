@@ -13,11 +13,11 @@ from rich.console import Console
 
 from tritondt.cli.demo.data import corpus
 from tritondt.cli.demo.experiment import Experiment, RanksRun, Step, Style
-from tritondt.cli.demo.launch import num_cores, run_on_ranks
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, write_results
 from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
+from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.comm import world
 
 _DEFAULT_HEAD_WIDTH = 32

@@ -17,9 +17,9 @@ from rich.table import Table
 
 import tritondt as T
 from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
-from tritondt.cli.demo.launch import num_cores
 from tritondt.cli.demo.model import Model, parameters
 from tritondt.cli.demo.traffic import Flow
+from tritondt.cli.launch import num_cores
 
 # fp32 sums taken in another order: 60 steps on 4 ranks differ by a few 1e-6 from one process.
 LOSS_TOLERANCE = 1e-4
