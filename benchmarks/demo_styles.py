@@ -5,10 +5,8 @@ python -m benchmarks.demo_styles [--ranks N] [--rounds N] [--json [FILE]]
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import click
@@ -16,15 +14,15 @@ import torch
 from rich.console import Console
 
 from tritondt.cli.bench.harness import Times, time_interleaved
-from tritondt.cli.bench.surroundings import surroundings
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.demo.experiment import Experiment, ignore
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.train import STYLES
 from tritondt.cli.launch import run_on_ranks
+from tritondt.cli.surroundings import surroundings
 
 _SIZES = Model(heads=6, layers=4, width=192, sequence=127)
 _BATCH = 16
-_STDOUT = "-"
 
 
 def measure_on_rank(send: Callable[[object], None], rounds: int) -> list[Times]:
@@ -42,17 +40,10 @@ def measure_on_rank(send: Callable[[object], None], rounds: int) -> list[Times]:
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=1), default=4, help="Processes to start.")
 @click.option("--rounds", type=click.IntRange(min=9), default=50, help="Steps of each style.")
-@click.option(
-    "--json",
-    "json_to",
-    is_flag=False,
-    flag_value=_STDOUT,
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write one JSON object to a file, or as the last line printed.",
-)
+@json_option
 def demo_styles(ranks: int, rounds: int, json_to: str | None) -> None:
     """Time a training step of the demo in both of its styles."""
-    console = Console(stderr=json_to == _STDOUT)
+    console = Console(stderr=is_printed(json_to))
     times: Any = run_on_ranks(ranks, measure_on_rank, rounds, on_message=ignore)[0]
     found = dict(zip(STYLES, times, strict=True))
     for name, of_style in found.items():
@@ -68,10 +59,7 @@ def demo_styles(ranks: int, rounds: int, json_to: str | None) -> None:
         "ratio_fastest": found["dtensor"].fastest / found["local"].fastest,
     }
     console.print(f"dtensor / local: {result['ratio_median']:.3f} by medians, {result['ratio_fastest']:.3f} by fastest")
-    if json_to == _STDOUT:
-        click.echo(json.dumps(result))
-    elif json_to is not None:
-        Path(json_to).write_text(json.dumps(result) + "\n")
+    write_json(result, json_to)
 
 
 # The ranks that the benchmark starts import this file again, under another name.

@@ -9,7 +9,6 @@ torch's and plain tensors take turns in every round; a time is the median of the
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,6 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import click
@@ -31,14 +29,14 @@ from rich.table import Table
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: F401 - registers the backend
 
 import tritondt as T
-from tritondt.cli.bench.surroundings import surroundings
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.surroundings import surroundings
 
 Run = Callable[[], object]
 
 _WORLD_SIZE = 4
 _LOCAL = (16, 64)
 _NUM_PARAMETERS = 300
-_STDOUT = "-"
 _FILE_COLUMNS = 110
 
 
@@ -239,22 +237,15 @@ def _report(console: Console, found: list[Measured], cold: dict[int, dict[str, f
 @click.command(context_settings={"show_default": True})
 @click.option("--rounds", type=click.IntRange(min=3), default=25, help="Rounds of a case.")
 @click.option("--only", default="*", help="Cases to time, as a pattern such as 'redistribute*'.")
-@click.option(
-    "--json",
-    "json_to",
-    is_flag=False,
-    flag_value=_STDOUT,
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write one JSON object to a file, or as the last line printed.",
-)
+@json_option
 def main(rounds: int, only: str, json_to: str | None) -> None:
     """Time operators on distributed tensors against torch.distributed.tensor, without communication."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2 * _WORLD_SIZE)
     mesh = T.init_device_mesh("cpu", (_WORLD_SIZE,))
-    console = Console(stderr=json_to == _STDOUT)
+    console = Console(stderr=is_printed(json_to))
     if not console.is_terminal:  # a file or a pipe has no width
-        console = Console(stderr=json_to == _STDOUT, width=_FILE_COLUMNS)
+        console = Console(stderr=is_printed(json_to), width=_FILE_COLUMNS)
     found = []
     for case in cases(Side(T, mesh), Side(torch_tensor, mesh)):
         if not fnmatch(case.name, only):
@@ -278,10 +269,7 @@ def main(rounds: int, only: str, json_to: str | None) -> None:
         "cold_ms": cold,
         "worst_cold_ms": max(value for times in cold.values() for value in times.values()) if cold else None,
     }
-    if json_to == _STDOUT:
-        click.echo(json.dumps(result))
-    elif json_to is not None:
-        Path(json_to).write_text(json.dumps(result) + "\n")
+    write_json(result, json_to)
     dist.destroy_process_group()
 
 

@@ -10,7 +10,6 @@ Every round is a step of each, in alternating order, and takes as long as its sl
 from __future__ import annotations
 
 import datetime
-import json
 import logging
 import platform
 import warnings
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -36,14 +34,15 @@ import tritondt as T
 import tritondt.parallel as our_parallel
 from tritondt.cli.bench import loopback as loopback_counter
 from tritondt.cli.bench.harness import Times, time_interleaved
+from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.demo.data import Batches
 from tritondt.cli.demo.gpt import make_gpt
 from tritondt.cli.demo.model import Model
 from tritondt.cli.launch import num_cores, run_on_ranks
+from tritondt.cli.surroundings import versions
 from tritondt.events import StepRan, subscribe
 
-_STDOUT = "-"
 _BATCHES = 8
 # Ours sums in coordinate order, Gloo by rings; over 30 steps the losses of the two differ by a few 1e-6.
 _LOSS_TOLERANCE = 1e-4
@@ -226,14 +225,7 @@ def _count_ours(trainer: Trainer) -> tuple[int, dict[str, int]]:
 @click.option("--rounds", type=click.IntRange(min=1), default=25, help="Most rounds.")
 @click.option("--seconds", type=float, default=60.0, help="Time for all rounds; 9 are made anyway.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well.")
-@click.option(
-    "--json",
-    "json_to",
-    is_flag=False,
-    flag_value=_STDOUT,
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write one JSON object to a file, or as the last line printed.",
-)
+@json_option
 def tensor_parallel(
     ranks: int,
     heads: int,
@@ -258,12 +250,7 @@ def tensor_parallel(
     run_on_ranks(ranks, measure_on_rank, request, on_message=messages.append, preload=("torch._dynamo",))
     found: Found = messages[0]
     _print_table(found, Console())
-    if json_to is not None:
-        text = json.dumps(_as_json(request, ranks, found))
-        if json_to == _STDOUT:
-            click.echo(text)
-        else:
-            Path(json_to).write_text(text + "\n", encoding="utf-8")
+    write_json(_as_json(request, ranks, found), json_to)
     if not found.loss_max_abs_diff <= _LOSS_TOLERANCE:
         raise click.ClickException(
             f"the losses differ by up to {found.loss_max_abs_diff:.2e}; allowed is {_LOSS_TOLERANCE:.0e}"
@@ -319,13 +306,7 @@ def _as_json(request: Request, num_ranks: int, found: Found) -> dict[str, Any]:
         "tritondt": side(found.ours),
         "torch": side(found.theirs),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "versions": {
-            "tritondt": T.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "cores": num_cores(),
-        },
+        "versions": {**versions(), "machine": platform.platform(), "cores": num_cores()},
     }
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import click
 import torch.distributed as dist
 from rich.console import Console
@@ -20,13 +17,13 @@ from tritondt.cli.bench.cases import (
     parse_sizes,
 )
 from tritondt.cli.bench.inputs import DTYPES
+from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
 from tritondt.cli.bench.report import as_json, line, print_report
 from tritondt.cli.launch import run_on_ranks
 from tritondt.comm import world
 
 _DEFAULT_RANKS = 4
-_STDOUT = "-"
 
 
 @click.command(context_settings={"show_default": True})
@@ -39,14 +36,7 @@ _STDOUT = "-"
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
-@click.option(
-    "--json",
-    "json_to",
-    is_flag=False,
-    flag_value=_STDOUT,
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write one JSON object to a file, or as the last line printed.",
-)
+@json_option
 def redistribute(
     ranks: int | None,
     against: str | None,
@@ -79,12 +69,7 @@ def redistribute(
     if found is None:
         return
     print_report(found, Console())
-    if json_to is not None:
-        text = json.dumps(as_json(request, num_ranks, found))
-        if json_to == _STDOUT:
-            click.echo(text)
-        else:
-            Path(json_to).write_text(text + "\n", encoding="utf-8")
+    write_json(as_json(request, num_ranks, found), json_to)
 
 
 def _measure(request: Request, num_ranks: int) -> list[Measured]:

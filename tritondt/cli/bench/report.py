@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tritondt.cli.bench.measure import Measured, Request
-from tritondt.cli.bench.surroundings import surroundings
+from tritondt.cli.surroundings import surroundings
 
 # Single cases are judged only where the reference takes this long: below, the machine's noise alone
 # makes torch differ from itself by 10 % in a third of the cases.

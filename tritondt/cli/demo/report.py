@@ -20,6 +20,7 @@ from tritondt.cli.demo.experiment import Experiment, RanksRun, Step
 from tritondt.cli.demo.model import Model, parameters
 from tritondt.cli.demo.traffic import Flow
 from tritondt.cli.launch import num_cores
+from tritondt.cli.surroundings import versions
 
 # fp32 sums taken in another order: 60 steps on 4 ranks differ by a few 1e-6 from one process.
 LOSS_TOLERANCE = 1e-4
@@ -113,13 +114,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "redistributions": redistributions,
         "losses": [step.loss for step in on_ranks.steps],
         "losses_single": [step.loss for step in comparison.single],
-        "versions": {
-            "tritondt": T.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "machine": platform.platform(),
-            "cores": num_cores(),
-        },
+        "versions": {**versions(), "machine": platform.platform(), "cores": num_cores()},
     }
 
 

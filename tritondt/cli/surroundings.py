@@ -20,12 +20,13 @@ def surroundings() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {"platform": platform.platform(), "processor": _processor(), "cores": num_cores()},
-        "versions": {
-            "tritondt": T.__version__,
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions that a time or a loss depends on."""
+    return {"tritondt": T.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _processor() -> str:

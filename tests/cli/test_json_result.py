@@ -1,0 +1,40 @@
+"""`--json [FILE]` of the benchmarks: nowhere, on stdout, or to a file."""
+
+import json
+
+import click
+from click.testing import CliRunner
+
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+
+FOUND = {"ratio": 0.5, "ranks": (2, 3)}
+
+
+@click.command()
+@json_option
+def command(json_to):
+    click.echo(f"printed: {is_printed(json_to)}")
+    write_json(FOUND, json_to)
+
+
+def test_without_the_option_nothing_is_written():
+    assert CliRunner().invoke(command, []).stdout == "printed: False\n"
+
+
+def test_the_object_is_the_last_line_printed():
+    for arguments in (["--json"], ["--json", "-"]):
+        first, last = CliRunner().invoke(command, arguments).stdout.splitlines()
+        assert first == "printed: True"
+        assert json.loads(last) == {"ratio": 0.5, "ranks": [2, 3]}
+
+
+def test_the_object_is_one_line_of_a_file(tmp_path):
+    path = tmp_path / "found.json"
+    assert CliRunner().invoke(command, ["--json", str(path)]).stdout == "printed: False\n"
+    assert path.read_text() == '{"ratio": 0.5, "ranks": [2, 3]}\n'
+
+
+def test_a_folder_is_refused(tmp_path):
+    found = CliRunner().invoke(command, ["--json", str(tmp_path)])
+    assert found.exit_code == 2
+    assert f"File '{tmp_path}' is a directory" in found.output
