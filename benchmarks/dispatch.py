@@ -69,18 +69,18 @@ class Measured:
 
 
 class Side:
-    """One of the two libraries, with tensors of the same local sizes."""
+    """One of the two packages, with tensors of the same local sizes."""
 
-    def __init__(self, library: Any, mesh: Any) -> None:
-        self.library, self.mesh = library, mesh
+    def __init__(self, package: Any, mesh: Any) -> None:
+        self.package, self.mesh = package, mesh
 
     def sharded(self, local: torch.Tensor, dim: int = 0) -> Any:
         """A tensor whose local part is `local`, sharded on a dim."""
-        return self.library.DTensor.from_local(local, self.mesh, [self.library.Shard(dim)])
+        return self.package.DTensor.from_local(local, self.mesh, [self.package.Shard(dim)])
 
     def replicated(self, local: torch.Tensor) -> Any:
         """A tensor that is whole on every rank."""
-        return self.library.DTensor.from_local(local, self.mesh, [self.library.Replicate()])
+        return self.package.DTensor.from_local(local, self.mesh, [self.package.Replicate()])
 
 
 def _operators(side: Side | None) -> dict[str, Run]:
@@ -100,9 +100,9 @@ def _operators(side: Side | None) -> dict[str, Run]:
     }
     if side is not None:
         whole = side.replicated(torch.randn(64, 64))
-        library, mesh = side.library, side.mesh
-        shard_0, shard_1 = [library.Shard(0)], [library.Shard(1)]
-        found["from_local"] = lambda: library.DTensor.from_local(local, mesh, shard_0, run_check=False)
+        package, mesh = side.package, side.mesh
+        shard_0, shard_1 = [package.Shard(0)], [package.Shard(1)]
+        found["from_local"] = lambda: package.DTensor.from_local(local, mesh, shard_0, run_check=False)
         found["to_local"] = lambda: x.to_local()
         found["redistribute, no-op"] = lambda: x.redistribute(mesh, shard_0)
         found["redistribute, R -> S"] = lambda: whole.redistribute(mesh, shard_1)

@@ -16,7 +16,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def surroundings() -> dict[str, Any]:
-    """The fields that every benchmark's JSON object has."""
+    """Date, machine and versions, as fields of a JSON object."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {"platform": platform.platform(), "processor": _processor(), "cores": num_cores()},
