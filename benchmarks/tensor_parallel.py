@@ -13,10 +13,8 @@ import datetime
 import logging
 import platform
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -28,10 +26,10 @@ import torch.distributed.tensor.parallel as torch_parallel
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from torch.autograd import profiler
 
 import tritondt as T
 import tritondt.parallel as our_parallel
+from benchmarks.traffic import Traffic, count_ours, count_theirs
 from tritondt.cli.bench import loopback as loopback_counter
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
@@ -41,22 +39,10 @@ from tritondt.cli.demo.gpt import make_gpt
 from tritondt.cli.demo.model import Model
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import versions
-from tritondt.events import StepRan, subscribe
 
 _BATCHES = 8
 # Ours sums in coordinate order, Gloo by rings; over 30 steps the losses of the two differ by a few 1e-6.
 _LOSS_TOLERANCE = 1e-4
-# A ring sends to its neighbour, of a collective over n ranks, this many n-ths of what a rank puts in.
-_RING_STEPS: dict[str, Callable[[int], int]] = {
-    "all_gather_into_tensor": lambda size: (size - 1) * size,
-    "reduce_scatter_tensor": lambda size: size - 1,
-    "all_reduce": lambda size: 2 * (size - 1),
-    "all_to_all_single": lambda size: size - 1,
-    "shard_dim_alltoall": lambda size: size - 1,
-}
-_ITEMSIZE = {"float": 4, "double": 8, "long int": 8}
-# Functions of the same library that send nothing.
-_LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 @dataclass(frozen=True)
@@ -82,11 +68,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: times of every round, bytes that all ranks send in a step, collectives or exchanges of a rank."""
+    """One of the two: times of every round, what all ranks send in a step."""
 
     times: Times
-    sent_bytes: int
-    calls: dict[str, int]
+    traffic: Traffic
     loopback: Loopback | None
 
 
@@ -106,7 +91,7 @@ class Found:
     @property
     def bytes_ratio(self) -> float:
         """Our bytes in units of theirs."""
-        return self.ours.sent_bytes / self.theirs.sent_bytes
+        return self.ours.traffic.sent_bytes / self.theirs.traffic.sent_bytes
 
 
 def make_plan(styles: ModuleType, placements: Any) -> dict[str, Any]:
@@ -155,29 +140,6 @@ class Trainer:
         self.losses.append(loss.item())
 
 
-def _count_theirs(trainer: Trainer) -> tuple[int, dict[str, int]]:
-    """The collectives of one step, and what this rank sends of them where they run as rings.
-
-    The profiler sees them all; a dispatch mode, such as CommDebugMode, misses those inside foreach optimizers.
-    """
-    with profiler.profile(record_shapes=True, use_kineto=False) as profile:
-        trainer.step()
-    size, sent_bytes, calls = dist.get_world_size(), 0, Counter[str]()
-    for event in profile.function_events:
-        library, _, kind = event.name.partition("::")
-        parent = event.cpu_parent
-        # A collective is recorded once for each key that it is dispatched to.
-        if library not in ("_c10d_functional", "_dtensor") or (parent is not None and parent.name == event.name):
-            continue
-        if kind in _RING_STEPS:
-            calls[kind] += 1
-            put_in = prod(event.input_shapes[0]) * _ITEMSIZE[event.input_dtypes[0]]
-            sent_bytes += put_in * _RING_STEPS[kind](size) // size
-        elif kind not in _LOCAL:
-            raise AssertionError(f"{event.name} is a collective whose bytes are not known here")
-    return sent_bytes, dict(calls)
-
-
 def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     """Both sides in turns; rank 0 passes what was found to `send`. A collective call of all ranks."""
     torch.set_num_threads(1)
@@ -188,31 +150,12 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     theirs = Trainer(request, mesh, torch_parallel, torch_tensor)
     for trainer in (ours, theirs):  # the first step connects the ranks and fills caches
         trainer.step()
-    our_bytes, our_calls = _count_ours(ours)
-    their_bytes, their_calls = _count_theirs(theirs)
+    traffic = [found.of_all_ranks() for found in (count_ours(ours.step), count_theirs(theirs.step))]
     loopbacks = [count_loopback(trainer.step, 3) if request.loopback else None for trainer in (ours, theirs)]
     times = time_interleaved([ours.step, theirs.step], request.rounds, request.budget_s)
     differences = [abs(mine - other) for mine, other in zip(ours.losses, theirs.losses, strict=True)]
-    sent = torch.tensor([our_bytes, their_bytes])
-    dist.all_reduce(sent)
     if dist.get_rank() == 0:
-        sides = (
-            Side(times[0], int(sent[0]), our_calls, loopbacks[0]),
-            Side(times[1], int(sent[1]), their_calls, loopbacks[1]),
-        )
-        send(Found(*sides, max(differences)))
-
-
-def _count_ours(trainer: Trainer) -> tuple[int, dict[str, int]]:
-    """What the transport counts in one step on this rank."""
-    steps: list[StepRan] = []
-    unsubscribe = subscribe(steps.append)
-    try:
-        trainer.step()
-    finally:
-        unsubscribe()
-    moved = [step for step in steps if step.kind not in ("local", "scale")]
-    return sum(step.sent_bytes for step in moved), dict(Counter(f"{step.source} -> {step.target}" for step in moved))
+        send(Found(*map(Side, times, traffic, loopbacks), max(differences)))
 
 
 @click.command(context_settings={"show_default": True})
@@ -268,10 +211,10 @@ def _print_table(found: Found, console: Console) -> None:
     ours, theirs = found.ours, found.theirs
     row("step, median ms", ours.times.median * 1e3, theirs.times.median * 1e3, ".1f")
     row("step, fastest ms", ours.times.fastest * 1e3, theirs.times.fastest * 1e3, ".1f")
-    row("bytes sent a step, all ranks", ours.sent_bytes, theirs.sent_bytes, ",d")
+    row("bytes sent a step, all ranks", ours.traffic.sent_bytes, theirs.traffic.sent_bytes, ",d")
     if ours.loopback is not None and theirs.loopback is not None:
         row("on the loopback interface", _per_step(ours.loopback), _per_step(theirs.loopback), ",.0f")
-    row("exchanges or collectives a step", sum(ours.calls.values()), sum(theirs.calls.values()), "d")
+    row("exchanges or collectives a step", sum(ours.traffic.calls.values()), sum(theirs.traffic.calls.values()), "d")
     console.print(table)
     console.print(
         "bytes: ours as the transport counts them; torch's as rings would send its collectives, the fewest possible\n"
@@ -289,8 +232,8 @@ def _as_json(request: Request, num_ranks: int, found: Found) -> dict[str, Any]:
         return {
             "median_s": of.times.median,
             "fastest_s": of.times.fastest,
-            "sent_bytes_per_step": of.sent_bytes,
-            "calls_per_step": of.calls,
+            "sent_bytes_per_step": of.traffic.sent_bytes,
+            "calls_per_step": of.traffic.calls,
             "loopback": None if of.loopback is None else asdict(of.loopback),
         }
 
