@@ -1,6 +1,7 @@
 """How operators act on distributed tensors: strategies, rules and the propagator that chooses among them."""
 
-from tritondt.ops import (
+# Importing a family registers its operators.
+from tritondt.ops import (  # noqa: F401
     attention,
     dropout,
     foreach,
@@ -29,25 +30,6 @@ from tritondt.ops.schema import (
     TupleStrategy,
 )
 
-# Importing a family registers its operators.
-families = (
-    attention,
-    dropout,
-    foreach,
-    foreach_reductions,
-    fused,
-    identity,
-    indexing,
-    joining,
-    loss,
-    matrix,
-    normalization,
-    reductions,
-    slicing,
-    views,
-    views_in_place,
-)
-
 register_op_strategy = propagator.register_op_strategy
 register_sharding_prop_rule = propagator.register_sharding_prop_rule
 
@@ -61,7 +43,6 @@ __all__ = [
     "ShardingPropagator",
     "TupleStrategy",
     "einop_rule",
-    "families",
     "pointwise_rule",
     "propagator",
     "register_op_strategy",
