@@ -9,6 +9,7 @@ from torch import nn
 
 import tritondt as T
 from tests.gloo_ranks import GlooRanks
+from tests.oracle.arithmetic import indices_of, take
 from tritondt import events
 from tritondt.comm.threads import run_ranks
 from tritondt.placement import parse_placements
@@ -17,11 +18,8 @@ FULL = torch.arange(35.0).reshape(7, 5)
 
 
 def expected_local(full, spec):
-    """What this rank holds, cut here with index_select."""
-    for dim, intervals in enumerate(spec.layout.region(spec.coordinate)):
-        index = [i for start, stop in intervals for i in range(start, stop)]
-        full = full.index_select(dim, torch.tensor(index, dtype=torch.long))
-    return full
+    """What this rank holds, cut with index_select."""
+    return take(full, indices_of(spec.layout, spec.coordinate))
 
 
 @pytest.mark.parametrize("source", [0, 1, None])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.arithmetic import coordinates, held_indices
+from tests.oracle.arithmetic import coordinates, indices_of
 from tests.oracle.random_layouts import MESH_SHAPES, random_placements, random_shape
 from tritondt import layout as layouts
 from tritondt.layout import Layout
@@ -35,8 +35,7 @@ def indices_held(layout: Layout, coordinate: tuple[int, ...]) -> list[list[int]]
 
 
 def expected_indices(layout: Layout, coordinate: tuple[int, ...]) -> list[list[int]]:
-    arguments = layout.mesh_shape, layout.placements, layout.shape, coordinate, layout.order
-    return [kept.tolist() for kept in held_indices(*arguments)]
+    return [kept.tolist() for kept in indices_of(layout, coordinate)]
 
 
 @pytest.mark.parametrize("chunk", range(4))

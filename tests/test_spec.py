@@ -11,7 +11,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tritondt as T
-from tests.oracle.arithmetic import coordinates, held_indices
+from tests.oracle.arithmetic import coordinates, indices_of
 from tests.oracle.random_layouts import random_pair
 from tritondt import identity, spec
 from tritondt.comm.threads import run_ranks
@@ -153,7 +153,6 @@ def test_no_world_is_an_error_that_says_what_to_call() -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_shape_and_offset_are_where_the_one_box_lies(seed: int) -> None:
     layout, _ = random_pair(random.Random(seed), torch.float32)
-    arguments = layout.mesh_shape, layout.placements, layout.shape
 
     def body(rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         mesh = T.Mesh(layout.mesh_shape)
@@ -169,7 +168,7 @@ def test_shape_and_offset_are_where_the_one_box_lies(seed: int) -> None:
     found = run_ranks(layout.num_ranks, body)
     for coordinate, shape_and_offset in zip(coordinates(layout.mesh_shape), found, strict=True):
         if shape_and_offset is not None:
-            kept = held_indices(*arguments, coordinate, layout.order)
+            kept = indices_of(layout, coordinate)
             shape = tuple(map(len, kept))
             offset = tuple(
                 int(indices[0]) if len(indices) else length for indices, length in zip(kept, layout.shape, strict=True)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.oracle.arithmetic import indices_of, take
 from tritondt.comm import world
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.threads import run_ranks
@@ -16,10 +17,7 @@ from tritondt.planning.geometry import blocks
 
 def local_part(full, layout, coordinate):
     """What a coordinate holds of a tensor whose layout cuts dims only."""
-    for dim, intervals in enumerate(layout.region(coordinate)):
-        index = [i for start, stop in intervals for i in range(start, stop)]
-        full = full.index_select(dim, torch.tensor(index, dtype=torch.long))
-    return full.contiguous()
+    return take(full, indices_of(layout, coordinate))
 
 
 def test_a_list_of_tensors_of_different_widths_moves_and_reduces_in_one_exchange():

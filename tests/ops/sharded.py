@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 import tritondt as T
+from tests.oracle.arithmetic import indices_of, take
 from tritondt.comm.threads import run_ranks
 from tritondt.placement import parse_placements
 
@@ -21,14 +22,11 @@ class Case(NamedTuple):
 
 
 def distribute(full: torch.Tensor, mesh: T.Mesh, text: str, order: Sequence[int] | None = None) -> T.DTensor:
-    """This rank's part of a whole tensor, cut here with index_select; terms of a sum or mean differ."""
+    """This rank's part of a whole tensor, cut with index_select; terms of a sum or mean differ."""
     spec = T.DTensorSpec(mesh, parse_placements(text), T.TensorMeta.contiguous(full.shape, full.dtype), order)
     coordinate = mesh.coordinate
     assert coordinate is not None, "every rank is in the mesh"
-    local = full.detach()
-    for dim, intervals in enumerate(spec.layout.region(coordinate)):
-        indices = [i for start, stop in intervals for i in range(start, stop)]
-        local = local.index_select(dim, torch.tensor(indices, dtype=torch.long))
+    local = take(full.detach(), indices_of(spec.layout, coordinate))
     for size, index, placement in zip(mesh.shape, coordinate, spec.placements, strict=True):
         if placement.is_partial():
             # Terms differ, so that a reduction left out or done twice is seen.

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.arithmetic import coordinates, held_indices
+from tests.oracle.arithmetic import coordinates, indices_of, take
 from tests.oracle.random_layouts import MESH_SHAPES, random_placements, random_shape
 from tritondt.ops.reshaping import reshaped
 from tritondt.ops.view_layouts import local_slice, sliced
@@ -61,11 +61,7 @@ def test_axes_of_outer_dims_cut_first():
 
 def elements(layout: T.Layout, coordinate: tuple[int, ...]) -> list[int]:
     """Row-major numbers of the elements held, in the order of the local tensor."""
-    found = torch.arange(layout.numel).reshape(layout.shape)
-    arguments = layout.mesh_shape, layout.placements, layout.shape, coordinate, layout.order
-    for dim, kept in enumerate(held_indices(*arguments)):
-        found = found.index_select(dim, kept)
-    return found.flatten().tolist()
+    return take(torch.arange(layout.numel).reshape(layout.shape), indices_of(layout, coordinate)).flatten().tolist()
 
 
 def random_factors(chosen: random.Random, number: int) -> tuple[int, ...]:
@@ -109,8 +105,7 @@ def test_every_rank_keeps_its_elements_through_any_reshape(chunk):
 
 def held_of(layout: T.Layout, dim: int, coordinate: tuple[int, ...]) -> list[int]:
     """Indices of a dim that a coordinate holds, in the order of the local tensor."""
-    arguments = layout.mesh_shape, layout.placements, layout.shape, coordinate, layout.order
-    return held_indices(*arguments)[dim].tolist()
+    return indices_of(layout, coordinate)[dim].tolist()
 
 
 @pytest.mark.parametrize("chunk", range(4))

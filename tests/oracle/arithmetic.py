@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from tritondt import Partial, Placement, Shard
+from tritondt import Layout, Partial, Placement, Shard
 
 Coordinate = tuple[int, ...]
 
@@ -69,6 +69,11 @@ def _held_indices(
             cut = pieces(found[shard.dim], shape[shard.dim], mesh_shape[axis], shard)
             found[shard.dim] = cut[coordinate[axis]]
     return tuple(found)
+
+
+def indices_of(layout: Layout, coordinate: Coordinate) -> tuple[torch.Tensor, ...]:
+    """`held_indices` of a layout, of which only what it was made from is read."""
+    return held_indices(layout.mesh_shape, layout.placements, layout.shape, coordinate, layout.order)
 
 
 def take(full: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.arithmetic import coordinates, held_indices, take
+from tests.oracle.arithmetic import coordinates, indices_of, take
 from tests.oracle.random_layouts import random_pair
 from tritondt.layout import Layout
 from tritondt.planning.exchange import exchange
@@ -33,7 +33,7 @@ def test_boxes_pair_each_element_of_storage_with_its_place_in_the_message(chunk:
 
 def check_messages(source: Layout, target: Layout, coordinate: tuple[int, ...]) -> None:
     stored = blocks(source, coordinate)
-    kept = held_indices(source.mesh_shape, source.placements, source.shape, coordinate, source.order)
+    kept = indices_of(source, coordinate)
     lengths = tuple(map(len, kept))
     local = torch.arange(int(torch.tensor(lengths).prod()) if lengths else 1).reshape(lengths)
     for message in exchange(source, target, coordinate).sends:
