@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tritondt as T
+from tests.ops.sharded import Case, check
 from tritondt.comm.threads import run_ranks
 from tritondt.ops import OpSchema, einop_rule, pointwise_rule
 from tritondt.ops.rules import einop_strategies
@@ -111,6 +112,7 @@ def test_strategies_take_the_cut_that_an_argument_has():
         (Replicate(), Shard(0), 0),
         (Replicate(), Partial(), 0),
         (Shard(0), Replicate(), 300),
+        (Shard(0), Partial(), 300),
         (Shard(0), Shard(1), 75),
         (Shard(0), Shard(0, unit=2), 75),
         (Partial(), Shard(0), 75),
@@ -120,6 +122,15 @@ def test_strategies_take_the_cut_that_an_argument_has():
 )
 def test_bytes_of_a_change_on_an_axis_of_four(current, wanted, expected):
     assert move_bytes(current, wanted, 4, 100) == expected
+
+
+def test_what_is_added_to_terms_stays_sharded_unless_it_is_small():
+    large = torch.arange(32.0).reshape(8, 4)
+    for terms in ("P", "P(avg)"):
+        check(torch.add, Case((4,), (large, large), ("S0", terms)), expect="S0")
+    check(lambda x, terms: (x + terms).relu(), Case((4,), (large, large), ("S0", "P")), expect="S0")
+    # The terms of 32 elements stay rather than be scattered for the sake of 4.
+    check(torch.add, Case((4,), (large, large[0]), ("P", "S0")), expect="P")
 
 
 def test_a_third_axis_does_not_multiply_the_work():

@@ -18,6 +18,9 @@ Placements = tuple[Placement, ...]
 def move_bytes(current: Placement, wanted: Placement, axis_size: int, local_bytes: int) -> float:
     """Bytes that a rank holding `local_bytes` receives when one axis changes from `current` to `wanted`.
 
+    A shard that becomes terms moves nothing, but counts as if it were gathered: every rank then holds a tensor as
+    large, and what cannot use terms reduces it. `x + terms` would cost the next relu twice what x's shards cost here.
+
     >>> move_bytes(Shard(0), Replicate(), 4, 100), move_bytes(Shard(0), Shard(1), 4, 100)
     (300, 75.0)
     """
