@@ -89,7 +89,7 @@ class Call {
     }
     if (kind == slots_.tensor_class) return add_tensors(list);
     if (kind != &PyLong_Type && kind != &PyFloat_Type) return false;
-    // The forms that the general way makes: lengths by value, other numbers by type.
+    // Lengths by value, other numbers by type.
     if (by_value && kind != &PyLong_Type) return false;
     PyObject* part = by_value ? PyList_AsTuple(list) : Py_BuildValue("(ns)", length, kind->tp_name);
     if (part == nullptr) return false;

@@ -7,7 +7,6 @@ this file knows of (local tensor, spec) pairs only.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,11 +26,8 @@ from tritondt.spec import DTensorSpec, TensorMeta
 MAX_SIGNATURES = 1024
 
 _NUMBERS = (int, float, complex)
-_KINDS_OF_NUMBERS = {int, float, complex}
 _NO_BACKWARD = -1
 _NOTHING: Mapping[str, Any] = {}
-# Over a list of 300 in 4 us, where a comprehension takes 7.
-_spec_of, _local_tensor_of = attrgetter("_spec"), attrgetter("_local_tensor")
 
 
 class _Operator:
@@ -55,6 +51,7 @@ class Dispatcher:
         self, tensor_class: type[torch.Tensor], wrap: Wrap, wrap_all: WrapAll, propagator: ShardingPropagator
     ) -> None:
         self._class, self._wrap, self._wrap_all, self._propagator = tensor_class, wrap, wrap_all, propagator
+        self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_registration(self._operators.clear)
         self.dispatch = self._made_dispatch()
@@ -65,7 +62,7 @@ class Dispatcher:
         return 0 if found is None else len(found.signatures)
 
     def _made_dispatch(self) -> Callable[..., Any]:
-        operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, make_call_splitter(self._class)
+        operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
 
         def dispatch(
             op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -164,21 +161,12 @@ class Dispatcher:
         return local_args
 
     def _local_list(self, items: Sequence[Any], key: list[Any], numbers_by_type: bool) -> Sequence[Any]:
-        if items and type(items[0]) is self._class:  # foreach operators and optimizers pass hundreds
-            try:
-                specs = tuple(map(_spec_of, items))
-            except AttributeError:  # mixed with others, which is for _compile to refuse
-                pass
-            else:
-                key.append(specs)
-                return list(map(_local_tensor_of, items))
-        kinds = set(map(type, items))
-        if kinds == {int} and not numbers_by_type:  # sizes
-            key.append(tuple(items))
-            return items
-        if numbers_by_type and kinds <= _KINDS_OF_NUMBERS:
-            key.append((len(items), *sorted(kind.__name__ for kind in kinds)))
-            return items
+        found = self._split((list(items),), int(numbers_by_type))
+        if found is not None:  # tensors alone, of which foreach operators and optimizers pass hundreds, or numbers
+            local_items: Sequence[Any]
+            parts, (local_items,) = found
+            key.extend(parts)
+            return local_items
         key.append(len(items))
         return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
 
