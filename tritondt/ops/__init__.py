@@ -3,6 +3,7 @@
 # Importing a family registers its operators.
 from tritondt.ops import (  # noqa: F401
     attention,
+    completed_reductions,
     dropout,
     foreach,
     foreach_reductions,

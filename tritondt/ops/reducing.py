@@ -7,13 +7,19 @@ engine carries them, so whoever counts its bytes sees them.
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 
 from tritondt.execute import redistribute_local
+from tritondt.ops.schema import AxisStrategy, OpSchema
 from tritondt.placement import Partial, Placement, ReduceOp, Replicate, Shard
 from tritondt.spec import DTensorSpec, TensorMeta
 
+aten = torch.ops.aten
+
+# An empty list of dims reduces nothing here, and everything elsewhere.
+_EMPTY_IS_NONE = (aten.any.dims, aten.all.dims)
 # Every rank's own reduction, dims kept with length 1, to that of all ranks.
 Completion = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,6 +46,28 @@ def places_of_kept(dims: Sequence[int], num_dims: int, keepdim: bool) -> Mapping
     """
     kept = [dim for dim in range(num_dims) if dim not in dims]
     return {dim: dim if keepdim else place for place, dim in enumerate(kept)}
+
+
+def reduced(schema: OpSchema) -> tuple[tuple[int, ...], bool]:
+    """The dims that a call reduces, and whether they stay with length 1."""
+    declared = [argument.name for argument in schema.op._schema.arguments]
+    dims: Any = schema.argument(declared.index("dim"), "dim") if "dim" in declared else None
+    keepdim: Any = schema.argument(declared.index("keepdim"), "keepdim", False) if "keepdim" in declared else False
+    if dims is not None and not isinstance(dims, int) and not dims and schema.op in _EMPTY_IS_NONE:
+        return (), keepdim
+    return reduced_dims(dims, schema.args_spec[0].ndim), keepdim
+
+
+def rows(schema: OpSchema, num_outputs: int = 1) -> list[AxisStrategy]:
+    """The strategies that shard what is not reduced."""
+    dims, keepdim = reduced(schema)
+    places = places_of_kept(dims, schema.args_spec[0].ndim, keepdim)
+    return [AxisStrategy((Shard(dim),), (Shard(place),) * num_outputs) for dim, place in places.items()]
+
+
+def whole(num_outputs: int = 1) -> AxisStrategy:
+    """The strategy that shards nothing."""
+    return AxisStrategy((Replicate(),), (Replicate(),) * num_outputs)
 
 
 def is_sharded(spec: DTensorSpec, dims: Sequence[int]) -> bool:
