@@ -3,8 +3,10 @@
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.autograd import redistribute
+from tritondt.comm.work import Work
+from tritondt.comm.world import abort, close
 from tritondt.distribute import distribute_module, distribute_tensor
-from tritondt.dtensor import DTensor
+from tritondt.dtensor import DTensor, prefetch
 from tritondt.errors import (
     ImplicitRedistributionError,
     LayoutError,
@@ -19,12 +21,12 @@ from tritondt.errors import (
     TritondtError,
     WorldError,
 )
-from tritondt.execute import explain
 from tritondt.factories import empty, full, ones, rand, randn, zeros
 from tritondt.layout import Layout
 from tritondt.mesh import Mesh, init_device_mesh
 from tritondt.moving import explicit_redistribution
 from tritondt.placement import Partial, Placement, Replicate, Shard, parse_placements
+from tritondt.runnable import explain
 from tritondt.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 
 __version__ = "0.1.0"
@@ -51,7 +53,10 @@ __all__ = [
     "TensorMeta",
     "TransportError",
     "TritondtError",
+    "Work",
     "WorldError",
+    "abort",
+    "close",
     "compute_local_shape_and_global_offset",
     "distribute_module",
     "distribute_tensor",
@@ -62,6 +67,7 @@ __all__ = [
     "init_device_mesh",
     "ones",
     "parse_placements",
+    "prefetch",
     "rand",
     "randn",
     "redistribute",

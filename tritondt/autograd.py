@@ -9,6 +9,7 @@ import torch
 
 from tritondt.errors import ReductionError
 from tritondt.execute import redistribute_local
+from tritondt.pending import moved
 from tritondt.placement import Partial, Placement, Replicate
 from tritondt.signature import Wrap
 from tritondt.spec import DTensorSpec
@@ -77,13 +78,13 @@ class Redistribute(torch.autograd.Function):
         _check_linear(target)
         grad = _times(grad, _mean_size(target, gradient))
         wanted = gradient_spec(source)
-        moved: torch.Tensor
+        back: torch.Tensor
         if torch.is_grad_enabled() and grad.requires_grad:
-            moved = Redistribute.apply(grad, gradient, wanted, cotangent_spec(source))  # type: ignore[no-untyped-call]
+            back = Redistribute.apply(grad, gradient, wanted, cotangent_spec(source))  # type: ignore[no-untyped-call]
         else:
-            moved = redistribute_local(grad, gradient, wanted)
+            back = redistribute_local(grad, gradient, wanted)
         divisor = _mean_size(source, wanted)
-        return (moved if divisor == 1 else moved / divisor), None, None, None
+        return (back if divisor == 1 else back / divisor), None, None, None
 
 
 def _times(grad: torch.Tensor, factor: int) -> torch.Tensor:
@@ -137,13 +138,13 @@ class FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         _check_linear(ctx.spec)
-        moved = grad.redistribute(placements=ctx.gradient.placements, order=ctx.gradient.order)
+        back = grad.redistribute(placements=ctx.gradient.placements, order=ctx.gradient.order)
         local: torch.Tensor
-        if torch.is_grad_enabled() and moved.requires_grad:
+        if torch.is_grad_enabled() and back.requires_grad:
             # What multiplies this gradient is every rank's own: terms add up where the input was terms.
-            local = ToLocal.apply(moved, ctx.wrap, cotangent_spec(ctx.spec))  # type: ignore[no-untyped-call]
+            local = ToLocal.apply(back, ctx.wrap, cotangent_spec(ctx.spec))  # type: ignore[no-untyped-call]
         else:
-            local = moved._local_tensor
+            local = back._local_tensor
         divisor = _mean_size(ctx.spec, ctx.gradient)
         return (local if divisor == 1 else local / divisor), None, None, None, None
 
@@ -178,22 +179,25 @@ class Redistributed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, distributed: Any, wrap: Wrap, target: DTensorSpec, backward_dtype: torch.dtype | None
+        ctx: Any,
+        distributed: Any,
+        wrap: Wrap,
+        target: DTensorSpec,
+        backward_dtype: torch.dtype | None,
+        async_op: bool = False,
     ) -> torch.Tensor:
-        """The tensor under `target`."""
-        ctx.source, ctx.backward_dtype = distributed._spec, backward_dtype
+        """The tensor under `target`; under way, and so its gradient, with `async_op`."""
+        ctx.source, ctx.backward_dtype, ctx.async_op = distributed._spec, backward_dtype, async_op
         ctx.set_materialize_grads(False)
-        local: torch.Tensor = distributed._local_tensor
-        moved = redistribute_local(local, distributed._spec, target)
-        return wrap(moved.view_as(moved) if moved is local else moved, target)
+        return moved(distributed, wrap, target, async_op=async_op)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
         """The gradient as the source was laid out, with Partial as Replicate."""
         if grad is None:
-            return None, None, None, None
+            return None, None, None, None, None
         wanted = gradient_spec(ctx.source)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        moved = grad.redistribute(placements=wanted.placements, order=wanted.order)
-        return (moved if moved.dtype is ctx.source.dtype else moved.to(ctx.source.dtype)), None, None, None
+        back = grad.redistribute(placements=wanted.placements, order=wanted.order, async_op=ctx.async_op)
+        return (back if back.dtype is ctx.source.dtype else back.to(ctx.source.dtype)), None, None, None, None

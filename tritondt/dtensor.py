@@ -13,12 +13,14 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 
 from tritondt.agreement import agreed_local, refuse_agreement
 from tritondt.autograd import FromLocal, Redistributed, ToLocal, gradient_spec
+from tritondt.comm.work import Work
 from tritondt.dispatch import Dispatcher
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
-from tritondt.execute import redistribute_local, trace_with
+from tritondt.execute import trace_with
 from tritondt.local_spec import spec_of_local
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.ops import propagator
+from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
 from tritondt.saving import loaded, spec_values
 from tritondt.spec import DTensorSpec, TensorMeta
@@ -121,8 +123,9 @@ class DTensor(torch.Tensor):
         """The same tensor under other placements: a collective call with the fewest bytes.
 
         Converted to `forward_dtype` first, and its gradient to `backward_dtype` before that comes back. `order` lists
-        the axes in the order in which they cut a dim. With `async_op` the call may return before the data is there, and
-        the first use waits; today it returns when it is. Raises MeshError, LayoutError, PeerError, MismatchError.
+        the axes in the order in which they cut a dim. With `async_op` the call returns while the data is under way, in
+        forward and backward; the first use of the result waits, or `result.wait()`. Raises MeshError, LayoutError,
+        PeerError, MismatchError, the latter two where the wait is.
         """
         spec = self._spec
         if device_mesh is not None and canonical_mesh(device_mesh) is not spec.mesh:
@@ -136,9 +139,18 @@ class DTensor(torch.Tensor):
         spec = source._spec
         target = target_spec(spec, tuple(placements), None if order is None else tuple(order))
         if is_grad_enabled() and source.requires_grad:
-            moved = Redistributed.apply(source, type(self), target, backward_dtype)  # type: ignore[no-untyped-call]
-            return cast("DTensor", moved)
-        return source if target is spec else type(self)(redistribute_local(source._local_tensor, spec, target), target)
+            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op))  # type: ignore[no-untyped-call]
+        return source if target is spec else cast("DTensor", moved(source, DTensor, target, async_op=async_op))
+
+    @property
+    def work(self) -> Work | None:
+        """What the local tensor waits for; None where it is there."""
+        return work_of(self)
+
+    def wait(self) -> "DTensor":
+        """The tensor, with its local tensor there; raises what went wrong on the way."""
+        _ = self._local_tensor
+        return self
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor on every rank, a plain one: a collective call."""
@@ -300,3 +312,18 @@ def target_spec(
         return spec
     meta = TensorMeta.contiguous(spec.shape, spec.dtype)
     return DTensorSpec(spec.mesh, wanted.placements, meta, wanted.order)
+
+
+def prefetch(tensor: DTensor, placements: Sequence[Placement], *, order: Sequence[int | str] | None = None) -> None:
+    """Starts moving a tensor to `placements`: its next `redistribute` to them finds it there, or under way.
+
+    A collective call that returns at once. What was moved is dropped if the tensor is written to before.
+
+        T.prefetch(weight, [T.Replicate()])
+        y = layer(x)  # meanwhile
+        whole = weight.redistribute(placements=[T.Replicate()])
+    """
+    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
+    if target is not tensor._spec:
+        with torch.no_grad():
+            put_ahead(tensor, DTensor, target)

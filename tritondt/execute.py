@@ -1,56 +1,25 @@
 """Runs the plan that takes a local tensor from one spec to another.
 
-A pair of specs and the strides of the local tensor are compiled once: plan, boxes, descriptor tables and the
-communicator. What is left per call is one look-up, one allocation per step and the step itself.
+A pair of specs and the strides of the local tensor are compiled once (`runnable.py`). What is left per
+call is one look-up, one allocation per step and the step itself.
 """
 
-import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from tritondt import events
-from tritondt import region as regions
-from tritondt._C import CopyTable
 from tritondt.comm import world
-from tritondt.comm.communicator import Communicator, Reduction, Transfer
-from tritondt.comm.packing import packed_transfer
-from tritondt.errors import LayoutError, LocalTensorError, MeshError, TransportError
-from tritondt.layout import Coordinate, Layout
+from tritondt.comm.communicator import Communicator, Traffic
+from tritondt.comm.work import Work
+from tritondt.errors import LocalTensorError, TransportError
 from tritondt.memory import allocate
-from tritondt.placement import Partial, ReduceOp
-from tritondt.planning.cost import step_cost
-from tritondt.planning.exchange import Exchange, Message
-from tritondt.planning.explain import Explanation, explain_layouts
-from tritondt.planning.geometry import step_blocks
-from tritondt.planning.pieces import FlatPieces
-from tritondt.planning.plan import Plan, Step
-from tritondt.planning.planner import make_plan
+from tritondt.runnable import Runnable, compiled, plan_for
 from tritondt.spec import DTensorSpec
-
-_MAX_COUNTED = 1024
-
-
-class Runnable(NamedTuple):
-    """A step with all that does not change from call to call.
-
-    `target_shape` is what a step allocates: the local tensor, or for a reduction into flat pieces the whole
-    tensor around them, of which `piece` is the range that this rank reduces.
-    """
-
-    step: Step
-    transfer: Transfer | None
-    communicator: Communicator | None
-    keep: CopyTable | None
-    target_shape: tuple[int, ...]
-    piece: tuple[int, int] | None
-    fill: float | int | bool | None
 
 
 def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -60,22 +29,75 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     LayoutError on all ranks alike; LocalTensorError and TransportError on the rank whose tensor is at fault,
     and PeerError on the others.
     """
-    try:
-        _check_local(local, source)
-    except (LocalTensorError, TransportError) as error:
-        _refuse(source, target, error)
-        raise
+    _check_or_refuse(local, source, target)
     if source is target:
         return local
     if source.coordinate is None:
         return local.new_empty((0,))
     if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
         return _traced(local, source, target)
-    if local.is_conj() or local.is_neg():
-        local = local.resolve_conj().resolve_neg()
+    local = _with_memory(local)
+    steps = compiled(source, target, local.stride())
+    if len(steps) == 1:
+        return _run_step(steps[0], local, local)[0]
+    communicator = next((step.communicator for step in steps if step.communicator is not None), None)
+    if communicator is None:
+        return _run_steps(steps, local)
+    result: list[torch.Tensor] = []
+    communicator.in_order(lambda: result.append(_run_steps(steps, local)), f"{source.layout} -> {target.layout}")
+    return result[0]
+
+
+def issue_local(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, before: Work | None = None
+) -> tuple[torch.Tensor, Work | None]:
+    """The same, under way: the tensor that will hold the result, and what to wait for; None where it is there.
+
+    `local` is read until then; `before` is what fills it, issued on the same mesh. What needs no peer is done at once.
+    """
+    _check_or_refuse(local, source, target)
+    if source is target or source.coordinate is None or type(local) is not torch.Tensor:
+        if before is not None:
+            before.wait()
+        return redistribute_local(local, source, target), None
+    held = _with_memory(local)
+    steps = compiled(source, target, held.stride())
+    communicator = next((step.communicator for step in steps if step.communicator is not None), None)
+    if communicator is None:
+        if before is not None:
+            before.wait()
+        return _run_steps(steps, held), None
+    # A step that gathers writes into the tensor of the step before.
+    last = max(place for place, step in enumerate(steps) if step.step.kind != "gather")
+    whole = allocate(steps[last].target_shape, held.dtype, held.device)
+    _tell(steps, communicator)
+
+    def run() -> None:
+        current = around = held
+        for place, step in enumerate(steps):
+            current, around = _step(step, current, around, whole if place == last else None)
+
+    description = f"{source.layout} -> {target.layout} of {source.shape}"
+    return whole, communicator.issue(run, description, (held,), are_there=before is None)
+
+
+def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    try:
+        _check_local(local, source)
+    except (LocalTensorError, TransportError) as error:
+        _refuse(source, target, error)
+        raise
+
+
+def _with_memory(local: torch.Tensor) -> torch.Tensor:
+    """The values as they lie in memory."""
+    return local.resolve_conj().resolve_neg() if local.is_conj() or local.is_neg() else local
+
+
+def _run_steps(steps: Sequence[Runnable], local: torch.Tensor) -> torch.Tensor:
     whole = current = local
-    for runnable in compiled(source, target, local.stride()):
-        current, whole = _run_step(runnable, current, whole)
+    for step in steps:
+        current, whole = _run_step(step, current, whole)
     return current
 
 
@@ -96,47 +118,6 @@ def trace_with(function: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torc
     _traced = function
 
 
-def plan_for(source: DTensorSpec, target: DTensorSpec) -> Plan:
-    """The plan of a pair of specs on one mesh, the same on every rank."""
-    if source.mesh is not target.mesh:
-        raise MeshError(
-            f"cannot go from {source.mesh} to {target.mesh}: source and target must be on one mesh, of the same "
-            "ranks in the same grid"
-        )
-    if source.dtype is not target.dtype:
-        raise LayoutError(f"cannot go from {source} to {target}: the dtypes differ; convert the local tensor first")
-    return make_plan(source.layout, target.layout, source.dtype.itemsize, world.current().costs)
-
-
-def explain(source: DTensorSpec, target: DTensorSpec) -> Explanation:
-    """What redistributing from `source` to `target` will do on this rank, before anything moves.
-
-    str() of the result is a table, `to_json()` a JSON object.
-    """
-    plan_for(source, target)
-    costs = world.current().costs
-    return explain_layouts(source.layout, target.layout, source.dtype.itemsize, costs, source.coordinate)
-
-
-def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
-    """The most bytes that any rank receives when a tensor goes from `source` to `target`; alike on every rank.
-
-    Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, else the planner's upper bound.
-    """
-    itemsize = source.dtype.itemsize
-    if source.layout.num_ranks <= _MAX_COUNTED and not source.layout.axes_where(Partial):
-        return max(map(partial(_lacking, source.layout, target.layout), target.layout.coordinates())) * itemsize
-    plan, costs = plan_for(source, target), world.current().costs
-    return round(sum(step_cost(step, itemsize, costs).received_elements for step in plan.steps) * itemsize)
-
-
-def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
-    """Elements of its part under `target` that a coordinate does not hold under `source`."""
-    wanted = target.region(coordinate)
-    held = regions.intersect(source.region(coordinate), wanted)
-    return regions.numel(wanted) - (0 if held is None else regions.numel(held))
-
-
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
     if tuple(local.shape) != spec.local_shape or local.dtype is not spec.dtype:
         raise LocalTensorError(
@@ -155,103 +136,20 @@ def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
         world.current().communicator(source.mesh.ranks).refuse(error)
 
 
-@lru_cache(maxsize=4096)
-def compiled(source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...]) -> tuple[Runnable, ...]:
-    """The steps of this rank for a pair of specs and a local tensor of these strides."""
-    plan = plan_for(source, target)
-    communicator = None
-    if any(step.moving_axes for step in plan.steps):
-        communicator = world.current().communicator(source.mesh.ranks)
-    return tuple(
-        _runnable(step, number, plan, source, strides if number == 1 else None, communicator)
-        for number, step in enumerate(plan.steps, 1)
-    )
+def _step(
+    runnable: Runnable, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise.
 
-
-def _runnable(
-    step: Step,
-    number: int,
-    plan: Plan,
-    spec: DTensorSpec,
-    strides: tuple[int, ...] | None,
-    communicator: Communicator | None,
-) -> Runnable:
-    coordinate = spec.coordinate
-    assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
-    shape = step.target_layout.local_shape(coordinate)
-    if step.kind == "scale":
-        return Runnable(step, None, None, None, shape, None, None)
-    found = step.exchange(coordinate)
-    if step.kind == "gather":  # what this rank reduced lies in the target already
-        found = replace(found, keeps=())
-    source_blocks, target_blocks = step_blocks(step, coordinate, strides)
-    dtype = str(spec.dtype).removeprefix("torch.")
-    description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype}"
-    transfer = Transfer(
-        exchange=_among(communicator, spec, found),
-        source_blocks=(source_blocks,),
-        target_blocks=(target_blocks,),
-        dtypes=(spec.dtype,),
-        reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, step.divisor),),
-        fingerprint=_fingerprint(plan, number, spec),
-        description=description,
-    )
-    moves = bool(step.moving_axes)
-    return Runnable(
-        step,
-        transfer,
-        communicator if moves else None,
-        None if moves else packed_transfer(transfer).keep,
-        shape,
-        step.target.bounds(coordinate) if isinstance(step.target, FlatPieces) else None,
-        None if step.fill_op is None else identity_element(step.fill_op, spec.dtype),
-    )
-
-
-def _among(communicator: Communicator | None, spec: DTensorSpec, found: Exchange) -> Exchange:
-    """An exchange with mesh positions replaced by places in the communicator."""
-    if communicator is None:
-        return found
-    place = {rank: number for number, rank in enumerate(communicator.ranks)}
-    sends, receives = (
-        tuple(Message(place[spec.mesh.ranks[message.peer]], message.parts) for message in messages)
-        for messages in (found.sends, found.receives)
-    )
-    return replace(found, sends=sends, receives=receives)
-
-
-def _fingerprint(plan: Plan, number: int, spec: DTensorSpec) -> int:
-    text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {spec.mesh.shape} {spec.mesh.ranks}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def identity_element(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
-    """The element that changes nothing under a reduction: 0, 1, or the dtype's lowest or highest.
-
-    >>> identity_element("max", torch.int8), identity_element("min", torch.float32)
-    (-128, inf)
+    The result is written to `into` where that is given.
     """
-    if op in ("sum", "avg"):
-        return 0
-    if op == "product":
-        return 1
-    if dtype is torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return float("-inf") if op == "max" else float("inf")
-    limits = torch.iinfo(dtype)
-    return limits.min if op == "max" else limits.max
-
-
-def _step(runnable: Runnable, current: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise."""
     step, transfer, communicator, keep, shape, piece, fill = runnable
     if step.kind == "gather":
         assert communicator is not None, f"{step} needs a communicator"
         assert transfer is not None, f"{step} needs a transfer"
         communicator.exchange([current], [whole.view(-1)], transfer)
         return whole, whole
-    whole = allocate(shape, current.dtype, current.device)
+    whole = allocate(shape, current.dtype, current.device) if into is None else into
     if transfer is None:
         factor, divisor = step.scale
         torch.mul(current, factor, out=whole)
@@ -287,12 +185,30 @@ def _traced_step(runnable: Runnable, current: torch.Tensor, whole: torch.Tensor)
     return result
 
 
-_run_step = _step
+def _tell_nobody(steps: Sequence[Runnable], communicator: Communicator) -> None:
+    """What is issued while nobody listens."""
+
+
+def _tell_issued(steps: Sequence[Runnable], communicator: Communicator) -> None:
+    """Tells what issued steps will move; how long they take is not known yet, and told as 0."""
+    for runnable in steps:
+        step = runnable.step
+        moved = Traffic() if runnable.transfer is None else communicator.traffic_of(runnable.transfer)
+        if runnable.communicator is None:
+            moved = Traffic()
+        numbers = (moved.sent_bytes, moved.received_bytes, moved.num_sent, moved.num_received)
+        events.emit(
+            events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *numbers, 0.0)
+        )
+
+
+_run_step: Callable[[Runnable, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _step
+_tell = _tell_nobody
 
 
 def _trace(on: bool) -> None:
-    global _run_step
-    _run_step = _traced_step if on else _step
+    global _run_step, _tell
+    _run_step, _tell = (_traced_step, _tell_issued) if on else (_step, _tell_nobody)
 
 
 events.on_switch(_trace)

@@ -9,8 +9,9 @@ from torch._ops import OpOverload
 
 from tritondt import events
 from tritondt.errors import ImplicitRedistributionError
-from tritondt.execute import received_bytes, redistribute_local
+from tritondt.execute import redistribute_local
 from tritondt.placement import placements_code, placements_text
+from tritondt.runnable import received_bytes
 from tritondt.spec import DTensorSpec
 
 _refused: ContextVar[bool] = ContextVar("refuse implicit redistribution", default=False)

@@ -14,12 +14,12 @@ import torch
 from tritondt import events
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
-from tritondt.execute import identity_element
 from tritondt.layout import Layout
 from tritondt.memory import allocate
 from tritondt.placement import Partial
 from tritondt.planning.exchange import Exchange, Message, Route, exchange_across
 from tritondt.planning.geometry import blocks
+from tritondt.runnable import identity_element
 from tritondt.spec import DTensorSpec
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch._ops import OpOverload
 
+from tritondt.comm import reading
 from tritondt.moving import move_input
 from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.spec import DTensorSpec
@@ -50,7 +51,7 @@ class Signature:
         # One list: of several results each may be missing, as the gradient of what needs none.
         self._gives_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
         self._names = tuple(schema.kwargs_schema)
-        self._writes = bool(written)
+        self._writes, self._written = bool(written), frozenset(written)
         self._reshapes = torch.Tag.inplace_view in schema.op.tags
         self._returns = tuple(_returned(schema.op))
 
@@ -66,6 +67,8 @@ class Signature:
             moves = iter(self._moves)
             local_args = [self._moved(argument, moves, given) for argument, given in zip(local_args, args, strict=True)]
             local_kwargs = {name: self._moved(local_kwargs[name], moves, kwargs[name]) for name in self._names}
+        if self._writes and reading.readers:
+            self._wait_for_readers(local_args, local_kwargs)
         result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
         if self._reshapes:
             return self._reshaped(result, args, kwargs)
@@ -73,6 +76,11 @@ class Signature:
             given = [_argument(args, kwargs, place, name) for place, name in self._returns]
             return given[0] if len(given) == 1 else tuple(given) if given else None
         return self._wrapped(result, self._outputs)
+
+    def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
+        """Messages may be on their way out of the memory that is about to be written to."""
+        tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
+        reading.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
 
     def _reshaped(self, local: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The argument itself with another shape: the operator runs on the outer tensor as well, which has no data."""
@@ -107,6 +115,14 @@ class Signature:
 
 def _empty(spec: DTensorSpec) -> torch.Tensor:
     return torch.empty((0,), dtype=spec.dtype, device=spec.mesh.device_type)
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_in(argument)
 
 
 def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:

@@ -84,12 +84,12 @@ def test_a_barrier_that_one_rank_skips() -> None:
         run_ranks(3, body)
 
 
-@pytest.mark.parametrize("end", ["close", "abort"])
-def test_a_communicator_that_has_ended_is_refused(end: str) -> None:
+@pytest.mark.parametrize(("end", "how"), [("close", "closed"), ("abort", "aborted")])
+def test_a_communicator_that_has_ended_is_refused(end: str, how: str) -> None:
     def body(rank: int) -> None:
         move(2, 4)
         getattr(world.current().communicator((0, 1)), end)()
-        with pytest.raises(T.WorldError, match=r"step 1 of 1 .* was asked of a closed communicator"):
+        with pytest.raises(T.WorldError, match=rf"step 1 of 1 .* that ended \(the communicator was {how}\); make a"):
             move(2, 6)
 
     run_ranks(2, body)

@@ -7,11 +7,11 @@ import torch
 
 import tritondt as T
 from tritondt.comm.threads import run_ranks
-from tritondt.execute import plan_for
 from tritondt.layout import Layout
 from tritondt.placement import parse_placements
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.planner import make_plan
+from tritondt.runnable import plan_for
 
 PAIRS = [
     ("S0,S0", "S1,S1"),

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from tritondt.comm.work import Run, Work
 from tritondt.placement import ReduceOp
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.geometry import Block
@@ -51,6 +52,13 @@ class Traffic:
     num_sent: int = 0
     num_received: int = 0
 
+    def count(self, sent_bytes: int, received_bytes: int, num_sent: int, num_received: int) -> None:
+        """Adds one exchange."""
+        self.sent_bytes += sent_bytes
+        self.received_bytes += received_bytes
+        self.num_sent += num_sent
+        self.num_received += num_received
+
 
 class Communicator(Protocol):
     """Ranks that exchange boxes; made by all of `ranks` together, ended by `close` on all of them."""
@@ -71,6 +79,25 @@ class Communicator(Protocol):
         Raises TransportError before anything is sent when a tensor cannot be carried, PeerError when another
         rank failed or did not come, MismatchError when it came for something else.
         """
+        ...
+
+    def issue(
+        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
+    ) -> Work:
+        """Runs `run` in a thread of the communicator, after all that was issued before, and returns at once.
+
+        `run` may call `exchange`; `sources` are what it reads, guarded until then; what was issued before fills
+        them unless `are_there`. Raises WorldError where another
+        thread issues at the same moment, and after a failure, with its cause.
+        """
+        ...
+
+    def in_order(self, run: Run, description: str) -> None:
+        """Runs `run`, which calls `exchange` more than once, with nothing of other threads in between."""
+        ...
+
+    def traffic_of(self, transfer: Transfer) -> Traffic:
+        """What this rank will send and receive in an exchange."""
         ...
 
     def refuse(self, error: BaseException) -> None:

@@ -8,7 +8,7 @@ passes unnoticed, so the tag is a fingerprint of what is exchanged: ranks that d
 watch tells them so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from tritondt.comm.communicator import Transfer, tag_of
-from tritondt.comm.packed import Letter, PackedCommunicator
+from tritondt.comm.packed import Letters, PackedCommunicator
 from tritondt.comm.watch import Wait, Watch
-from tritondt.errors import PeerError, WorldError
+from tritondt.comm.work import Run, ThreadQueue
+from tritondt.errors import PeerError
 
 # Gloo's own limit must never strike first: it closes every connection without saying why.
 _GLOO_TIMEOUT_FACTOR = 4
@@ -31,68 +32,57 @@ class GlooCommunicator(PackedCommunicator):
     def __init__(
         self, name: str, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, watch: Watch
     ) -> None:
-        super().__init__(ranks)
+        super().__init__(ranks, ThreadQueue())
         self._name, self._rank, self._watch = name, rank, watch
         self._place = self._ranks.index(rank)
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(name, store), self._place, len(self._ranks), timeout * _GLOO_TIMEOUT_FACTOR
         )
-        self._dead: BaseException | None = None
 
-    def carry(
-        self,
-        transfer: Transfer,
-        receives: Sequence[Letter],
-        packed: Callable[[], Sequence[Letter]],
-        meanwhile: Callable[[], None],
-    ) -> None:
+    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Posts all receives, packs, posts all sends, keeps, and waits."""
-        if self._dead is not None:
-            raise WorldError(
-                f"{transfer.description} was asked of a communicator that failed before ({self._dead}); make a new "
-                "world"
-            ) from self._dead
-        tag, group, traffic = tag_of(transfer.fingerprint, self.sequence), self._group, self._traffic
+        tag, group = tag_of(transfer.fingerprint, self.sequence), self._group
         wait = Wait(self._name, self.sequence, transfer.fingerprint, transfer.description, self._ranks, self._interrupt)
         self._watch.begin(wait)
         try:
-            pending = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives]
-            letters = packed()
-            pending += [(peer, group.send([tensor], peer, tag)) for peer, tensor in letters]
-            for _, tensor in letters:
-                traffic.sent_bytes += tensor.numel()
-            for _, tensor in receives:
-                traffic.received_bytes += tensor.numel()
+            pending = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.memory()]
+            pack()
+            pending += [(peer, group.send([tensor], peer, tag)) for peer, tensor in sends.memory()]
             meanwhile()
             for peer, work in pending:
                 wait.peer = self._ranks[peer]
                 work.wait()
         except RuntimeError as error:
-            self._dead = self._cause(wait, error)
-            raise self._dead from error
+            self._check_usable(transfer.description)  # another thread may have aborted
+            self.failure = self._cause(wait, error)
+            raise self.failure from error
         finally:
             self._watch.end(wait)
 
-    def refuse(self, error: BaseException) -> None:
-        """Counts the exchange that this rank will not take part in, and tells the others why."""
+    def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         self._watch.report(self._name, self.sequence, error)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
+        self._queue.drain()
+        self._check_usable("a barrier")
         self._group.barrier().wait()
 
     def close(self) -> None:
-        """Waits for the others and disconnects."""
-        if self._dead is None:
+        """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
+        self._queue.close()
+        if self.failure is None:
             self.barrier()
-        self._dead = self._dead or WorldError("it was closed")
-        del self._group
+        self._end("closed")
+        self._group = None
+        self._queue.raise_unseen()
 
     def abort(self) -> None:
         """Disconnects without waiting for the others."""
-        self._dead = self._dead or WorldError("it was aborted")
+        self._end("aborted")
         self._interrupt()
+        self._queue.close()
 
     def _interrupt(self) -> None:
         """Wakes whoever waits on this communicator; it cannot be used afterwards.

@@ -5,30 +5,65 @@ each rank's own decision and changes no message. All others go through two buffe
 and one for what arrives, that live for the one call.
 """
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from tritondt.comm.communicator import Traffic, Transfer
 from tritondt.comm.packing import PackedTransfer, Slice, packed_transfer
-from tritondt.errors import TransportError
+from tritondt.comm.work import IssueQueue, Run, Work
+from tritondt.errors import TransportError, WorldError
 from tritondt.memory import allocate
 
-Letter = tuple[int, torch.Tensor]  # a peer, and the bytes that go to it or come from it
+
+class Letters(NamedTuple):
+    """Messages that go to peers, or come from them: slices of tensors, or of a buffer."""
+
+    slices: Sequence[Slice]
+    tensors: Sequence[torch.Tensor]
+    pointers: Sequence[int]
+    buffer: torch.Tensor
+
+    def addresses(self) -> list[tuple[int, int, int]]:
+        """Peer, address and bytes of each."""
+        start_of_buffer, pointers = self.buffer.data_ptr(), self.pointers
+        return [
+            (peer, (start_of_buffer if tensor is None else pointers[tensor]) + start, num_bytes)
+            for peer, tensor, start, num_bytes in self.slices
+        ]
+
+    def memory(self) -> list[tuple[int, torch.Tensor]]:
+        """Peer and bytes of each, as tensors that share the memory."""
+        flat: dict[int | None, torch.Tensor] = {None: self.buffer}
+        for tensor in {place for _, place, _, _ in self.slices if place is not None}:
+            flat[tensor] = _memory(self.tensors[tensor])
+        return [(peer, flat[tensor][start : start + num_bytes]) for peer, tensor, start, num_bytes in self.slices]
+
+
+class _EndedError(WorldError):
+    """The communicator was ended on purpose."""
 
 
 class PackedCommunicator(ABC):
-    """A communicator whose transport carries bytes from one rank to another."""
+    """A communicator whose transport carries bytes from one rank to another.
+
+    `failure` is the first thing that went wrong for good: nothing can be exchanged afterwards.
+    """
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], queue: IssueQueue) -> None:
         self._ranks = tuple(ranks)
         self._traffic = Traffic()
+        self._queue = queue
         self.sequence = 0  # exchanges so far, those without a message of ours included
+        self.failure: BaseException | None = None
         self._packed: WeakKeyDictionary[Transfer, PackedTransfer] = WeakKeyDictionary()
+        self._turn = threading.RLock()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -41,31 +76,88 @@ class PackedCommunicator(ABC):
         return self._traffic
 
     @abstractmethod
-    def carry(
-        self,
-        transfer: Transfer,
-        receives: Sequence[Letter],
-        packed: Callable[[], Sequence[Letter]],
-        meanwhile: Callable[[], None],
-    ) -> None:
-        """Posts `receives`, sends what `packed()` returns, calls `meanwhile`, and waits for all messages."""
+    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+        """Posts `receives`, calls `pack`, sends `sends`, calls `meanwhile`, and waits for all messages."""
 
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
+        if self._queue.is_own_thread():
+            self._exchange(sources, targets, transfer)
+            return
+        if not self._turn.acquire(blocking=False):
+            raise self._second_thread(transfer.description)
+        try:
+            self._queue.drain()
+            self._exchange(sources, targets, transfer)
+        finally:
+            self._turn.release()
+
+    def issue(
+        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
+    ) -> Work:
+        """Runs `run`, which may exchange and reads `sources`, after all that was issued before; returns at once."""
+        if not self._turn.acquire(blocking=False):
+            raise self._second_thread(description)
+        try:
+            self._check_usable(description)
+            return self._queue.submit(run, description, sources, are_there=are_there)
+        finally:
+            self._turn.release()
+
+    def in_order(self, run: Run, description: str) -> None:
+        """Runs `run`, which exchanges more than once, with nothing issued in between."""
+        if self._queue.is_own_thread():
+            run()
+            return
+        if not self._turn.acquire(blocking=False):
+            raise self._second_thread(description)
+        try:
+            run()
+        finally:
+            self._turn.release()
+
+    def refuse(self, error: BaseException) -> None:
+        """Tells the others that this rank will not take part in the next exchange, and why; it counts as run."""
+        if not self._queue.is_own_thread():
+            self._queue.drain()
+        self._refuse(error)
+
+    def settle(self) -> None:
+        """Returns when all that was issued has run; raises the first failure that nobody was told."""
+        self._queue.close()
+        self._queue.raise_unseen()
+
+    @abstractmethod
+    def _refuse(self, error: BaseException) -> None: ...
+
+    def traffic_of(self, transfer: Transfer) -> Traffic:
+        """What this rank will send and receive in an exchange."""
+        plan = self._plan(transfer)
+        return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+
+    def _plan(self, transfer: Transfer) -> PackedTransfer:
         plan = self._packed.get(transfer)
         if plan is None:
             plan = self._packed[transfer] = packed_transfer(transfer)
+        return plan
+
+    def _exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
+        plan = self._plan(transfer)
         self._check_devices(sources)
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
         threads = torch.get_num_threads()
-        staging = _buffer(plan.staged_bytes)
+        if self.failure is not None:
+            self._check_usable(transfer.description)
+        try:
+            staging, buffer = _buffer(plan.staged_bytes), _buffer(plan.packed_bytes)
+        except BaseException as error:  # nothing has been sent: the others can be told
+            self._refuse(error)
+            raise
 
-        def packed() -> Sequence[Letter]:
-            buffer = _buffer(plan.packed_bytes)
+        def pack() -> None:
             if plan.pack is not None:
                 plan.pack.run(source_pointers, [buffer.data_ptr()], threads)
-            return _letters(plan.sends, sources, buffer)
 
         def keep() -> None:
             if plan.keep is not None:
@@ -73,15 +165,40 @@ class PackedCommunicator(ABC):
 
         self.sequence += 1
         if plan.sends or plan.receives:
-            self._traffic.num_sent += len(plan.sends)
-            self._traffic.num_received += len(plan.receives)
-            self.carry(transfer, _letters(plan.receives, targets, staging), packed, keep)
+            self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+            self.carry(
+                transfer,
+                Letters(plan.receives, targets, target_pointers, staging),
+                Letters(plan.sends, sources, source_pointers, buffer),
+                pack,
+                keep,
+            )
         else:
             keep()
         if plan.unpack is not None:
             plan.unpack.run([staging.data_ptr()], target_pointers, threads)
         for table in plan.reduces:
             table.run([*source_pointers, staging.data_ptr()], target_pointers, threads)
+
+    def _second_thread(self, description: str) -> WorldError:
+        return WorldError(
+            f"{description} was asked for by thread {threading.current_thread().name!r} while another thread issues on "
+            f"the communicator of ranks {self._ranks}, and which of the two came first may differ among the ranks; "
+            "issue from one thread, or from one after the other"
+        )
+
+    def _end(self, how: str) -> None:
+        """Refuses further use; `how` is "closed" or "aborted"."""
+        self.failure = self.failure or _EndedError(f"the communicator was {how}")
+
+    def _check_usable(self, description: str) -> None:
+        if self.failure is None:
+            return
+        found = "ended" if isinstance(self.failure, _EndedError) else "failed before"
+        raise WorldError(
+            f"{description} was asked of a communicator that {found} ({self.failure}); make a new world: call "
+            "tritondt.abort() on every rank, or initialise torch.distributed again"
+        ) from self.failure
 
     def _check_devices(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -97,20 +214,6 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 def _buffer(num_bytes: int) -> torch.Tensor:
     return allocate((num_bytes,), torch.uint8) if num_bytes else _NO_BYTES
-
-
-def _letters(slices: Sequence[Slice], tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[Letter]:
-    found: list[Letter] = []
-    flat: dict[int, torch.Tensor] = {}
-    for peer, tensor, start, num_bytes in slices:
-        if tensor is None:
-            memory = buffer
-        else:
-            memory = flat.get(tensor)  # type: ignore[assignment]
-            if memory is None:
-                memory = flat[tensor] = _memory(tensors[tensor])
-        found.append((peer, memory[start : start + num_bytes]))
-    return found
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

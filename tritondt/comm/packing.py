@@ -35,6 +35,8 @@ class PackedTransfer(NamedTuple):
 
     sends: tuple[Slice, ...]
     receives: tuple[Slice, ...]
+    sent_bytes: int
+    received_bytes: int
     packed_bytes: int
     staged_bytes: int
     pack: CopyTable | None
@@ -61,6 +63,8 @@ def packed_transfer(transfer: Transfer) -> PackedTransfer:
     return PackedTransfer(
         sends,
         receives,
+        sum(found.num_bytes for found in sends),
+        sum(found.num_bytes for found in receives),
         packed_bytes,
         staged_bytes,
         CopyTable(pack) if pack else None,

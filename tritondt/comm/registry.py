@@ -1,6 +1,6 @@
 """Which world an identity has, one per rank of this process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tritondt.comm.communicator import Communicator
@@ -21,11 +21,20 @@ class World(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends all communicators; a collective call."""
+        """Ends all communicators; a collective call. Raises what failed without anybody having been told."""
+        ...
+
+    def abort(self) -> None:
+        """Ends all communicators without the others."""
+        ...
+
+    def successor(self) -> "World | None":
+        """The world that follows an aborted one; None where it is made on first use."""
         ...
 
 
 _worlds: dict[Identity, World] = {}
+_on_end: list[Callable[[], object]] = []
 
 
 def find(who: Identity) -> World | None:
@@ -41,3 +50,16 @@ def enter(who: Identity, world: World) -> None:
 def leave(who: Identity) -> World | None:
     """Forgets the world of an identity, and returns it."""
     return _worlds.pop(who, None)
+
+
+def on_end(forget: Callable[[], object]) -> None:
+    """Calls `forget` whenever a world has ended, for whoever keeps communicators."""
+    _on_end.append(forget)
+
+
+def end(who: Identity) -> World | None:
+    """Forgets the world of an identity and everything that was made of it, and returns it."""
+    found = leave(who)
+    for forget in _on_end:
+        forget()
+    return found

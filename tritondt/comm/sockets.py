@@ -8,7 +8,7 @@ Letters of a pair of ranks arrive in order, and each begins with a fingerprint o
 length, so ranks that disagree find out on arrival.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -17,11 +17,16 @@ import torch.distributed as dist
 from tritondt._C import SocketGroup
 from tritondt.comm.communicator import Transfer, tag_of
 from tritondt.comm.connect import connect
-from tritondt.comm.packed import Letter, PackedCommunicator
+from tritondt.comm.packed import Letters, PackedCommunicator
 from tritondt.comm.watch import Wait, Watch
-from tritondt.errors import PeerError, WorldError
+from tritondt.comm.work import Run, ThreadQueue
+from tritondt.errors import PeerError
 
 _BARRIER_FINGERPRINT = 0x62617272
+# How long an abort waits for the thread that it has woken to let go of the sockets.
+_PATIENCE_S = 5.0
+
+Address = tuple[int, int, int]  # a peer, an address and a number of bytes
 
 
 class SocketCommunicator(PackedCommunicator):
@@ -30,86 +35,78 @@ class SocketCommunicator(PackedCommunicator):
     def __init__(
         self, name: str, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, watch: Watch
     ) -> None:
-        super().__init__(ranks)
+        super().__init__(ranks, ThreadQueue())
         self._name, self._rank, self._watch = name, rank, watch
         self._sockets = connect(dist.PrefixStore(name, store), self._ranks, self._ranks.index(rank), timeout)
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
-        self._dead: BaseException | None = None
 
-    def carry(
-        self,
-        transfer: Transfer,
-        receives: Sequence[Letter],
-        packed: Callable[[], Sequence[Letter]],
-        meanwhile: Callable[[], None],
-    ) -> None:
+    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Packs, sends what the sockets take, keeps, and carries on until all has gone and come."""
-        sends = packed()
-        for _, tensor in sends:
-            self._traffic.sent_bytes += tensor.numel()
-        for _, tensor in receives:
-            self._traffic.received_bytes += tensor.numel()
-        self._exchange(transfer.fingerprint, transfer.description, sends, receives, meanwhile)
+        pack()
+        self._converse(transfer.fingerprint, transfer.description, sends.addresses(), receives.addresses(), meanwhile)
 
-    def _exchange(
-        self,
-        fingerprint: int,
-        description: str,
-        sends: Sequence[Letter],
-        receives: Sequence[Letter],
-        meanwhile: Callable[[], None],
+    def _converse(
+        self, fingerprint: int, description: str, sends: list[Address], receives: list[Address], meanwhile: Run
     ) -> None:
-        if self._dead is not None:
-            raise WorldError(
-                f"{description} was asked of a communicator that failed before ({self._dead}); make a new world"
-            ) from self._dead
         wait = Wait(self._name, self.sequence, fingerprint, description, self._ranks, self._group.interrupt)
         self._watch.begin(wait)
         try:
-            self._group.start(_addresses(sends), _addresses(receives), tag_of(fingerprint, self.sequence))
+            self._group.start(sends, receives, tag_of(fingerprint, self.sequence))
             meanwhile()
             outcome, peer = self._group.finish()
             while outcome == "pending":
                 wait.peer = self._ranks[peer]
                 outcome, peer = self._group.finish()
         except BaseException as error:  # half of the exchange is under way, so nothing can follow it
-            self._dead = error
+            self.failure = self.failure or error
             self._disconnect()
             raise
         finally:
             self._watch.end(wait)
         if outcome != "done":
+            self._check_usable(description)  # another thread may have aborted
             wait.peer = self._ranks[peer]
-            self._dead = self._cause(wait, outcome)
+            self.failure = self._cause(wait, outcome)
             self._disconnect()
-            raise self._dead
+            raise self.failure
 
-    def refuse(self, error: BaseException) -> None:
-        """Counts the exchange that this rank will not take part in, and tells the others why."""
+    def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         self._watch.report(self._name, self.sequence, error)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
+        self.in_order(self._meet, "a barrier")
+
+    def _meet(self) -> None:
+        self._queue.drain()
+        self._check_usable("a barrier")
         self.sequence += 1
         peers = [place for place, found in enumerate(self._sockets) if found is not None]
-        byte = torch.zeros(1, dtype=torch.uint8)
-        sends = [(peer, byte) for peer in peers]
-        receives = [(peer, torch.empty_like(byte)) for peer in peers]
-        self._exchange(_BARRIER_FINGERPRINT, "a barrier", sends, receives, lambda: None)
+        out, into = (torch.zeros(len(self._sockets), dtype=torch.uint8) for _ in range(2))
+        sends, receives = ([(peer, found.data_ptr() + peer, 1) for peer in peers] for found in (out, into))
+        self._converse(_BARRIER_FINGERPRINT, "a barrier", sends, receives, lambda: None)
 
     def close(self) -> None:
-        """Waits for the others and disconnects."""
-        if self._dead is None:
+        """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
+        self._queue.close()
+        if self.failure is None:
             self.barrier()
-        self._dead = self._dead or WorldError("it was closed")
+        self._end("closed")
         self._disconnect()
+        self._queue.raise_unseen()
 
     def abort(self) -> None:
         """Disconnects without waiting for the others; whoever waits here is woken."""
-        self._dead = self._dead or WorldError("it was aborted")
+        self._end("aborted")
         self._group.interrupt()
-        self._disconnect()
+        self._queue.close()
+        with_turn = self._turn.acquire(timeout=_PATIENCE_S)
+        try:
+            self._disconnect()
+        finally:
+            if with_turn:
+                self._turn.release()
 
     def _disconnect(self) -> None:
         for found in self._sockets:
@@ -125,7 +122,3 @@ class SocketCommunicator(PackedCommunicator):
         except RuntimeError as gone:  # the store's rank has left too: the socket's news is all there is
             return PeerError(f"{text}; the store is gone as well ({gone})")
         return known or PeerError(f"{text}; it has failed or left")
-
-
-def _addresses(letters: Sequence[Letter]) -> list[tuple[int, int, int]]:
-    return [(peer, tensor.data_ptr(), tensor.numel()) for peer, tensor in letters]

@@ -11,18 +11,17 @@ each is told why.
 """
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
-
-import torch
 
 from tritondt import identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import Transfer, tag_of
-from tritondt.comm.packed import Letter, PackedCommunicator
-from tritondt.comm.watch import Wait, disagreement, failure_text
+from tritondt.comm.packed import Letters, PackedCommunicator
+from tritondt.comm.switchboard import Party, Switchboard
+from tritondt.comm.watch import Wait
+from tritondt.comm.work import IssueQueue, Run, Work
 from tritondt.errors import PeerError, WorldError
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
@@ -30,121 +29,88 @@ from tritondt.planning.cost import CostTable
 Result = TypeVar("Result")
 
 
-@dataclass
-class _Rank:
-    """What the scheduler knows of one rank."""
+class TurnQueue(IssueQueue):
+    """The queue of a rank thread's communicator: a thread that takes turns with the ranks."""
 
-    may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    ready: Callable[[], bool] | None = None
-    wait: Wait | None = None
-    done: bool = False
-    error: BaseException | None = None
+    def __init__(self, switchboard: Switchboard, owner: Party) -> None:
+        super().__init__()
+        self._switchboard, self._owner, self._who = switchboard, owner, identity.current()
+        self._waiting: deque[tuple[Work, Run]] = deque()
+        self._closing = False
+        self._party: Party | None = None
 
+    def wait_for(self, work: Work) -> None:
+        """Lets the others run until `work` has."""
+        self._switchboard.wait_until(self._owner, work.is_completed)
 
-class Switchboard:
-    """Whose turn it is, and the messages under way between the ranks of one run."""
+    def close(self) -> None:
+        """Ends the thread when all that was submitted has run."""
+        party, self._closing = self._party, True
+        if party is not None:
+            self._switchboard.wait_until(self._owner, lambda: party.done)
 
-    def __init__(self, size: int) -> None:
-        self.ranks = [_Rank() for _ in range(size)]
-        self.mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
-        self.refused: dict[tuple[str, int], tuple[int, str]] = {}
-        self.arrived: dict[str, int] = defaultdict(int)
-        self.stuck = False
+    def interrupt(self, error: BaseException) -> None:
+        """Makes what runs, and what waits to run, fail."""
+        if self._party is not None and self.is_busy:
+            self._party.interruption = error
 
-    def begin(self) -> None:
-        """Gives the first rank its turn."""
-        self.ranks[0].may_run.release()
+    def party_of_caller(self) -> Party:
+        """The queue's where its thread calls, else the rank's."""
+        return self._party if self._party is not None and self.is_own_thread() else self._owner
 
-    def finish(self, rank: int, error: BaseException | None) -> None:
-        """Ends a rank and hands over."""
-        self.ranks[rank].done, self.ranks[rank].error = True, error
-        self._hand_over(rank)
+    def _enqueue(self, work: Work, run: Run) -> None:
+        self._waiting.append((work, run))
+        if self._party is None:
+            self._party = self._switchboard.join(self._owner.rank)
+            threading.Thread(target=self._serve, args=(self._party,), name="queue", daemon=True).start()
 
-    def wait_until(self, rank: int, ready: Callable[[], bool], wait: Wait | None) -> None:
-        """Lets the others run until `ready()`; raises when it can no longer become so."""
-        own = self.ranks[rank]
-        while not ready():
-            self._raise_if_refused(rank, wait)
-            if self.stuck:
-                raise self._why_stuck(rank, wait)
-            own.ready, own.wait = (lambda: ready() or self._is_refused(wait)), wait
-            self._hand_over(rank)
-            own.may_run.acquire()
-            own.ready = own.wait = None
-
-    def _hand_over(self, rank: int) -> None:
-        size = len(self.ranks)
-        others = [self.ranks[(rank + step) % size] for step in range(1, size + 1)]
-        for other in others:
-            if not other.done and (other.ready is None or other.ready()):
-                other.may_run.release()
-                return
-        self.stuck = True  # nobody can go on: wake one, which raises, and ending wakes the next
-        for other in others:
-            if not other.done:
-                other.may_run.release()
-                return
-
-    def _is_refused(self, wait: Wait | None) -> bool:
-        return wait is not None and (wait.name, wait.sequence) in self.refused
-
-    def _raise_if_refused(self, rank: int, wait: Wait | None) -> None:
-        if wait is not None and self._is_refused(wait):
-            other, text = self.refused[wait.name, wait.sequence]
-            raise PeerError(failure_text(other, rank, wait, text))
-
-    def _why_stuck(self, rank: int, wait: Wait | None) -> PeerError:
-        for number, other in enumerate(self.ranks):
-            if other.error is not None and wait is not None:
-                return PeerError(failure_text(number, rank, wait, f"{type(other.error).__name__}: {other.error}"))
-        for number, other in enumerate(self.ranks):
-            if wait is not None and other.wait is not None and number != rank:
-                found = disagreement(
-                    wait, rank, number, other.wait.name, other.wait.sequence, other.wait.fingerprint,
-                    other.wait.description,
-                )  # fmt: skip
-                if found is not None:
-                    return found
-        return PeerError(
-            f"rank {rank} waits for rank {wait.peer} in {wait.description}, which will never answer: every other "
-            "rank waits or has ended"
-            if wait is not None
-            else f"rank {rank} waits at a barrier that not all ranks reach"
-        )
+    def _serve(self, party: Party) -> None:
+        party.may_run.acquire()
+        self._thread_id = threading.get_ident()
+        with identity.assumed(self._who):
+            while self._waiting or not self._closing:
+                while self._waiting:
+                    self._run(*self._waiting.popleft())
+                party.interruption = None
+                self._switchboard.wait_until(party, lambda: bool(self._waiting) or self._closing, is_idle=True)
+        self._switchboard.finish(party, None)
 
 
 class ThreadCommunicator(PackedCommunicator):
     """Rank threads that leave messages for each other on a switchboard."""
 
-    def __init__(self, switchboard: Switchboard, ranks: Sequence[int], rank: int) -> None:
-        super().__init__(ranks)
+    def __init__(self, name: str, switchboard: Switchboard, ranks: Sequence[int], rank: int) -> None:
+        self._owner = switchboard.parties[rank]
+        self._turns = TurnQueue(switchboard, self._owner)
+        super().__init__(ranks, self._turns)
         self._switchboard, self._rank = switchboard, rank
-        self._name = "ranks/" + "-".join(map(str, self._ranks))
+        self._name = f"{name}/" + "-".join(map(str, self._ranks))
         self._place = self._ranks.index(rank)
         self._barriers = 0
-        self._closed = False
 
-    def carry(
-        self,
-        transfer: Transfer,
-        receives: Sequence[Letter],
-        packed: Callable[[], Sequence[Letter]],
-        meanwhile: Callable[[], None],
-    ) -> None:
+    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Leaves copies of what is sent, then collects what arrives."""
-        if self._closed:
-            raise WorldError(f"{transfer.description} was asked of a closed communicator")
+        try:
+            self._carry(transfer, receives, sends, pack, meanwhile)
+        except BaseException as error:
+            # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
+            if (self._name, self.sequence) not in self._switchboard.refused:
+                self.failure = self.failure or error
+            raise
+
+    def _carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         board, tag = self._switchboard, tag_of(transfer.fingerprint, self.sequence)
         wait = Wait(self._name, self.sequence, transfer.fingerprint, transfer.description, self._ranks, lambda: None)
-        for peer, tensor in packed():
+        pack()
+        for peer, tensor in sends.memory():
             board.mail[self._name, self._place, peer, tag].append(tensor.clone())
-            self.traffic.sent_bytes += tensor.numel()
         meanwhile()
-        for peer, tensor in receives:
+        party = self._turns.party_of_caller()
+        for peer, tensor in receives.memory():
             wait.peer = self._ranks[peer]
             slot = (self._name, peer, self._place, tag)
             mail = board.mail[slot]
-            board.wait_until(self._rank, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
+            board.wait_until(party, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
             arrived = mail.popleft()
             if not mail:  # tags seldom come again
                 del board.mail[slot]
@@ -152,38 +118,43 @@ class ThreadCommunicator(PackedCommunicator):
                 f"{transfer.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )
             tensor.copy_(arrived)
-            self.traffic.received_bytes += tensor.numel()
 
-    def refuse(self, error: BaseException) -> None:
-        """Counts the exchange that this rank will not take part in, and tells the others why."""
+    def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         text = f"{type(error).__name__}: {error}"
         self._switchboard.refused[self._name, self.sequence] = (self._rank, text)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
+        self._queue.drain()
+        self._check_usable("a barrier")
         self._barriers += 1
         key = f"{self._name}/{self._barriers}"
         self._switchboard.arrived[key] += 1
         arrived = self._switchboard.arrived
-        self._switchboard.wait_until(self._rank, lambda: arrived[key] == len(self._ranks), None)
+        self._switchboard.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
 
     def close(self) -> None:
-        """Waits for the others and refuses further use."""
-        self.barrier()
-        self._closed = True
+        """Waits for all that was issued and for the others, and refuses further use."""
+        self._queue.close()
+        if self.failure is None:
+            self.barrier()
+        self._end("closed")
+        self._queue.raise_unseen()
 
     def abort(self) -> None:
-        """Refuses further use."""
-        self._closed = True
+        """Refuses further use; what was issued fails."""
+        self._end("aborted")
+        self._turns.interrupt(WorldError("the communicator was aborted"))
+        self._queue.close()
 
 
 class ThreadWorld:
-    """The world of one rank thread."""
+    """The world of one rank thread; `number` counts those it has had."""
 
-    def __init__(self, who: Identity, switchboard: Switchboard, costs: CostTable) -> None:
+    def __init__(self, who: Identity, switchboard: Switchboard, costs: CostTable, number: int = 1) -> None:
         self.identity, self.costs = who, costs
-        self._switchboard = switchboard
+        self._switchboard, self._number = switchboard, number
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
 
     def communicator(self, ranks: Sequence[int]) -> ThreadCommunicator:
@@ -191,13 +162,32 @@ class ThreadWorld:
         key = tuple(sorted(ranks))
         found = self._communicators.get(key)
         if found is None:
-            found = self._communicators[key] = ThreadCommunicator(self._switchboard, key, self.identity.rank)
+            name = f"world {self._number}"
+            found = ThreadCommunicator(name, self._switchboard, key, self.identity.rank)
+            self._communicators[key] = found
         return found
+
+    def successor(self) -> "ThreadWorld":
+        """A new world of the same threads, without anything of this one."""
+        return ThreadWorld(self.identity, self._switchboard, self.costs, self._number + 1)
+
+    def report(self, error: BaseException) -> None:
+        """Nothing to do: the switchboard sees for itself how a rank thread ends."""
 
     def close(self) -> None:
         """Ends all communicators; a collective call."""
         for communicator in self._communicators.values():
             communicator.close()
+
+    def settle(self) -> None:
+        """Lets all that was issued run, and ends the queues."""
+        for communicator in self._communicators.values():
+            communicator.settle()
+
+    def abort(self) -> None:
+        """Ends all communicators without the others."""
+        for communicator in self._communicators.values():
+            communicator.abort()
 
 
 def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | None = None) -> list[Result]:
@@ -213,18 +203,17 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     results: list[Result | None] = [None] * size
 
     def run(rank: int) -> None:
-        who = Identity(generation, rank, size)
+        who, party = Identity(generation, rank, size), switchboard.parties[rank]
         registry.enter(who, ThreadWorld(who, switchboard, table))
-        switchboard.ranks[rank].may_run.acquire()
+        party.may_run.acquire()
         error: BaseException | None = None
         try:
             with identity.assumed(who):
-                results[rank] = body(rank)
+                results[rank] = _run_rank(who, party, body)
         except BaseException as raised:  # noqa: BLE001  whatever ended the rank is raised by run_ranks
             error = raised
         finally:
-            registry.leave(who)
-            switchboard.finish(rank, error)
+            switchboard.finish(party, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
@@ -232,7 +221,24 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     switchboard.begin()
     for thread in threads:
         thread.join()
-    errors = [rank.error for rank in switchboard.ranks if rank.error is not None]
+    errors = [party.error for party in switchboard.parties if party.error is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return results  # type: ignore[return-value]
+
+
+def _run_rank(who: Identity, party: Party, body: Callable[[int], Result]) -> Result:
+    """What a rank thread does; its queues end with it, well or not."""
+    try:
+        result = body(party.rank)
+        world = registry.find(who)
+        if isinstance(world, ThreadWorld):
+            world.settle()
+        return result
+    except BaseException as error:
+        party.error = error  # for those who hear of it while the queues end
+        raise
+    finally:
+        world = registry.leave(who)
+        if isinstance(world, ThreadWorld):
+            world.abort()

@@ -67,10 +67,23 @@ class ProcessWorld:
     def close(self) -> None:
         """Ends all communicators; a collective call."""
         self._closed = True
+        try:
+            for communicator in self._communicators.values():
+                communicator.close()
+        finally:
+            self._communicators.clear()
+            self._watch.close()
+
+    def abort(self) -> None:
+        """Ends all communicators without the others."""
+        self._closed = True
         for communicator in self._communicators.values():
-            communicator.close()
+            communicator.abort()
         self._communicators.clear()
         self._watch.close()
+
+    def successor(self) -> None:
+        """None: the next world of this process is made on first use."""
 
 
 def _default_costs(world_size: int) -> CostTable:
@@ -97,10 +110,34 @@ def current() -> World:
 
 
 def close() -> None:
-    """Ends the calling thread's world, if it has one: a collective call, before destroy_process_group."""
-    found = registry.leave(identity.current())
+    """Ends the calling thread's world, if it has one: a collective call, before destroy_process_group.
+
+    Waits for all that was issued, and raises the failure of what nobody has waited for.
+    """
+    found = registry.end(identity.current())
     if found is not None:
         found.close()
+
+
+def abort() -> None:
+    """Ends the calling thread's world without the others, after an error; whoever waits in it is woken.
+
+    What is still under way fails with WorldError. Where all ranks call it, the next collective call of each makes a new
+    world of the same ranks, on which distributed tensors can be used as before.
+
+        try:
+            train_step()
+        except T.errors.PeerError:
+            T.abort()
+            restore_checkpoint()
+    """
+    who = identity.current()
+    found = registry.end(who)
+    if found is not None:
+        found.abort()
+        following = found.successor()
+        if following is not None:
+            registry.enter(who, following)
 
 
 def _report_uncaught(world: ProcessWorld) -> None:

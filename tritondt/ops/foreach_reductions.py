@@ -7,11 +7,12 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import LayoutError
-from tritondt.execute import identity_element, redistribute_local
+from tritondt.execute import redistribute_local
 from tritondt.ops.propagator import propagator
 from tritondt.ops.reducing import accumulation_dtype
 from tritondt.ops.schema import OpSchema, OutputSharding
 from tritondt.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from tritondt.runnable import identity_element
 from tritondt.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from tritondt.execute import identity_element
 from tritondt.ops.propagator import propagator
 from tritondt.ops.reducing import (
     accumulation_dtype,
@@ -23,6 +22,7 @@ from tritondt.ops.reducing import (
 from tritondt.ops.registration import strategy_of
 from tritondt.ops.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from tritondt.runnable import identity_element
 from tritondt.spec import DTensorSpec
 
 aten = torch.ops.aten

@@ -11,12 +11,12 @@ from math import lcm
 from torch._ops import OpOverload
 
 from tritondt.errors import LayoutError, PropagationError
-from tritondt.execute import received_bytes
 from tritondt.layout import Layout
 from tritondt.ops.meta import propagate_tensor_meta
 from tritondt.ops.propagator import propagator
 from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding, RuleFunction
 from tritondt.placement import Placement, Replicate, Shard, placements_code
+from tritondt.runnable import received_bytes
 from tritondt.spec import DTensorSpec, TensorMeta
 
 # The layout of the result from that of the argument; LayoutError, with the reason, where there is none.

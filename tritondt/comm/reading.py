@@ -1,0 +1,41 @@
+"""Which memory is being read right now by messages under way, so that nothing is written there meanwhile.
+
+Messages are sent from the tensors themselves where they lie in one run: without a guard an in-place operator tears
+them. Distributed tensors are guarded by their storage, so that views and parameters that share it are guarded too.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+# How to wait for whoever reads a storage, by its address; empty whenever nothing is under way.
+readers: dict[int, tuple[Callable[[], None], ...]] = {}
+_changing = threading.Lock()
+
+
+def begin(tensors: Iterable[torch.Tensor], wait: Callable[[], None]) -> Sequence[int]:
+    """Notes that the storages of `tensors` are being read until `end` is called with what this returns."""
+    addresses = tuple({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    with _changing:
+        for address in addresses:
+            readers[address] = (*readers.get(address, ()), wait)
+    return addresses
+
+
+def end(addresses: Sequence[int], wait: Callable[[], None]) -> None:
+    """Ends what `begin` noted."""
+    with _changing:
+        for address in addresses:
+            left = tuple(other for other in readers[address] if other != wait)
+            if left:
+                readers[address] = left
+            else:
+                del readers[address]
+
+
+def wait_before_writing(tensors: Iterable[torch.Tensor]) -> None:
+    """Returns when nobody reads these tensors' storages any more; raises nothing of what the readers came to."""
+    for tensor in tensors:
+        for wait in readers.get(tensor.untyped_storage().data_ptr(), ()):
+            wait()

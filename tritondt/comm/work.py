@@ -1,0 +1,208 @@
+"""Work that was issued and is not waited for yet: a communicator's queue runs it in the order of issue.
+
+Ranks may wait in any order; what runs is always the oldest issued. Waiting in opposite orders for plans of two steps
+would deadlock otherwise, for a second step starts only when somebody drives it.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from tritondt import identity
+from tritondt.comm import reading
+from tritondt.errors import WorldError
+
+Run = Callable[[], None]
+
+
+class Work:
+    """One thing that was issued and runs by itself; made by `redistribute(async_op=True)` and its like.
+
+    Waiting again returns, or raises, the same. One that nobody waits for runs all the same, and then lets go of its
+    tensors.
+
+        moved = x.redistribute(placements=[T.Replicate()], async_op=True)
+        ...  # compute
+        moved.work.wait()  # or just use `moved`
+    """
+
+    __slots__ = ("__weakref__", "_error", "_finished", "_is_seen", "_issuer", "_queue", "description")
+
+    def __init__(self, queue: "IssueQueue", description: str) -> None:
+        self.description = description
+        self._queue, self._issuer = queue, identity.current()
+        self._finished, self._is_seen = False, False
+        self._error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        state = "under way" if not self._finished else "failed" if self._error is not None else "done"
+        return f"Work({self.description}, {state})"
+
+    def is_completed(self) -> bool:
+        """Whether it has run, well or not."""
+        return self._finished
+
+    def exception(self) -> BaseException | None:
+        """Why it failed; None where it did not, or is under way."""
+        return self._error
+
+    def wait(self) -> None:
+        """Returns when it has run; raises what it failed with.
+
+        Raises WorldError where another rank thread, or another world, waits for what is still under way, and where a
+        local tensor was written to while it was read.
+        """
+        if not self._finished:
+            self._check_issuer()
+            self._queue.wait_for(self)
+        if self._error is not None:
+            self._is_seen = True
+            raise self._error
+
+    def settle(self) -> None:
+        """Returns when it has run, well or not."""
+        if not self._finished:
+            self._queue.wait_for(self)
+
+    def _check_issuer(self) -> None:
+        caller, issuer = identity.current(), self._issuer
+        if caller != issuer:
+            raise WorldError(
+                f"{self.description} was issued by rank {issuer.rank} of world {issuer.generation} and is waited for "
+                f"by rank {caller.rank} of world {caller.generation}; only who issued it may wait for it, in its world"
+            )
+
+    @property
+    def is_unseen_failure(self) -> bool:
+        """Whether it failed and nobody has been told."""
+        return self._error is not None and not self._is_seen
+
+    def finish(self, error: BaseException | None) -> None:
+        """Marks it as run; for its queue."""
+        self._error = error
+        self._finished = True
+
+
+class IssueQueue(ABC):
+    """Runs what is issued, one after the other, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._last: Work | None = None
+        self._failed: Work | None = None
+        self._thread_id: int | None = None
+
+    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool) -> Work:
+        """Runs `run` after what was submitted before; it reads `sources`, which that fills unless they are there."""
+        work = self._last = Work(self, description)
+        self._enqueue(work, _Guarded(work, run, sources, are_there=are_there) if sources else run)
+        return work
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        return self._last is not None and not self._last.is_completed()
+
+    def drain(self) -> None:
+        """Returns when all that was submitted has run; raises nothing of it."""
+        if self._last is not None:
+            self._last.settle()
+            self._last = None
+
+    def is_own_thread(self) -> bool:
+        """Whether the calling thread is that of the queue."""
+        return threading.get_ident() == self._thread_id
+
+    def raise_unseen(self) -> None:
+        """Raises the first failure, unless somebody was told of it."""
+        if self._failed is not None and self._failed.is_unseen_failure:
+            self._failed.wait()
+
+    @abstractmethod
+    def wait_for(self, work: Work) -> None:
+        """Returns when `work` has run."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the thread when all that was submitted has run."""
+
+    @abstractmethod
+    def _enqueue(self, work: Work, run: Run) -> None: ...
+
+    def _run(self, work: Work, run: Run) -> None:
+        error: BaseException | None = None
+        try:
+            run()
+        except BaseException as raised:  # noqa: BLE001  whoever waits for it raises it
+            error = raised
+            self._failed = self._failed or work
+        work.finish(error)
+
+
+class _Guarded:
+    """Runs what reads tensors; their storages count as read until then, and a write in spite of that is an error."""
+
+    def __init__(self, work: Work, run: Run, sources: Sequence[torch.Tensor], *, are_there: bool) -> None:
+        self._work, self._run, self._sources = work, run, sources
+        self._versions = _versions(sources) if are_there else None
+        self._addresses = reading.begin(sources, work.settle)
+
+    def __call__(self) -> None:
+        versions = _versions(self._sources) if self._versions is None else self._versions
+        try:
+            self._run()
+        finally:
+            reading.end(self._addresses, self._work.settle)
+        for source, version in zip(self._sources, versions, strict=True):
+            if version is not None and source._version != version:
+                raise WorldError(
+                    f"a local tensor of shape {tuple(source.shape)} was written to while {self._work.description} read "
+                    "it, and what was sent may be torn; wait for the result before writing to the local tensor, or "
+                    "write through the distributed tensor, which waits by itself"
+                )
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class ThreadQueue(IssueQueue):
+    """The queue of a process that is one rank: its thread starts with the first work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: SimpleQueue[tuple[Work, Run] | None] = SimpleQueue()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def wait_for(self, work: Work) -> None:
+        """Returns when `work` has run; signals are handled meanwhile."""
+        with self._changed:
+            while not work.is_completed():
+                self._changed.wait()
+
+    def close(self) -> None:
+        """Ends the thread when all that was submitted has run."""
+        if self._thread is not None and not self.is_own_thread():
+            self._waiting.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _enqueue(self, work: Work, run: Run) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="tritondt-queue", daemon=True)
+            self._thread.start()
+        self._waiting.put((work, run))
+
+    def _serve(self) -> None:
+        self._thread_id = threading.get_ident()
+        while True:
+            item = self._waiting.get()
+            if item is None:
+                return
+            self._run(*item)
+            del item  # and with it the tensors
+            with self._changed:
+                self._changed.notify_all()
