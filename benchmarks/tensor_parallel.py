@@ -155,7 +155,8 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     times = time_interleaved([ours.step, theirs.step], request.rounds, request.budget_s)
     differences = [abs(mine - other) for mine, other in zip(ours.losses, theirs.losses, strict=True)]
     if dist.get_rank() == 0:
-        send(Found(*map(Side, times, traffic, loopbacks), max(differences)))
+        side_of_ours, side_of_theirs = map(Side, times, traffic, loopbacks)
+        send(Found(side_of_ours, side_of_theirs, max(differences)))
 
 
 @click.command(context_settings={"show_default": True})
