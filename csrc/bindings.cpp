@@ -7,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bind_flight.h"
 #include "call_key.h"
 #include "huge_pages.h"
 #include "socket_group.h"
@@ -177,6 +178,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_copy_table(&module);
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
+  tritondt::bind_flight_recorder(&module);
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");
