@@ -30,6 +30,19 @@ def transport() -> Literal["sockets", "gloo"]:
     return cast(Literal["sockets", "gloo"], text)
 
 
+def flight_directory() -> str | None:
+    """Where flight records are written: TRITONDT_FLIGHT_DIR, or None where it is not set."""
+    return os.environ.get("TRITONDT_FLIGHT_DIR") or None
+
+
+def compares() -> bool:
+    """Whether ranks compare what they are about to exchange before they do: TRITONDT_DEBUG=1."""
+    text = os.environ.get("TRITONDT_DEBUG", "0")
+    if text not in ("0", "1"):
+        raise WorldError(f"TRITONDT_DEBUG={text!r} is set; allowed are 0 and 1")
+    return text == "1"
+
+
 def _positive(name: str, default: float) -> float:
     text = os.environ.get(name, str(default))
     try:

@@ -7,10 +7,11 @@ counts), so a transfer should be kept for as long as it may run again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+from tritondt._C import FlightRecorder
 from tritondt.comm.work import Run, Work
 from tritondt.placement import ReduceOp
 from tritondt.planning.exchange import Exchange
@@ -41,6 +42,25 @@ class Transfer:
     reductions: tuple[Reduction | None, ...]
     fingerprint: int
     description: str
+
+
+class Errand(NamedTuple):
+    """One exchange of a communicator, as messages and errors speak of it.
+
+    `fingerprint` and `text` are its transfer's, `site` is the line of the program that asked for it and `record` the
+    entry of the flight recorder, as its numbers.
+    """
+
+    fingerprint: int
+    text: str
+    site: int
+    record: int
+    recorder: FlightRecorder
+
+    @property
+    def description(self) -> str:
+        """What is exchanged, and who asked."""
+        return self.text if self.site < 0 else f"{self.text}, asked for at {self.recorder.site_text(self.site)}"
 
 
 @dataclass(slots=True)

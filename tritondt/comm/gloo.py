@@ -15,7 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritondt.comm.communicator import Transfer, tag_of
+from tritondt.comm.communicator import Errand, tag_of
+from tritondt.comm.flight import Flight
 from tritondt.comm.packed import Letters, PackedCommunicator
 from tritondt.comm.watch import Wait, Watch
 from tritondt.comm.work import Run, ThreadQueue
@@ -30,19 +31,26 @@ class GlooCommunicator(PackedCommunicator):
     """Ranks connected pairwise by Gloo; made by all of them together."""
 
     def __init__(
-        self, name: str, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, watch: Watch
+        self,
+        name: str,
+        store: dist.Store,
+        ranks: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        watch: Watch,
+        flight: Flight,
+        compares: bool,
     ) -> None:
-        super().__init__(ranks, ThreadQueue())
-        self._name, self._rank, self._watch = name, rank, watch
-        self._place = self._ranks.index(rank)
+        super().__init__(name, ranks, rank, ThreadQueue(), flight, compares=compares)
+        self._watch = watch
         self._group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore(name, store), self._place, len(self._ranks), timeout * _GLOO_TIMEOUT_FACTOR
         )
 
-    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Posts all receives, packs, posts all sends, keeps, and waits."""
-        tag, group = tag_of(transfer.fingerprint, self.sequence), self._group
-        wait = Wait(self._name, self.sequence, transfer.fingerprint, transfer.description, self._ranks, self._interrupt)
+        tag, group = tag_of(errand.fingerprint, self.sequence), self._group
+        wait = Wait(self._name, self.sequence, errand, self._ranks, self._interrupt)
         self._watch.begin(wait)
         try:
             pending = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.memory()]
@@ -53,8 +61,8 @@ class GlooCommunicator(PackedCommunicator):
                 wait.peer = self._ranks[peer]
                 work.wait()
         except RuntimeError as error:
-            self._check_usable(transfer.description)  # another thread may have aborted
-            self.failure = self._cause(wait, error)
+            self._check_usable(errand.description)  # another thread may have aborted
+            self.failure = self._recorded(self._cause(wait, error))
             raise self.failure from error
         finally:
             self._watch.end(wait)

@@ -13,10 +13,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tritondt.comm.communicator import Traffic, Transfer
+from tritondt.comm.communicator import Errand, Traffic, Transfer
+from tritondt.comm.comparison import FINGERPRINT, NOTE_BYTES, Note, difference, read_note, write_note
+from tritondt.comm.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Flight
 from tritondt.comm.packing import PackedTransfer, Slice, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
-from tritondt.errors import TransportError, WorldError
+from tritondt.errors import PeerError, TransportError, WorldError
 from tritondt.memory import allocate
 
 
@@ -44,6 +46,9 @@ class Letters(NamedTuple):
         return [(peer, flat[tensor][start : start + num_bytes]) for peer, tensor, start, num_bytes in self.slices]
 
 
+NO_SITE = -1
+
+
 class _EndedError(WorldError):
     """The communicator was ended on purpose."""
 
@@ -56,14 +61,20 @@ class PackedCommunicator(ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, ranks: Sequence[int], queue: IssueQueue) -> None:
-        self._ranks = tuple(ranks)
+    def __init__(
+        self, name: str, ranks: Sequence[int], rank: int, queue: IssueQueue, flight: Flight, *, compares: bool
+    ) -> None:
+        self._name, self._ranks, self._rank = name, tuple(ranks), rank
+        self._place = self._ranks.index(rank)
         self._traffic = Traffic()
-        self._queue = queue
+        self._queue, self._flight, self._recorder = queue, flight, flight.recorder
+        self._label = self._recorder.label(name)
+        self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self.sequence = 0  # exchanges so far, those without a message of ours included
         self.failure: BaseException | None = None
-        self._packed: WeakKeyDictionary[Transfer, PackedTransfer] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, int]] = WeakKeyDictionary()
         self._turn = threading.RLock()
+        self._compares = compares
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -76,7 +87,7 @@ class PackedCommunicator(ABC):
         return self._traffic
 
     @abstractmethod
-    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Posts `receives`, calls `pack`, sends `sends`, calls `meanwhile`, and waits for all messages."""
 
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
@@ -100,7 +111,13 @@ class PackedCommunicator(ABC):
             raise self._second_thread(description)
         try:
             self._check_usable(description)
-            return self._queue.submit(run, description, sources, are_there=are_there)
+            site = self._recorder.site()
+
+            def issued() -> None:
+                self._issued_at = site
+                run()
+
+            return self._queue.submit(issued, description, sources, are_there=are_there)
         finally:
             self._turn.release()
 
@@ -132,23 +149,78 @@ class PackedCommunicator(ABC):
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """What this rank will send and receive in an exchange."""
-        plan = self._plan(transfer)
+        plan, _ = self._plan(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
 
-    def _plan(self, transfer: Transfer) -> PackedTransfer:
-        plan = self._packed.get(transfer)
-        if plan is None:
-            plan = self._packed[transfer] = packed_transfer(transfer)
-        return plan
+    def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, int]:
+        """The transfer in bytes, and the number of its description in the flight recorder."""
+        found = self._packed.get(transfer)
+        if found is None:
+            found = self._packed[transfer] = packed_transfer(transfer), self._recorder.label(transfer.description)
+        return found
+
+    def _errand(self, fingerprint: int, text: str, label: int) -> Errand:
+        """The next exchange, recorded as issued."""
+        recorder = self._recorder
+        site = self._issued_at if self._queue.is_own_thread() else recorder.site()
+        record = recorder.begin(self._label, self.sequence + 1, label, fingerprint, site)
+        return Errand(fingerprint, text, site, record, recorder)
 
     def _exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
-        plan = self._plan(transfer)
-        self._check_devices(sources)
-        source_pointers = [tensor.data_ptr() for tensor in sources]
-        target_pointers = [tensor.data_ptr() for tensor in targets]
-        threads = torch.get_num_threads()
         if self.failure is not None:
             self._check_usable(transfer.description)
+        self._check_devices(sources)
+        plan, label = self._plan(transfer)
+        if self._compares:
+            self._compare(transfer)
+        errand = self._errand(transfer.fingerprint, transfer.description, label)
+        try:
+            self._move(sources, targets, plan, errand)
+        except BaseException as error:
+            self._record_failure(errand, error)
+            raise
+        self._recorder.end(errand.record, DONE, -1, plan.sent_bytes, plan.received_bytes)
+
+    def _run_recorded(self, errand: Errand, run: Run) -> None:
+        """Runs what moves no tensors of the user's."""
+        try:
+            run()
+        except BaseException as error:
+            self._record_failure(errand, error)
+            raise
+        self._recorder.end(errand.record, DONE)
+
+    def _record_failure(self, errand: Errand, error: BaseException) -> None:
+        self._recorder.end(errand.record, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
+
+    def _recorded(self, error: PeerError) -> PeerError:
+        """The error, with where this rank's flight record has been written."""
+        return type(error)(f"{error}{self._flight.write(f'{type(error).__name__}: {error}')}")
+
+    def _compare(self, transfer: Transfer) -> None:
+        """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
+        text = f"a comparison before {transfer.description}"
+        errand = self._errand(FINGERPRINT, text, self._recorder.label(text))
+        own = Note(transfer.fingerprint, errand._replace(text=transfer.description).description)
+        sent = torch.frombuffer(bytearray(write_note(own)), dtype=torch.uint8)
+        arrived = torch.empty((len(self._ranks), NOTE_BYTES), dtype=torch.uint8)
+        peers = [place for place in range(len(self._ranks)) if place != self._place]
+        sends = Letters([Slice(peer, 0, 0, NOTE_BYTES) for peer in peers], [sent], [sent.data_ptr()], _NO_BYTES)
+        places = [Slice(peer, 0, peer * NOTE_BYTES, NOTE_BYTES) for peer in peers]
+        receives = Letters(places, [arrived], [arrived.data_ptr()], _NO_BYTES)
+        self.sequence += 1
+        self._run_recorded(errand, lambda: self.carry(errand, receives, sends, lambda: None, lambda: None))
+        notes = {self._ranks[peer]: read_note(bytes(arrived[peer].tolist())) for peer in peers}
+        found = difference(self.sequence, {**notes, self._ranks[self._place]: own})
+        if found is not None:
+            raise found
+
+    def _move(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], plan: PackedTransfer, errand: Errand
+    ) -> None:
+        source_pointers = [tensor.data_ptr() for tensor in sources]
+        target_pointers = [tensor.data_ptr() for tensor in targets]
+        threads, set_state, record = torch.get_num_threads(), self._recorder.state, errand.record
         try:
             staging, buffer = _buffer(plan.staged_bytes), _buffer(plan.packed_bytes)
         except BaseException as error:  # nothing has been sent: the others can be told
@@ -157,7 +229,9 @@ class PackedCommunicator(ABC):
 
         def pack() -> None:
             if plan.pack is not None:
+                set_state(record, PACKING)
                 plan.pack.run(source_pointers, [buffer.data_ptr()], threads)
+            set_state(record, EXCHANGING)
 
         def keep() -> None:
             if plan.keep is not None:
@@ -167,7 +241,7 @@ class PackedCommunicator(ABC):
         if plan.sends or plan.receives:
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
             self.carry(
-                transfer,
+                errand,
                 Letters(plan.receives, targets, target_pointers, staging),
                 Letters(plan.sends, sources, source_pointers, buffer),
                 pack,
@@ -175,6 +249,8 @@ class PackedCommunicator(ABC):
             )
         else:
             keep()
+        if plan.unpack is not None or plan.reduces:
+            set_state(record, UNPACKING)
         if plan.unpack is not None:
             plan.unpack.run([staging.data_ptr()], target_pointers, threads)
         for table in plan.reduces:

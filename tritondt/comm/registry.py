@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tritondt.comm.communicator import Communicator
+from tritondt.comm.flight import Flight
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
 
@@ -14,6 +15,11 @@ class World(Protocol):
     @property
     def costs(self) -> CostTable:
         """The cost table that all ranks share."""
+        ...
+
+    @property
+    def flight(self) -> Flight:
+        """The flight recorder of this rank."""
         ...
 
     def communicator(self, ranks: Sequence[int]) -> Communicator:

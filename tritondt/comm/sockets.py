@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tritondt._C import SocketGroup
-from tritondt.comm.communicator import Transfer, tag_of
+from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.connect import connect
+from tritondt.comm.flight import EXCHANGING, Flight
 from tritondt.comm.packed import Letters, PackedCommunicator
 from tritondt.comm.watch import Wait, Watch
 from tritondt.comm.work import Run, ThreadQueue
@@ -33,29 +34,36 @@ class SocketCommunicator(PackedCommunicator):
     """Ranks connected pairwise by TCP; made by all of them together."""
 
     def __init__(
-        self, name: str, store: dist.Store, ranks: Sequence[int], rank: int, timeout: timedelta, watch: Watch
+        self,
+        name: str,
+        store: dist.Store,
+        ranks: Sequence[int],
+        rank: int,
+        timeout: timedelta,
+        watch: Watch,
+        flight: Flight,
+        compares: bool,
     ) -> None:
-        super().__init__(ranks, ThreadQueue())
-        self._name, self._rank, self._watch = name, rank, watch
-        self._sockets = connect(dist.PrefixStore(name, store), self._ranks, self._ranks.index(rank), timeout)
+        super().__init__(name, ranks, rank, ThreadQueue(), flight, compares=compares)
+        self._watch = watch
+        self._sockets = connect(dist.PrefixStore(name, store), self._ranks, self._place, timeout)
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
 
-    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Packs, sends what the sockets take, keeps, and carries on until all has gone and come."""
         pack()
-        self._converse(transfer.fingerprint, transfer.description, sends.addresses(), receives.addresses(), meanwhile)
+        self._converse(errand, sends.addresses(), receives.addresses(), meanwhile)
 
-    def _converse(
-        self, fingerprint: int, description: str, sends: list[Address], receives: list[Address], meanwhile: Run
-    ) -> None:
-        wait = Wait(self._name, self.sequence, fingerprint, description, self._ranks, self._group.interrupt)
+    def _converse(self, errand: Errand, sends: list[Address], receives: list[Address], meanwhile: Run) -> None:
+        wait = Wait(self._name, self.sequence, errand, self._ranks, self._group.interrupt)
         self._watch.begin(wait)
         try:
-            self._group.start(sends, receives, tag_of(fingerprint, self.sequence))
+            self._group.start(sends, receives, tag_of(errand.fingerprint, self.sequence))
             meanwhile()
             outcome, peer = self._group.finish()
             while outcome == "pending":
                 wait.peer = self._ranks[peer]
+                self._recorder.state(errand.record, EXCHANGING, wait.peer)
                 outcome, peer = self._group.finish()
         except BaseException as error:  # half of the exchange is under way, so nothing can follow it
             self.failure = self.failure or error
@@ -64,9 +72,9 @@ class SocketCommunicator(PackedCommunicator):
         finally:
             self._watch.end(wait)
         if outcome != "done":
-            self._check_usable(description)  # another thread may have aborted
+            self._check_usable(errand.description)  # another thread may have aborted
             wait.peer = self._ranks[peer]
-            self.failure = self._cause(wait, outcome)
+            self.failure = self._recorded(self._cause(wait, outcome))
             self._disconnect()
             raise self.failure
 
@@ -81,11 +89,12 @@ class SocketCommunicator(PackedCommunicator):
     def _meet(self) -> None:
         self._queue.drain()
         self._check_usable("a barrier")
+        errand = self._errand(_BARRIER_FINGERPRINT, "a barrier", self._recorder.label("a barrier"))
         self.sequence += 1
         peers = [place for place, found in enumerate(self._sockets) if found is not None]
         out, into = (torch.zeros(len(self._sockets), dtype=torch.uint8) for _ in range(2))
         sends, receives = ([(peer, found.data_ptr() + peer, 1) for peer in peers] for found in (out, into))
-        self._converse(_BARRIER_FINGERPRINT, "a barrier", sends, receives, lambda: None)
+        self._run_recorded(errand, lambda: self._converse(errand, sends, receives, lambda: None))
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tritondt import identity
+from tritondt import environment, identity
 from tritondt.comm import registry
-from tritondt.comm.communicator import Transfer, tag_of
+from tritondt.comm.communicator import Errand, tag_of
+from tritondt.comm.flight import Flight
 from tritondt.comm.packed import Letters, PackedCommunicator
 from tritondt.comm.switchboard import Party, Switchboard
 from tritondt.comm.watch import Wait
@@ -79,28 +80,28 @@ class TurnQueue(IssueQueue):
 class ThreadCommunicator(PackedCommunicator):
     """Rank threads that leave messages for each other on a switchboard."""
 
-    def __init__(self, name: str, switchboard: Switchboard, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, name: str, switchboard: Switchboard, ranks: Sequence[int], rank: int, flight: Flight) -> None:
         self._owner = switchboard.parties[rank]
         self._turns = TurnQueue(switchboard, self._owner)
-        super().__init__(ranks, self._turns)
-        self._switchboard, self._rank = switchboard, rank
-        self._name = f"{name}/" + "-".join(map(str, self._ranks))
-        self._place = self._ranks.index(rank)
+        super().__init__(
+            f"{name}/" + "-".join(map(str, ranks)), ranks, rank, self._turns, flight, compares=environment.compares()
+        )
+        self._switchboard = switchboard
         self._barriers = 0
 
-    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Leaves copies of what is sent, then collects what arrives."""
         try:
-            self._carry(transfer, receives, sends, pack, meanwhile)
+            self._carry(errand, receives, sends, pack, meanwhile)
         except BaseException as error:
             # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
             if (self._name, self.sequence) not in self._switchboard.refused:
                 self.failure = self.failure or error
             raise
 
-    def _carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
-        board, tag = self._switchboard, tag_of(transfer.fingerprint, self.sequence)
-        wait = Wait(self._name, self.sequence, transfer.fingerprint, transfer.description, self._ranks, lambda: None)
+    def _carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+        board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
+        wait = Wait(self._name, self.sequence, errand, self._ranks, lambda: None)
         pack()
         for peer, tensor in sends.memory():
             board.mail[self._name, self._place, peer, tag].append(tensor.clone())
@@ -115,7 +116,7 @@ class ThreadCommunicator(PackedCommunicator):
             if not mail:  # tags seldom come again
                 del board.mail[slot]
             assert arrived.numel() == tensor.numel(), (
-                f"{transfer.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
+                f"{errand.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )
             tensor.copy_(arrived)
 
@@ -155,6 +156,7 @@ class ThreadWorld:
     def __init__(self, who: Identity, switchboard: Switchboard, costs: CostTable, number: int = 1) -> None:
         self.identity, self.costs = who, costs
         self._switchboard, self._number = switchboard, number
+        self.flight = Flight(who.rank, who.size, None)
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
 
     def communicator(self, ranks: Sequence[int]) -> ThreadCommunicator:
@@ -163,7 +165,7 @@ class ThreadWorld:
         found = self._communicators.get(key)
         if found is None:
             name = f"world {self._number}"
-            found = ThreadCommunicator(name, self._switchboard, key, self.identity.rank)
+            found = ThreadCommunicator(name, self._switchboard, key, self.identity.rank, self.flight)
             self._communicators[key] = found
         return found
 

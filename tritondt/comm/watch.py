@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from tritondt.comm.communicator import Errand
 from tritondt.errors import MismatchError, PeerError
 
 INTERVAL_S = 1.0
@@ -28,13 +29,22 @@ class Wait:
 
     name: str
     sequence: int
-    fingerprint: int
-    description: str
+    errand: Errand
     ranks: tuple[int, ...]
     interrupt: Callable[[], None]
     peer: int = -1
     started: float = field(default_factory=time.monotonic)
     reason: PeerError | None = None
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on ranks that run the same exchange."""
+        return self.errand.fingerprint
+
+    @property
+    def description(self) -> str:
+        """What is exchanged, and who asked."""
+        return self.errand.description
 
 
 class Watch:

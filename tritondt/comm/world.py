@@ -5,9 +5,13 @@ through new_group, whose counters diverge when only some ranks call it.
 """
 
 import hashlib
+import os
 import sys
+import tempfile
 import threading
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +20,7 @@ import torch.distributed as dist
 from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator
+from tritondt.comm.flight import Flight
 from tritondt.comm.gloo import GlooCommunicator
 from tritondt.comm.registry import World
 from tritondt.comm.sockets import SocketCommunicator
@@ -36,7 +41,8 @@ class ProcessWorld:
         number = dist.PrefixStore("tritondt", store).add(f"worlds/{who.rank}", 1)
         self._store = dist.PrefixStore(f"tritondt/{number}", store)
         self._watch = Watch(dist.PrefixStore(f"tritondt/{number}", store.clone()), who.rank, self._timeout)
-        self._transport = environment.transport()
+        self._transport, self._compares = environment.transport(), environment.compares()
+        self.flight = Flight(who.rank, who.size, self._flight_directory())
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._making = threading.Lock()
         self.costs = self._agreed(_default_costs(who.size))
@@ -45,6 +51,14 @@ class ProcessWorld:
     def _agreed(self, own: CostTable) -> CostTable:
         """The table of whichever rank came first: all ranks read one, and none waits for one that never comes."""
         return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
+
+    def _flight_directory(self) -> Path:
+        """Where this world's ranks on this machine write: as the environment says, or in a temporary folder."""
+        given = environment.flight_directory()
+        if given is not None:
+            return Path(given)
+        own = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        return Path(tempfile.gettempdir()) / "tritondt-flight" / self._store.compare_set("flight", "", own).decode()
 
     def communicator(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of these ranks; the first call is collective among them."""
@@ -55,13 +69,23 @@ class ProcessWorld:
         if found is None:
             with self._making:
                 name = "ranks/" + hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
-                made = (name, self._store, key, self.identity.rank, self._timeout, self._watch)
+                made = (
+                    name,
+                    self._store,
+                    key,
+                    self.identity.rank,
+                    self._timeout,
+                    self._watch,
+                    self.flight,
+                    self._compares,
+                )
                 found = GlooCommunicator(*made) if self._transport == "gloo" else SocketCommunicator(*made)
                 self._communicators[key] = found
         return found
 
     def report(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed for good."""
+        """Tells all ranks that this one has failed for good, and writes its flight record."""
+        self.flight.write(f"{type(error).__name__}: {error}")
         self._watch.report_everywhere(error)
 
     def close(self) -> None:

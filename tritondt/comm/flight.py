@@ -1,0 +1,49 @@
+"""The last operations of a rank, kept in memory and written when something goes wrong.
+
+`python -m tritondt doctor flight DIR` reads what all ranks have written and says who waits for whom, and why.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from tritondt._C import STATES, FlightRecorder
+
+PACKING, EXCHANGING, UNPACKING, DONE, FAILED = map(
+    STATES.index, ("packing", "exchanging", "unpacking", "done", "failed")
+)
+# Files and folders of the package whose code is the user's: the commands, which are written like programs of others.
+_PROGRAMS = {"cli", "__main__.py"}
+
+
+class Flight:
+    """The recorder of one rank; written to `directory`, or nowhere without one."""
+
+    def __init__(self, rank: int, world_size: int, directory: Path | None) -> None:
+        self.recorder = FlightRecorder(rank, world_size)
+        self.recorder.set_internal(list(_internal_files()))
+        self.path = None if directory is None else directory / f"rank-{rank}.json"
+
+    def write(self, reason: str) -> str:
+        """Writes everything recorded, and returns a clause for an error message: where it is."""
+        if self.path is None:
+            return ""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.recorder.dump(str(self.path), reason)
+        except OSError as error:  # what went wrong before matters more
+            return f"; the flight record could not be written ({error})"
+        return f"; flight records: {self.path.parent}"
+
+
+def _internal_files() -> Iterator[str]:
+    """Beginnings of the names of files that ask on somebody's behalf: this package's, torch's, threading's."""
+    package = Path(__file__).parents[1]
+    for found in os.scandir(package):
+        if found.name not in _PROGRAMS:
+            yield found.path if found.is_file() else found.path + os.sep
+    yield str(Path(torch.__file__).parent) + os.sep
+    yield threading.__file__
