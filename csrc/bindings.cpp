@@ -8,9 +8,9 @@
 #include <vector>
 
 #include "bind_flight.h"
+#include "bind_sockets.h"
 #include "call_key.h"
 #include "huge_pages.h"
-#include "socket_group.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
 
@@ -111,64 +111,6 @@ void bind_reduce_table(py::module_* module) {
   bind_run(&table);
 }
 
-using LetterFields = std::tuple<std::int64_t, std::uintptr_t, std::int64_t>;
-
-std::vector<Letter> make_letters(const std::vector<LetterFields>& fields) {
-  std::vector<Letter> letters;
-  letters.reserve(fields.size());
-  for (const auto& [peer, address, num_bytes] : fields) {
-    letters.push_back({peer, address, num_bytes});
-  }
-  return letters;
-}
-
-const char* name_of(Outcome outcome) {
-  switch (outcome) {
-    case Outcome::kDone:
-      return "done";
-    case Outcome::kPending:
-      return "pending";
-    case Outcome::kClosed:
-      return "closed";
-    case Outcome::kMismatch:
-      return "mismatch";
-    case Outcome::kInterrupted:
-      return "interrupted";
-  }
-  throw std::logic_error("an outcome without a name");
-}
-
-void bind_socket_group(py::module_* module) {
-  py::class_<SocketGroup>(*module, "SocketGroup",
-                          "Connected sockets to peers, driven by the thread that calls.")
-      .def(py::init<std::vector<int>>(), py::arg("sockets"))
-      .def(
-          "start",
-          [](SocketGroup& group, const std::vector<LetterFields>& sends,
-             const std::vector<LetterFields>& receives, std::uint64_t tag) {
-            const std::vector<Letter> out = make_letters(sends);
-            const std::vector<Letter> in = make_letters(receives);
-            const py::gil_scoped_release released;
-            group.start(out, in, tag);
-          },
-          py::arg("sends"), py::arg("receives"), py::arg("tag"),
-          "Begins an exchange of letters (peer, address, bytes) and sends what can be sent at "
-          "once.")
-      .def(
-          "finish",
-          [](SocketGroup& group) {
-            Ending ending = {};
-            {
-              const py::gil_scoped_release released;
-              ending = group.finish();
-            }
-            return std::make_pair(name_of(ending.outcome), ending.peer);
-          },
-          "Carries on until all letters are out and in; PENDING means call again.")
-      .def("interrupt", &SocketGroup::interrupt,
-           "Makes the running or the next finish return INTERRUPTED; from any thread.");
-}
-
 }  // namespace
 }  // namespace tritondt
 
@@ -179,6 +121,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
   tritondt::bind_flight_recorder(&module);
+  tritondt::bind_watchdog(&module);
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <system_error>
 
+#include "clock.h"
 #include "flight_recorder.h"
 
 namespace tritondt {

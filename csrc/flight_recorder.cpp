@@ -1,10 +1,11 @@
 #include "flight_recorder.h"
 
 #include <sched.h>
-#include <time.h>
 
 #include <algorithm>
 #include <stdexcept>
+
+#include "clock.h"
 
 namespace tritondt {
 namespace {
@@ -12,15 +13,7 @@ namespace {
 // A reader that meets a writer this often gives the record up: it is being overwritten.
 constexpr int kMaxReads = 1000;
 
-std::int64_t clock_ns(clockid_t clock) {
-  timespec now = {};
-  clock_gettime(clock, &now);
-  return std::int64_t{now.tv_sec} * 1'000'000'000 + now.tv_nsec;
-}
-
 }  // namespace
-
-std::int64_t monotonic_ns() { return clock_ns(CLOCK_MONOTONIC); }
 
 FlightRecorder::FlightRecorder(std::int64_t rank, std::int64_t world_size, std::int64_t capacity)
     : rank_(rank),

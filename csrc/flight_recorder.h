@@ -111,9 +111,6 @@ class FlightRecorder {
   std::atomic<std::int64_t> num_records_{0};
 };
 
-// CLOCK_MONOTONIC in ns.
-std::int64_t monotonic_ns();
-
 // Replaces the file at `path` by `content` in one step. Throws std::system_error.
 void write_atomically(const std::string& path, std::string_view content);
 

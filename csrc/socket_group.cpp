@@ -10,6 +10,8 @@
 #include <system_error>
 #include <utility>
 
+#include "clock.h"
+
 namespace tritondt {
 namespace {
 
@@ -42,6 +44,14 @@ SocketGroup::~SocketGroup() { close(wake_); }
 
 void SocketGroup::start(const std::vector<Letter>& sends, const std::vector<Letter>& receives,
                         std::uint64_t tag) {
+  std::int64_t before = under_way_.load(std::memory_order_relaxed);
+  const std::int64_t now = monotonic_ns();
+  while (before != kExpiredMark && !under_way_.compare_exchange_weak(before, now)) {
+  }
+  if (before == kExpiredMark) {
+    early_ = {Outcome::kExpired, -1};
+    return;
+  }
   tag_ = tag;
   sends_.clear();
   receives_.clear();
@@ -115,10 +125,22 @@ Outcome SocketGroup::wait() {
   const int ready = poll(watched_.data(), watched_.size(), kPatienceMs);
   if (ready < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "poll");
   if (ready <= 0) return Outcome::kPending;
-  return watched_[0].revents != 0 ? Outcome::kInterrupted : Outcome::kDone;
+  if (watched_[0].revents == 0) return Outcome::kDone;
+  return under_way_.load() == kExpiredMark ? Outcome::kExpired : Outcome::kInterrupted;
 }
 
 Ending SocketGroup::finish() {
+  const Ending ending = advance();
+  if (ending.outcome == Outcome::kPending) return ending;
+  std::int64_t started = under_way_.load(std::memory_order_relaxed);
+  while (started != kExpiredMark && !under_way_.compare_exchange_weak(started, 0)) {
+  }
+  // Expired though all letters are there: the watchdog has told others so, and it stays said.
+  if (started == kExpiredMark) return {Outcome::kExpired, ending.peer};
+  return ending;
+}
+
+Ending SocketGroup::advance() {
   if (early_.outcome != Outcome::kDone) return early_;
   while (true) {
     const Ending ending = pass(/*with_receives=*/true);
@@ -130,7 +152,22 @@ Ending SocketGroup::finish() {
   }
 }
 
-void SocketGroup::interrupt() {
+void SocketGroup::interrupt() { wake(); }
+
+std::int64_t SocketGroup::started_ns() const {
+  const std::int64_t found = under_way_.load(std::memory_order_relaxed);
+  return found == kExpiredMark ? 0 : found;
+}
+
+bool SocketGroup::expire(std::int64_t started_ns) {
+  if (started_ns == 0 || !under_way_.compare_exchange_strong(started_ns, kExpiredMark)) {
+    return false;
+  }
+  wake();
+  return true;
+}
+
+void SocketGroup::wake() {
   const std::uint64_t one = 1;
   if (write(wake_, &one, sizeof(one)) < 0 && errno != EAGAIN) {
     throw std::system_error(errno, std::generic_category(), "eventfd");

@@ -70,7 +70,7 @@ def test_labels_are_numbered_once():
 
 
 def external(source, name):
-    found = {}
+    found: dict = {}
     exec(compile(source, name, "exec"), found)
     return found["call"]
 

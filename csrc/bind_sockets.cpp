@@ -1,0 +1,133 @@
+#include "bind_sockets.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind_flight.h"
+#include "socket_group.h"
+#include "watchdog.h"
+
+namespace py = pybind11;
+
+namespace tritondt {
+namespace {
+
+using LetterFields = std::tuple<std::int64_t, std::uintptr_t, std::int64_t>;
+
+std::vector<Letter> make_letters(const std::vector<LetterFields>& fields) {
+  std::vector<Letter> letters;
+  letters.reserve(fields.size());
+  for (const auto& [peer, address, num_bytes] : fields) {
+    letters.push_back({peer, address, num_bytes});
+  }
+  return letters;
+}
+
+const char* name_of(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::kDone:
+      return "done";
+    case Outcome::kPending:
+      return "pending";
+    case Outcome::kClosed:
+      return "closed";
+    case Outcome::kMismatch:
+      return "mismatch";
+    case Outcome::kInterrupted:
+      return "interrupted";
+    case Outcome::kExpired:
+      return "expired";
+  }
+  throw std::logic_error("an outcome without a name");
+}
+
+// Refused where it is no length of time; infinity is one.
+std::int64_t timeout_ns_of(double timeout_s) {
+  if (!(timeout_s > 0)) {
+    throw std::invalid_argument("a timeout of " + std::to_string(timeout_s) +
+                                " s was asked for; it must be more than 0");
+  }
+  const double ns = timeout_s * 1e9;
+  return ns < 9e18 ? static_cast<std::int64_t>(ns) : SocketGroup::kNoTimeout;
+}
+
+std::shared_ptr<FlightRecorder> recorder_of(const RecorderHandle* handle) {
+  return handle == nullptr ? nullptr : handle->recorder;
+}
+
+}  // namespace
+
+void bind_socket_group(py::module_* module) {
+  py::class_<SocketGroup, std::shared_ptr<SocketGroup>>(
+      *module, "SocketGroup", "Connected sockets to peers, driven by the thread that calls.")
+      .def(py::init<std::vector<int>>(), py::arg("sockets"))
+      .def(
+          "start",
+          [](SocketGroup& group, const std::vector<LetterFields>& sends,
+             const std::vector<LetterFields>& receives, std::uint64_t tag) {
+            const std::vector<Letter> out = make_letters(sends);
+            const std::vector<Letter> in = make_letters(receives);
+            const py::gil_scoped_release released;
+            group.start(out, in, tag);
+          },
+          py::arg("sends"), py::arg("receives"), py::arg("tag"),
+          "Begins an exchange of letters (peer, address, bytes) and sends what can be sent at "
+          "once.")
+      .def(
+          "finish",
+          [](SocketGroup& group) {
+            Ending ending = {};
+            {
+              const py::gil_scoped_release released;
+              ending = group.finish();
+            }
+            return std::make_pair(name_of(ending.outcome), ending.peer);
+          },
+          "Carries on until all letters are out and in; PENDING means call again.")
+      .def("interrupt", &SocketGroup::interrupt,
+           "Makes the running or the next finish return INTERRUPTED; from any thread.")
+      .def(
+          "set_timeout",
+          [](SocketGroup& group, double timeout_s) {
+            group.set_timeout_ns(timeout_ns_of(timeout_s));
+          },
+          py::arg("timeout_s"),
+          "How many seconds an exchange may take before a watchdog ends it; from any thread.");
+}
+
+void bind_watchdog(py::module_* module) {
+  py::class_<Watchdog>(*module, "Watchdog",
+                       "Ends exchanges that take too long, from a thread that never needs the GIL.")
+      .def(py::init<>())
+      .def(
+          "watch",
+          [](Watchdog& watchdog, const std::shared_ptr<SocketGroup>& group, double timeout_s,
+             const RecorderHandle* recorder, const std::string& path) {
+            group->set_timeout_ns(timeout_ns_of(timeout_s));
+            watchdog.watch(group, recorder_of(recorder), path);
+          },
+          py::arg("group").none(false), py::arg("timeout_s"), py::arg("recorder"), py::arg("path"),
+          "Expires exchanges of `group` after `timeout_s` and then writes `recorder` to `path`.")
+      .def(
+          "unwatch", [](Watchdog& watchdog, const SocketGroup& group) { watchdog.unwatch(&group); },
+          py::arg("group"), "Lets `group` take as long as it takes, from now on.")
+      .def(
+          "dump_on_signal",
+          [](Watchdog& watchdog, int signum, const RecorderHandle& recorder,
+             const std::string& path) {
+            return watchdog.dump_on_signal(signum, recorder.recorder, path);
+          },
+          py::arg("signum"), py::arg("recorder"), py::arg("path"),
+          "Writes `recorder` to `path` at every `signum`; False where the signal is in use.")
+      .def("close", &Watchdog::close, py::call_guard<py::gil_scoped_release>(),
+           "Gives signals back and ends the thread.");
+}
+
+}  // namespace tritondt
