@@ -45,8 +45,12 @@ SocketGroup::~SocketGroup() { close(wake_); }
 void SocketGroup::start(const std::vector<Letter>& sends, const std::vector<Letter>& receives,
                         std::uint64_t tag) {
   std::int64_t before = under_way_.load(std::memory_order_relaxed);
-  const std::int64_t now = monotonic_ns();
-  while (before != kExpiredMark && !under_way_.compare_exchange_weak(before, now)) {
+  const std::int64_t now = coarse_ns();
+  if (before == 0) {
+    under_way_.store(now, std::memory_order_relaxed);  // nobody else writes over 0
+  } else {                                             // the exchange before was given up
+    while (before != kExpiredMark && !under_way_.compare_exchange_weak(before, now)) {
+    }
   }
   if (before == kExpiredMark) {
     early_ = {Outcome::kExpired, -1};

@@ -52,7 +52,7 @@ class SocketGroup {
   // Makes the running `finish`, or the next one that has to wait, return kInterrupted.
   void interrupt();
 
-  // Since when an exchange is under way, by `monotonic_ns`; 0 where none is.
+  // Since when an exchange is under way, by `coarse_ns`; 0 where none is.
   std::int64_t started_ns() const;
 
   // How long an exchange may take before a watchdog calls `expire`; kNoTimeout at first.

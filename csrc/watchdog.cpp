@@ -159,7 +159,7 @@ std::vector<Watchdog::Overdue> Watchdog::look(int* pause_ms) {
   std::vector<Overdue> overdue;
   const std::lock_guard<std::mutex> lock(guard_);
   std::int64_t pause = -1;
-  const std::int64_t now = monotonic_ns();
+  const std::int64_t now = coarse_ns();
   for (const Watched& watched : watched_) {
     const std::shared_ptr<SocketGroup> group = watched.group.lock();
     if (group == nullptr) continue;

@@ -18,9 +18,10 @@ namespace tritondt {
 // Ends exchanges that take too long, and writes flight recorders, from one thread that never needs
 // the GIL: it works while Python is stuck.
 //
-// The thread starts with the first thing to watch and is joined by `close`. It wakes when an
-// exchange under way reaches its timeout, and at least twice a second while it watches groups.
-// After a fork the child has no such thread: what it does with its copy of a watchdog does nothing.
+// The thread starts with the first thing to watch and is joined by `close`. Times are right to a
+// tick of the kernel, up to 10 ms. It wakes when an exchange under way reaches its timeout, and at
+// least twice a second while it watches groups. After a fork the child has no such thread: what it
+// does with its copy of a watchdog does nothing.
 class Watchdog {
  public:
   Watchdog();

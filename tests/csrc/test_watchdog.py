@@ -81,7 +81,7 @@ def test_an_exchange_that_takes_too_long_expires_and_leaves_a_file(watchdog, pai
     assert finish(group) == ("expired", 1)
     waited = time.monotonic() - started
     recorder.end(record, STATES.index("failed"))
-    assert 0.3 <= waited < 1.0
+    assert 0.29 <= waited < 1.0  # right to a tick of the kernel
     found = written(tmp_path / "rank-0.json")
     assert found["reason"] == "timeout"
     # As it was before the waiting thread woke.

@@ -15,18 +15,24 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tritondt.cli.flight.command import flight
 from tritondt.cli.launch import RankFailedError, num_cores, run_on_ranks
 
 _NUM_RANKS = 2
 
 
-@click.command(short_help="Print versions and devices, and try an exchange.")
+@click.group(invoke_without_command=True, short_help="Print versions and devices, and try an exchange.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def doctor(as_json: bool) -> None:
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> None:
     """Print versions and devices, and exchange a tensor between two processes.
 
-    Ends with status 1 if the exchange fails, and says why.
+    Ends with status 1 if the exchange fails, and says why. With a command, runs that instead.
     """
+    if context.invoked_subcommand is not None:
+        if as_json:
+            raise click.UsageError(f"--json goes behind the command: doctor {context.invoked_subcommand} --json")
+        return
     failure = exchange_failure()
     found: dict[str, object] = {
         "tritondt": T.__version__,
@@ -48,6 +54,9 @@ def doctor(as_json: bool) -> None:
             click.echo(f"{name:<14} {value}")
     if failure is not None:
         raise click.exceptions.Exit(1)
+
+
+doctor.add_command(flight)
 
 
 def exchange_failure() -> str | None:

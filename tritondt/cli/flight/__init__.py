@@ -1,0 +1,1 @@
+"""`doctor flight`: what the flight recorders of all ranks say together."""
