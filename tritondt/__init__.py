@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.autograd import redistribute
 from tritondt.comm.work import Work
-from tritondt.comm.world import abort, close
+from tritondt.comm.world import abort, close, set_timeout
 from tritondt.distribute import distribute_module, distribute_tensor
 from tritondt.dtensor import DTensor, prefetch
 from tritondt.errors import (
@@ -71,5 +71,6 @@ __all__ = [
     "rand",
     "randn",
     "redistribute",
+    "set_timeout",
     "zeros",
 ]

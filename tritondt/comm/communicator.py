@@ -7,7 +7,7 @@ counts), so a transfer should be kept for as long as it may run again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -44,18 +44,20 @@ class Transfer:
     description: str
 
 
-class Errand(NamedTuple):
-    """One exchange of a communicator, as messages and errors speak of it.
+@dataclass(slots=True)
+class Errand:
+    """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
 
-    `fingerprint` and `text` are its transfer's, `site` is the line of the program that asked for it and `record` the
-    entry of the flight recorder, as its numbers.
+    `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the
+    line of the program that asked for it now, and `record` the recorder's entry.
     """
 
     fingerprint: int
     text: str
-    site: int
-    record: int
+    label: int
     recorder: FlightRecorder
+    site: int = -1
+    record: int = -1
 
     @property
     def description(self) -> str:
@@ -122,6 +124,10 @@ class Communicator(Protocol):
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank will not take part in the next exchange, and why; it counts as run."""
+        ...
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long this rank waits in an exchange, from the next one on."""
         ...
 
     def barrier(self) -> None:

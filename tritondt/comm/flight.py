@@ -6,6 +6,7 @@
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -26,6 +27,22 @@ class Flight:
         self.recorder = FlightRecorder(rank, world_size)
         self.recorder.set_internal(list(_internal_files()))
         self.path = None if directory is None else directory / f"rank-{rank}.json"
+
+    @property
+    def path_text(self) -> str:
+        """Where it is written; empty for nowhere."""
+        return "" if self.path is None else str(self.path)
+
+    def prepare(self) -> None:
+        """Makes the folder, which the watchdog writes to without asking."""
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def leave(self) -> None:
+        """Removes the folder if nothing was written."""
+        if self.path is not None:
+            with suppress(OSError):  # not empty, or another rank of this machine was faster
+                self.path.parent.rmdir()
 
     def write(self, reason: str) -> str:
         """Writes everything recorded, and returns a clause for an error message: where it is."""

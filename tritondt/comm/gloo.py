@@ -8,7 +8,6 @@ passes unnoticed, so the tag is a fingerprint of what is exchanged: ranks that d
 watch tells them so.
 """
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tritondt.comm.communicator import Errand, tag_of
-from tritondt.comm.flight import Flight
+from tritondt.comm.membership import Membership
 from tritondt.comm.packed import Letters, PackedCommunicator
-from tritondt.comm.watch import Wait, Watch
+from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError
 
@@ -30,27 +29,16 @@ _INTERRUPT_TAG = 0x7FFFFFFF
 class GlooCommunicator(PackedCommunicator):
     """Ranks connected pairwise by Gloo; made by all of them together."""
 
-    def __init__(
-        self,
-        name: str,
-        store: dist.Store,
-        ranks: Sequence[int],
-        rank: int,
-        timeout: timedelta,
-        watch: Watch,
-        flight: Flight,
-        compares: bool,
-    ) -> None:
-        super().__init__(name, ranks, rank, ThreadQueue(), flight, compares=compares)
-        self._watch = watch
-        self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(name, store), self._place, len(self._ranks), timeout * _GLOO_TIMEOUT_FACTOR
-        )
+    def __init__(self, member: Membership) -> None:
+        super().__init__(member, ThreadQueue())
+        self._watch, self._timeout_s = member.watch, member.timeout.total_seconds()
+        store, timeout = dist.PrefixStore(member.name, member.store), member.timeout * _GLOO_TIMEOUT_FACTOR
+        self._group: Any = dist.ProcessGroupGloo(store, self._place, len(self._ranks), timeout)
 
     def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Posts all receives, packs, posts all sends, keeps, and waits."""
         tag, group = tag_of(errand.fingerprint, self.sequence), self._group
-        wait = Wait(self._name, self.sequence, errand, self._ranks, self._interrupt)
+        wait = Wait(self._name, self.sequence, errand, self._ranks, self._interrupt, self._timeout_s)
         self._watch.begin(wait)
         try:
             pending = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.memory()]
@@ -76,6 +64,11 @@ class GlooCommunicator(PackedCommunicator):
         self._queue.drain()
         self._check_usable("a barrier")
         self._group.barrier().wait()
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long a message may take from now on."""
+        self._timeout_s = seconds
+        self._group._set_default_timeout(timedelta(seconds=seconds) * _GLOO_TIMEOUT_FACTOR)
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""

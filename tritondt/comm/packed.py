@@ -8,7 +8,7 @@ and one for what arrives, that live for the one call.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,6 +53,30 @@ class _EndedError(WorldError):
     """The communicator was ended on purpose."""
 
 
+class Member(Protocol):
+    """This rank's part in a communicator."""
+
+    @property
+    def name(self) -> str:
+        """What the communicator is called, alike on all its ranks."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks, ascending."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def flight(self) -> Flight:
+        """Where exchanges are recorded."""
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare what they are about to exchange."""
+
+
 class PackedCommunicator(ABC):
     """A communicator whose transport carries bytes from one rank to another.
 
@@ -61,20 +85,18 @@ class PackedCommunicator(ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(
-        self, name: str, ranks: Sequence[int], rank: int, queue: IssueQueue, flight: Flight, *, compares: bool
-    ) -> None:
-        self._name, self._ranks, self._rank = name, tuple(ranks), rank
-        self._place = self._ranks.index(rank)
+    def __init__(self, member: Member, queue: IssueQueue) -> None:
+        self._name, self._ranks, self._rank = member.name, member.ranks, member.rank
+        self._place = self._ranks.index(self._rank)
         self._traffic = Traffic()
-        self._queue, self._flight, self._recorder = queue, flight, flight.recorder
-        self._label = self._recorder.label(name)
+        self._queue, self._flight, self._recorder = queue, member.flight, member.flight.recorder
+        self._label = self._recorder.label(self._name)
         self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self.sequence = 0  # exchanges so far, those without a message of ours included
         self.failure: BaseException | None = None
-        self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, int]] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, Errand]] = WeakKeyDictionary()
         self._turn = threading.RLock()
-        self._compares = compares
+        self._compares = member.compares
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -93,13 +115,13 @@ class PackedCommunicator(ABC):
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
         if self._queue.is_own_thread():
-            self._exchange(sources, targets, transfer)
+            self._exchange(sources, targets, transfer, self._issued_at)
             return
         if not self._turn.acquire(blocking=False):
             raise self._second_thread(transfer.description)
         try:
             self._queue.drain()
-            self._exchange(sources, targets, transfer)
+            self._exchange(sources, targets, transfer, self._recorder.site())
         finally:
             self._turn.release()
 
@@ -152,34 +174,39 @@ class PackedCommunicator(ABC):
         plan, _ = self._plan(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
 
-    def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, int]:
-        """The transfer in bytes, and the number of its description in the flight recorder."""
+    def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, Errand]:
+        """The transfer in bytes, and as it is spoken of."""
         found = self._packed.get(transfer)
         if found is None:
-            found = self._packed[transfer] = packed_transfer(transfer), self._recorder.label(transfer.description)
+            errand = self._errand(transfer.fingerprint, transfer.description)
+            found = self._packed[transfer] = packed_transfer(transfer), errand
         return found
 
-    def _errand(self, fingerprint: int, text: str, label: int) -> Errand:
-        """The next exchange, recorded as issued."""
-        recorder = self._recorder
-        site = self._issued_at if self._queue.is_own_thread() else recorder.site()
-        record = recorder.begin(self._label, self.sequence + 1, label, fingerprint, site)
-        return Errand(fingerprint, text, site, record, recorder)
+    def _errand(self, fingerprint: int, text: str) -> Errand:
+        return Errand(fingerprint, text, self._recorder.label(text), self._recorder)
 
-    def _exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
+    def _begin(self, errand: Errand, site: int) -> int:
+        """Records the next exchange as issued."""
+        errand.site = site
+        errand.record = self._recorder.begin(self._label, self.sequence + 1, errand.label, errand.fingerprint, site)
+        return errand.record
+
+    def _exchange(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
+    ) -> None:
         if self.failure is not None:
             self._check_usable(transfer.description)
         self._check_devices(sources)
-        plan, label = self._plan(transfer)
+        plan, errand = self._plan(transfer)
         if self._compares:
-            self._compare(transfer)
-        errand = self._errand(transfer.fingerprint, transfer.description, label)
+            self._compare(errand, site)
+        record = self._begin(errand, site)
         try:
             self._move(sources, targets, plan, errand)
         except BaseException as error:
             self._record_failure(errand, error)
             raise
-        self._recorder.end(errand.record, DONE, -1, plan.sent_bytes, plan.received_bytes)
+        self._recorder.end(record, DONE, -1, plan.sent_bytes, plan.received_bytes)
 
     def _run_recorded(self, errand: Errand, run: Run) -> None:
         """Runs what moves no tensors of the user's."""
@@ -197,11 +224,12 @@ class PackedCommunicator(ABC):
         """The error, with where this rank's flight record has been written."""
         return type(error)(f"{error}{self._flight.write(f'{type(error).__name__}: {error}')}")
 
-    def _compare(self, transfer: Transfer) -> None:
+    def _compare(self, errand: Errand, site: int) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
-        text = f"a comparison before {transfer.description}"
-        errand = self._errand(FINGERPRINT, text, self._recorder.label(text))
-        own = Note(transfer.fingerprint, errand._replace(text=transfer.description).description)
+        errand.site = site
+        own = Note(errand.fingerprint, errand.description)
+        comparing = self._errand(FINGERPRINT, f"a comparison before {errand.text}")
+        self._begin(comparing, site)
         sent = torch.frombuffer(bytearray(write_note(own)), dtype=torch.uint8)
         arrived = torch.empty((len(self._ranks), NOTE_BYTES), dtype=torch.uint8)
         peers = [place for place in range(len(self._ranks)) if place != self._place]
@@ -209,7 +237,7 @@ class PackedCommunicator(ABC):
         places = [Slice(peer, 0, peer * NOTE_BYTES, NOTE_BYTES) for peer in peers]
         receives = Letters(places, [arrived], [arrived.data_ptr()], _NO_BYTES)
         self.sequence += 1
-        self._run_recorded(errand, lambda: self.carry(errand, receives, sends, lambda: None, lambda: None))
+        self._run_recorded(comparing, lambda: self.carry(comparing, receives, sends, lambda: None, lambda: None))
         notes = {self._ranks[peer]: read_note(bytes(arrived[peer].tolist())) for peer in peers}
         found = difference(self.sequence, {**notes, self._ranks[self._place]: own})
         if found is not None:

@@ -8,18 +8,16 @@ Letters of a pair of ranks arrive in order, and each begins with a fingerprint o
 length, so ranks that disagree find out on arrival.
 """
 
-from collections.abc import Sequence
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
 from tritondt._C import SocketGroup
 from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.connect import connect
-from tritondt.comm.flight import EXCHANGING, Flight
+from tritondt.comm.flight import EXCHANGING
+from tritondt.comm.membership import Membership
 from tritondt.comm.packed import Letters, PackedCommunicator
-from tritondt.comm.watch import Wait, Watch
+from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError
 
@@ -33,21 +31,13 @@ Address = tuple[int, int, int]  # a peer, an address and a number of bytes
 class SocketCommunicator(PackedCommunicator):
     """Ranks connected pairwise by TCP; made by all of them together."""
 
-    def __init__(
-        self,
-        name: str,
-        store: dist.Store,
-        ranks: Sequence[int],
-        rank: int,
-        timeout: timedelta,
-        watch: Watch,
-        flight: Flight,
-        compares: bool,
-    ) -> None:
-        super().__init__(name, ranks, rank, ThreadQueue(), flight, compares=compares)
-        self._watch = watch
-        self._sockets = connect(dist.PrefixStore(name, store), self._ranks, self._place, timeout)
+    def __init__(self, member: Membership) -> None:
+        super().__init__(member, ThreadQueue())
+        self._watch, self._watchdog, self._timeout_s = member.watch, member.watchdog, member.timeout.total_seconds()
+        store = dist.PrefixStore(member.name, member.store)
+        self._sockets = connect(store, self._ranks, self._place, member.timeout)
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
+        self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
 
     def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Packs, sends what the sockets take, keeps, and carries on until all has gone and come."""
@@ -55,7 +45,9 @@ class SocketCommunicator(PackedCommunicator):
         self._converse(errand, sends.addresses(), receives.addresses(), meanwhile)
 
     def _converse(self, errand: Errand, sends: list[Address], receives: list[Address], meanwhile: Run) -> None:
-        wait = Wait(self._name, self.sequence, errand, self._ranks, self._group.interrupt)
+        wait = Wait(
+            self._name, self.sequence, errand, self._ranks, self._group.interrupt, self._timeout_s, is_timed=False
+        )
         self._watch.begin(wait)
         try:
             self._group.start(sends, receives, tag_of(errand.fingerprint, self.sequence))
@@ -89,12 +81,18 @@ class SocketCommunicator(PackedCommunicator):
     def _meet(self) -> None:
         self._queue.drain()
         self._check_usable("a barrier")
-        errand = self._errand(_BARRIER_FINGERPRINT, "a barrier", self._recorder.label("a barrier"))
+        errand = self._errand(_BARRIER_FINGERPRINT, "a barrier")
+        self._begin(errand, self._recorder.site())
         self.sequence += 1
         peers = [place for place, found in enumerate(self._sockets) if found is not None]
         out, into = (torch.zeros(len(self._sockets), dtype=torch.uint8) for _ in range(2))
         sends, receives = ([(peer, found.data_ptr() + peer, 1) for peer in peers] for found in (out, into))
         self._run_recorded(errand, lambda: self._converse(errand, sends, receives, lambda: None))
+
+    def set_timeout(self, seconds: float) -> None:
+        """How long an exchange may take from now on."""
+        self._timeout_s = seconds
+        self._group.set_timeout(seconds)
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
@@ -118,12 +116,15 @@ class SocketCommunicator(PackedCommunicator):
                 self._turn.release()
 
     def _disconnect(self) -> None:
+        self._watchdog.unwatch(self._group)
         for found in self._sockets:
             if found is not None:
                 found.close()
 
     def _cause(self, wait: Wait, outcome: str) -> PeerError:
         """Why an exchange broke off: what the watch or the store knows, else what the socket said."""
+        if outcome == "expired":
+            return self._why_expired(wait)
         what = "closed its connection" if outcome == "closed" else "sent something else"
         text = f"rank {wait.peer} {what} while rank {self._rank} waited for it in {wait.description}"
         try:
@@ -131,3 +132,12 @@ class SocketCommunicator(PackedCommunicator):
         except RuntimeError as gone:  # the store's rank has left too: the socket's news is all there is
             return PeerError(f"{text}; the store is gone as well ({gone})")
         return known or PeerError(f"{text}; it has failed or left")
+
+    def _why_expired(self, wait: Wait) -> PeerError:
+        try:
+            return self._watch.reason_now(wait) or self._watch.timed_out(wait)
+        except RuntimeError as gone:  # the store's rank has left
+            return PeerError(
+                f"rank {self._rank} waited {self._timeout_s:.0f} s for rank {wait.peer} in {wait.description} and got "
+                f"no answer; the store is gone as well ({gone})"
+            )

@@ -13,7 +13,7 @@ each is told why.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tritondt import environment, identity
 from tritondt.comm import registry
@@ -28,6 +28,7 @@ from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
 
 Result = TypeVar("Result")
+_NO_TIMEOUT_S = float("inf")
 
 
 class TurnQueue(IssueQueue):
@@ -77,15 +78,23 @@ class TurnQueue(IssueQueue):
         self._switchboard.finish(party, None)
 
 
+class ThreadMembership(NamedTuple):
+    """A rank thread's part in a communicator."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    flight: Flight
+    compares: bool
+
+
 class ThreadCommunicator(PackedCommunicator):
     """Rank threads that leave messages for each other on a switchboard."""
 
-    def __init__(self, name: str, switchboard: Switchboard, ranks: Sequence[int], rank: int, flight: Flight) -> None:
-        self._owner = switchboard.parties[rank]
+    def __init__(self, member: ThreadMembership, switchboard: Switchboard) -> None:
+        self._owner = switchboard.parties[member.rank]
         self._turns = TurnQueue(switchboard, self._owner)
-        super().__init__(
-            f"{name}/" + "-".join(map(str, ranks)), ranks, rank, self._turns, flight, compares=environment.compares()
-        )
+        super().__init__(member, self._turns)
         self._switchboard = switchboard
         self._barriers = 0
 
@@ -101,7 +110,7 @@ class ThreadCommunicator(PackedCommunicator):
 
     def _carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
-        wait = Wait(self._name, self.sequence, errand, self._ranks, lambda: None)
+        wait = Wait(self._name, self.sequence, errand, self._ranks, lambda: None, _NO_TIMEOUT_S)
         pack()
         for peer, tensor in sends.memory():
             board.mail[self._name, self._place, peer, tag].append(tensor.clone())
@@ -135,6 +144,9 @@ class ThreadCommunicator(PackedCommunicator):
         arrived = self._switchboard.arrived
         self._switchboard.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
 
+    def set_timeout(self, seconds: float) -> None:
+        """Changes nothing: when every rank thread waits, each is told at once."""
+
     def close(self) -> None:
         """Waits for all that was issued and for the others, and refuses further use."""
         self._queue.close()
@@ -164,9 +176,9 @@ class ThreadWorld:
         key = tuple(sorted(ranks))
         found = self._communicators.get(key)
         if found is None:
-            name = f"world {self._number}"
-            found = ThreadCommunicator(name, self._switchboard, key, self.identity.rank, self.flight)
-            self._communicators[key] = found
+            name = f"world {self._number}/" + "-".join(map(str, key))
+            member = ThreadMembership(name, key, self.identity.rank, self.flight, environment.compares())
+            found = self._communicators[key] = ThreadCommunicator(member, self._switchboard)
         return found
 
     def successor(self) -> "ThreadWorld":

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -22,7 +21,7 @@ INTERVAL_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait of this rank: exchange number `sequence` of the communicator `name`.
+    """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `name`.
 
     `peer` is the rank that is waited for right now; `interrupt` makes the waiting call return with an error.
     """
@@ -32,6 +31,8 @@ class Wait:
     errand: Errand
     ranks: tuple[int, ...]
     interrupt: Callable[[], None]
+    timeout_s: float
+    is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
     started: float = field(default_factory=time.monotonic)
     reason: PeerError | None = None
@@ -50,8 +51,8 @@ class Wait:
 class Watch:
     """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
 
-    def __init__(self, store: dist.Store, rank: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._timeout_s = store, rank, timeout.total_seconds()
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store, rank
         self._waits: dict[int, Wait] = {}
         self._published: set[tuple[str, int]] = set()
         self._closing = threading.Event()
@@ -112,12 +113,13 @@ class Watch:
         while not self._closing.wait(self._pause_s()):
             for wait in tuple(self._waits.values()):
                 waited = time.monotonic() - wait.started
-                if waited >= min(INTERVAL_S, self._timeout_s) and wait.reason is None:
+                if waited >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
                     self._look(wait, waited)
 
     def _pause_s(self) -> float:
         """Until the next look: the interval, or less where a wait reaches its timeout before."""
-        ends = [wait.started + self._timeout_s for wait in tuple(self._waits.values()) if wait.reason is None]
+        waits = [wait for wait in tuple(self._waits.values()) if wait.is_timed and wait.reason is None]
+        ends = [wait.started + wait.timeout_s for wait in waits]
         return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
 
     def _look(self, wait: Wait, waited: float) -> None:
@@ -129,16 +131,18 @@ class Watch:
                 f"rank {self._rank} waits for rank {wait.peer} in {wait.description}, and the store that ranks "
                 f"report to is gone ({error}); the rank that started the job has probably left"
             )
-        if reason is None and waited >= self._timeout_s:
-            reason = self._timed_out(wait, waited)
+        if reason is None and wait.is_timed and waited >= wait.timeout_s:
+            reason = self.timed_out(wait)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason
             wait.interrupt()
 
-    def _timed_out(self, wait: Wait, waited: float) -> PeerError:
+    def timed_out(self, wait: Wait) -> PeerError:
+        """The error of a wait that took too long, told to the others as well."""
         reason = PeerError(
-            f"rank {self._rank} waited {waited:.0f} s for rank {wait.peer} in {wait.description} and got no "
-            f"answer; the timeout is {self._timeout_s:.0f} s (TRITONDT_TIMEOUT)"
+            f"rank {self._rank} waited {time.monotonic() - wait.started:.0f} s for rank {wait.peer} in "
+            f"{wait.description} and got no answer; the timeout is {wait.timeout_s:.0f} s "
+            "(TRITONDT_TIMEOUT)"
         )
         self.report(wait.name, wait.sequence, reason)
         return reason

@@ -6,6 +6,7 @@ through new_group, whose counters diverge when only some ranks call it.
 
 import hashlib
 import os
+import signal
 import sys
 import tempfile
 import threading
@@ -16,18 +17,25 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt import environment, identity
+from tritondt._C import Watchdog
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.flight import Flight
 from tritondt.comm.gloo import GlooCommunicator
+from tritondt.comm.membership import Membership
 from tritondt.comm.registry import World
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.watch import Watch
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
+from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.planning.cost import CostTable
+
+
+_MAX_NAMED = 16
 
 
 class ProcessWorld:
@@ -40,9 +48,10 @@ class ProcessWorld:
         # Ranks count the worlds they have made in this store, so that a second one finds no keys of the first.
         number = dist.PrefixStore("tritondt", store).add(f"worlds/{who.rank}", 1)
         self._store = dist.PrefixStore(f"tritondt/{number}", store)
-        self._watch = Watch(dist.PrefixStore(f"tritondt/{number}", store.clone()), who.rank, self._timeout)
+        self._watch = Watch(dist.PrefixStore(f"tritondt/{number}", store.clone()), who.rank)
         self._transport, self._compares = environment.transport(), environment.compares()
         self.flight = Flight(who.rank, who.size, self._flight_directory())
+        self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._making = threading.Lock()
         self.costs = self._agreed(_default_costs(who.size))
@@ -68,20 +77,28 @@ class ProcessWorld:
         found = self._communicators.get(key)
         if found is None:
             with self._making:
-                name = "ranks/" + hashlib.blake2b(repr(key).encode(), digest_size=8).hexdigest()
-                made = (
-                    name,
-                    self._store,
-                    key,
-                    self.identity.rank,
-                    self._timeout,
-                    self._watch,
-                    self.flight,
-                    self._compares,
-                )
-                found = GlooCommunicator(*made) if self._transport == "gloo" else SocketCommunicator(*made)
-                self._communicators[key] = found
+                found = self._communicators[key] = self._connected(_name_of(key), key)
         return found
+
+    def _connected(self, name: str, ranks: tuple[int, ...]) -> Communicator:
+        made = Membership(
+            name=name,
+            ranks=ranks,
+            rank=self.identity.rank,
+            store=self._store,
+            timeout=self._timeout,
+            compares=self._compares,
+            flight=self.flight,
+            watch=self._watch,
+            watchdog=self._watchdog,
+        )
+        return GlooCommunicator(made) if self._transport == "gloo" else SocketCommunicator(made)
+
+    def _end(self) -> None:
+        self._communicators.clear()
+        self._watch.close()
+        self._watchdog.close()
+        self.flight.leave()
 
     def report(self, error: BaseException) -> None:
         """Tells all ranks that this one has failed for good, and writes its flight record."""
@@ -95,19 +112,48 @@ class ProcessWorld:
             for communicator in self._communicators.values():
                 communicator.close()
         finally:
-            self._communicators.clear()
-            self._watch.close()
+            self._end()
 
     def abort(self) -> None:
         """Ends all communicators without the others."""
         self._closed = True
         for communicator in self._communicators.values():
             communicator.abort()
-        self._communicators.clear()
-        self._watch.close()
+        self._end()
 
     def successor(self) -> None:
         """None: the next world of this process is made on first use."""
+
+
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """What a communicator is called in the store, in flight records and nowhere else; short for any number of ranks.
+
+    >>> _name_of((0, 1, 4))
+    'ranks 0,1,4'
+    >>> _name_of(tuple(range(4096)))
+    'ranks 0..4095 (8e1963b0c9811425)'
+    """
+    if len(ranks) <= _MAX_NAMED:
+        return "ranks " + ",".join(map(str, ranks))
+    return f"ranks {ranks[0]}..{ranks[-1]} ({hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()})"
+
+
+def _watching(flight: Flight) -> Watchdog:
+    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program has other plans for that."""
+    made = Watchdog()
+    flight.prepare()
+    made.dump_on_signal(signal.SIGUSR1, flight.recorder, flight.path_text)
+    return made
+
+
+def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
+    """How long this rank waits for others of `mesh` from now on; at first TRITONDT_TIMEOUT, or 300 s.
+
+    WorldError for what is no number above 0.
+    """
+    if not seconds > 0:
+        raise WorldError(f"a timeout of {seconds!r} s was asked for; allowed is a number above 0")
+    current().communicator(canonical_mesh(mesh).ranks).set_timeout(seconds)
 
 
 def _default_costs(world_size: int) -> CostTable:

@@ -136,7 +136,8 @@ def find_behind(flights: Sequence[Flight], waits: Iterable[Wait], failures: Iter
     others issued after its file was written says nothing about it.
     """
     stuck: defaultdict[Exchange, list[tuple[int, Entry]]] = defaultdict(list)
-    for found in (*waits, *failures):
+    stopped: tuple[Wait | Failure, ...] = (*waits, *failures)
+    for found in stopped:
         if isinstance(found, Wait) or found.entry.peer >= 0:
             stuck[found.entry.exchange].append((found.rank, found.entry))
     behind: dict[tuple[int, str | None], Behind] = {}
