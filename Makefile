@@ -7,9 +7,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := $(wildcard csrc/*.cpp csrc/*.h)
+SANITIZE := $(wildcard tests/csrc/sanitize/*.cpp tests/csrc/sanitize/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check bench gpu format clean
+.PHONY: help venv demo test check sanitize bench gpu format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,9 +46,12 @@ check: venv ## lint, formatting, types, layers, compiler warnings, the extension
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(SANITIZE)
 	CXXFLAGS=-Werror $(BIN)/python setup.py --quiet build_ext --build-temp build/check --build-lib build/check
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist .ci/stubtest_allowlist.txt tritondt._C
+
+sanitize: ## run csrc under ThreadSanitizer, and under AddressSanitizer and UndefinedBehaviorSanitizer
+	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/csrc/sanitize/Makefile
 
 bench: venv ## time redistribute against torch on 4 ranks
 	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch
@@ -60,7 +64,7 @@ gpu: ## run the tests that need a GPU, with the machine's own Python and nothing
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
-	$(BIN)/clang-format -i $(CSRC)
+	$(BIN)/clang-format -i $(CSRC) $(SANITIZE)
 
 clean: ## remove what was built, .venv too
 	rm -rf $(VENV) build dist demo_out *.egg-info tritondt/_C.*.so

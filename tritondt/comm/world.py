@@ -34,7 +34,6 @@ from tritondt.identity import Identity
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.planning.cost import CostTable
 
-
 _MAX_NAMED = 16
 
 
