@@ -5,7 +5,7 @@ again. So whoever uses it waits, and nobody else pays for the question.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ _PREFETCHED = "_tritondt_prefetched"
 Dispatch = Callable[..., Any]
 
 
-@cache
+@lru_cache(maxsize=64)
 def pending_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class of tensors of `tensor_class` whose local tensor is under way."""
     slot: Any = tensor_class._local_tensor  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ import os
 import pickle
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -121,8 +122,11 @@ def live_twice(rank: int, port: int) -> dict[str, object]:
         mesh = T.init_device_mesh("cpu", (2,))
         source, target = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in ("S0", "R"))
         specs.append(source)
-        length = source.local_shape[0]
-        return T.redistribute(torch.arange(length) + 3 * dist.get_rank(), source, target).tolist()
+        local = torch.arange(source.local_shape[0]) + 3 * dist.get_rank()
+        for late in (-1, 0, 1):  # connected first, then either rank waits once, and its watch starts
+            time.sleep(0.3 * (late == dist.get_rank()))
+            whole = T.redistribute(local, source, target)
+        return whole.tolist()
 
     specs: list[T.DTensorSpec] = []
     found = [gathered()]

@@ -117,7 +117,7 @@ class PackedCommunicator(ABC):
         if self._queue.is_own_thread():
             self._exchange(sources, targets, transfer, self._issued_at)
             return
-        if not self._turn.acquire(blocking=False):
+        if not self._turn.acquire(False):
             raise self._second_thread(transfer.description)
         try:
             self._queue.drain()
@@ -129,7 +129,7 @@ class PackedCommunicator(ABC):
         self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
     ) -> Work:
         """Runs `run`, which may exchange and reads `sources`, after all that was issued before; returns at once."""
-        if not self._turn.acquire(blocking=False):
+        if not self._turn.acquire(False):
             raise self._second_thread(description)
         try:
             self._check_usable(description)
@@ -148,7 +148,7 @@ class PackedCommunicator(ABC):
         if self._queue.is_own_thread():
             run()
             return
-        if not self._turn.acquire(blocking=False):
+        if not self._turn.acquire(False):
             raise self._second_thread(description)
         try:
             run()

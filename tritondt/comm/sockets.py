@@ -8,6 +8,8 @@ Letters of a pair of ranks arrive in order, and each begins with a fingerprint o
 length, so ranks that disagree find out on arrival.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -45,30 +47,36 @@ class SocketCommunicator(PackedCommunicator):
         self._converse(errand, sends.addresses(), receives.addresses(), meanwhile)
 
     def _converse(self, errand: Errand, sends: list[Address], receives: list[Address], meanwhile: Run) -> None:
-        wait = Wait(
-            self._name, self.sequence, errand, self._ranks, self._group.interrupt, self._timeout_s, is_timed=False
-        )
-        self._watch.begin(wait)
+        started = time.monotonic()
         try:
             self._group.start(sends, receives, tag_of(errand.fingerprint, self.sequence))
             meanwhile()
             outcome, peer = self._group.finish()
-            while outcome == "pending":
-                wait.peer = self._ranks[peer]
-                self._recorder.state(errand.record, EXCHANGING, wait.peer)
-                outcome, peer = self._group.finish()
+            if outcome != "done":
+                self._go_on(errand, started, outcome, peer)
         except BaseException as error:  # half of the exchange is under way, so nothing can follow it
             self.failure = self.failure or error
             self._disconnect()
             raise
+
+    def _go_on(self, errand: Errand, started: float, outcome: str, peer: int) -> None:
+        """Sees an exchange through that is not done at once; the watch is told of no other."""
+        wait = Wait(self._name, self.sequence, errand, self._ranks, self._group.interrupt, self._timeout_s)
+        wait.is_timed = False  # by the watchdog, which needs no GIL
+        wait.started = started
+        self._watch.begin(wait)
+        try:
+            while outcome == "pending":
+                wait.peer = self._ranks[peer]
+                self._recorder.state(errand.record, EXCHANGING, wait.peer)
+                outcome, peer = self._group.finish()
         finally:
             self._watch.end(wait)
         if outcome != "done":
             self._check_usable(errand.description)  # another thread may have aborted
-            wait.peer = self._ranks[peer]
-            self.failure = self._recorded(self._cause(wait, outcome))
-            self._disconnect()
-            raise self.failure
+            if peer >= 0:  # else all letters had come when the time was over
+                wait.peer = self._ranks[peer]
+            raise self._recorded(self._cause(wait, outcome))
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1

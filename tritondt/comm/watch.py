@@ -140,8 +140,8 @@ class Watch:
     def timed_out(self, wait: Wait) -> PeerError:
         """The error of a wait that took too long, told to the others as well."""
         reason = PeerError(
-            f"rank {self._rank} waited {time.monotonic() - wait.started:.0f} s for rank {wait.peer} in "
-            f"{wait.description} and got no answer; the timeout is {wait.timeout_s:.0f} s "
+            f"rank {self._rank} waited {time.monotonic() - wait.started:.1f} s for rank {wait.peer} in "
+            f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
             "(TRITONDT_TIMEOUT)"
         )
         self.report(wait.name, wait.sequence, reason)
