@@ -1,0 +1,50 @@
+"""Any asynchronous plans, waited for in any order on any rank, end and give what the whole tensors give."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import tritondt as T
+from tests.gloo_ranks import GlooRanks
+from tests.interleavings import Program, programs, run
+from tritondt.comm.threads import run_ranks
+
+PROGRAMS_PER_ORDER = 8
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_on_thread_ranks(size: int) -> None:
+    @settings(max_examples=110, suppress_health_check=[HealthCheck.too_slow])
+    @given(programs(size))
+    def every(program: Program) -> None:
+        run_ranks(size, lambda rank: run(program, rank))
+
+    every()
+
+
+@pytest.fixture(scope="module", params=["sockets", "gloo"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": request.param, "TRITONDT_TIMEOUT": "20"}) as started:
+        started.transport = request.param  # type: ignore[attr-defined]
+        yield started
+
+
+def run_all(rank: int, several: list[Program]) -> None:
+    """In a world of their own, which those before cannot have spoilt."""
+    T.abort()
+    for program in several:
+        run(program, rank)
+
+
+def test_on_processes(ranks: GlooRanks) -> None:
+    num_orders = 14 if ranks.transport == "sockets" else 4  # type: ignore[attr-defined]
+
+    # Nothing is shrunk: what fails on processes alone may not fail again.
+    @settings(max_examples=num_orders, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.lists(programs(4), min_size=PROGRAMS_PER_ORDER, max_size=PROGRAMS_PER_ORDER))
+    def every(several: list[Program]) -> None:
+        ranks.run(run_all, several)
+
+    every()
