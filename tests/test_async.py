@@ -349,3 +349,32 @@ def test_debug_mode_counts_what_was_issued_where_it_was_issued():
         assert issued.get_comm_counts() == at_once.get_comm_counts()
 
     run_ranks(2, body)
+
+
+def test_an_empty_part_is_read_by_nobody():
+    """All empty storages are at address 0: guarded there, a write on one rank would wait for the others' reads."""
+
+    def body(rank):
+        x = distribute(FULL[:1], T.Mesh((2,)), "S0")
+        moved = to(x, "R", async_op=True)
+        assert len(reading.readers) <= 1
+        x.add_(1)
+        assert moved.work.is_completed() == (rank == 0)
+        torch.testing.assert_close(moved.to_local(), FULL[:1], rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_a_write_waits_for_another_ranks_read_of_the_same_memory():
+    shared = FULL.clone()
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        x = T.DTensor.from_local(shared, mesh)
+        terms = T.DTensor.from_local(shared, mesh, [T.Partial()])
+        moved = to(terms, "S0", async_op=True)
+        if rank == 1:
+            x.add_(1)
+        equal(moved, 2 * FULL)
+
+    run_ranks(2, body)

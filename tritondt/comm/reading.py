@@ -16,7 +16,8 @@ _changing = threading.Lock()
 
 def begin(tensors: Iterable[torch.Tensor], wait: Callable[[], None]) -> Sequence[int]:
     """Notes that the storages of `tensors` are being read until `end` is called with what this returns."""
-    addresses = tuple({tensor.untyped_storage().data_ptr() for tensor in tensors})
+    # Empty storages are all at address 0, those of other communicators and rank threads too; nothing is read there.
+    addresses = tuple({tensor.untyped_storage().data_ptr() for tensor in tensors} - {0})
     with _changing:
         for address in addresses:
             readers[address] = (*readers.get(address, ()), wait)

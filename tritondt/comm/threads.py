@@ -42,8 +42,8 @@ class TurnQueue(IssueQueue):
         self._party: Party | None = None
 
     def wait_for(self, work: Work) -> None:
-        """Lets the others run until `work` has."""
-        self._switchboard.wait_until(self._owner, work.is_completed)
+        """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
+        self._switchboard.wait_until(self._switchboard.parties[identity.current().rank], work.is_completed)
 
     def close(self) -> None:
         """Ends the thread when all that was submitted has run."""
