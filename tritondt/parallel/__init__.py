@@ -7,6 +7,7 @@
 Parameters become distributed tensors; a forward pass runs on local ones and communicates where a module begins or ends.
 """
 
+from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
 from tritondt.parallel.plan import parallelize_module
 from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from tritondt.parallel.sequence import SequenceParallel
@@ -21,5 +22,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
     "parallelize_module",
 ]

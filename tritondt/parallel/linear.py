@@ -1,14 +1,21 @@
-"""nn.Linear on local tensors, its output features (columns) or its input features (rows) cut over the ranks."""
+"""nn.Linear on local tensors, its output features (columns) or its input features (rows) cut over the ranks.
 
-from typing import Any
+With `overlap` a plain nn.Linear multiplies while its input is gathered, or its output is scattered, by position.
+"""
+
+from abc import abstractmethod
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from tritondt.autograd import gradient_spec
 from tritondt.dtensor import DTensor
-from tritondt.parallel.boundary import Entry, entry_of
-from tritondt.parallel.local_run import CutRun
+from tritondt.parallel.boundary import Entry, activation_spec, entry_of
+from tritondt.parallel.local_run import CutRun, call_of
+from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
 from tritondt.placement import Partial, Placement, Replicate, Shard
+from tritondt.spec import DTensorSpec
 
 
 def _features(module: nn.Module) -> int:
@@ -17,12 +24,58 @@ def _features(module: nn.Module) -> int:
     return features
 
 
-class ColumnLinear(CutRun):
+class OverlappedForward:
+    """Stands in for the forward of an nn.Linear whose product is made while tensors travel; copied with its module."""
+
+    def __init__(self, module: nn.Module, run: "LinearRun") -> None:
+        self.module, self.run = module, run
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The product as the module's output hook takes it."""
+        call = call_of(self.module)
+        found = None if call is None else self.run.overlapped(self.module, input, *call)
+        if found is None:
+            found = nn.Linear.forward(self.module, input)  # type: ignore[arg-type]
+        return found
+
+
+class LinearRun(CutRun):
+    """An nn.Linear, or a subclass of it, whose weight is cut."""
+
+    def install(self, module: nn.Module) -> None:
+        """Registers the hooks; takes over the forward where it is nn.Linear's own and can overlap."""
+        super().install(module)
+        is_plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
+        if self.overlap and is_plain and len(self.mesh.ranks) > 1:
+            module.__dict__["forward"] = OverlappedForward(module, self)
+
+    def takes_over(self, module: nn.Module) -> bool:
+        """Whether the module's forward is ours."""
+        return isinstance(module.__dict__.get("forward"), OverlappedForward)
+
+    @abstractmethod
+    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: Entry, call: Any) -> torch.Tensor | None:
+        """The product in chunks; None where nothing can overlap."""
+
+
+class ColumnLinear(LinearRun):
     """Every rank has some output features: the whole input comes in, own features go out."""
 
     def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
-        """The whole input; each rank's gradient of it is a term."""
-        return entry_of(x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module))
+        """The whole input, of which each rank's gradient is a term; or own positions, to be gathered meanwhile."""
+        entry = entry_of(x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module))
+        if not self.takes_over(module) or not is_divisible(entry.source):
+            return entry
+        source, gradient = entry.source, gradient_spec(entry.source)
+        return Entry(source, source, gradient, gradient, moves=False, as_terms=False, is_shared=False)
+
+    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: Entry, call: None) -> torch.Tensor | None:
+        """The product of what the ranks have between them."""
+        if not is_divisible(entry.target):
+            return None
+        weight: Any = module.weight
+        bias: Any = module.bias
+        return all_gather_matmul(local, weight, bias, source=entry.target)
 
     def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: None) -> torch.Tensor:
         """Own features, or what is wanted in place of them."""
@@ -30,7 +83,14 @@ class ColumnLinear(CutRun):
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
 
 
-class RowLinear(CutRun):
+class _RowCall(NamedTuple):
+    """The bias to be added at the end, and how the product goes out by position where that overlaps."""
+
+    bias: torch.Tensor | None
+    scattered: DTensorSpec | None
+
+
+class RowLinear(LinearRun):
     """Every rank has some input features: own features come in, terms of the output go out and are added up.
 
     The bias is added once, after that.
@@ -44,20 +104,34 @@ class RowLinear(CutRun):
         """Of the bias: ranks with parts of the output have terms, ranks with all of it have all of it."""
         return Partial() if name == "bias" and isinstance(self.wanted, Shard) else None
 
-    def inputs(self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    def inputs(
+        self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]
+    ) -> tuple[torch.Tensor, _RowCall]:
         """The matmul runs without a bias, which is kept for its result."""
         bias = parameters.get("bias")
         parameters["bias"] = None
-        return local, bias
+        return local, _RowCall(bias, self._scattered(module, local))
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: Any) -> torch.Tensor:
+    def _scattered(self, module: nn.Module, local: torch.Tensor) -> DTensorSpec | None:
+        if not self.takes_over(module) or not isinstance(self.wanted, Shard) or not is_eager(local):
+            return None
+        shape: Any = (*local.shape[:-1], module.out_features)
+        spec = activation_spec(self.mesh, self.wanted, shape, local.dtype)
+        return spec if is_divisible(spec) else None
+
+    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: Entry, call: _RowCall) -> torch.Tensor | None:
+        """Own positions of the sum of the products."""
+        weight: Any = module.weight
+        return None if call.scattered is None else matmul_reduce_scatter(local, weight, target=call.scattered)
+
+    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: _RowCall) -> torch.Tensor:
         """The sum of all ranks' terms, as it is wanted, and the bias."""
-        bias: torch.Tensor | None = call
-        wanted = self.wanted
+        bias, wanted, scattered = call.bias, self.wanted, call.scattered
+        found, shape = (Partial(), output.shape) if scattered is None else (wanted, scattered.shape)
         cuts_features = isinstance(wanted, Shard) and wanted.dim in (-1, output.ndim - 1)
         if bias is not None and (cuts_features or isinstance(wanted, Partial)):
             bias = self._part_of_bias(module)
-        return self.hand_out(output, Partial(), wanted, output.shape, bias=bias, use_local_output=self.use_local_output)
+        return self.hand_out(output, found, wanted, shape, bias=bias, use_local_output=self.use_local_output)
 
     def _part_of_bias(self, module: nn.Module) -> torch.Tensor:
         """The bias of own features, or its term."""

@@ -155,12 +155,18 @@ class LocalRun(ABC):
         use_local_output: bool,
     ) -> torch.Tensor:
         """An output of global `shape` laid out as `found`, as its caller takes it."""
-        key = (shape, output.dtype)
+        key = (shape, output.dtype, found is wanted)
         way = self._exits.get(key)
         if way is None:
             _make_room(self._exits)
             way = self._exits[key] = exit_of(self.mesh, found, wanted, tuple(shape), output.dtype)
         return leave(way, output, bias, use_local_output=use_local_output)
+
+
+def call_of(module: nn.Module) -> tuple[Entry, Any] | None:
+    """What was found on entering the call that the module is in; None where it is in no call."""
+    call = module.__dict__.get(_CALL)
+    return None if call is None else call[:2]
 
 
 def _make_room(kinds: dict[Any, Any]) -> None:
@@ -171,12 +177,19 @@ def _make_room(kinds: dict[Any, Any]) -> None:
 class CutRun(LocalRun):
     """A module whose weight is cut: inputs are taken for `given`, outputs go out as `wanted`.
 
-    `features` is how the features, or the rows of a table, are cut.
+    `features` is how the features, or the rows of a table, are cut; `overlap` says that a matmul computes while its
+    input or output travels.
     """
 
     def __init__(
-        self, mesh: Mesh, given: Placement, features: Shard, wanted: Placement, use_local_output: bool
+        self,
+        mesh: Mesh,
+        given: Placement,
+        features: Shard,
+        wanted: Placement,
+        use_local_output: bool,
+        overlap: bool = False,
     ) -> None:
         super().__init__(mesh)
         self.given, self.wanted, self.use_local_output = given, wanted, use_local_output
-        self.features = features
+        self.features, self.overlap = features, overlap

@@ -43,6 +43,8 @@ class ColwiseParallel(WeightStyle):
     out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
     `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0.
     `repeats` is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix.
+    With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
+    rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class ColwiseParallel(WeightStyle):
         use_local_output: bool = True,
         unit: int = 1,
         repeats: int = 1,
+        overlap: bool = False,
     ) -> None:
         self.features = Shard(-1, unit, repeats=repeats)
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
         self.output_layouts = checked_layout(output_layouts, "output_layouts") or self.features
-        self.use_local_output = use_local_output
+        self.use_local_output, self.overlap = use_local_output, overlap
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
         """The weight by its output features, which an embedding has last; the bias alike."""
@@ -72,7 +75,7 @@ class ColwiseParallel(WeightStyle):
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Whole input, own features of the output."""
         kind = ColumnLinear if isinstance(module, nn.Linear) else ColumnEmbedding
-        return kind(mesh, self.input_layouts, self.features, self.output_layouts, self.use_local_output)
+        return kind(mesh, self.input_layouts, self.features, self.output_layouts, self.use_local_output, self.overlap)
 
 
 class RowwiseParallel(WeightStyle):
@@ -81,6 +84,8 @@ class RowwiseParallel(WeightStyle):
     The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
     Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
     tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together.
+    With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
+    the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without.
     """
 
     def __init__(
@@ -90,10 +95,11 @@ class RowwiseParallel(WeightStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         unit: int = 1,
+        overlap: bool = False,
     ) -> None:
         self.input_layouts = checked_layout(input_layouts, "input_layouts")
         self.output_layouts = checked_layout(output_layouts, "output_layouts") or Replicate()
-        self.use_local_output, self.unit = use_local_output, unit
+        self.use_local_output, self.unit, self.overlap = use_local_output, unit, overlap
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
         """The weight by its input features, which an embedding has first; every rank has the whole bias."""
@@ -108,7 +114,8 @@ class RowwiseParallel(WeightStyle):
         """Own features of the input, terms of the output."""
         if isinstance(module, nn.Linear):
             given = self.input_layouts or Shard(-1, self.unit)
-            return RowLinear(mesh, given, Shard(-1, self.unit), self.output_layouts, self.use_local_output)
+            cut = Shard(-1, self.unit)
+            return RowLinear(mesh, given, cut, self.output_layouts, self.use_local_output, self.overlap)
         given = self.input_layouts or Replicate()
         return RowEmbedding(mesh, given, Shard(-1, self.unit), self.output_layouts, self.use_local_output)
 

@@ -1,0 +1,195 @@
+"""The two matmuls whose chunks travel while others are multiplied, and their gradients, on local tensors.
+
+Tensors are taken as (everything before the dim that is shared out, positions, features), so that a run of positions is
+a strided matrix per item, which a matmul reads and writes where it lies.
+"""
+
+from collections.abc import Callable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.autograd import redistribute
+from tritondt.chunked import chunked_gather, chunked_scatter, gather, scatter
+from tritondt.execute import redistribute_local
+from tritondt.memory import allocate
+from tritondt.placement import Partial, Replicate
+from tritondt.spec import DTensorSpec
+
+Grads = tuple[torch.Tensor | None, ...]
+
+
+class Travel(NamedTuple):
+    """How chunks of positions travel: out of `shards` into the whole, or as terms of the whole into `shards`."""
+
+    shards: DTensorSpec
+    num_pieces: int
+
+    @property
+    def whole(self) -> DTensorSpec:
+        """All positions on every rank."""
+        return self.shards.with_placements((Replicate(),))
+
+    @property
+    def terms(self) -> DTensorSpec:
+        """A term of all positions on every rank."""
+        return self.shards.with_placements((Partial(),))
+
+
+class AllGatherMatmul(torch.autograd.Function):
+    """x @ weight.T + bias of all positions, of which every rank brings some."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, travel: Travel
+    ) -> torch.Tensor:
+        """Keeps the whole of `x` for the gradient of the weight."""
+        whole, out = gathered_product(x, weight.t(), bias, travel)
+        ctx.travel = travel
+        ctx.save_for_backward(x, weight, whole if ctx.needs_input_grad[1] else None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Grads:
+        """The gradient of `x` is sent while that of the weight is computed."""
+        x, weight, whole = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
+        travel: Travel = ctx.travel
+        if torch.is_grad_enabled():
+            return _gathered_again(x, weight, grad, travel, ctx.needs_input_grad)
+        grad, found = grad.contiguous(), list[torch.Tensor | None]((None, None, None))
+
+        def of_parameters() -> None:
+            if of_weight:
+                found[1] = _weight_gradient(grad, whole)
+            if of_bias:
+                found[2] = grad.flatten(0, -2).sum(0)
+
+        if of_x:
+            found[0] = scattered_product(grad, weight, travel, of_parameters)
+        else:
+            of_parameters()
+        return (*found, None)
+
+
+class MatmulReduceScatter(torch.autograd.Function):
+    """The sum over ranks of x @ weight.T, of which every rank gets some positions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, travel: Travel) -> torch.Tensor:
+        """Nothing is kept but the arguments."""
+        ctx.travel = travel
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return scattered_product(x, weight.t(), travel, lambda: None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Grads:
+        """The gradient comes in while that of `x` is computed; that of the weight is one product at the end."""
+        x, weight = ctx.saved_tensors
+        of_x, of_weight = ctx.needs_input_grad[:2]
+        travel: Travel = ctx.travel
+        if torch.is_grad_enabled():
+            whole = redistribute(grad, travel.shards, travel.whole, grad_placements=(Partial(),))
+            return (
+                torch.matmul(whole, weight) if of_x else None,
+                torch.mm(whole.flatten(0, -2).t(), x.flatten(0, -2)) if of_weight else None,
+                None,
+            )
+        if of_x:
+            whole, grad_of_x = gathered_product(grad, weight, None, travel)
+        else:
+            whole, grad_of_x = redistribute_local(grad, travel.shards, travel.whole), None
+        return grad_of_x, _weight_gradient(whole, x) if of_weight else None, None
+
+
+def _gathered_again(
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, travel: Travel, needed: tuple[bool, ...]
+) -> Grads:
+    """The gradients of AllGatherMatmul as functions that have gradients themselves: `x` is gathered once more."""
+    of_x, of_weight, of_bias = needed[:3]
+    found = list[torch.Tensor | None]((None, None, None))
+    if of_x:
+        found[0] = redistribute(torch.matmul(grad, weight), travel.terms, travel.shards)
+    if of_weight:
+        whole = redistribute(x, travel.shards, travel.whole, grad_placements=(Partial(),))
+        found[1] = torch.mm(grad.flatten(0, -2).t(), whole.flatten(0, -2))
+    if of_bias:
+        found[2] = grad.flatten(0, -2).sum(0)
+    return (*found, None)
+
+
+def gathered_product(
+    local: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, travel: Travel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole of what `local` is this rank's part of, and its product with `matrix`; own positions come first."""
+    local = local.resolve_conj().resolve_neg()
+    source, target = travel.shards, travel.whole
+    out = allocate((*target.shape[:-1], matrix.shape[1]), local.dtype, local.device)
+    single = len(target.mesh.ranks) == 1
+    chunked = None if single else chunked_gather(source, target, local.stride(), travel.num_pieces)
+    if chunked is None:
+        whole = local.contiguous() if single else redistribute_local(local, source, target)
+        _multiply(_folded(whole, 0), matrix, _folded(out, 0), bias)
+        return whole, out
+    dim, whole = chunked.dim, allocate(target.shape, local.dtype, local.device)
+    folded, folded_out, rows = _folded(whole, dim), _folded(out, dim), prod(target.shape[dim + 1 : -1])
+
+    def multiply(start: int, stop: int) -> None:
+        positions = slice(start * rows, stop * rows)
+        _multiply(folded[:, positions], matrix, folded_out[:, positions], bias)
+
+    gather(chunked, local, whole, multiply)
+    return whole, out
+
+
+def scattered_product(
+    local: torch.Tensor, matrix: torch.Tensor, travel: Travel, meanwhile: Callable[[], None]
+) -> torch.Tensor:
+    """This rank's part of the sum over ranks of `local` @ `matrix`; others' positions come first.
+
+    `meanwhile` is called once, when all that others wait for is on its way.
+    """
+    local = local.contiguous()
+    source, target = travel.terms, travel.shards
+    single = len(target.mesh.ranks) == 1
+    chunked = None if single else chunked_scatter(source, target, travel.num_pieces)
+    if chunked is None:
+        product = allocate((*local.shape[:-1], matrix.shape[1]), local.dtype, local.device)
+        _multiply(_folded(local, 0), matrix, _folded(product, 0))
+        meanwhile()
+        return product if single else redistribute_local(product, source, target)
+    dim = chunked.dim
+    folded, rows = _folded(local, dim), prod(local.shape[dim + 1 : -1])
+
+    def multiply(start: int, stop: int, out: torch.Tensor) -> None:
+        _multiply(folded[:, start * rows : stop * rows], matrix, _folded(out, dim))
+
+    return scatter(chunked, target.local_shape, local, multiply, meanwhile)
+
+
+def _folded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """A dense tensor as (what is before `dim`, `dim` and what follows, features)."""
+    before, between, features = tensor.shape[:dim], tensor.shape[dim:-1], tensor.shape[-1]
+    return tensor.view(prod(before), prod(between), features)
+
+
+def _multiply(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    """Writes x @ matrix + bias to `out`; with `out` autocast has no say."""
+    if not out.numel():
+        return
+    if len(x) == 1:
+        if bias is None:
+            torch.mm(x[0], matrix, out=out[0])
+        else:
+            torch.addmm(bias, x[0], matrix, out=out[0])
+    elif bias is None:
+        torch.bmm(x, matrix.expand(len(x), *matrix.shape), out=out)
+    else:
+        torch.baddbmm(bias.expand(out.shape), x, matrix.expand(len(x), *matrix.shape), out=out)
+
+
+def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """grad.T @ x over all positions."""
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    return torch.mm(grad.t(), x, out=x.new_empty(grad.shape[1], x.shape[1]))

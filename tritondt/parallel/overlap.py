@@ -1,0 +1,164 @@
+"""Matmuls whose input or output travels while they are computed, chunk by chunk.
+
+    out = all_gather_matmul(x, weight, bias, source=spec_of_x)          # own positions in, own features out
+    part = matmul_reduce_scatter(out, weight, target=spec_of_result)    # own features in, own positions out
+
+They give what `redistribute` and `F.linear` give one after the other, and so do their gradients, whose chunks travel
+while others are computed as well. Second derivatives, and calls under autocast or while torch traces a graph, go one
+after the other.
+"""
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from tritondt.autograd import redistribute
+from tritondt.comm import world
+from tritondt.dtensor import DTensor
+from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
+from tritondt.parallel.chunked_matmul import AllGatherMatmul, MatmulReduceScatter, Travel
+from tritondt.placement import Partial, Shard
+from tritondt.spec import DTensorSpec
+
+# About one chunk of all is not hidden: a sixteenth. Below 256 KiB a chunk costs more calls than it hides.
+_CHUNKS = 16
+_CHUNK_BYTES = 1 << 18
+
+
+def all_gather_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    source: DTensorSpec,
+    chunks_per_peer: int | None = None,
+) -> torch.Tensor:
+    """F.linear of the whole of `x`, which is gathered meanwhile, with this rank's own `weight` and `bias`.
+
+    `x` is this rank's part under `source`: Shard of a dim before the last, even, uneven or empty, on a mesh of one
+    axis. `weight` is (own features, features), `bias` (own features,). Returns (..., own features) of all positions.
+    The gradient of `x` is the sum over ranks, for each has other features. `chunks_per_peer` is the number of pieces
+    in which each rank's part travels; by default it follows from the size.
+
+    Raises LayoutError and ParallelizeError on all ranks alike before anything is sent; LocalTensorError and
+    TransportError on the rank whose tensor is at fault, and PeerError on the others.
+    """
+    travel = _travel(source, chunks_per_peer)
+    if source.coordinate is None:
+        return x.new_empty((0,))
+    _check_or_tell(source, source.local_shape, source.shape[-1], x, weight, bias)
+    if not is_eager(x):
+        return F.linear(redistribute(x, source, travel.whole, grad_placements=(Partial(),)), weight, bias)
+    result: torch.Tensor = AllGatherMatmul.apply(x, weight, bias, travel)  # type: ignore[no-untyped-call]
+    return result
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, *, target: DTensorSpec, chunks_per_peer: int | None = None
+) -> torch.Tensor:
+    """This rank's part under `target` of the sum over ranks of F.linear(x, weight), sent while it is computed.
+
+    `x` is (..., own features) of all positions, `weight` (features of the result, own features). `target` is Shard of a
+    dim before the last on a mesh of one axis. Terms are added in coordinate order, in fp32 where they are
+    narrower, and rounded once, as `redistribute` adds them.
+
+    Raises as `all_gather_matmul` does.
+    """
+    travel = _travel(target, chunks_per_peer)
+    if target.coordinate is None:
+        return x.new_empty((0,))
+    features = x.shape[-1] if x.ndim else 0
+    _check_or_tell(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
+    if not is_eager(x):
+        product = F.linear(x, weight).to(target.dtype)
+        return redistribute(product.contiguous(), travel.terms, target)
+    result: torch.Tensor = MatmulReduceScatter.apply(x, weight, travel)  # type: ignore[no-untyped-call]
+    return result
+
+
+def is_divisible(spec: DTensorSpec) -> bool:
+    """Whether every rank has one run of positions of a dim before the last."""
+    placement = spec.placements[0]
+    return (
+        len(spec.placements) == 1
+        and isinstance(placement, Shard)
+        and placement.repeats == 1
+        and placement.dim != spec.ndim - 1
+    )
+
+
+def _travel(spec: DTensorSpec, asked: int | None) -> Travel:
+    """How chunks travel, alike on every rank."""
+    if not is_divisible(spec):
+        raise LayoutError(
+            f"{spec} on {spec.mesh} cannot travel in chunks of positions; allowed is Shard of a dim before the last, "
+            'without repeats, on a mesh of one axis, such as mesh["tp"]'
+        )
+    if asked is None:
+        num_ranks = len(spec.mesh.ranks)
+        bytes_of_part = prod(spec.shape) * spec.dtype.itemsize // num_ranks
+        return Travel(spec, max(1, min(-(-_CHUNKS // num_ranks), bytes_of_part // _CHUNK_BYTES)))
+    if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
+        raise ParallelizeError(f"chunks_per_peer got {asked!r}; allowed is a whole number of 1 or more, or None")
+    return Travel(spec, asked)
+
+
+def _check_or_tell(
+    spec: DTensorSpec,
+    shape: tuple[int, ...],
+    features: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int | None = None,
+) -> None:
+    """Raises LocalTensorError for tensors that do not fit, once the ranks that wait for this one know."""
+    text = _misfit(spec, shape, features, x, weight, bias, out_features)
+    if text is None:
+        return
+    error = LocalTensorError(text)
+    if len(spec.mesh.ranks) > 1:
+        world.current().communicator(spec.mesh.ranks).refuse(error)
+    raise error
+
+
+def _misfit(
+    spec: DTensorSpec,
+    shape: tuple[int, ...],
+    features: int,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_features: int | None,
+) -> str | None:
+    """What does not fit, as found and as allowed; None where all does."""
+    where = f"rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} of {spec}"
+    named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+    for name, tensor in named.items():
+        if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+            kind = "a DTensor" if isinstance(tensor, DTensor) else f"of layout {tensor.layout}"
+            return f"{where} was given {name} that is {kind}; allowed are local strided tensors: call to_local()"
+        if tensor.device.type != spec.mesh.device_type:
+            return f"{where} was given {name} on {tensor.device}; allowed is {spec.mesh.device_type}, the mesh's"
+        if tensor.dtype is not spec.dtype and (name == "x" or not torch.is_autocast_enabled(x.device.type)):
+            return f"{where} was given {name} of {tensor.dtype}; allowed is {spec.dtype}, for x, weight and bias alike"
+    if tuple(x.shape) != shape:
+        return f"{where} was given x of shape {tuple(x.shape)}; allowed is {shape}"
+    rows = "any" if out_features is None else out_features
+    if weight.ndim != 2 or weight.shape[1] != features or out_features not in (None, weight.shape[0]):
+        return f"{where} was given a weight of shape {tuple(weight.shape)}; allowed is ({rows}, {features})"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"{where} was given a bias of shape {tuple(bias.shape)}; allowed is ({weight.shape[0]},)"
+    return None
+
+
+def is_eager(x: torch.Tensor) -> bool:
+    """Whether a matmul now is what its arguments say: neither traced nor under autocast."""
+    return not (
+        torch.is_autocast_enabled(x.device.type)
+        or torch.compiler.is_compiling()
+        or isinstance(x, FakeTensor | FunctionalTensor)
+    )
