@@ -1,0 +1,193 @@
+"""How much of the communication is hidden behind matmuls: on a delayed transport, and on plain sockets.
+
+python -m benchmarks.overlap [--rounds N] [--json [FILE]]
+
+Two ranks of one thread each. The delayed transport (tests/delayed_transport.py) sleeps, so that communication leaves
+the cores to the matmuls as a network card would; its bandwidth is set so that both take equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+import tritondt as T
+from tests.delayed_transport import Delay, communicator_of, delay_messages
+from tritondt.cli.bench.harness import Times, time_interleaved
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.launch import run_on_ranks
+from tritondt.cli.surroundings import surroundings
+from tritondt.parallel import all_gather_matmul, matmul_reduce_scatter
+
+RANKS = 2
+# Positions, and features on either side: of a product of 17 GFLOP each rank makes half.
+_POSITIONS, _FEATURES, _HIDDEN = 2048, 1024, 4096
+_LATENCY_S = 1e-4
+_LIMITS = {"hidden": 0.80, "async": 1.05, "sockets": 1.05}
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One operation in all forms; `serial` is communication and compute, one after the other."""
+
+    name: str
+    serial: Run
+    compute: Run
+    communication: Run
+    overlapped: Run
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """In the order of `FORMS`."""
+        return self.serial, self.compute, self.communication, self.overlapped
+
+
+FORMS = ("serial", "compute", "communication", "overlapped")
+
+
+def gather_form(mesh: T.Mesh) -> Form:
+    """A column-parallel matmul whose input comes by position."""
+    meta = T.TensorMeta.contiguous((_POSITIONS, _FEATURES))
+    source, target = (T.DTensorSpec(mesh, (placement,), meta) for placement in (T.Shard(0), T.Replicate()))
+    x, whole = torch.randn(source.local_shape), torch.randn(target.local_shape)
+    weight = torch.randn(_HIDDEN // RANKS, _FEATURES)
+    return Form(
+        "all_gather_matmul",
+        lambda: F.linear(T.redistribute(x, source, target), weight),
+        lambda: F.linear(whole, weight),
+        lambda: T.redistribute(x, source, target),
+        lambda: all_gather_matmul(x, weight, source=source),
+    )
+
+
+def scatter_form(mesh: T.Mesh) -> Form:
+    """A row-parallel matmul whose output goes out by position."""
+    meta = T.TensorMeta.contiguous((_POSITIONS, _FEATURES))
+    source, target = (T.DTensorSpec(mesh, (placement,), meta) for placement in (T.Partial(), T.Shard(0)))
+    x, product = torch.randn(_POSITIONS, _HIDDEN // RANKS), torch.randn(_POSITIONS, _FEATURES)
+    weight = torch.randn(_FEATURES, _HIDDEN // RANKS)
+    return Form(
+        "matmul_reduce_scatter",
+        lambda: T.redistribute(F.linear(x, weight), source, target),
+        lambda: F.linear(x, weight),
+        lambda: T.redistribute(product, source, target),
+        lambda: matmul_reduce_scatter(x, weight, target=target),
+    )
+
+
+def async_form(mesh: T.Mesh) -> Form:
+    """A redistribution that is under way while something else is multiplied."""
+    x: Any = T.DTensor.from_local(torch.randn(_POSITIONS // RANKS, _FEATURES), mesh, [T.Shard(0)])
+    other, weight = torch.randn(_POSITIONS, _FEATURES), torch.randn(_HIDDEN // RANKS, _FEATURES)
+
+    def move(async_op: bool) -> Any:
+        return x.redistribute(placements=[T.Replicate()], async_op=async_op)
+
+    def overlapped() -> None:
+        moved = move(True)
+        F.linear(other, weight)
+        moved.wait()
+
+    def serial() -> None:
+        move(False)
+        F.linear(other, weight)
+
+    return Form("async redistribute", serial, lambda: F.linear(other, weight), lambda: move(False), overlapped)
+
+
+def measure_on_rank(send: Callable[[object], None], rounds: int) -> dict[str, Any]:
+    """Times of all forms by transport, form and operation, and the bandwidth that was set."""
+    delay_messages()
+    torch.set_num_threads(1)
+    mesh = T.Mesh((RANKS,))
+    communicator = communicator_of(mesh.ranks)
+    with torch.no_grad():
+        forms = [make(mesh) for make in (gather_form, scatter_form, async_form)]
+        found: dict[str, Any] = {"sockets": measured(forms[:2], rounds)}
+        compute = [times["compute"].median for times in found["sockets"].values()]
+        seconds = torch.tensor(sum(compute) / len(compute), dtype=torch.float64)
+        dist.broadcast(seconds, 0)
+        num_bytes = _POSITIONS // RANKS * _FEATURES * 4
+        communicator.delay = Delay(_LATENCY_S, num_bytes / seconds.item())
+        found["delayed"] = measured(forms, rounds)
+        found["bytes_per_s"] = communicator.delay.bytes_per_s
+    return found
+
+
+def measured(forms: list[Form], rounds: int) -> dict[str, dict[str, Times]]:
+    """Times by operation and form, all in turns."""
+    times = iter(time_interleaved([run for form in forms for run in form.runs], rounds, budget_s=600.0))
+    return {form.name: {name: next(times) for name in FORMS} for form in forms}
+
+
+def ratios(found: dict[str, Any]) -> dict[str, float]:
+    """What is held against the limits, by name."""
+    result = {}
+    for name, times in found["delayed"].items():
+        serial, compute, communication, overlapped = (times[form].median for form in FORMS)
+        if name == "async redistribute":
+            result["async"] = overlapped / max(communication, compute)
+        else:
+            result[f"hidden {name}"] = (serial - overlapped) / min(communication, compute)
+    for name, times in found["sockets"].items():
+        result[f"sockets {name}"] = times["overlapped"].median / times["serial"].median
+    return result
+
+
+def keeps_limit(name: str, ratio: float) -> bool:
+    """Whether a ratio is what is aimed at: hidden at least, the others at most."""
+    kind = name.split()[0]
+    return ratio >= _LIMITS[kind] if kind == "hidden" else ratio <= _LIMITS[kind]
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--rounds", type=click.IntRange(min=9), default=25, help="Rounds of every form.")
+@json_option
+def overlap(rounds: int, json_to: str | None) -> None:
+    """Time matmuls one after the other with communication, and at once."""
+    console = Console(stderr=is_printed(json_to))
+    found: Any = run_on_ranks(RANKS, measure_on_rank, rounds, on_message=lambda message: None)[0]
+    table = Table("ms", "operation", *FORMS)
+    for transport in ("delayed", "sockets"):
+        for name, times in found[transport].items():
+            table.add_row(transport, name, *(f"{times[form].median * 1e3:.1f}" for form in FORMS))
+    console.print(table)
+    of_limits = ratios(found)
+    for name, ratio in of_limits.items():
+        limit, verdict = _LIMITS[name.split()[0]], "kept" if keeps_limit(name, ratio) else "MISSED"
+        console.print(f"{name}: {ratio:.3f} (limit {limit}, {verdict})")
+    medians = {
+        transport: {
+            name: {f"{form}_median_s": times[form].median for form in FORMS} for name, times in found[transport].items()
+        }
+        for transport in ("delayed", "sockets")
+    }
+    settings = {"ranks": RANKS, "rounds": rounds, "latency_s": _LATENCY_S, "bytes_per_s": found["bytes_per_s"]}
+    sizes = {"positions": _POSITIONS, "features": _FEATURES, "hidden_features": _HIDDEN}
+    write_json(
+        {
+            "benchmark": "overlap",
+            **surroundings(),
+            **settings,
+            **sizes,
+            **medians,
+            "ratios": of_limits,
+            "limits": _LIMITS,
+        },
+        json_to,
+    )
+
+
+# The ranks that the benchmark starts import this file again, under another name.
+if __name__ == "__main__":
+    overlap(prog_name="python -m benchmarks.overlap")

@@ -1,0 +1,396 @@
+"""Matmuls in chunks against the same one after the other: values, gradients, order of sums, and what is refused."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+import tritondt as T
+from tests.gloo_ranks import GlooRanks
+from tests.ops.sharded import Case, check_derivatives
+from tests.oracle.arithmetic import indices_of, take
+from tritondt.comm import world
+from tritondt.comm.threads import run_ranks
+from tritondt.debug import CommDebugMode
+from tritondt.parallel import all_gather_matmul, matmul_reduce_scatter
+
+FEATURES, HIDDEN = 6, 10
+
+
+class Setting(NamedTuple):
+    """Global shape of the side that is cut by position, how, and over how many ranks."""
+
+    shape: tuple[int, ...]
+    cut: T.Shard
+    num_ranks: int
+    dtype: torch.dtype = torch.float64
+    chunks: int | None = 2
+
+
+SETTINGS = {
+    "even": Setting((8, FEATURES), T.Shard(0), 4),
+    "uneven": Setting((2, 7, FEATURES), T.Shard(1), 3),
+    "empty shards": Setting((2, 2, FEATURES), T.Shard(1), 4),
+    "given sizes": Setting((3, 9, FEATURES), T.Shard(1, sizes=(0, 7, 2)), 3),
+    "in units": Setting((2, 10, FEATURES), T.Shard(-2, unit=2), 3),
+    "sequence first": Setting((7, 2, FEATURES), T.Shard(0), 3),
+    "batch of two dims": Setting((2, 3, 5, FEATURES), T.Shard(2), 2),
+    "nothing": Setting((0, 4, FEATURES), T.Shard(1), 2),
+    "one rank": Setting((2, 5, FEATURES), T.Shard(1), 1),
+    "eight ranks": Setting((2, 13, FEATURES), T.Shard(1), 8, chunks=1),
+    "chunks by size": Setting((2, 7, FEATURES), T.Shard(1), 3, chunks=None),
+    "fp32": Setting((2, 7, FEATURES), T.Shard(1), 3, torch.float32),
+    "bf16": Setting((2, 7, FEATURES), T.Shard(1), 3, torch.bfloat16, chunks=3),
+}
+
+
+def number(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+class OutOfMemory(TorchFunctionMode):
+    """Lets the third product fail."""
+
+    products = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.mm
+        if self.products == 3:
+            raise MemoryError("no room for the third product")
+        return func(*args, **(kwargs or {}))
+
+
+def part(full: torch.Tensor, mesh: T.Mesh, placement: T.Placement) -> tuple[torch.Tensor, T.DTensorSpec]:
+    """This rank's part of a whole tensor as a leaf, and its spec."""
+    spec = T.DTensorSpec(mesh, (placement,), T.TensorMeta.contiguous(full.shape, full.dtype))
+    assert spec.coordinate is not None, "every rank is in the mesh"
+    return take(full.detach(), indices_of(spec.layout, spec.coordinate)).contiguous().requires_grad_(), spec
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The product on one device, the gradient that it is given, and those that come of it."""
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias) if tensor is not None]
+    out = F.linear(*leaves)
+    seed = number(*out.shape, dtype=x.dtype, seed=9)
+    out.backward(seed)
+    return (out.detach(), seed, *[leaf.grad for leaf in leaves if leaf.grad is not None])
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_all_gather_matmul(setting, with_bias):
+    x, weight = (number(*shape, dtype=setting.dtype, seed=1) for shape in (setting.shape, (HIDDEN, FEATURES)))
+    bias = number(HIDDEN, dtype=setting.dtype, seed=2) if with_bias else None
+    out, seed, *grads = reference(x, weight, bias)
+    # Of the gradient of x each of up to 8 terms is rounded before it is added.
+    tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if setting.dtype is torch.bfloat16 else {}
+
+    def body(rank: int) -> None:
+        mesh = T.Mesh((setting.num_ranks,))
+        mine, source = part(x, mesh, setting.cut)
+        own, _ = part(weight, mesh, T.Shard(0))
+        leaves = [mine, own] + ([] if bias is None else [part(bias, mesh, T.Shard(0))[0]])
+        found = all_gather_matmul(*leaves, source=source, chunks_per_peer=setting.chunks)
+        torch.testing.assert_close(found, part(out, mesh, T.Shard(-1))[0].detach(), check_stride=False)
+        assert found.is_contiguous()
+        found.backward(part(seed, mesh, T.Shard(-1))[0].detach())
+        for leaf, grad, placement in zip(leaves, grads, (setting.cut, T.Shard(0), T.Shard(0)), strict=False):
+            torch.testing.assert_close(leaf.grad, part(grad, mesh, placement)[0].detach(), **tolerance)
+        with torch.no_grad():
+            again = all_gather_matmul(*leaves, source=source, chunks_per_peer=setting.chunks)
+        assert not again.requires_grad
+        torch.testing.assert_close(again, found.detach(), rtol=0, atol=0)
+
+    run_ranks(setting.num_ranks, body)
+
+
+@pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
+def test_matmul_reduce_scatter(setting):
+    x = number(*setting.shape[:-1], HIDDEN, dtype=setting.dtype, seed=1)
+    weight = number(FEATURES, HIDDEN, dtype=setting.dtype, seed=2)
+    out, seed, *grads = reference(x, weight, None)
+    # Each of up to 8 terms is rounded before it is added.
+    tolerance: dict[str, Any] = {"rtol": 0.05, "atol": 0.1} if setting.dtype is torch.bfloat16 else {}
+
+    def body(rank: int) -> None:
+        mesh = T.Mesh((setting.num_ranks,))
+        leaves = [part(x, mesh, T.Shard(-1))[0], part(weight, mesh, T.Shard(1))[0]]
+        expected, target = part(out, mesh, setting.cut)
+        found = matmul_reduce_scatter(*leaves, target=target, chunks_per_peer=setting.chunks)
+        torch.testing.assert_close(found, expected.detach(), **tolerance)
+        found.backward(part(seed, mesh, setting.cut)[0].detach())
+        for leaf, grad, placement in zip(leaves, grads, (T.Shard(-1), T.Shard(1)), strict=True):
+            torch.testing.assert_close(leaf.grad, part(grad, mesh, placement)[0].detach())
+        with torch.no_grad():
+            again = matmul_reduce_scatter(*leaves, target=target, chunks_per_peer=setting.chunks)
+        torch.testing.assert_close(again, found.detach(), rtol=0, atol=0)
+
+    run_ranks(setting.num_ranks, body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_terms_are_added_as_redistribute_adds_them(dtype):
+    """With a permutation as weight the products are exact however they are cut, and the sums' bits must agree."""
+    chosen = torch.randperm(FEATURES, generator=torch.Generator().manual_seed(3))
+    permutation = torch.eye(FEATURES, dtype=dtype)[chosen]
+
+    def body(rank: int) -> None:
+        mesh = T.Mesh((4,))
+        x = number(2, 7, FEATURES, dtype=dtype, seed=rank) * 10.0 ** number(2, 7, 1, dtype=dtype, seed=rank + 4)
+        target = T.DTensorSpec(mesh, (T.Shard(1),), T.TensorMeta.contiguous((2, 7, FEATURES), dtype))
+        product = F.linear(x, permutation)
+        torch.testing.assert_close(product, x[..., chosen], rtol=0, atol=0)
+        expected = T.redistribute(product, target.with_placements((T.Partial(),)), target)
+        for chunks in (1, 2, 5):
+            found = matmul_reduce_scatter(x, permutation, target=target, chunks_per_peer=chunks)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+    run_ranks(4, body)
+
+
+def test_arguments_of_any_strides():
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2,))
+        x, weight = number(6, 2, 3, dtype=torch.float64, seed=rank).permute(1, 2, 0), torch.ones(4, 6).double()[::2]
+        source = T.DTensorSpec(mesh, (T.Shard(1),), T.TensorMeta.contiguous((2, 6, 6), torch.float64))
+        whole = T.redistribute(x, source, source.with_placements((T.Replicate(),)))
+        torch.testing.assert_close(all_gather_matmul(x, weight, source=source), F.linear(whole, weight))
+        own = x.transpose(1, 2)  # 6 positions of 3 features
+        target = T.DTensorSpec(mesh, (T.Shard(1),), T.TensorMeta.contiguous((2, 6, 2), torch.float64))
+        expected = T.redistribute(
+            F.linear(own, weight[:, :3]).contiguous(), target.with_placements((T.Partial(),)), target
+        )
+        torch.testing.assert_close(matmul_reduce_scatter(own, weight[:, :3], target=target), expected)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("frozen", [(True, False, False), (False, True, False), (False, True, True)], ids=str)
+def test_only_the_gradients_that_are_asked_for(frozen):
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2,))
+        x, source = part(number(2, 5, FEATURES, dtype=torch.float64, seed=1), mesh, T.Shard(1))
+        leaves = [x, *(number(*shape, dtype=torch.float64, seed=rank) for shape in ((3, FEATURES), (3,)))]
+        for leaf, is_frozen in zip(leaves, frozen, strict=True):
+            leaf.requires_grad_(not is_frozen)
+        with CommDebugMode() as comm:
+            all_gather_matmul(*leaves, source=source).sum().backward()
+        assert [leaf.grad is None for leaf in leaves] == list(frozen)
+        assert comm.get_total_counts() == (1 if frozen[0] else 2)
+        own, weight = number(2, 5, 3, dtype=torch.float64, seed=2), number(FEATURES, 3, dtype=torch.float64, seed=3)
+        own.requires_grad_(not frozen[0])
+        weight.requires_grad_(not frozen[1])
+        matmul_reduce_scatter(own, weight, target=source).sum().backward()
+        assert [own.grad is None, weight.grad is None] == list(frozen[:2])
+
+    run_ranks(2, body)
+
+
+def columns(x: Any, weight: Any, bias: Any) -> Any:
+    mesh = x.device_mesh
+    out = all_gather_matmul(*(tensor.to_local() for tensor in (x, weight, bias)), source=x._spec, chunks_per_peer=2)
+    return T.DTensor.from_local(out, mesh, [T.Shard(2)], shape=(*x.shape[:-1], weight.shape[0]), stride=(6, 2, 1)).pow(
+        2
+    )
+
+
+def rows(x: Any, weight: Any) -> Any:
+    shape = (*x.shape[:-1], weight.shape[0])
+    target = T.DTensorSpec(x.device_mesh, (T.Shard(1),), T.TensorMeta.contiguous(shape, x.dtype))
+    found = matmul_reduce_scatter(x.to_local(), weight.to_local(), target=target, chunks_per_peer=2)
+    return T.DTensor.from_local(found, x.device_mesh, target.placements, shape=shape, stride=(6, 2, 1)).pow(2)
+
+
+@pytest.mark.parametrize("name", ["columns", "rows"])
+def test_first_and_second_derivatives(name):
+    """Against finite differences of the whole tensors, over uneven shards."""
+    x, weight, bias = (number(*shape, dtype=torch.float64, seed=5) for shape in ((1, 3, 2), (2, 2), (2,)))
+    if name == "columns":
+        check_derivatives(columns, Case((2,), [x, weight, bias], ["S1", "S0", "S0"]))
+    else:
+        check_derivatives(rows, Case((2,), [x, weight], ["S2", "S1"]))
+
+
+def test_bytes_are_those_of_the_redistribution_and_told():
+    def body(rank: int) -> None:
+        mesh = T.Mesh((3,))
+        x, source = part(number(2, 7, FEATURES, dtype=torch.float64, seed=1), mesh, T.Shard(1))
+        weight = number(4, FEATURES, dtype=torch.float64, seed=rank)
+        communicator, found = world.current().communicator(mesh.ranks), []
+        for run in (
+            lambda: T.redistribute(x, source, source.with_placements((T.Replicate(),)), grad_placements=(T.Partial(),)),
+            lambda: all_gather_matmul(x, weight, source=source, chunks_per_peer=2),
+        ):
+            before = communicator.traffic.sent_bytes
+            with CommDebugMode() as comm:
+                run().sum().backward()
+            kinds = {kind: (count.steps, count.sent_bytes) for kind, count in comm.by_kind().items()}
+            assert sum(sent for _, sent in kinds.values()) == communicator.traffic.sent_bytes - before > 0
+            found.append(kinds)
+        assert found[0] == found[1]
+
+    run_ranks(3, body)
+
+
+def test_under_autocast_they_compute_as_linear_does():
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2,))
+        x, source = part(number(2, 5, FEATURES, dtype=torch.float32, seed=1), mesh, T.Shard(1))
+        weight = number(4, FEATURES, dtype=torch.float32, seed=rank)
+        whole = T.redistribute(x, source, source.with_placements((T.Replicate(),)))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = all_gather_matmul(x, weight, source=source)
+            expected = F.linear(whole, weight)
+            part_of_sum = matmul_reduce_scatter(whole, weight[:, :FEATURES], target=_positions(mesh, 4))
+        assert found.dtype is torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert part_of_sum.dtype is torch.float32
+
+    run_ranks(2, body)
+
+
+def _positions(mesh: T.Mesh, features: int, placement: T.Placement | None = None) -> T.DTensorSpec:
+    return T.DTensorSpec(mesh, (placement or T.Shard(1),), T.TensorMeta.contiguous((2, 5, features)))
+
+
+@pytest.mark.parametrize(
+    ("placement", "found"),
+    [
+        (T.Replicate(), r"\(R\)"),
+        (T.Partial(), r"\(P\(sum\)\)"),
+        (T.Shard(2), r"\(S2\)"),
+        (T.Shard(1, repeats=5), r"\(S1\(repeats=5\)\)"),
+    ],
+    ids=str,
+)
+def test_layouts_that_cannot_travel_in_chunks(placement, found):
+    def body(rank: int) -> None:
+        spec = _positions(T.Mesh((2,)), 6, placement)
+        sentence = (
+            rf"{found} of \(2, 5, 6\) float32 on Mesh.* cannot travel in chunks of positions; allowed is Shard of"
+        )
+        with pytest.raises(T.LayoutError, match=sentence):
+            all_gather_matmul(torch.ones(spec.local_shape), torch.ones(3, 6), source=spec)
+        with pytest.raises(T.LayoutError, match=sentence):
+            matmul_reduce_scatter(torch.ones(2, 5, 3), torch.ones(6, 3), target=spec)
+
+    run_ranks(2, body)
+
+
+def test_a_mesh_of_two_axes_is_refused():
+    def body(rank: int) -> None:
+        mesh = T.Mesh((1, 2))
+        spec = T.DTensorSpec(mesh, (T.Replicate(), T.Shard(0)), T.TensorMeta.contiguous((4, 6)))
+        with pytest.raises(T.LayoutError, match=r'on a mesh of one axis, such as mesh\["tp"\]'):
+            all_gather_matmul(torch.ones(2, 6), torch.ones(3, 6), source=spec)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("asked", [0, -1, 1.5, True, "2"])
+def test_numbers_of_chunks_that_cannot_be(asked):
+    def body(rank: int) -> None:
+        spec = _positions(T.Mesh((2,)), 6)
+        with pytest.raises(
+            T.errors.ParallelizeError, match=rf"chunks_per_peer got {asked!r}; allowed is a whole number"
+        ):
+            all_gather_matmul(torch.ones(spec.local_shape), torch.ones(3, 6), source=spec, chunks_per_peer=asked)
+
+    run_ranks(2, body)
+
+
+MISFITS = {
+    "shape of x": ({"x": torch.ones(2, 4, 6)}, r"was given x of shape \(2, 4, 6\); allowed is \(2, 3, 6\)"),
+    "dtype of x": ({"x": torch.ones(2, 3, 6).double()}, r"x of torch.float64; allowed is torch.float32, for x, weight"),
+    "dtype of weight": ({"weight": torch.ones(3, 6).bfloat16()}, r"given weight of torch.bfloat16; allowed is torch.f"),
+    "weight": ({"weight": torch.ones(3, 5)}, r"a weight of shape \(3, 5\); allowed is \(any, 6\)"),
+    "dims of weight": ({"weight": torch.ones(6)}, r"a weight of shape \(6,\); allowed is \(any, 6\)"),
+    "bias": ({"bias": torch.ones(2)}, r"a bias of shape \(2,\); allowed is \(3,\)"),
+    "dtype of bias": ({"bias": torch.ones(3).double()}, r"was given bias of torch.float64; allowed is torch.float32"),
+    "device": ({"weight": torch.ones(3, 6, device="meta")}, r"was given weight on meta; allowed is cpu, the mesh's"),
+    "layout": ({"x": torch.ones(2, 3, 6).to_sparse()}, r"x that is of layout torch.sparse_coo; allowed are local"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "sentence"), MISFITS.values(), ids=MISFITS)
+def test_tensors_of_one_rank_that_do_not_fit_are_refused_and_told(wrong, sentence):
+    """The other rank hears of it in its first chunk, and both can go on."""
+
+    def body(rank: int) -> None:
+        spec = _positions(T.Mesh((2,)), 6)
+        given: dict[str, Any] = {"x": torch.ones(spec.local_shape), "weight": torch.ones(3, 6), "bias": torch.ones(3)}
+        if rank == 0:
+            with pytest.raises(T.LocalTensorError, match=r"rank 0 at coordinate \(0,\) of \(S1\) .* " + sentence):
+                all_gather_matmul(**(given | wrong), source=spec, chunks_per_peer=3)
+        else:
+            with pytest.raises(T.PeerError, match=r"rank 0 .*" + sentence):
+                all_gather_matmul(**given, source=spec, chunks_per_peer=3)
+        found = all_gather_matmul(**given, source=spec, chunks_per_peer=3)
+        torch.testing.assert_close(found, torch.full((2, 5, 3), 7.0), rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_a_weight_that_does_not_give_the_target_is_refused_and_told():
+    def body(rank: int) -> None:
+        spec = _positions(T.Mesh((2,)), 6)
+        x, weight = torch.ones(2, 5, 3), torch.ones(6 - rank, 3)
+        kind, sentence = ((T.PeerError, "rank 1 .*"), (T.LocalTensorError, ""))[rank]
+        with pytest.raises(kind, match=sentence + r"a weight of shape \(5, 3\); allowed is \(6, 3\)"):
+            matmul_reduce_scatter(x, weight, target=spec, chunks_per_peer=2)
+        found = matmul_reduce_scatter(x, torch.ones(6, 3), target=spec, chunks_per_peer=2)
+        torch.testing.assert_close(found, torch.full(spec.local_shape, 6.0), rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_distributed_tensors_are_refused():
+    def body(rank: int) -> None:
+        spec = _positions(T.Mesh((2,)), 6)
+        x = T.DTensor.from_local(torch.ones(spec.local_shape), spec.mesh, spec.placements, shape=spec.shape)
+        with pytest.raises(T.LocalTensorError, match=r"given x that is a DTensor; allowed are local .* to_local\(\)"):
+            all_gather_matmul(x, torch.ones(3, 6), source=spec)
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_fails_between_chunks_is_heard_of():
+    def body(rank: int) -> None:
+        spec = T.DTensorSpec(T.Mesh((2,)), (T.Shard(0),), T.TensorMeta.contiguous((10, 6)))
+        arguments = torch.ones(10, 3), torch.ones(6, 3)
+        if rank == 1:
+            with OutOfMemory(), pytest.raises(MemoryError):
+                matmul_reduce_scatter(*arguments, target=spec, chunks_per_peer=5)
+        else:
+            with pytest.raises(T.PeerError, match=r"rank 1 .* no room for the third product"):
+                matmul_reduce_scatter(*arguments, target=spec, chunks_per_peer=5)
+
+    run_ranks(2, body)
+
+
+def a_step(rank: int) -> list[tuple[torch.Tensor, ...]]:
+    """Outputs and gradients of both matmuls on real processes, and of the same one after the other."""
+    mesh = T.Mesh((2,))
+    source = T.DTensorSpec(mesh, (T.Shard(1),), T.TensorMeta.contiguous((3, 301, 64)))
+    whole, terms = (source.with_placements((placement,)) for placement in (T.Replicate(), T.Partial()))
+    tensors = [number(*shape, dtype=torch.float32, seed=rank) for shape in (source.local_shape, (96, 64), (64, 96))]
+    found = []
+    for overlap in (True, False):
+        x, up, down = (tensor.clone().requires_grad_() for tensor in tensors)
+        if overlap:
+            hidden = all_gather_matmul(x, up, source=source, chunks_per_peer=4).relu()
+            out = matmul_reduce_scatter(hidden, down, target=source, chunks_per_peer=4)
+        else:
+            hidden = F.linear(T.redistribute(x, source, whole, grad_placements=(T.Partial(),)), up).relu()
+            out = T.redistribute(F.linear(hidden, down), terms, source)
+        out.square().mean().backward()
+        found.append((out.detach(), x.grad, up.grad, down.grad))
+    return found  # type: ignore[return-value]
+
+
+def test_on_processes():
+    with GlooRanks(2) as ranks:
+        for overlapped, serial in ranks.run(a_step):
+            torch.testing.assert_close(overlapped, serial)
