@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tritondt.comm import world
-from tritondt.comm.communicator import Transfer
+from tritondt.comm.communicator import Errand
 from tritondt.comm.packed import Letters
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.work import Run
@@ -35,11 +35,11 @@ class DelayedCommunicator(SocketCommunicator):
 
     delay: Delay | None = None
 
-    def carry(self, transfer: Transfer, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Sleeps, then carries."""
         if self.delay is not None:
             time.sleep(self.delay.seconds(_bytes(sends), _bytes(receives)))
-        super().carry(transfer, receives, sends, pack, meanwhile)
+        super().carry(errand, receives, sends, pack, meanwhile)
 
 
 def _bytes(letters: Letters) -> int:

@@ -7,7 +7,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -58,7 +57,7 @@ class _Possessions(NamedTuple):
         return _Possessions(
             [_target(path) for path in Path("/proc/self/fd").iterdir()],
             [thread.name for thread in threading.enumerate() if thread.name.startswith("tritondt")],
-            sorted(path.name for path in Path("/dev/shm").iterdir() if f"{os.getpid()}" in path.name),  # noqa: S108
+            sorted(path.name for path in Path("/dev/shm").iterdir() if f"{os.getpid()}" in path.name),
             Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text(),
         )
 

@@ -101,12 +101,12 @@ class _InBackward(torch.autograd.Function):
 def step(weight: Any, rank: int, seams: Seams, *, is_async: bool) -> None:
     """One step: whole weight, a loss that is each rank's own, the gradient's sum in rows, the update."""
     seams.at("forward", "before issue")
-    whole = _InBackward.apply(weight, seams, "before wait").redistribute(placements=[T.Replicate()], async_op=is_async)  # type: ignore[no-untyped-call]
+    whole = _InBackward.apply(weight, seams, "before wait").redistribute(placements=[T.Replicate()], async_op=is_async)
     seams.at("forward", "before wait")
     whole.register_hook(lambda grad: seams.at("hook", "before issue"))
     local = whole.to_local(grad_placements=[T.Partial()])
     batch = torch.arange(28.0, dtype=torch.float64).view(SHAPE) + rank
-    loss = (_InBackward.apply(local, seams, "before issue") * batch).square().sum()  # type: ignore[no-untyped-call]
+    loss = (_InBackward.apply(local, seams, "before issue") * batch).square().sum()
     loss.backward()
     seams.at("hook", "before wait")
     with torch.no_grad():

@@ -13,8 +13,8 @@ import torch
 from hypothesis import strategies as st
 
 import tritondt as T
-from tests.oracle.arithmetic import indices_of, take
 from tests.ops.sharded import distribute
+from tests.oracle.arithmetic import indices_of, take
 from tritondt.placement import parse_placements
 
 SHAPES = ((7, 11), (9, 4), (5, 1), (2, 3))
