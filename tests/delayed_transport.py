@@ -1,14 +1,15 @@
 """A test double: sockets on which every exchange takes longer, as on a slower network, without using the processor.
 
-    delay_messages()                       # in a rank's process, before its first communicator is made
-    communicator_of(ranks).delay = Delay(latency_s=1e-4, bytes_per_s=1e8)
+    slow_down(Delay(latency_s=1e-4, bandwidth=1e8))  # in a rank's process, before its first mesh is made
 
 The messages themselves are sent as ever, once the delay has passed.
 """
 
+import json
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from tritondt.comm import world
@@ -23,22 +24,21 @@ class Delay:
     """What an exchange takes longer: a latency, and the bytes of the busier direction at a bandwidth."""
 
     latency_s: float
-    bytes_per_s: float
+    bandwidth: float
 
     def seconds(self, sent_bytes: int, received_bytes: int) -> float:
         """Seconds for an exchange."""
-        return self.latency_s + max(sent_bytes, received_bytes) / self.bytes_per_s
+        return self.latency_s + max(sent_bytes, received_bytes) / self.bandwidth
 
 
 class DelayedCommunicator(SocketCommunicator):
-    """Sleeps for `delay` before the messages of an exchange go; as fast as its base while that is None."""
+    """Sleeps for `delay` before the messages of an exchange go."""
 
-    delay: Delay | None = None
+    delay: Delay
 
     def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Sleeps, then carries."""
-        if self.delay is not None:
-            time.sleep(self.delay.seconds(_bytes(sends), _bytes(receives)))
+        time.sleep(self.delay.seconds(_bytes(sends), _bytes(receives)))
         super().carry(errand, receives, sends, pack, meanwhile)
 
 
@@ -46,14 +46,13 @@ def _bytes(letters: Letters) -> int:
     return sum(num_bytes for *_, num_bytes in letters.slices)
 
 
-def delay_messages() -> None:
-    """Lets this process make delayed communicators from now on, in place of those on sockets."""
+def slow_down(delay: Delay, prices: Mapping[str, float] | None = None) -> None:
+    """Ends this process's world, if it has one; the next has a network slower by `delay`, and a cost table that says so.
+
+    `prices` are others that the table is to have.
+    """
+    world.close()
+    DelayedCommunicator.delay = delay
     made: Any = DelayedCommunicator
     world.__dict__["SocketCommunicator"] = made
-
-
-def communicator_of(ranks: Sequence[int]) -> DelayedCommunicator:
-    """The communicator of these ranks, once `delay_messages` was called."""
-    found = world.current().communicator(ranks)
-    assert isinstance(found, DelayedCommunicator), f"{found} was made before delay_messages()"
-    return found
+    os.environ["TRITONDT_COSTS"] = json.dumps({**(prices or {}), "host": {**asdict(delay), "busy_share": 0}})

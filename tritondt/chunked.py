@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -27,8 +28,8 @@ from tritondt.planning.plan import Step
 from tritondt.runnable import compiled
 from tritondt.spec import DTensorSpec
 
-# Computes positions [start, stop) of the dim into the tensor given.
-Compute = Callable[[int, int, torch.Tensor], None]
+# Computes positions [start, stop) of the dim.
+Compute = Callable[[int, int], None]
 
 
 class Chunk(NamedTuple):
@@ -69,10 +70,10 @@ def shared_dim(spec: DTensorSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def chunked_gather(
-    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], num_pieces: int
+    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], shares: tuple[int, ...]
 ) -> Chunked | None:
     """From Shard to Replicate on a mesh of one axis; None where that is no single exchange."""
-    found = _divided(source, target, strides, source, num_pieces)
+    found = _divided(source, target, strides, source, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -84,27 +85,29 @@ def chunked_gather(
 
 
 @lru_cache(maxsize=1024)
-def chunked_scatter(source: DTensorSpec, target: DTensorSpec, num_pieces: int) -> Chunked | None:
+def chunked_scatter(source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...]) -> Chunked | None:
     """From Partial to Shard on a mesh of one axis, the farthest first; None where that is no single exchange."""
-    found = _divided(source, target, source.tensor_meta.stride, target, num_pieces)
+    found = _divided(source, target, source.tensor_meta.stride, target, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
+    num_pieces = len(shares)
     farthest_first = range(len(parts) - num_pieces, -1, -num_pieces)
     parts = [parts[start + piece] for start in farthest_first for piece in range(num_pieces)]
     chunks = []
     for number, exchange in enumerate(parts):
-        sent, received = _only_part(exchange, "sends"), _only_part(exchange, "receives")
-        chunks.append(_chunk(transfer, number, len(parts), exchange, _own_memory(sent), _own_memory(received)))
+        received = _only_part(exchange, "receives")
+        arrives_as = () if received is None else (message_block(received.region),)  # it holds nothing else
+        chunks.append(_chunk(transfer, number, len(parts), exchange, transfer.source_blocks[0], arrives_as))
     sums = tuple(
         _sum(transfer, piece, chunks, range(place, len(chunks), num_pieces))
-        for place, piece in enumerate(in_pieces(transfer.exchange, chunked.dim, num_pieces))
+        for place, piece in enumerate(in_pieces(transfer.exchange, chunked.dim, shares))
     )
     return chunked._replace(chunks=tuple(chunks), sums=sums)
 
 
 def _divided(
-    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], cut: DTensorSpec, num_pieces: int
+    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], cut: DTensorSpec, shares: tuple[int, ...]
 ) -> tuple[Chunked, Transfer, list[Exchange]] | None:
     """The step without chunks, its transfer, and the exchanges of those: distance by distance, piece by piece."""
     steps = compiled(source, target, strides)
@@ -119,7 +122,7 @@ def _divided(
     own = (intervals[0][0], intervals[-1][1]) if intervals else (0, 0)
     place = communicator.ranks.index(source.mesh.identity.rank)
     distances = by_distance(transfer.exchange, place, len(communicator.ranks))[1:]
-    parts = [piece for distance in distances for piece in in_pieces(distance, dim, num_pieces)]
+    parts = [piece for distance in distances for piece in in_pieces(distance, dim, shares)]
     return Chunked(step, communicator, dim, own, ()), transfer, parts
 
 
@@ -128,11 +131,6 @@ def _only_part(exchange: Exchange, side: str) -> Part | None:
     parts = [part for message in messages for part in message.parts]
     assert len(parts) <= 1, f"{side} of a chunk are {parts}, expected one part"
     return parts[0] if parts else None
-
-
-def _own_memory(part: Part | None) -> tuple[Block, ...]:
-    """Where a part lies in a tensor that holds nothing else."""
-    return () if part is None else (message_block(part.region),)
 
 
 def _chunk(
@@ -157,17 +155,17 @@ def _chunk(
 
 
 def _sum(transfer: Transfer, piece: Exchange, chunks: Sequence[Chunk], arrivals: Sequence[int]) -> Sum:
-    """The sum of a piece: the own product is source 0, what chunk i brought source i + 1."""
+    """The sum of a piece: the own product is in source 0, what chunk i brought is source i + 1."""
     if not piece.keeps:
         return Sum(tuple(arrivals), None)
-    (kept,), (whole,) = piece.keeps, transfer.exchange.keeps
-    terms = [(kept.contribution, 0, message_block(whole.region))]
+    (kept,) = piece.keeps
+    terms = [(kept.contribution, 0, transfer.source_blocks[0])]
     for number in arrivals:
         part = chunks[number].received
         assert part is not None, f"chunk {number} of {transfer.description} brings no term of {kept}"
-        terms.append((part.contribution, number + 1, message_block(part.region)))
+        terms.append((part.contribution, number + 1, (message_block(part.region),)))
     terms.sort(key=lambda term: term[0])
-    sides = [transfer.target_blocks[0], *((block,) for _, _, block in terms)]
+    sides = [transfer.target_blocks[0], *(blocks for _, _, blocks in terms)]
     boxes = []
     for lengths, ((offset, strides), *places) in joint_boxes(sides, kept.region):
         slots = tuple(Slot(term[1], *place) for term, place in zip(terms, places, strict=True))
@@ -175,50 +173,72 @@ def _sum(transfer: Transfer, piece: Exchange, chunks: Sequence[Chunk], arrivals:
     return Sum(tuple(arrivals), ReduceTable(boxes, "sum", str(transfer.dtypes[0]).removeprefix("torch."), 1))
 
 
-def gather(chunked: Chunked, local: torch.Tensor, whole: torch.Tensor, compute: Callable[[int, int], None]) -> None:
-    """Fills `whole`, and calls `compute` with the positions that are there: this rank's own first."""
+def gather(
+    chunked: Chunked, local: torch.Tensor, whole: torch.Tensor, compute: Compute, products: Sequence[int]
+) -> None:
+    """Fills `whole`, and calls `compute` with the positions that are there: this rank's own first.
+
+    `products` says of how many chunks each call after that is.
+    """
     _tell(chunked)
     issue = _Issues(chunked)
     works = [issue(chunk, local, whole, guard=True) for chunk in chunked.chunks]
     start, stop = chunked.own
     whole.narrow(chunked.dim, start, stop - start).copy_(local)
     compute(start, stop)
-    for work, chunk in zip(works, chunked.chunks, strict=True):
-        work.wait()
-        if chunk.received is not None:
-            compute(*_span(chunk.received, chunked.dim))
+    for taken in _runs(products):
+        for work in works[taken]:
+            work.wait()
+        _compute_span(chunked, [chunk.received for chunk in chunked.chunks[taken]], compute)
 
 
 def scatter(
-    chunked: Chunked, shape: Sequence[int], like: torch.Tensor, compute: Compute, meanwhile: Callable[[], None]
+    chunked: Chunked,
+    product: torch.Tensor,
+    shape: Sequence[int],
+    compute: Compute,
+    products: Sequence[int],
+    meanwhile: Callable[[], None],
 ) -> torch.Tensor:
-    """This rank's part, of `shape`, of the sum over ranks of what `compute` gives.
+    """This rank's part, of `shape`, of the sum over ranks of `product`, which `compute` writes.
 
-    What others wait for is computed first and sent at once; `meanwhile` is called before this rank waits for them.
+    What others wait for is computed first and sent at once, so many chunks to a call as `products` says; `meanwhile` is
+    called before this rank waits for them.
     """
     _tell(chunked)
     issue, works, arrived = _Issues(chunked), list[Work](), list[torch.Tensor]()
     try:
-        for chunk in chunked.chunks:
-            product = _empty(chunk.sent, like)
-            if chunk.sent is not None:
-                compute(*_span(chunk.sent, chunked.dim), product)
-            arrived.append(_empty(chunk.received, like))
-            works.append(issue(chunk, product, arrived[-1]))
+        for taken in _runs(products):
+            chunks = chunked.chunks[taken]
+            _compute_span(chunked, [chunk.sent for chunk in chunks], compute)
+            for chunk in chunks:
+                arrived.append(_empty(chunk.received, product))
+                works.append(issue(chunk, product, arrived[-1]))
     except BaseException as error:  # the others wait for a chunk that will not come
         chunked.communicator.refuse(error)
         raise
-    own = allocate(shape, like.dtype, like.device)
-    compute(*chunked.own, own)
+    compute(*chunked.own)
     meanwhile()
-    result = allocate(shape, like.dtype, like.device)
-    pointers = [tensor.data_ptr() for tensor in (own, *arrived)]
+    result = allocate(shape, product.dtype, product.device)
+    pointers = [tensor.data_ptr() for tensor in (product, *arrived)]
     for needed, table in chunked.sums:
         for number in needed:
             works[number].wait()
         if table is not None:
             table.run(pointers, [result.data_ptr()], torch.get_num_threads())
     return result
+
+
+def _runs(lengths: Sequence[int]) -> list[slice]:
+    """Consecutive slices of such lengths."""
+    return [slice(stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def _compute_span(chunked: Chunked, parts: Sequence[Part | None], compute: Compute) -> None:
+    """One call for the parts, of one peer and in order, that are not empty."""
+    intervals = [interval for part in parts if part is not None for interval in part.region[chunked.dim]]
+    if intervals:
+        compute(intervals[0][0], intervals[-1][1])
 
 
 class _Issues:
@@ -239,11 +259,6 @@ class _Issues:
                 raise
 
         return self._communicator.issue(run, chunk.transfer.description, (source,) if guard else ())
-
-
-def _span(part: Part, dim: int) -> tuple[int, int]:
-    intervals = part.region[dim]
-    return intervals[0][0], intervals[-1][1]
 
 
 def _empty(part: Part | None, like: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,11 @@ def transport() -> Literal["sockets", "gloo"]:
     return cast(Literal["sockets", "gloo"], text)
 
 
+def costs() -> str | None:
+    """Prices that differ from the built-in table's, TRITONDT_COSTS as a JSON object, or None where it is not set."""
+    return os.environ.get("TRITONDT_COSTS") or None
+
+
 def flight_directory() -> str | None:
     """Where flight records are written: TRITONDT_FLIGHT_DIR, or None where it is not set."""
     return os.environ.get("TRITONDT_FLIGHT_DIR") or None

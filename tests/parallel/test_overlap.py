@@ -1,5 +1,6 @@
 """Matmuls in chunks against the same one after the other: values, gradients, order of sums, and what is refused."""
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,8 +16,11 @@ from tritondt.comm import world
 from tritondt.comm.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.parallel import all_gather_matmul, matmul_reduce_scatter
+from tritondt.planning.cost import CostTable, Link
 
 FEATURES, HIDDEN = 6, 10
+# So slow that a few numbers are worth pieces of their own, each for a product of its own.
+SLOW = CostTable(ranks_per_host=1, network=Link(1e-6, 1e4), flop_rate=1e6)
 
 
 class Setting(NamedTuple):
@@ -40,7 +44,9 @@ SETTINGS = {
     "nothing": Setting((0, 4, FEATURES), T.Shard(1), 2),
     "one rank": Setting((2, 5, FEATURES), T.Shard(1), 1),
     "eight ranks": Setting((2, 13, FEATURES), T.Shard(1), 8, chunks=1),
-    "chunks by size": Setting((2, 7, FEATURES), T.Shard(1), 3, chunks=None),
+    "chunks by cost": Setting((2, 50, FEATURES), T.Shard(1), 3, chunks=None),
+    "chunks by cost, uneven": Setting((2, 50, FEATURES), T.Shard(1, sizes=(0, 45, 5)), 3, chunks=None),
+    "chunks by cost, sequence first": Setting((50, 2, FEATURES), T.Shard(0), 2, torch.float32, chunks=None),
     "fp32": Setting((2, 7, FEATURES), T.Shard(1), 3, torch.float32),
     "bf16": Setting((2, 7, FEATURES), T.Shard(1), 3, torch.bfloat16, chunks=3),
 }
@@ -48,6 +54,19 @@ SETTINGS = {
 
 def number(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+class Products(TorchFunctionMode):
+    """Notes which products run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.mm, torch.addmm, torch.bmm, torch.baddbmm):
+            self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 class OutOfMemory(TorchFunctionMode):
@@ -103,7 +122,7 @@ def test_all_gather_matmul(setting, with_bias):
         assert not again.requires_grad
         torch.testing.assert_close(again, found.detach(), rtol=0, atol=0)
 
-    run_ranks(setting.num_ranks, body)
+    run_ranks(setting.num_ranks, body, costs=SLOW)
 
 
 @pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
@@ -127,7 +146,7 @@ def test_matmul_reduce_scatter(setting):
             again = matmul_reduce_scatter(*leaves, target=target, chunks_per_peer=setting.chunks)
         torch.testing.assert_close(again, found.detach(), rtol=0, atol=0)
 
-    run_ranks(setting.num_ranks, body)
+    run_ranks(setting.num_ranks, body, costs=SLOW)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -148,6 +167,56 @@ def test_terms_are_added_as_redistribute_adds_them(dtype):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
     run_ranks(4, body)
+
+
+def exchanges(costs: CostTable | None, cut: T.Shard, num_ranks: int = 2) -> list[list[int]]:
+    """By rank, how many exchanges a gather, its gradients, a scatter and its gradients take."""
+    meta = T.TensorMeta.contiguous((2, 50, FEATURES))
+
+    def body(rank: int) -> list[int]:
+        spec = T.DTensorSpec(T.Mesh((num_ranks,)), (cut,), meta)
+        communicator: Any = world.current().communicator(spec.mesh.ranks)
+        counts = [communicator.sequence]
+        x, y, weight = (torch.ones(*shape, requires_grad=True) for shape in (spec.local_shape, (2, 50, 4), (6, 4)))
+        for run in (
+            lambda: all_gather_matmul(x, weight.t(), source=spec),
+            lambda: matmul_reduce_scatter(y, weight, target=spec),
+        ):
+            out = run()
+            counts.append(communicator.sequence)
+            out.sum().backward()
+            counts.append(communicator.sequence)
+        return [after - before for before, after in pairwise(counts)]
+
+    return run_ranks(num_ranks, body, costs=costs)
+
+
+def test_pieces_follow_from_costs_alike_on_all_ranks():
+    for cut in (T.Shard(1), T.Shard(1, sizes=(0, 48, 2))):
+        (found, *others) = exchanges(SLOW, cut, num_ranks=3)
+        assert found[0] == found[1] == found[2] == found[3] > 2
+        assert others == [found, found]
+    # Within a host the processors move the bytes themselves, and nothing is hidden.
+    assert exchanges(None, T.Shard(1)) == [[1, 1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(("length", "expected"), [(8, "mm"), (800, "bmm")])
+def test_a_batch_is_multiplied_together_where_its_items_are_short(length, expected):
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2,))
+        x, weight, bias = (number(*shape, dtype=torch.float64, seed=1) for shape in ((3, length, 64), (96, 64), (96,)))
+        mine, spec = part(x, mesh, T.Shard(1))
+        whole = F.linear(x, weight, bias)
+        with torch.no_grad(), Products() as ran:
+            found = all_gather_matmul(mine, weight, bias, source=spec, chunks_per_peer=4)
+            torch.testing.assert_close(found, whole)
+            assert {name.removeprefix("add").replace("baddbmm", "bmm") for name in ran.names} == {expected}
+            ran.names.clear()
+            found = matmul_reduce_scatter(whole, weight.t(), target=spec, chunks_per_peer=4)
+            assert set(ran.names) == {expected}
+        torch.testing.assert_close(found, part(2 * whole @ weight, mesh, T.Shard(1))[0].detach())
+
+    run_ranks(2, body)
 
 
 def test_arguments_of_any_strides():

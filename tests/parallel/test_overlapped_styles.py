@@ -22,6 +22,12 @@ R, S0, S1, LAST, P = T.Replicate(), T.Shard(0), T.Shard(1), T.Shard(-1), T.Parti
 X = torch.randn(2, 7, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
+@pytest.fixture(autouse=True)
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets positions travel in pieces, as among hosts: rank threads share one, where nothing is worth it."""
+    monkeypatch.setattr(overlapping, "_shares", lambda spec: (2, 1, 1))
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The matmuls in chunks that ran, by name."""

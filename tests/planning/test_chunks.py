@@ -50,15 +50,15 @@ def sharded(num_ranks: int, seed: int) -> tuple[Layout, Layout, int]:
 
 
 @pytest.mark.parametrize("num_ranks", range(1, 9))
-@pytest.mark.parametrize("num_pieces", [1, 2, 3])
-def test_chunks_together_are_the_exchange_and_both_sides_agree(num_ranks, num_pieces):
+@pytest.mark.parametrize("shares", [(1,), (1, 1), (1, 1, 1), (4, 2, 1, 1), (1, 3)], ids=str)
+def test_chunks_together_are_the_exchange_and_both_sides_agree(num_ranks, shares):
     for seed in range(12):
         source, target, dim = sharded(num_ranks, seed)
         whole = exchanges_of(source, target)
         distances = {own: by_distance(found, own, num_ranks) for own, found in whole.items()}
         for distance in range(num_ranks):
-            of_ranks = {own: in_pieces(found[distance], dim, num_pieces) for own, found in distances.items()}
-            for number in range(num_pieces):
+            of_ranks = {own: in_pieces(found[distance], dim, shares) for own, found in distances.items()}
+            for number in range(len(shares)):
                 chunk = {own: pieces[number] for own, pieces in of_ranks.items()}
                 assert_both_sides_agree(chunk)
                 for own, found in chunk.items():
@@ -66,7 +66,7 @@ def test_chunks_together_are_the_exchange_and_both_sides_agree(num_ranks, num_pi
                     assert {message.peer for message in found.receives} <= {(own - distance) % num_ranks}
                     assert all(part.numel for _, _, part in sides(found))
         for own, found in whole.items():
-            pieces = [piece for chunk in distances[own] for piece in in_pieces(chunk, dim, num_pieces)]
+            pieces = [piece for chunk in distances[own] for piece in in_pieces(chunk, dim, shares)]
             together: Counter[tuple[str, int, int, tuple[int, ...]]] = Counter()
             for piece in pieces:
                 assert piece.contributions == found.contributions
@@ -84,10 +84,12 @@ def test_any_exchange_by_distance():
             assert sorted(parts, key=repr) == sorted(sides(found), key=repr)
 
 
-def test_pieces_are_even_and_in_order():
+def test_pieces_are_in_proportion_and_in_order():
     region: Region = (((0, 2),), ((3, 5), (7, 12)))
-    pieces = in_pieces(Exchange((), (), (Part(region, contribution=4),)), 1, 3)
+    pieces = in_pieces(Exchange((), (), (Part(region, contribution=4),)), 1, (1, 1, 1))
     assert [piece.keeps[0].region[1] for piece in pieces] == [((3, 5),), ((7, 9),), ((9, 12),)]
     assert {piece.keeps[0].contribution for piece in pieces} == {4}
-    short = in_pieces(Exchange((), (), (Part((((5, 6),),)),)), 0, 3)
+    halves = in_pieces(Exchange((), (), (Part(region),)), 1, (4, 2, 1))
+    assert [piece.keeps[0].region[1] for piece in halves] == [((3, 5), (7, 9)), ((9, 11),), ((11, 12),)]
+    short = in_pieces(Exchange((), (), (Part((((5, 6),),)),)), 0, (1, 1, 1))
     assert [len(piece.keeps) for piece in short] == [0, 0, 1]

@@ -23,6 +23,7 @@ from tritondt import environment, identity
 from tritondt._C import Watchdog
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator
+from tritondt.comm.costs import default_costs
 from tritondt.comm.flight import Flight
 from tritondt.comm.gloo import GlooCommunicator
 from tritondt.comm.membership import Membership
@@ -53,7 +54,7 @@ class ProcessWorld:
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._making = threading.Lock()
-        self.costs = self._agreed(_default_costs(who.size))
+        self.costs = self._agreed(default_costs(who.size))
         self._closed = False
 
     def _agreed(self, own: CostTable) -> CostTable:
@@ -153,11 +154,6 @@ def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
     if not seconds > 0:
         raise WorldError(f"a timeout of {seconds!r} s was asked for; allowed is a number above 0")
     current().communicator(canonical_mesh(mesh).ranks).set_timeout(seconds)
-
-
-def _default_costs(world_size: int) -> CostTable:
-    per_host = environment.ranks_per_host()
-    return CostTable(ranks_per_host=world_size if per_host is None else per_host)
 
 
 _making = threading.Lock()

@@ -5,6 +5,7 @@ a strided matrix per item, which a matmul reads and writes where it lies.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,19 +13,26 @@ import torch
 
 from tritondt.autograd import redistribute
 from tritondt.chunked import chunked_gather, chunked_scatter, gather, scatter
+from tritondt.comm import registry, world
 from tritondt.execute import redistribute_local
 from tritondt.memory import allocate
 from tritondt.placement import Partial, Replicate
+from tritondt.planning.pipelining import Rows, merged, pace_of
 from tritondt.spec import DTensorSpec
 
 Grads = tuple[torch.Tensor | None, ...]
 
 
 class Travel(NamedTuple):
-    """How chunks of positions travel: out of `shards` into the whole, or as terms of the whole into `shards`."""
+    """How chunks of positions travel: out of `shards` into the whole, or as terms of the whole into `shards`.
+
+    Each rank's part goes in pieces of such shares, in this order into the whole, backwards out of it; without any,
+    nothing overlaps. With `merges` a product may take several pieces.
+    """
 
     shards: DTensorSpec
-    num_pieces: int
+    shares: tuple[int, ...]
+    merges: bool
 
     @property
     def whole(self) -> DTensorSpec:
@@ -67,7 +75,7 @@ class AllGatherMatmul(torch.autograd.Function):
                 found[2] = grad.flatten(0, -2).sum(0)
 
         if of_x:
-            found[0] = scattered_product(grad, weight, travel, of_parameters)
+            found[0] = scattered_product(grad, weight, travel, of_parameters, int(of_weight))
         else:
             of_parameters()
         return (*found, None)
@@ -81,7 +89,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         """Nothing is kept but the arguments."""
         ctx.travel = travel
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return scattered_product(x, weight.t(), travel, lambda: None)
+        return scattered_product(x, weight.t(), travel)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Grads:
@@ -127,45 +135,78 @@ def gathered_product(
     source, target = travel.shards, travel.whole
     out = allocate((*target.shape[:-1], matrix.shape[1]), local.dtype, local.device)
     single = len(target.mesh.ranks) == 1
-    chunked = None if single else chunked_gather(source, target, local.stride(), travel.num_pieces)
+    overlaps = travel.shares and not single
+    chunked = chunked_gather(source, target, local.stride(), travel.shares) if overlaps else None
     if chunked is None:
         whole = local.contiguous() if single else redistribute_local(local, source, target)
         _multiply(_folded(whole, 0), matrix, _folded(out, 0), bias)
         return whole, out
-    dim, whole = chunked.dim, allocate(target.shape, local.dtype, local.device)
-    folded, folded_out, rows = _folded(whole, dim), _folded(out, dim), prod(target.shape[dim + 1 : -1])
-
-    def multiply(start: int, stop: int) -> None:
-        positions = slice(start * rows, stop * rows)
-        _multiply(folded[:, positions], matrix, folded_out[:, positions], bias)
-
-    gather(chunked, local, whole, multiply)
+    whole = allocate(target.shape, local.dtype, local.device)
+    multiply = _Positions(chunked.dim, whole, matrix, out, bias)
+    gather(chunked, local, whole, multiply, _products(travel, matrix.shape[1], torch.get_num_threads()))
     return whole, out
 
 
 def scattered_product(
-    local: torch.Tensor, matrix: torch.Tensor, travel: Travel, meanwhile: Callable[[], None]
+    local: torch.Tensor,
+    matrix: torch.Tensor,
+    travel: Travel,
+    meanwhile: Callable[[], None] = lambda: None,
+    num_meanwhile: int = 0,
 ) -> torch.Tensor:
     """This rank's part of the sum over ranks of `local` @ `matrix`; others' positions come first.
 
-    `meanwhile` is called once, when all that others wait for is on its way.
+    `meanwhile` is called once, when all that others wait for is on its way; it takes as long as `num_meanwhile` of such
+    products.
     """
     local = local.contiguous()
     source, target = travel.terms, travel.shards
     single = len(target.mesh.ranks) == 1
-    chunked = None if single else chunked_scatter(source, target, travel.num_pieces)
+    overlaps = travel.shares and not single
+    chunked = chunked_scatter(source, target, travel.shares[::-1]) if overlaps else None
+    product = allocate((*local.shape[:-1], matrix.shape[1]), local.dtype, local.device)
     if chunked is None:
-        product = allocate((*local.shape[:-1], matrix.shape[1]), local.dtype, local.device)
         _multiply(_folded(local, 0), matrix, _folded(product, 0))
         meanwhile()
         return product if single else redistribute_local(product, source, target)
-    dim = chunked.dim
-    folded, rows = _folded(local, dim), prod(local.shape[dim + 1 : -1])
+    multiply = _Positions(chunked.dim, local, matrix, product)
+    products = _products(travel, matrix.shape[0], torch.get_num_threads(), num_meanwhile)
+    return scatter(chunked, product, target.local_shape, multiply, products[::-1], meanwhile)
 
-    def multiply(start: int, stop: int, out: torch.Tensor) -> None:
-        _multiply(folded[:, start * rows : stop * rows], matrix, _folded(out, dim))
 
-    return scatter(chunked, target.local_shape, local, multiply, meanwhile)
+@lru_cache(maxsize=1024)
+def _products(travel: Travel, num_others: int, num_threads: int, num_meanwhile: int = 0) -> tuple[int, ...]:
+    """How many pieces each product of a gather takes, and backwards how many each of a scatter makes.
+
+    The matrix has what travels on one side and `num_others` on the other. Every rank decides that for itself: messages
+    are the same.
+    """
+    rows, shares = rows_of(travel.shards), travel.shares
+    if not travel.merges:
+        return (1,) * ((rows.num_ranks - 1) * len(shares))
+    pace = pace_of(rows, num_others, num_threads, world.current().costs)
+    return merged(rows.num_ranks - 1, shares, pace, pace.part_s * (1 + rows.num_ranks * num_meanwhile))
+
+
+def rows_of(shards: DTensorSpec) -> Rows:
+    """What one rank has for another, on average."""
+    num_ranks = len(shards.mesh.ranks)
+    return Rows(prod(shards.shape[:-1]) / num_ranks, shards.shape[-1], shards.dtype.itemsize, num_ranks)
+
+
+class _Positions:
+    """Multiplies positions of dim `dim` of `x`, as they are called for, into those of `out`."""
+
+    def __init__(
+        self, dim: int, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        self._x, self._out = _folded(x, dim), _folded(out, dim)
+        self._matrix, self._bias = matrix, bias
+        self._rows = prod(x.shape[dim + 1 : -1])
+
+    def __call__(self, start: int, stop: int) -> None:
+        rows = slice(start * self._rows, stop * self._rows)
+        _multiply(self._x[:, rows], self._matrix, self._out[:, rows], self._bias)
 
 
 def _folded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -174,11 +215,23 @@ def _folded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return tensor.view(prod(before), prod(between), features)
 
 
+# How many elements of a matrix a product reads again in the time in which one is copied: measured, and about that.
+_READ_PER_COPY = 4
+
+
 def _multiply(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Writes x @ matrix + bias to `out`; with `out` autocast has no say."""
+    """Writes x @ matrix + bias to `out`; with `out` autocast has no say.
+
+    A batch of few positions each, cut out of more, is copied together and apart again where that is less than to read
+    the matrix for each: of 8 times 32 positions, 1024 features and 2048 results in 1.1 ms, without 3.4 ms more.
+    """
     if not out.numel():
         return
-    if len(x) == 1:
+    if len(x) > 1 and len(x) * matrix.numel() > _READ_PER_COPY * (x.numel() + out.numel()):
+        together = out.new_empty((1, x.shape[0] * x.shape[1], out.shape[2]))
+        _multiply(x.reshape(1, -1, x.shape[2]), matrix, together, bias)
+        out.copy_(together.view(out.shape))
+    elif len(x) == 1:
         if bias is None:
             torch.mm(x[0], matrix, out=out[0])
         else:
@@ -193,3 +246,6 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """grad.T @ x over all positions."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     return torch.mm(grad.t(), x, out=x.new_empty(grad.shape[1], x.shape[1]))
+
+
+registry.on_end(_products.cache_clear)

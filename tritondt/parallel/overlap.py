@@ -8,7 +8,7 @@ while others are computed as well. Second derivatives, and calls under autocast 
 after the other.
 """
 
-from math import prod
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from tritondt.autograd import redistribute
-from tritondt.comm import world
+from tritondt.comm import registry, world
 from tritondt.dtensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
-from tritondt.parallel.chunked_matmul import AllGatherMatmul, MatmulReduceScatter, Travel
+from tritondt.parallel.chunked_matmul import AllGatherMatmul, MatmulReduceScatter, Travel, rows_of
 from tritondt.placement import Partial, Shard
+from tritondt.planning.pipelining import best_shares
 from tritondt.spec import DTensorSpec
-
-# About one chunk of all is not hidden: a sixteenth. Below 256 KiB a chunk costs more calls than it hides.
-_CHUNKS = 16
-_CHUNK_BYTES = 1 << 18
 
 
 def all_gather_matmul(
@@ -41,7 +38,8 @@ def all_gather_matmul(
     `x` is this rank's part under `source`: Shard of a dim before the last, even, uneven or empty, on a mesh of one
     axis. `weight` is (own features, features), `bias` (own features,). Returns (..., own features) of all positions.
     The gradient of `x` is the sum over ranks, for each has other features. `chunks_per_peer` is the number of pieces
-    in which each rank's part travels; by default it follows from the size.
+    in which each rank's part travels and is multiplied; by default both follow from the world's cost table, so that
+    what takes long to multiply and little to send is hardly cut.
 
     Raises LayoutError and ParallelizeError on all ranks alike before anything is sent; LocalTensorError and
     TransportError on the rank whose tensor is at fault, and PeerError on the others.
@@ -98,12 +96,17 @@ def _travel(spec: DTensorSpec, asked: int | None) -> Travel:
             'without repeats, on a mesh of one axis, such as mesh["tp"]'
         )
     if asked is None:
-        num_ranks = len(spec.mesh.ranks)
-        bytes_of_part = prod(spec.shape) * spec.dtype.itemsize // num_ranks
-        return Travel(spec, max(1, min(-(-_CHUNKS // num_ranks), bytes_of_part // _CHUNK_BYTES)))
+        return Travel(spec, _shares(spec), merges=True)
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
         raise ParallelizeError(f"chunks_per_peer got {asked!r}; allowed is a whole number of 1 or more, or None")
-    return Travel(spec, asked)
+    return Travel(spec, (1,) * asked, merges=False)
+
+
+@lru_cache(maxsize=1024)
+def _shares(spec: DTensorSpec) -> tuple[int, ...]:
+    placement, rows = spec.placements[0], rows_of(spec)
+    assert isinstance(placement, Shard), f"{spec} is divisible"
+    return best_shares(rows, spec.shape[placement.dim] // rows.num_ranks, world.current().costs)
 
 
 def _check_or_tell(
@@ -162,3 +165,6 @@ def is_eager(x: torch.Tensor) -> bool:
         or torch.compiler.is_compiling()
         or isinstance(x, FakeTensor | FunctionalTensor)
     )
+
+
+registry.on_end(_shares.cache_clear)

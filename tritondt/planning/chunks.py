@@ -1,8 +1,9 @@
 """An exchange taken apart into smaller ones, which run one after the other while something else is computed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
 from tritondt import region as regions
 from tritondt.planning.exchange import Exchange, Message, Part
@@ -28,21 +29,22 @@ def by_distance(exchange: Exchange, own: int, num_ranks: int) -> tuple[Exchange,
     )
 
 
-def in_pieces(exchange: Exchange, dim: int, num_pieces: int) -> tuple[Exchange, ...]:
-    """Every part cut into so many pieces along `dim`, as even as they go, number i of all of them in exchange i.
+def in_pieces(exchange: Exchange, dim: int, shares: Sequence[int]) -> tuple[Exchange, ...]:
+    """Every part cut along `dim` in proportion to `shares`, number i of all of them in exchange i.
 
     >>> part = Part((((2, 7),), ((0, 4),)))
-    >>> [found.keeps[0].region[0] for found in in_pieces(Exchange((), (), (part,)), 0, 2)]
+    >>> [found.keeps[0].region[0] for found in in_pieces(Exchange((), (), (part,)), 0, (1, 1))]
     [((2, 4),), ((4, 7),)]
     """
+    ends = list(accumulate(shares))
 
     def piece(number: int, part: Part) -> Part:
         length = regions.total(part.region[dim])
-        bounds = number * length // num_pieces, (number + 1) * length // num_pieces
-        intervals = regions.at_positions(part.region[dim], *bounds)
+        start, stop = (end * length // ends[-1] for end in (ends[number] - shares[number], ends[number]))
+        intervals = regions.at_positions(part.region[dim], start, stop)
         return replace(part, region=(*part.region[:dim], intervals, *part.region[dim + 1 :]))
 
-    return tuple(_mapped(exchange, partial(piece, number)) for number in range(num_pieces))
+    return tuple(_mapped(exchange, partial(piece, number)) for number in range(len(shares)))
 
 
 def _mapped(exchange: Exchange, change: Callable[[Part], Part]) -> Exchange:

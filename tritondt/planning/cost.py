@@ -7,9 +7,9 @@ where they are not. A price by a rank's own bytes would let ranks choose differe
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from math import prod
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from math import inf, prod
+from typing import Any, TypeVar
 
 from tritondt.layout import Layout
 from tritondt.placement import Replicate
@@ -17,13 +17,19 @@ from tritondt.planning.exchange import Route
 from tritondt.planning.pieces import FlatPieces
 from tritondt.planning.plan import Step, common_cuts
 
+_Table = TypeVar("_Table", "Link", "CostTable")
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One class of connection: seconds per message, bytes per second."""
+    """One class of connection: seconds per message, bytes per second.
+
+    `busy_share` is the part of the time in which the ranks' processors move the bytes, and can compute nothing.
+    """
 
     latency_s: float
     bandwidth: float
+    busy_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +37,19 @@ class CostTable:
     """Prices per link class, and how ranks are grouped; rank r is on host r // ranks_per_host.
 
     `first_connection_s` is paid once per new peer. Above `max_peers` peers per rank a plan takes several hops.
+    `flop_rate` is how many operations a second one thread does in a matmul: where that is too high, what overlaps is
+    cut finer than it need be, and where it is too low, less is hidden.
     """
 
     device: Link = Link(2e-6, 400e9)
-    host: Link = Link(30e-6, 2e9)
+    host: Link = Link(30e-6, 2e9, busy_share=1.0)
     network: Link = Link(60e-6, 1e9)
     copy_bandwidth: float = 5e9
     ranks_per_device: int = 1
     ranks_per_host: int = 8
     max_peers: int = 1024
     first_connection_s: float = 1e-3
+    flop_rate: float = 1e11
 
     def to_json(self) -> str:
         """The table as text, the form in which ranks agree on it."""
@@ -49,10 +58,15 @@ class CostTable:
     @classmethod
     def from_json(cls, text: str) -> "CostTable":
         """The table that `to_json` wrote."""
-        fields: dict[str, Any] = {
-            name: Link(**value) if isinstance(value, dict) else value for name, value in json.loads(text).items()
-        }
-        return cls(**fields)
+        return cls().with_json(text)
+
+    def with_json(self, text: str) -> "CostTable":
+        """The table with the prices of a JSON object in place of its own; ValueError for what is no price.
+
+        >>> CostTable().with_json('{"host": {"bandwidth": 1e8}, "max_peers": 64}').host
+        Link(latency_s=3e-05, bandwidth=100000000.0, busy_share=1.0)
+        """
+        return _with_prices(self, json.loads(text))
 
     @property
     def fingerprint(self) -> str:
@@ -66,6 +80,33 @@ class CostTable:
         if span <= self.ranks_per_host and self.ranks_per_host % span == 0:
             return self.host
         return self.network
+
+
+def _with_prices(table: _Table, prices: Any) -> _Table:
+    """A table, or a link in it, with some prices changed."""
+    if not isinstance(prices, dict):
+        raise ValueError(f"{prices!r} is given for {type(table).__name__}; allowed is an object of prices by name")
+    known, changed = {field.name: getattr(table, field.name) for field in fields(table)}, dict[str, Any]()
+    for name, price in prices.items():
+        if name not in known:
+            raise ValueError(f"{name!r} is no price of {type(table).__name__}; allowed are {', '.join(known)}")
+        if isinstance(known[name], Link):
+            changed[name] = _with_prices(known[name], price)
+        else:
+            _check_price(name, price, of_kind=type(known[name]))
+            changed[name] = type(known[name])(price)
+    return replace(table, **changed)
+
+
+def _check_price(name: str, price: Any, of_kind: type) -> None:
+    is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < inf
+    if name == "busy_share":
+        is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
+    else:
+        is_allowed = is_number and price > 0 and of_kind(price) == price
+        allowed = "whole number above 0" if of_kind is int else "number above 0"
+    if not is_allowed:
+        raise ValueError(f"{price!r} is given for {name!r}; allowed is a {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

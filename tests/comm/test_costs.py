@@ -1,0 +1,52 @@
+"""The cost table of a world: the built-in one, changed by TRITONDT_COSTS."""
+
+import pytest
+
+import tritondt as T
+from tests.gloo_ranks import GlooRanks
+from tritondt.comm import world
+from tritondt.comm.costs import default_costs
+from tritondt.planning.cost import CostTable, Link
+
+
+def test_the_environment_changes_prices(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_costs(4) == CostTable(ranks_per_host=4)
+    text = '{"network": {"bandwidth": 1e8}, "host": {"busy_share": 0}, "ranks_per_host": 2, "max_peers": 7.0}'
+    monkeypatch.setenv("TRITONDT_COSTS", text)
+    changed = CostTable(host=Link(30e-6, 2e9), network=Link(60e-6, 1e8), ranks_per_host=2, max_peers=7)
+    assert default_costs(4) == changed
+    assert CostTable.from_json(changed.to_json()) == changed
+    assert isinstance(default_costs(4).max_peers, int)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", r"\[1\] is given for CostTable; allowed is an object of prices by name"),
+        ('{"link": 1}', "'link' is no price of CostTable; allowed are device, host, network, copy_bandwidth, "),
+        ('{"host": 1}', "1 is given for Link; allowed is an object of prices by name"),
+        ('{"host": {"speed": 1}}', "'speed' is no price of Link; allowed are latency_s, bandwidth, busy_share"),
+        ('{"host": {"bandwidth": 0}}', "0 is given for 'bandwidth'; allowed is a number above 0"),
+        ('{"host": {"busy_share": 1.5}}', "1.5 is given for 'busy_share'; allowed is a number from 0 to 1"),
+        ('{"copy_bandwidth": true}', "True is given for 'copy_bandwidth'; allowed is a number above 0"),
+        ('{"copy_bandwidth": Infinity}', "inf is given for 'copy_bandwidth'; allowed is a number above 0"),
+        ('{"max_peers": 1.5}', "1.5 is given for 'max_peers'; allowed is a whole number above 0"),
+    ],
+)
+def test_what_are_no_prices(monkeypatch, text, sentence):
+    monkeypatch.setenv("TRITONDT_COSTS", text)
+    with pytest.raises(
+        T.WorldError, match=r"TRITONDT_COSTS=.* is set, but .*" + sentence + ".*; allowed are fields of"
+    ):
+        default_costs(4)
+
+
+def bandwidth(rank: int) -> float:
+    return world.current().costs.network.bandwidth
+
+
+def test_ranks_agree_on_them():
+    with GlooRanks(2, {"TRITONDT_COSTS": '{"network": {"bandwidth": 12345}}'}) as ranks:
+        assert ranks.run(bandwidth) == [12345.0] * 2
