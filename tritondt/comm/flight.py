@@ -27,6 +27,8 @@ class Flight:
         self.recorder = FlightRecorder(rank, world_size)
         self.recorder.set_internal(list(_internal_files()))
         self.path = None if directory is None else directory / f"rank-{rank}.json"
+        # Keeps the folder for this rank while others of its machine leave.
+        self._mark = None if directory is None else directory / f".rank-{rank}"
 
     @property
     def path_text(self) -> str:
@@ -35,14 +37,18 @@ class Flight:
 
     def prepare(self) -> None:
         """Makes the folder, which the watchdog writes to without asking."""
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+        while self._mark is not None:
+            self._mark.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # another rank has just left, and removed it
+                self._mark.touch()
+                return
 
     def leave(self) -> None:
-        """Removes the folder if nothing was written."""
-        if self.path is not None:
+        """Removes the folder if nothing was written and no other rank is there."""
+        if self._mark is not None:
+            self._mark.unlink(missing_ok=True)
             with suppress(OSError):  # not empty, or another rank of this machine was faster
-                self.path.parent.rmdir()
+                self._mark.parent.rmdir()
 
     def write(self, reason: str) -> str:
         """Writes everything recorded, and returns a clause for an error message: where it is."""

@@ -8,6 +8,8 @@ passes unnoticed, so the tag is a fingerprint of what is exchanged: ranks that d
 watch tells them so.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from tritondt.comm.communicator import Errand, tag_of
+from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
-from tritondt.comm.packed import Letters, PackedCommunicator
+from tritondt.comm.packed import PackedCommunicator
+from tritondt.comm.store_line import silence
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError
@@ -32,41 +36,55 @@ class GlooCommunicator(PackedCommunicator):
     def __init__(self, member: Membership) -> None:
         super().__init__(member, ThreadQueue())
         self._watch, self._timeout_s = member.watch, member.timeout.total_seconds()
-        store, timeout = dist.PrefixStore(member.name, member.store), member.timeout * _GLOO_TIMEOUT_FACTOR
+        store, timeout = dist.PrefixStore(member.key, member.store), member.timeout * _GLOO_TIMEOUT_FACTOR
         self._group: Any = dist.ProcessGroupGloo(store, self._place, len(self._ranks), timeout)
 
     def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Posts all receives, packs, posts all sends, keeps, and waits."""
-        tag, group = tag_of(errand.fingerprint, self.sequence), self._group
-        wait = Wait(self._name, self.sequence, errand, self._ranks, self._interrupt, self._timeout_s)
+        wait = Wait(self._key, self.sequence, errand, self._ranks, self._interrupt, self._timeout_s)
         self._watch.begin(wait)
         try:
-            pending = [(peer, group.recv([tensor], peer, tag)) for peer, tensor in receives.memory()]
-            pack()
-            pending += [(peer, group.send([tensor], peer, tag)) for peer, tensor in sends.memory()]
-            meanwhile()
-            for peer, work in pending:
-                wait.peer = self._ranks[peer]
-                work.wait()
-        except RuntimeError as error:
-            self._check_usable(errand.description)  # another thread may have aborted
-            self.failure = self._recorded(self._cause(wait, error))
-            raise self.failure from error
+            self._converse(wait, receives, sends, pack, meanwhile)
+        except BaseException as error:  # half of the exchange is under way, so nothing can follow it
+            if self.failure is None:
+                self.failure = error
+                self._watch.report(self._key, self.sequence, error)
+            self._interrupt()
+            raise
         finally:
             self._watch.end(wait)
 
+    def _converse(self, wait: Wait, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+        tag, group = tag_of(wait.fingerprint, self.sequence), self._group
+        pending = [self._posted(wait, group.recv, peer, tensor, tag) for peer, tensor in receives.memory()]
+        pack()
+        pending += [self._posted(wait, group.send, peer, tensor, tag) for peer, tensor in sends.memory()]
+        meanwhile()
+        for peer, work in pending:
+            with self._explained(wait, peer):
+                work.wait()
+
+    def _posted(self, wait: Wait, post: Any, peer: int, tensor: torch.Tensor, tag: int) -> tuple[int, Any]:
+        with self._explained(wait, peer):
+            return peer, post([tensor], peer, tag)
+
+    @contextmanager
+    def _explained(self, wait: Wait, peer: int) -> Iterator[None]:
+        """What Gloo raises about a peer as an error that says why."""
+        wait.peer = self._ranks[peer]
+        try:
+            yield
+        except RuntimeError as error:
+            self._check_usable(wait.description)  # another thread may have aborted
+            raise self._recorded(self._cause(wait, error)) from error
+
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
-        self._watch.report(self._name, self.sequence, error)
-
-    def barrier(self) -> None:
-        """Returns when every rank of the communicator has called it."""
-        self._queue.drain()
-        self._check_usable("a barrier")
-        self._group.barrier().wait()
+        self._watch.report(self._key, self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
         """How long a message may take from now on."""
+        self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
         self._group._set_default_timeout(timedelta(seconds=seconds) * _GLOO_TIMEOUT_FACTOR)
 
@@ -84,26 +102,28 @@ class GlooCommunicator(PackedCommunicator):
         self._end("aborted")
         self._interrupt()
         self._queue.close()
+        self._group = None
 
     def _interrupt(self) -> None:
         """Wakes whoever waits on this communicator; it cannot be used afterwards.
 
         Gloo closes all connections of a group when one receive in it times out; nothing else wakes a waiter.
         """
-        if len(self._ranks) == 1:
-            return
-        other = (self._place + 1) % len(self._ranks)
-        try:
-            self._group.recv([torch.empty(1, dtype=torch.uint8)], other, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return  # the time-out that was asked for
+        group = self._group
+        for other in range(len(self._ranks)) if group is not None else ():
+            if other == self._place:
+                continue
+            try:
+                group.recv([torch.empty(1, dtype=torch.uint8)], other, _INTERRUPT_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # the time-out that was asked for, or one whose connection is closed already
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
         """Why a wait broke: what the watch or the store knows, else that the connection closed."""
         try:
             known = self._watch.reason(wait, patient=False)
-        except RuntimeError as gone:  # the store's rank has left too: the broken connection is all that is known
-            return PeerError(f"{_closed_text(wait, self._rank, error)}; the store is gone as well ({gone})")
+        except RuntimeError as gone:  # the broken connection is all that is known
+            return PeerError(f"{_closed_text(wait, self._rank, error)}; {silence(gone)}")
         return known or PeerError(_closed_text(wait, self._rank, error))
 
 

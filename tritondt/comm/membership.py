@@ -12,9 +12,10 @@ from tritondt.comm.watch import Watch
 
 @dataclass(frozen=True)
 class Membership:
-    """This rank's part in the communicator `name` of `ranks`, and whoever watches over it."""
+    """This rank's part in the communicator `name` of `ranks`, and whoever watches over it; no other has its `key`."""
 
     name: str
+    key: str
     ranks: tuple[int, ...]
     rank: int
     store: dist.Store

@@ -8,45 +8,22 @@ and one for what arrives, that live for the one call.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
 from tritondt.comm.communicator import Errand, Traffic, Transfer
-from tritondt.comm.comparison import FINGERPRINT, NOTE_BYTES, Note, difference, read_note, write_note
+from tritondt.comm.comparison import FINGERPRINT, Note, difference, read_note, write_note
 from tritondt.comm.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Flight
+from tritondt.comm.letters import Letters
 from tritondt.comm.packing import PackedTransfer, Slice, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
 from tritondt.errors import PeerError, TransportError, WorldError
 from tritondt.memory import allocate
 
-
-class Letters(NamedTuple):
-    """Messages that go to peers, or come from them: slices of tensors, or of a buffer."""
-
-    slices: Sequence[Slice]
-    tensors: Sequence[torch.Tensor]
-    pointers: Sequence[int]
-    buffer: torch.Tensor
-
-    def addresses(self) -> list[tuple[int, int, int]]:
-        """Peer, address and bytes of each."""
-        start_of_buffer, pointers = self.buffer.data_ptr(), self.pointers
-        return [
-            (peer, (start_of_buffer if tensor is None else pointers[tensor]) + start, num_bytes)
-            for peer, tensor, start, num_bytes in self.slices
-        ]
-
-    def memory(self) -> list[tuple[int, torch.Tensor]]:
-        """Peer and bytes of each, as tensors that share the memory."""
-        flat: dict[int | None, torch.Tensor] = {None: self.buffer}
-        for tensor in {place for _, place, _, _ in self.slices if place is not None}:
-            flat[tensor] = _memory(self.tensors[tensor])
-        return [(peer, flat[tensor][start : start + num_bytes]) for peer, tensor, start, num_bytes in self.slices]
-
-
 NO_SITE = -1
+_BARRIER_FINGERPRINT = 0x62617272
 
 
 class _EndedError(WorldError):
@@ -59,6 +36,10 @@ class Member(Protocol):
     @property
     def name(self) -> str:
         """What the communicator is called, alike on all its ranks."""
+
+    @property
+    def key(self) -> str:
+        """What no other communicator is called, of those with this name either."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -86,11 +67,11 @@ class PackedCommunicator(ABC):
     device_types: tuple[str, ...] = ("cpu",)
 
     def __init__(self, member: Member, queue: IssueQueue) -> None:
-        self._name, self._ranks, self._rank = member.name, member.ranks, member.rank
+        self._key, self._ranks, self._rank = member.key, member.ranks, member.rank
         self._place = self._ranks.index(self._rank)
         self._traffic = Traffic()
         self._queue, self._flight, self._recorder = queue, member.flight, member.flight.recorder
-        self._label = self._recorder.label(self._name)
+        self._label = self._recorder.label(member.name)
         self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self.sequence = 0  # exchanges so far, those without a message of ours included
         self.failure: BaseException | None = None
@@ -230,18 +211,34 @@ class PackedCommunicator(ABC):
         own = Note(errand.fingerprint, errand.description)
         comparing = self._errand(FINGERPRINT, f"a comparison before {errand.text}")
         self._begin(comparing, site)
-        sent = torch.frombuffer(bytearray(write_note(own)), dtype=torch.uint8)
-        arrived = torch.empty((len(self._ranks), NOTE_BYTES), dtype=torch.uint8)
-        peers = [place for place in range(len(self._ranks)) if place != self._place]
-        sends = Letters([Slice(peer, 0, 0, NOTE_BYTES) for peer in peers], [sent], [sent.data_ptr()], _NO_BYTES)
-        places = [Slice(peer, 0, peer * NOTE_BYTES, NOTE_BYTES) for peer in peers]
-        receives = Letters(places, [arrived], [arrived.data_ptr()], _NO_BYTES)
-        self.sequence += 1
-        self._run_recorded(comparing, lambda: self.carry(comparing, receives, sends, lambda: None, lambda: None))
-        notes = {self._ranks[peer]: read_note(bytes(arrived[peer].tolist())) for peer in peers}
-        found = difference(self.sequence, {**notes, self._ranks[self._place]: own})
+        arrived = self._told_by_all(comparing, write_note(own))
+        notes = {rank: read_note(bytes(row)) for rank, row in zip(self._ranks, arrived.tolist(), strict=True)}
+        found = difference(self.sequence, {**notes, self._rank: own})
         if found is not None:
             raise found
+
+    def barrier(self) -> None:
+        """Returns when every rank of the communicator has called it."""
+        self.in_order(self._meet, "a barrier")
+
+    def _meet(self) -> None:
+        self._queue.drain()
+        self._check_usable("a barrier")
+        errand = self._errand(_BARRIER_FINGERPRINT, "a barrier")
+        self._begin(errand, self._recorder.site())
+        self._told_by_all(errand, b"\0")
+
+    def _told_by_all(self, errand: Errand, own: bytes) -> torch.Tensor:
+        """What the ranks send to each other, a row of as many bytes as `own` for each, as an exchange of its own."""
+        num_bytes, sent = len(own), torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        told = sent.repeat(len(self._ranks), 1)
+        peers = [place for place in range(len(self._ranks)) if place != self._place]
+        sends = Letters([Slice(peer, 0, 0, num_bytes) for peer in peers], [sent], [sent.data_ptr()], _NO_BYTES)
+        rows = [Slice(peer, 0, peer * num_bytes, num_bytes) for peer in peers]
+        receives = Letters(rows, [told], [told.data_ptr()], _NO_BYTES)
+        self.sequence += 1
+        self._run_recorded(errand, lambda: self.carry(errand, receives, sends, _nothing, _nothing))
+        return told
 
     def _move(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], plan: PackedTransfer, errand: Errand
@@ -313,14 +310,11 @@ class PackedCommunicator(ABC):
                 )
 
 
+def _nothing() -> None: ...
+
+
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:
     return allocate((num_bytes,), torch.uint8) if num_bytes else _NO_BYTES
-
-
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory that a tensor's elements span, from the first to the last, as bytes."""
-    span = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((span,), (1,)).view(torch.uint8)

@@ -26,6 +26,10 @@ class World(Protocol):
         """The communicator of these ranks; the first call is collective among them."""
         ...
 
+    def report(self, error: BaseException) -> None:
+        """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
+        ...
+
     def close(self) -> None:
         """Ends all communicators; a collective call. Raises what failed without anybody having been told."""
         ...
@@ -35,7 +39,7 @@ class World(Protocol):
         ...
 
     def successor(self) -> "World | None":
-        """The world that follows an aborted one; None where it is made on first use."""
+        """The world that follows one that has ended; None where it is made on first use."""
         ...
 
 
@@ -46,6 +50,11 @@ _on_end: list[Callable[[], object]] = []
 def find(who: Identity) -> World | None:
     """The world of an identity, if it has one."""
     return _worlds.get(who)
+
+
+def worlds() -> tuple[World, ...]:
+    """Those of all identities of this process."""
+    return tuple(_worlds.values())
 
 
 def enter(who: Identity, world: World) -> None:

@@ -10,20 +10,20 @@ length, so ranks that disagree find out on arrival.
 
 import time
 
-import torch
 import torch.distributed as dist
 
 from tritondt._C import SocketGroup
 from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.connect import connect
 from tritondt.comm.flight import EXCHANGING
+from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
-from tritondt.comm.packed import Letters, PackedCommunicator
+from tritondt.comm.packed import PackedCommunicator
+from tritondt.comm.store_line import silence
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError
 
-_BARRIER_FINGERPRINT = 0x62617272
 # How long an abort waits for the thread that it has woken to let go of the sockets.
 _PATIENCE_S = 5.0
 
@@ -36,7 +36,7 @@ class SocketCommunicator(PackedCommunicator):
     def __init__(self, member: Membership) -> None:
         super().__init__(member, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = member.watch, member.watchdog, member.timeout.total_seconds()
-        store = dist.PrefixStore(member.name, member.store)
+        store = dist.PrefixStore(member.key, member.store)
         self._sockets = connect(store, self._ranks, self._place, member.timeout)
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
@@ -55,13 +55,15 @@ class SocketCommunicator(PackedCommunicator):
             if outcome != "done":
                 self._go_on(errand, started, outcome, peer)
         except BaseException as error:  # half of the exchange is under way, so nothing can follow it
-            self.failure = self.failure or error
+            if self.failure is None:
+                self.failure = error
+                self._watch.report(self._key, self.sequence, error)
             self._disconnect()
             raise
 
     def _go_on(self, errand: Errand, started: float, outcome: str, peer: int) -> None:
         """Sees an exchange through that is not done at once; the watch is told of no other."""
-        wait = Wait(self._name, self.sequence, errand, self._ranks, self._group.interrupt, self._timeout_s)
+        wait = Wait(self._key, self.sequence, errand, self._ranks, self._group.interrupt, self._timeout_s)
         wait.is_timed = False  # by the watchdog, which needs no GIL
         wait.started = started
         self._watch.begin(wait)
@@ -80,25 +82,11 @@ class SocketCommunicator(PackedCommunicator):
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
-        self._watch.report(self._name, self.sequence, error)
-
-    def barrier(self) -> None:
-        """Returns when every rank of the communicator has called it."""
-        self.in_order(self._meet, "a barrier")
-
-    def _meet(self) -> None:
-        self._queue.drain()
-        self._check_usable("a barrier")
-        errand = self._errand(_BARRIER_FINGERPRINT, "a barrier")
-        self._begin(errand, self._recorder.site())
-        self.sequence += 1
-        peers = [place for place, found in enumerate(self._sockets) if found is not None]
-        out, into = (torch.zeros(len(self._sockets), dtype=torch.uint8) for _ in range(2))
-        sends, receives = ([(peer, found.data_ptr() + peer, 1) for peer in peers] for found in (out, into))
-        self._run_recorded(errand, lambda: self._converse(errand, sends, receives, lambda: None))
+        self._watch.report(self._key, self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
         """How long an exchange may take from now on."""
+        self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
         self._group.set_timeout(seconds)
 
@@ -137,15 +125,12 @@ class SocketCommunicator(PackedCommunicator):
         text = f"rank {wait.peer} {what} while rank {self._rank} waited for it in {wait.description}"
         try:
             known = self._watch.reason(wait, patient=outcome == "mismatch")
-        except RuntimeError as gone:  # the store's rank has left too: the socket's news is all there is
-            return PeerError(f"{text}; the store is gone as well ({gone})")
+        except RuntimeError as gone:  # the socket's news is all there is
+            return PeerError(f"{text}; {silence(gone)}")
         return known or PeerError(f"{text}; it has failed or left")
 
     def _why_expired(self, wait: Wait) -> PeerError:
         try:
             return self._watch.reason_now(wait) or self._watch.timed_out(wait)
-        except RuntimeError as gone:  # the store's rank has left
-            return PeerError(
-                f"rank {self._rank} waited {self._timeout_s:.0f} s for rank {wait.peer} in {wait.description} and got "
-                f"no answer; the store is gone as well ({gone})"
-            )
+        except RuntimeError as gone:
+            return PeerError(f"{self._watch.timed_out(wait)}; {silence(gone)}")

@@ -19,7 +19,8 @@ from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.flight import Flight
-from tritondt.comm.packed import Letters, PackedCommunicator
+from tritondt.comm.letters import Letters
+from tritondt.comm.packed import PackedCommunicator
 from tritondt.comm.switchboard import Party, Switchboard
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import IssueQueue, Run, Work
@@ -82,6 +83,7 @@ class ThreadMembership(NamedTuple):
     """A rank thread's part in a communicator."""
 
     name: str
+    key: str
     ranks: tuple[int, ...]
     rank: int
     flight: Flight
@@ -104,21 +106,21 @@ class ThreadCommunicator(PackedCommunicator):
             self._carry(errand, receives, sends, pack, meanwhile)
         except BaseException as error:
             # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
-            if (self._name, self.sequence) not in self._switchboard.refused:
+            if (self._key, self.sequence) not in self._switchboard.refused:
                 self.failure = self.failure or error
             raise
 
     def _carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
-        wait = Wait(self._name, self.sequence, errand, self._ranks, lambda: None, _NO_TIMEOUT_S)
+        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda: None, _NO_TIMEOUT_S)
         pack()
         for peer, tensor in sends.memory():
-            board.mail[self._name, self._place, peer, tag].append(tensor.clone())
+            board.mail[self._key, self._place, peer, tag].append(tensor.clone())
         meanwhile()
         party = self._turns.party_of_caller()
         for peer, tensor in receives.memory():
             wait.peer = self._ranks[peer]
-            slot = (self._name, peer, self._place, tag)
+            slot = (self._key, peer, self._place, tag)
             mail = board.mail[slot]
             board.wait_until(party, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
             arrived = mail.popleft()
@@ -132,14 +134,14 @@ class ThreadCommunicator(PackedCommunicator):
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         text = f"{type(error).__name__}: {error}"
-        self._switchboard.refused[self._name, self.sequence] = (self._rank, text)
+        self._switchboard.refused[self._key, self.sequence] = (self._rank, text)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
         self._queue.drain()
         self._check_usable("a barrier")
         self._barriers += 1
-        key = f"{self._name}/{self._barriers}"
+        key = f"{self._key}/{self._barriers}"
         self._switchboard.arrived[key] += 1
         arrived = self._switchboard.arrived
         self._switchboard.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
@@ -153,43 +155,61 @@ class ThreadCommunicator(PackedCommunicator):
         if self.failure is None:
             self.barrier()
         self._end("closed")
+        self._switchboard.end(self._key)
         self._queue.raise_unseen()
 
     def abort(self) -> None:
         """Refuses further use; what was issued fails."""
+        self._switchboard.end(self._key)
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends the queue; what was issued fails."""
         self._end("aborted")
         self._turns.interrupt(WorldError("the communicator was aborted"))
         self._queue.close()
 
+    def report(self, error: BaseException) -> None:
+        """Tells the others that this rank takes part in no exchange any more, and why."""
+        self._switchboard.reported.setdefault(self._key, (self._rank, f"{type(error).__name__}: {error}"))
+
 
 class ThreadWorld:
-    """The world of one rank thread; `number` counts those it has had."""
+    """The world of one rank thread."""
 
-    def __init__(self, who: Identity, switchboard: Switchboard, costs: CostTable, number: int = 1) -> None:
+    def __init__(self, who: Identity, switchboard: Switchboard, costs: CostTable) -> None:
         self.identity, self.costs = who, costs
-        self._switchboard, self._number = switchboard, number
+        self._switchboard = switchboard
         self.flight = Flight(who.rank, who.size, None)
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
+        self._closed = False
 
     def communicator(self, ranks: Sequence[int]) -> ThreadCommunicator:
         """The communicator of these ranks."""
-        key = tuple(sorted(ranks))
-        found = self._communicators.get(key)
+        if self._closed:
+            raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
+        members = tuple(sorted(ranks))
+        found = self._communicators.get(members)
         if found is None:
-            name = f"world {self._number}/" + "-".join(map(str, key))
-            member = ThreadMembership(name, key, self.identity.rank, self.flight, environment.compares())
-            found = self._communicators[key] = ThreadCommunicator(member, self._switchboard)
+            name = f"ranks {','.join(map(str, members))}"
+            # Which one of this name, as others may have made more of them: tritondt.comm.meeting does it for processes.
+            key = f"{name}/{self._switchboard.num_ended[name] + 1}"
+            member = ThreadMembership(name, key, members, self.identity.rank, self.flight, environment.compares())
+            found = self._communicators[members] = ThreadCommunicator(member, self._switchboard)
         return found
 
     def successor(self) -> "ThreadWorld":
         """A new world of the same threads, without anything of this one."""
-        return ThreadWorld(self.identity, self._switchboard, self.costs, self._number + 1)
+        return ThreadWorld(self.identity, self._switchboard, self.costs)
 
     def report(self, error: BaseException) -> None:
-        """Nothing to do: the switchboard sees for itself how a rank thread ends."""
+        """Tells the others why this rank takes part in nothing any more; of failures the first counts."""
+        for communicator in self._communicators.values():
+            communicator.report(error)
 
     def close(self) -> None:
         """Ends all communicators; a collective call."""
+        self._closed = True
         for communicator in self._communicators.values():
             communicator.close()
 
@@ -200,8 +220,14 @@ class ThreadWorld:
 
     def abort(self) -> None:
         """Ends all communicators without the others."""
+        self._closed = True
         for communicator in self._communicators.values():
             communicator.abort()
+
+    def leave(self) -> None:
+        """Ends the queues with the thread."""
+        for communicator in self._communicators.values():
+            communicator.leave()
 
 
 def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | None = None) -> list[Result]:
@@ -255,4 +281,4 @@ def _run_rank(who: Identity, party: Party, body: Callable[[int], Result]) -> Res
     finally:
         world = registry.leave(who)
         if isinstance(world, ThreadWorld):
-            world.abort()
+            world.leave()

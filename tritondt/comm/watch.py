@@ -5,15 +5,15 @@ one that failed at the same exchange, or that waits for another one, will never 
 the wait interrupted; without a reason that happens at the timeout.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
 from tritondt.comm.communicator import Errand
+from tritondt.comm.notices import Notices, Waiting
+from tritondt.comm.store_line import SilentStoreError, StoreLine, silence
 from tritondt.errors import MismatchError, PeerError
 
 INTERVAL_S = 1.0
@@ -21,12 +21,12 @@ INTERVAL_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `name`.
+    """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
 
     `peer` is the rank that is waited for right now; `interrupt` makes the waiting call return with an error.
     """
 
-    name: str
+    key: str
     sequence: int
     errand: Errand
     ranks: tuple[int, ...]
@@ -51,8 +51,8 @@ class Wait:
 class Watch:
     """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store, rank
+    def __init__(self, line: StoreLine, rank: int) -> None:
+        self._notices, self._rank = Notices(line, rank), rank
         self._waits: dict[int, Wait] = {}
         self._published: set[tuple[str, int]] = set()
         self._closing = threading.Event()
@@ -69,15 +69,17 @@ class Watch:
         """Stops watching `wait`."""
         self._waits.pop(id(wait), None)
 
-    def report(self, name: str, sequence: int, error: BaseException) -> None:
-        """Tells the others that this rank failed at exchange `sequence` and will not take part in it."""
-        text = json.dumps({"rank": self._rank, "error": f"{type(error).__name__}: {error}"})
-        self._store.set(_failed_key(name, sequence), text)
+    def report(self, key: str, sequence: int, error: BaseException) -> None:
+        """Tells the others that this rank failed at exchange `sequence`, unless one is known to have failed before it.
 
-    def report_everywhere(self, error: BaseException) -> None:
-        """Tells the others that this rank has failed for good."""
-        text = json.dumps({"rank": self._rank, "error": f"{type(error).__name__}: {error}"})
-        self._store.set("failed", text)
+        Where the store does not answer, the connection that closes, or their own watch, tells them.
+        """
+        with suppress(RuntimeError):
+            self._notices.report(key, sequence, error)
+
+    def report_for_good(self, key: str, error: BaseException) -> None:
+        """Tells the others that this rank takes part in no more exchanges; RuntimeError where they cannot be told."""
+        self._notices.report_for_good(key, error)
 
     def reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
         """Why `wait` broke off, as far as this rank or the store knows.
@@ -112,9 +114,8 @@ class Watch:
     def _run(self) -> None:
         while not self._closing.wait(self._pause_s()):
             for wait in tuple(self._waits.values()):
-                waited = time.monotonic() - wait.started
-                if waited >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
-                    self._look(wait, waited)
+                if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
+                    self._look(wait)
 
     def _pause_s(self) -> float:
         """Until the next look: the interval, or less where a wait reaches its timeout before."""
@@ -122,16 +123,17 @@ class Watch:
         ends = [wait.started + wait.timeout_s for wait in waits]
         return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
 
-    def _look(self, wait: Wait, waited: float) -> None:
+    def _look(self, wait: Wait) -> None:
         try:
             self._publish(wait)
             reason = self.reason_now(wait)
+        except SilentStoreError:  # no news: the timeout will tell
+            reason = None
         except RuntimeError as error:  # the store's rank has gone, and with it all news
             reason = PeerError(
-                f"rank {self._rank} waits for rank {wait.peer} in {wait.description}, and the store that ranks "
-                f"report to is gone ({error}); the rank that started the job has probably left"
+                f"rank {self._rank} waits for rank {wait.peer} in {wait.description} without news; {silence(error)}"
             )
-        if reason is None and wait.is_timed and waited >= wait.timeout_s:
+        if reason is None and wait.is_timed and _waited(wait) >= wait.timeout_s:
             reason = self.timed_out(wait)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason
@@ -140,40 +142,33 @@ class Watch:
     def timed_out(self, wait: Wait) -> PeerError:
         """The error of a wait that took too long, told to the others as well."""
         reason = PeerError(
-            f"rank {self._rank} waited {time.monotonic() - wait.started:.1f} s for rank {wait.peer} in "
+            f"rank {self._rank} waited {_waited(wait):.1f} s for rank {wait.peer} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
             "(TRITONDT_TIMEOUT)"
         )
-        self.report(wait.name, wait.sequence, reason)
+        self.report(wait.key, wait.sequence, reason)
         return reason
 
     def _publish(self, wait: Wait) -> None:
-        if (wait.name, wait.sequence) in self._published:
+        if (wait.key, wait.sequence) in self._published:
             return
-        self._published = {(wait.name, wait.sequence)}
-        status = {"sequence": wait.sequence, "fingerprint": wait.fingerprint, "description": wait.description}
-        self._store.set(_waiting_key(wait.name, self._rank), json.dumps(status))
+        self._published = {(wait.key, wait.sequence)}
+        self._notices.publish(wait.key, Waiting(wait.sequence, wait.fingerprint, wait.description))
 
     def _failure(self, wait: Wait) -> PeerError | None:
-        for key in (_failed_key(wait.name, wait.sequence), "failed"):
-            if self._store.check([key]):
-                found = json.loads(self._store.get(key))
-                if found["rank"] != self._rank:
-                    return PeerError(failure_text(found["rank"], self._rank, wait, found["error"]))
-        return None
+        found = self._notices.failure(wait.key, wait.sequence)
+        return None if found is None else PeerError(failure_text(found.rank, self._rank, wait, found.error))
 
     def _mismatch(self, wait: Wait) -> MismatchError | None:
-        for rank in wait.ranks:
-            key = _waiting_key(wait.name, rank)
-            if rank == self._rank or not self._store.check([key]):
-                continue
-            found = json.loads(self._store.get(key))
-            reason = disagreement(
-                wait, self._rank, rank, wait.name, found["sequence"], found["fingerprint"], found["description"]
-            )
+        for rank, other in self._notices.waiting(wait.key, wait.ranks).items():
+            reason = disagreement(wait, self._rank, rank, wait.key, *other)
             if reason is not None:
                 return reason
         return None
+
+
+def _waited(wait: Wait) -> float:
+    return time.monotonic() - wait.started
 
 
 def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:
@@ -182,20 +177,12 @@ def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:
 
 
 def disagreement(
-    wait: Wait, rank: int, other: int, name: str, sequence: int, fingerprint: int, description: str
+    wait: Wait, rank: int, other: int, key: str, sequence: int, fingerprint: int, description: str
 ) -> MismatchError | None:
     """The error where rank `other` runs something else at the point where `rank` waits, else None."""
-    if (name, sequence) != (wait.name, wait.sequence) or fingerprint == wait.fingerprint:
+    if (key, sequence) != (wait.key, wait.sequence) or fingerprint == wait.fingerprint:
         return None
     return MismatchError(
         f"ranks disagree at exchange {sequence}: rank {rank} runs {wait.description}, rank {other} runs "
         f"{description}; all ranks must redistribute the same tensors in the same order"
     )
-
-
-def _failed_key(name: str, sequence: int) -> str:
-    return f"{name}/failed/{sequence}"
-
-
-def _waiting_key(name: str, rank: int) -> str:
-    return f"{name}/waiting/{rank}"

@@ -4,7 +4,9 @@ Ranks may wait in any order; what runs is always the oldest issued. Waiting in o
 would deadlock otherwise, for a second step starts only when somebody drives it.
 """
 
+import copy
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -60,7 +62,7 @@ class Work:
             self._queue.wait_for(self)
         if self._error is not None:
             self._is_seen = True
-            raise self._error
+            raise _again(self._error) from self._error
 
     def settle(self) -> None:
         """Returns when it has run, well or not."""
@@ -136,9 +138,30 @@ class IssueQueue(ABC):
         try:
             run()
         except BaseException as raised:  # noqa: BLE001  whoever waits for it raises it
-            error = raised
+            error = _without_frames(raised)
             self._failed = self._failed or work
         work.finish(error)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error, whose traceback still says where it came from, but keeps nothing alive that was at work there.
+
+    A pending gradient keeps its error, and Python collects no cycle that goes through a tensor's gradient.
+    """
+    error.with_traceback(None if error.__traceback__ is None else error.__traceback__.tb_next)
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def _again(error: BaseException) -> BaseException:
+    """The error for one more waiter, whose own frames must not stay with what others wait for."""
+    try:
+        return copy.copy(error)
+    except TypeError:  # its constructor takes something else than it keeps
+        return error
 
 
 class _Guarded:

@@ -4,6 +4,7 @@ A communicator is made on first use, by exactly the ranks in it, under a store p
 through new_group, whose counters diverge when only some ranks call it.
 """
 
+import atexit
 import hashlib
 import os
 import signal
@@ -12,6 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,9 +29,11 @@ from tritondt.comm.communicator import Communicator
 from tritondt.comm.costs import default_costs
 from tritondt.comm.flight import Flight
 from tritondt.comm.gloo import GlooCommunicator
+from tritondt.comm.meeting import Meeting
 from tritondt.comm.membership import Membership
 from tritondt.comm.registry import World
 from tritondt.comm.sockets import SocketCommunicator
+from tritondt.comm.store_line import StoreLine
 from tritondt.comm.watch import Watch
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
@@ -45,14 +50,14 @@ class ProcessWorld:
         self.identity = who
         self._timeout = environment.timeout()
         store: Any = dist.distributed_c10d._get_default_store()
-        # Ranks count the worlds they have made in this store, so that a second one finds no keys of the first.
-        number = dist.PrefixStore("tritondt", store).add(f"worlds/{who.rank}", 1)
-        self._store = dist.PrefixStore(f"tritondt/{number}", store)
-        self._watch = Watch(dist.PrefixStore(f"tritondt/{number}", store.clone()), who.rank)
+        self._store = dist.PrefixStore("tritondt", store)
+        self._line = StoreLine(dist.PrefixStore("tritondt", store.clone()))
+        self._watch = Watch(self._line, who.rank)
         self._transport, self._compares = environment.transport(), environment.compares()
         self.flight = Flight(who.rank, who.size, self._flight_directory())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._meetings: list[Meeting] = []
         self._making = threading.Lock()
         self.costs = self._agreed(default_costs(who.size))
         self._closed = False
@@ -77,12 +82,18 @@ class ProcessWorld:
         found = self._communicators.get(key)
         if found is None:
             with self._making:
-                found = self._communicators[key] = self._connected(_name_of(key), key)
+                found = self._communicators.get(key)
+                if found is None:
+                    found = self._communicators[key] = self._connected(_name_of(key), key)
         return found
 
     def _connected(self, name: str, ranks: tuple[int, ...]) -> Communicator:
+        meeting = Meeting(self._line, name, ranks, self._timeout.total_seconds())
+        self._meetings.append(meeting)
+        meeting.gather(self.identity.rank)
         made = Membership(
             name=name,
+            key=meeting.key,
             ranks=ranks,
             rank=self.identity.rank,
             store=self._store,
@@ -94,16 +105,10 @@ class ProcessWorld:
         )
         return GlooCommunicator(made) if self._transport == "gloo" else SocketCommunicator(made)
 
-    def _end(self) -> None:
-        self._communicators.clear()
-        self._watch.close()
-        self._watchdog.close()
-        self.flight.leave()
-
     def report(self, error: BaseException) -> None:
-        """Tells all ranks that this one has failed for good, and writes its flight record."""
-        self.flight.write(f"{type(error).__name__}: {error}")
-        self._watch.report_everywhere(error)
+        """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
+        for meeting in self._meetings:
+            self._watch.report_for_good(meeting.key, error)
 
     def close(self) -> None:
         """Ends all communicators; a collective call."""
@@ -111,15 +116,23 @@ class ProcessWorld:
         try:
             for communicator in self._communicators.values():
                 communicator.close()
-        finally:
-            self._end()
+        finally:  # what could not be closed with the others
+            self.abort()
 
     def abort(self) -> None:
         """Ends all communicators without the others."""
         self._closed = True
+        for meeting in self._meetings:
+            with suppress(RuntimeError):  # without the store there is no next one
+                meeting.end()
         for communicator in self._communicators.values():
             communicator.abort()
-        self._end()
+        self._communicators.clear()
+        self._meetings.clear()
+        self._watch.close()
+        self._line.close()
+        self._watchdog.close()
+        self.flight.leave()
 
     def successor(self) -> None:
         """None: the next world of this process is made on first use."""
@@ -167,10 +180,10 @@ def current() -> World:
         with _making:
             found = registry.find(who)
             if found is None:
-                made = ProcessWorld(who)
-                registry.enter(who, made)
-                _report_uncaught(made)
-                return made
+                _end_all()  # of a process group that was destroyed or replaced
+                found = ProcessWorld(who)
+                registry.enter(who, found)
+                _watch_for_the_end()
     return found
 
 
@@ -179,15 +192,20 @@ def close() -> None:
 
     Waits for all that was issued, and raises the failure of what nobody has waited for.
     """
-    found = registry.end(identity.current())
+    who = identity.current()
+    found = registry.end(who)
     if found is not None:
-        found.close()
+        try:
+            found.close()
+        finally:
+            _follow(who, found)
 
 
 def abort() -> None:
     """Ends the calling thread's world without the others, after an error; whoever waits in it is woken.
 
-    What is still under way fails with WorldError. Where all ranks call it, the next collective call of each makes a new
+    The others are told why: what is raised in them names this rank and the error that is being handled here. What is
+    still under way fails with WorldError. Where all ranks call it, the next collective call of each makes a new
     world of the same ranks, on which distributed tensors can be used as before.
 
         try:
@@ -199,18 +217,26 @@ def abort() -> None:
     who = identity.current()
     found = registry.end(who)
     if found is not None:
+        with suppress(RuntimeError):  # where the store does not answer, connections that close tell them
+            found.report(sys.exc_info()[1] or WorldError("tritondt.abort() was called"))
         found.abort()
-        following = found.successor()
-        if following is not None:
-            registry.enter(who, following)
+        _follow(who, found)
 
 
-def _report_uncaught(world: ProcessWorld) -> None:
-    """Lets an uncaught exception reach the others before this process ends."""
+def _follow(who: Identity, ended: World) -> None:
+    following = ended.successor()
+    if following is not None:
+        registry.enter(who, following)
+
+
+@cache
+def _watch_for_the_end() -> None:
+    """Lets an uncaught exception reach the others before this process ends, and ends its world with it."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if registry.find(world.identity) is world:
+        for world in _worlds_of_process():
+            world.flight.write(f"{type(error).__name__}: {error}")
             try:
                 world.report(error)
             except RuntimeError as gone:
@@ -218,3 +244,15 @@ def _report_uncaught(world: ProcessWorld) -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
+    atexit.register(_end_all)
+
+
+def _worlds_of_process() -> list[ProcessWorld]:
+    return [world for world in registry.worlds() if isinstance(world, ProcessWorld)]
+
+
+def _end_all() -> None:
+    """Ends what was not closed: no thread of it runs while Python is finalised, no folder without records stays."""
+    for world in _worlds_of_process():
+        registry.end(world.identity)
+        world.abort()

@@ -1,0 +1,38 @@
+"""Messages of one exchange, before a transport carries them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tritondt.comm.packing import Slice
+
+
+class Letters(NamedTuple):
+    """Messages that go to peers, or come from them: slices of tensors, or of a buffer."""
+
+    slices: Sequence[Slice]
+    tensors: Sequence[torch.Tensor]
+    pointers: Sequence[int]
+    buffer: torch.Tensor
+
+    def addresses(self) -> list[tuple[int, int, int]]:
+        """Peer, address and bytes of each."""
+        start_of_buffer, pointers = self.buffer.data_ptr(), self.pointers
+        return [
+            (peer, (start_of_buffer if tensor is None else pointers[tensor]) + start, num_bytes)
+            for peer, tensor, start, num_bytes in self.slices
+        ]
+
+    def memory(self) -> list[tuple[int, torch.Tensor]]:
+        """Peer and bytes of each, as tensors that share the memory."""
+        flat: dict[int | None, torch.Tensor] = {None: self.buffer}
+        for tensor in {place for _, place, _, _ in self.slices if place is not None}:
+            flat[tensor] = _memory(self.tensors[tensor])
+        return [(peer, flat[tensor][start : start + num_bytes]) for peer, tensor, start, num_bytes in self.slices]
+
+
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that a tensor's elements span, from the first to the last, as bytes."""
+    span = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((span,), (1,)).view(torch.uint8)
