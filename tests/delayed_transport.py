@@ -47,7 +47,7 @@ def _bytes(letters: Letters) -> int:
 
 
 def slow_down(delay: Delay, prices: Mapping[str, float] | None = None) -> None:
-    """Ends this process's world, if it has one; the next has a network slower by `delay`, and a cost table that says so.
+    """Ends this process's world, if it has one; the next has a network slower by `delay`, and costs that say so.
 
     `prices` are others that the table is to have.
     """
