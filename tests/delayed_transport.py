@@ -14,7 +14,7 @@ from typing import Any
 
 from tritondt.comm import world
 from tritondt.comm.communicator import Errand
-from tritondt.comm.letters import Letters
+from tritondt.comm.packed import Letters
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.work import Run
 
@@ -47,9 +47,9 @@ def _bytes(letters: Letters) -> int:
 
 
 def slow_down(delay: Delay, prices: Mapping[str, float] | None = None) -> None:
-    """Ends this process's world, if it has one; the next has a network slower by `delay`, and costs that say so.
+    """Ends this process's world, if it has one; the next has a network slower by `delay`, and prices that say so.
 
-    `prices` are others that the table is to have.
+    `prices` are others of its cost table.
     """
     world.close()
     DelayedCommunicator.delay = delay

@@ -1,4 +1,4 @@
-"""Communication is hidden behind matmuls where neither needs the processor, so that other programs do not matter."""
+"""Communication is hidden behind the matmuls. Both only sleep here, so that other programs matter less."""
 
 import time
 from collections.abc import Callable

@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from tritondt.autograd import gradient_spec
 from tritondt.dtensor import DTensor
 from tritondt.parallel.boundary import Entry, activation_spec, entry_of
+from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import CutRun, call_of
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
 from tritondt.placement import Partial, Placement, Replicate, Shard
@@ -32,6 +34,9 @@ class OverlappedForward:
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """The product as the module's output hook takes it."""
+        return outside_of_graphs(self._run)(input) if is_dynamo_compiling() else self._run(input)
+
+    def _run(self, input: torch.Tensor) -> torch.Tensor:
         call = call_of(self.module)
         found = None if call is None else self.run.overlapped(self.module, input, *call)
         if found is None:

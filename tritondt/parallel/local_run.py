@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.mesh import Mesh
 from tritondt.parallel.boundary import Entry, Exit, exit_of
 from tritondt.parallel.crossing import Parameters, enter, leave
+from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.placement import Partial, Placement, Shard
 from tritondt.spec import DTensorSpec
 
@@ -80,11 +82,12 @@ class LocalRun(ABC):
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        take_in = outside_of_graphs(self._take_in) if is_dynamo_compiling() else self._take_in
         if args:
-            x = self._take_in(module, args[0])
+            x = take_in(module, args[0])
             return (x, *args[1:]), kwargs
         first = next(iter(kwargs), "")
-        x = self._take_in(module, kwargs.get(first))
+        x = take_in(module, kwargs.get(first))
         return args, {**kwargs, first: x}
 
     def _take_in(self, module: nn.Module, x: Any) -> torch.Tensor:
@@ -131,6 +134,11 @@ class LocalRun(ABC):
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
         """Runs after the forward, also where it or what came before it raised: with None then."""
+        if is_dynamo_compiling():
+            return outside_of_graphs(self._give_out)(module, output)
+        return self._give_out(module, output)
+
+    def _give_out(self, module: nn.Module, output: Any) -> torch.Tensor | None:
         state = module.__dict__
         if _CALL not in state:
             return None
