@@ -236,9 +236,7 @@ def test_a_rank_that_leaves_early_is_named() -> None:
         if rank == 0:
             T.redistribute(torch.zeros(2, 6), spec("S0"), spec("R"))
 
-    with pytest.raises(
-        T.PeerError, match=r"rank 0 waits for rank 1 in step 1 of 1 .* every other rank waits or has ended"
-    ):
+    with pytest.raises(T.PeerError, match=r"rank 1 has ended while rank 0 waited for rank 1 in step 1 of 1 "):
         run_ranks(2, body)
 
 

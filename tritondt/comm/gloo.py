@@ -48,7 +48,7 @@ class GlooCommunicator(PackedCommunicator):
         except BaseException as error:  # half of the exchange is under way, so nothing can follow it
             if self.failure is None:
                 self.failure = error
-                self._watch.report(self._key, self.sequence, error)
+                self._watch.report(self._key, None, error)
             self._interrupt()
             raise
         finally:

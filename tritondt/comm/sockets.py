@@ -57,7 +57,7 @@ class SocketCommunicator(PackedCommunicator):
         except BaseException as error:  # half of the exchange is under way, so nothing can follow it
             if self.failure is None:
                 self.failure = error
-                self._watch.report(self._key, self.sequence, error)
+                self._watch.report(self._key, None, error)
             self._disconnect()
             raise
 
@@ -131,6 +131,6 @@ class SocketCommunicator(PackedCommunicator):
 
     def _why_expired(self, wait: Wait) -> PeerError:
         try:
-            return self._watch.reason_now(wait) or self._watch.timed_out(wait)
+            return self._watch.why_expired(wait)
         except RuntimeError as gone:
             return PeerError(f"{self._watch.timed_out(wait)}; {silence(gone)}")

@@ -17,6 +17,8 @@ from tritondt.comm.store_line import SilentStoreError, StoreLine, silence
 from tritondt.errors import MismatchError, PeerError
 
 INTERVAL_S = 1.0
+# How much longer a rank waits for one that waits itself, whose own timeout names the rank at fault.
+GRACE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +71,17 @@ class Watch:
         """Stops watching `wait`."""
         self._waits.pop(id(wait), None)
 
-    def report(self, key: str, sequence: int, error: BaseException) -> None:
+    def report(self, key: str, sequence: int | None, error: BaseException) -> None:
         """Tells the others that this rank failed at exchange `sequence`, unless one is known to have failed before it.
 
-        Where the store does not answer, the connection that closes, or their own watch, tells them.
+        None is for good: half of an exchange has gone, and peers that need no more of it may be at a later one. Where
+        the store does not answer, the connection that closes, or their own watch, tells them.
         """
         with suppress(RuntimeError):
-            self._notices.report(key, sequence, error)
+            if sequence is None:
+                self._notices.report_for_good(key, error)
+            else:
+                self._notices.report(key, sequence, error)
 
     def report_for_good(self, key: str, error: BaseException) -> None:
         """Tells the others that this rank takes part in no more exchanges; RuntimeError where they cannot be told."""
@@ -133,11 +139,27 @@ class Watch:
             reason = PeerError(
                 f"rank {self._rank} waits for rank {wait.peer} in {wait.description} without news; {silence(error)}"
             )
-        if reason is None and wait.is_timed and _waited(wait) >= wait.timeout_s:
+        late_s = _waited(wait) - wait.timeout_s
+        if reason is None and wait.is_timed and late_s >= 0 and not (late_s < GRACE_S and self._peer_waits(wait)):
             reason = self.timed_out(wait)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason
             wait.interrupt()
+
+    def why_expired(self, wait: Wait) -> PeerError:
+        """Why a wait took too long, as far as the store knows; else that it did."""
+        end = time.monotonic() + GRACE_S
+        while (found := self.reason_now(wait)) is None and self._peer_waits(wait) and time.monotonic() < end:
+            time.sleep(0.05)
+        return found or self.timed_out(wait)
+
+    def _peer_waits(self, wait: Wait) -> bool:
+        """Whether the rank that is waited for has said that it waits as well: it knows who is at fault."""
+        try:
+            said = self._notices.waiting(wait.key, (wait.peer,)).get(wait.peer)
+        except RuntimeError:  # no news
+            return False
+        return said is not None and said.sequence <= wait.sequence
 
     def timed_out(self, wait: Wait) -> PeerError:
         """The error of a wait that took too long, told to the others as well."""

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -229,7 +229,7 @@ def _follow(who: Identity, ended: World) -> None:
         registry.enter(who, following)
 
 
-@cache
+@lru_cache(maxsize=1)
 def _watch_for_the_end() -> None:
     """Lets an uncaught exception reach the others before this process ends, and ends its world with it."""
     before = sys.excepthook
