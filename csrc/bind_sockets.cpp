@@ -6,11 +6,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bind_flight.h"
+#include "bind_letters.h"
 #include "socket_group.h"
 #include "watchdog.h"
 
@@ -18,17 +18,6 @@ namespace py = pybind11;
 
 namespace tritondt {
 namespace {
-
-using LetterFields = std::tuple<std::int64_t, std::uintptr_t, std::int64_t>;
-
-std::vector<Letter> make_letters(const std::vector<LetterFields>& fields) {
-  std::vector<Letter> letters;
-  letters.reserve(fields.size());
-  for (const auto& [peer, address, num_bytes] : fields) {
-    letters.push_back({peer, address, num_bytes});
-  }
-  return letters;
-}
 
 const char* name_of(Outcome outcome) {
   switch (outcome) {

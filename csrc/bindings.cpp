@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bind_flight.h"
+#include "bind_nccl.h"
 #include "bind_sockets.h"
 #include "call_key.h"
 #include "huge_pages.h"
@@ -122,6 +123,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_socket_group(&module);
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);
+  tritondt::bind_nccl(&module);
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");

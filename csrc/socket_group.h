@@ -8,14 +8,9 @@
 #include <limits>
 #include <vector>
 
-namespace tritondt {
+#include "letter.h"
 
-// Bytes that go to a peer, or come from it.
-struct Letter {
-  std::int64_t peer;
-  std::uintptr_t address;
-  std::int64_t num_bytes;
-};
+namespace tritondt {
 
 // How an exchange of letters ended, and at which peer where it did not end well.
 enum class Outcome { kDone, kPending, kClosed, kMismatch, kInterrupted, kExpired };
