@@ -120,7 +120,8 @@ void bind_memory(CommunicatorClass* type) {
       .def("deregister_buffer", &Communicator::deregister_buffer, py::arg("handle"), Released(),
            "Ends what `register_buffer` began.")
       .def("register_window", &Communicator::register_window, py::arg("address"),
-           py::arg("num_bytes"), py::arg("flags") = 1, py::arg("timeout_s") = 300.0, Released(),
+           py::arg("num_bytes"), py::arg("flags") = nccl::kWindowSymmetric,
+           py::arg("timeout_s") = 300.0, Released(),
            "A window of all ranks, or NcclUnsupportedError; symmetric memory unless flags is 0.")
       .def("deregister_window", &Communicator::deregister_window, py::arg("window"), Released(),
            "Ends what `register_window` began.");

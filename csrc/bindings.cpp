@@ -117,7 +117,7 @@ void bind_reduce_table(py::module_* module) {
 
 PYBIND11_MODULE(_C, module) {
   module.doc() =
-      "Data movement on the CPU: strided boxes by raw address; and keys of operator calls.";
+      "Data movement on the CPU and by NCCL, by raw address; and keys of operator calls.";
   tritondt::bind_copy_table(&module);
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);

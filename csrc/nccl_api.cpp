@@ -119,7 +119,7 @@ Api::Api(const std::string& explicit_path, const std::string& installed_path)
 void Api::check(ncclResult_t result, const char* function) const {
   if (result == ncclSuccess || result == ncclInProgress) return;
   std::string text =
-      std::string(function) + ": " + ncclGetErrorString(result) + " (" + name_of(result) + ")";
+      std::string(function) + ": " + name_of(result) + ", " + ncclGetErrorString(result);
   const char* last = ncclGetLastError(nullptr);
   if (last != nullptr && *last != '\0') text += "; NCCL's last error: " + std::string(last);
   throw Error(function, text + "; " + library().description(), result);

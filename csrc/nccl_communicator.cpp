@@ -110,7 +110,8 @@ Communicator::Ptr Communicator::shrink(std::vector<int> excluded, OptionsPtr opt
   if (!with_abort) require_ready();
   Ptr child = make_child(options, [&](ncclComm_t* made, ncclConfig_t* config) {
     return api_->call(api_->ncclCommShrink, comm(), excluded.data(),
-                      static_cast<int>(excluded.size()), made, config, with_abort ? 1 : 0);
+                      static_cast<int>(excluded.size()), made, config,
+                      with_abort ? kShrinkAbort : kShrinkDefault);
   });
   // What made others shrink this one stays with it, and is no error of the child.
   child->asks_parent_ = !with_abort;
@@ -186,7 +187,7 @@ ncclResult_t Communicator::end_comm() {
 
 void Communicator::revoke() {
   const Turn turn(*this);
-  call(api_->ncclCommRevoke, comm(), 0);
+  call(api_->ncclCommRevoke, comm(), kRevokeDefault);
 }
 
 Place Communicator::place() {

@@ -88,14 +88,17 @@ const Field& field_of(const std::string& name) {
                               " was asked for; NCCL has " + known);
 }
 
+std::string text_of(const OptionValue& value) {
+  if (const auto* number = std::get_if<std::int64_t>(&value)) return std::to_string(*number);
+  const auto& text = std::get<std::string>(value);
+  return text.find('\0') == std::string::npos ? "'" + text + "'" : "a text with a zero byte";
+}
+
 [[noreturn]] void refuse(const Field& field, const OptionValue& value) {
-  const auto* number = std::get_if<std::int64_t>(&value);
-  const std::string found =
-      number != nullptr ? std::to_string(*number) : "'" + std::get<std::string>(value) + "'";
   const char* allowed = field.kind == Kind::kText  ? "a text without a zero byte"
                         : field.kind == Kind::kInt ? "an integer of 32 bits"
                                                    : "an integer from 0 on";
-  throw std::invalid_argument("the option " + std::string(field.name) + " is " + found +
+  throw std::invalid_argument("the option " + std::string(field.name) + " is " + text_of(value) +
                               "; it must be " + allowed);
 }
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 // What NCCL's functions take and return, declared by hand as of NCCL 2.32.3 and by NCCL's names, so
-// that nothing of NCCL or CUDA is needed to build. tests/comm/nccl_header_check.h holds every line
-// of it against a real nccl.h.
+// that nothing of NCCL or CUDA is needed to build. tests/csrc/nccl/header_check.h
+// holds all of it against a real nccl.h.
 struct CUstream_st;
 struct CUevent_st;
 
@@ -69,7 +69,10 @@ enum ncclScalarResidence_t { ncclScalarDevice = 0, ncclScalarHostImmediate = 1 }
 constexpr int kUndefinedInt = INT_MIN;
 constexpr float kUndefinedFloat = -1.0f;
 constexpr int kNoColor = -1;
-constexpr int kWindowAlignment = 4096;
+constexpr int kRevokeDefault = 0;
+constexpr int kShrinkDefault = 0;
+constexpr int kShrinkAbort = 1;  // ends what is under way first
+constexpr int kWindowSymmetric = 1;
 constexpr unsigned int kConfigMagic = 0xcafebeef;
 constexpr unsigned int kSimulationMagic = 0x74685283;
 

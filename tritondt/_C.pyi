@@ -1,6 +1,6 @@
-"""Data movement on the CPU: strided boxes by raw address; and keys of operator calls. See csrc/README.md."""
+"""Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from tritondt.kernels.boxes import CopyBox, ReduceBox
@@ -61,6 +61,190 @@ def make_call_splitter(
     tensor_class: type,
 ) -> Callable[[tuple[Any, ...], int], tuple[tuple[Any, ...], tuple[Any, ...]] | None]: ...
 def advise_huge_pages(address: int, num_bytes: int) -> None: ...
+
+class NcclError(RuntimeError):
+    """A call of NCCL that failed, or could not be made: `function`, and `result` such as "ncclRemoteError"."""
+
+    function: str
+    result: str | None
+
+class NcclUnsupportedError(NcclError):
+    """What the loaded NCCL, or the machine, does not have."""
+
+class NcclLibrary:
+    """NCCL as found in this process, or loaded into it: at the explicit path, or else loaded, or else installed."""
+
+    def __init__(self, explicit_path: str | None = None, installed_path: str | None = None) -> None: ...
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> str: ...  # "2.32.3"
+    @property
+    def version_code(self) -> int: ...  # 23203
+    @property
+    def origin(self) -> Literal["explicit", "loaded", "installed"]: ...
+    def symbols(self) -> list[tuple[str, str, bool]]: ...
+    def has(self, name: str) -> bool: ...
+    def unique_id(self) -> bytes: ...
+    def allocate(self, num_bytes: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def init(
+        self,
+        unique_ids: Sequence[bytes],
+        num_ranks: int,
+        rank: int,
+        options: Mapping[str, int | str] | None = None,
+    ) -> NcclCommunicator: ...
+    def join(
+        self, unique_id: bytes, num_ranks: int, rank: int, options: Mapping[str, int | str] | None = None
+    ) -> NcclCommunicator: ...
+    def call_config(self, options: Mapping[str, int | str]) -> NcclCallConfig: ...
+
+class NcclCallConfig:
+    """Options for single calls."""
+
+class NcclCommunicator:
+    """One rank of a communicator of NCCL. Tensors are addresses and counts, streams are integers.
+
+    A nonblocking one is to be waited for after every call, before its stream is given other work.
+    """
+
+    def split(
+        self, color: int | None, key: int, options: Mapping[str, int | str] | None = None
+    ) -> NcclCommunicator | None: ...
+    def shrink(
+        self, excluded: Sequence[int], options: Mapping[str, int | str] | None = None, abort: bool = False
+    ) -> NcclCommunicator: ...
+    def grow(
+        self, num_ranks: int, unique_id: bytes | None = None, options: Mapping[str, int | str] | None = None
+    ) -> NcclCommunicator: ...
+    def grow_id(self) -> bytes: ...
+    def poll(self) -> bool: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def finalize(self) -> None: ...
+    def destroy(self) -> None: ...
+    def abort(self) -> None: ...
+    def revoke(self) -> None: ...
+    @property
+    def is_blocking(self) -> bool: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def device(self) -> int: ...
+    def all_gather(
+        self, source: int, target: int, count: int, dtype: str, stream: int, config: NcclCallConfig | None = None
+    ) -> None: ...
+    def reduce_scatter(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: str,
+        op: int | str,
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def all_reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: str,
+        op: int | str,
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def broadcast(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: str,
+        root: int,
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def reduce(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: str,
+        op: int | str,
+        root: int,
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def all_to_all(
+        self, source: int, target: int, count: int, dtype: str, stream: int, config: NcclCallConfig | None = None
+    ) -> None: ...
+    def gather(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: str,
+        root: int,
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def scatter(
+        self,
+        source: int,
+        target: int,
+        count: int,
+        dtype: str,
+        root: int,
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def send(self, address: int, count: int, dtype: str, peer: int, stream: int) -> None: ...
+    def recv(self, address: int, count: int, dtype: str, peer: int, stream: int) -> None: ...
+    def group(
+        self,
+        calls: Sequence[tuple[str, int, int, int, str, int | str, int]],
+        stream: int,
+        config: NcclCallConfig | None = None,
+    ) -> None: ...
+    def simulate(
+        self, calls: Sequence[tuple[str, int, int, int, str, int | str, int]], stream: int = 0
+    ) -> float | None: ...
+    def exchange(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
+    ) -> None: ...
+    def all_gather_v(self, source: int, targets: Sequence[tuple[int, int]], dtype: str, stream: int) -> None: ...
+    def reduce_scatter_v(
+        self, sources: Sequence[tuple[int, int]], target: int, dtype: str, op: int | str, stream: int
+    ) -> None: ...
+    def all_to_all_v(
+        self, sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], dtype: str, stream: int
+    ) -> None: ...
+    def gather_v(
+        self, source: tuple[int, int], targets: Sequence[tuple[int, int]], dtype: str, root: int, stream: int
+    ) -> None: ...
+    def scatter_v(
+        self, sources: Sequence[tuple[int, int]], target: tuple[int, int], dtype: str, root: int, stream: int
+    ) -> None: ...
+    def pre_mul_sum(self, factor: float, dtype: str) -> int: ...
+    def pre_mul_sum_on_device(self, address: int, dtype: str) -> int: ...
+    def destroy_op(self, op: int) -> None: ...
+    def register_buffer(self, address: int, num_bytes: int) -> int: ...
+    def deregister_buffer(self, handle: int) -> None: ...
+    def register_window(self, address: int, num_bytes: int, flags: int = 1, timeout_s: float = 300.0) -> int: ...
+    def deregister_window(self, window: int) -> None: ...
+    def put(
+        self,
+        puts: Sequence[tuple[int, int, int, int]],
+        window: int,
+        stream: int,
+        signal: int = 0,
+        context: int = 0,
+    ) -> None: ...
+    def wait_signals(
+        self, expected: Sequence[tuple[int, int]], stream: int, signal: int = 0, context: int = 0
+    ) -> None: ...
 
 class CopyTable:
     """Boxes to copy on the CPU, prepared once and run many times."""

@@ -35,6 +35,11 @@ def costs() -> str | None:
     return os.environ.get("TRITONDT_COSTS") or None
 
 
+def nccl_path() -> str | None:
+    """The NCCL library to load, TRITONDT_NCCL_SO, or None where the one that torch has is to be used."""
+    return os.environ.get("TRITONDT_NCCL_SO") or None
+
+
 def flight_directory() -> str | None:
     """Where flight records are written: TRITONDT_FLIGHT_DIR, or None where it is not set."""
     return os.environ.get("TRITONDT_FLIGHT_DIR") or None
