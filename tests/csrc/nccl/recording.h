@@ -5,9 +5,11 @@
 // A call is a line: its name and arguments, addresses as numbers, communicators as c0, c1 and so
 // on. A nonblocking communicator is at work for `polls` looks at its state after each call.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -15,6 +17,10 @@
 #include <vector>
 
 #include "nccl_types.h"
+
+#ifndef RECORDING_VERSION
+#define RECORDING_VERSION 23203
+#endif
 
 namespace tritondt::nccl {
 struct ncclComm {
@@ -27,7 +33,7 @@ struct ncclComm {
   ncclResult_t state = ncclSuccess;
   ncclComm** slot = nullptr;  // where a child goes once this one is done
   ncclComm* child = nullptr;
-  bool is_ended = false;
+  std::atomic<bool> is_ended{false};
 };
 }  // namespace tritondt::nccl
 
@@ -37,7 +43,8 @@ using namespace tritondt::nccl;
 
 std::mutex guard;
 std::vector<std::string> lines;
-std::vector<ncclComm*> comms;  // never freed, so that a use after the end is seen
+std::vector<ncclComm*> comms;                 // since the last reset
+std::vector<std::unique_ptr<ncclComm>> kept;  // all, so that a use after the end is seen
 std::map<std::string, ncclResult_t> failures;
 std::string stuck;  // the function that the next call of gets stuck in, until an abort
 int polls = 0;
@@ -112,6 +119,7 @@ bool is_stuck_in(const char* function) {
 // As NCCL answers a call that went well.
 ncclResult_t begin(ncclComm* comm) {
   if (comm->is_blocking) return ncclSuccess;
+  const std::lock_guard<std::mutex> lock(guard);
   comm->polls_left = polls;
   return ncclInProgress;
 }
@@ -129,8 +137,9 @@ ncclResult_t run(const char* function, ncclComm* comm, const Arguments&... argum
 
 ncclComm* make(int rank, int num_ranks, bool is_blocking) {
   const std::lock_guard<std::mutex> lock(guard);
-  comms.push_back(
+  kept.emplace_back(
       new ncclComm{static_cast<int>(comms.size()), rank, num_ranks, is_blocking, generation});
+  comms.push_back(kept.back().get());
   return comms.back();
 }
 
@@ -141,12 +150,15 @@ bool is_blocking(const ncclConfig_t* config, const ncclComm* parent) {
 
 // A child of a nonblocking parent comes to its slot when the parent is done.
 ncclResult_t give_child(ncclComm* parent, ncclComm** slot, ncclComm* child) {
+  if (begin(parent) == ncclSuccess) {
+    *slot = child;
+    return ncclSuccess;
+  }
+  if (child != nullptr) begin(child);
+  const std::lock_guard<std::mutex> lock(guard);
   parent->slot = slot;
   parent->child = child;
-  const ncclResult_t result = begin(parent);
-  if (result == ncclSuccess) *slot = child;
-  if (child != nullptr && result == ncclInProgress) begin(child);
-  return result;
+  return ncclInProgress;
 }
 
 }  // namespace
@@ -179,9 +191,16 @@ void recording_get_stuck(const char* function) {
   const std::lock_guard<std::mutex> lock(guard);
   stuck = function;
 }
-void recording_set_polls(int count) { polls = count; }
-void recording_set_windows(int there) { has_windows = there != 0; }
+void recording_set_polls(int count) {
+  const std::lock_guard<std::mutex> lock(guard);
+  polls = count;
+}
+void recording_set_windows(int there) {
+  const std::lock_guard<std::mutex> lock(guard);
+  has_windows = there != 0;
+}
 void recording_set_state(int comm, int state) {
+  const std::lock_guard<std::mutex> lock(guard);
   comms[comm]->state = static_cast<ncclResult_t>(state);
 }
 

@@ -96,6 +96,7 @@ ncclResult_t ncclGroupStart() {
 }
 ncclResult_t ncclGroupEnd() {
   const ncclResult_t result = record("ncclGroupEnd");
+  const std::lock_guard<std::mutex> lock(guard);
   const bool is_nonblocking = !comms.empty() && !comms.back()->is_blocking;
   return result != ncclSuccess ? result : is_nonblocking ? ncclInProgress : ncclSuccess;
 }

@@ -17,3 +17,4 @@ void check_reductions();
 void check_socket_groups();
 void check_recorder();
 void check_watchdog();
+void check_nccl();

@@ -12,6 +12,7 @@ int main() {
                {"reductions", check_reductions},
                {"socket groups", check_socket_groups},
                {"flight recorder", check_recorder},
+               {"NCCL", check_nccl},
                {"watchdog", check_watchdog}};
   for (const auto& part : parts) {
     const auto started = std::chrono::steady_clock::now();
