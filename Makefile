@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := $(wildcard csrc/*.cpp csrc/*.h)
-SANITIZE := $(wildcard tests/csrc/sanitize/*.cpp tests/csrc/sanitize/*.h)
+CSRC_TESTS := $(wildcard tests/csrc/*/*.cpp tests/csrc/*/*.h)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check sanitize bench gpu format clean
@@ -52,7 +52,7 @@ check: venv ## lint, formatting, types, layers, compiler warnings, the extension
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(SANITIZE)
+	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(CSRC_TESTS)
 	CXXFLAGS=-Werror $(BIN)/python setup.py --quiet build_ext --build-temp build/check --build-lib build/check
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist .ci/stubtest_allowlist.txt tritondt._C
 
@@ -70,7 +70,7 @@ gpu: ## run the tests that need a GPU, with the machine's own Python and nothing
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format
 	$(BIN)/ruff check --fix
-	$(BIN)/clang-format -i $(CSRC) $(SANITIZE)
+	$(BIN)/clang-format -i $(CSRC) $(CSRC_TESTS)
 
 clean: ## remove what was built, .venv too
 	rm -rf $(VENV) build dist demo_out *.egg-info tritondt/_C.*.so

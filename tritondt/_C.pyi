@@ -1,7 +1,7 @@
 """Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from tritondt.kernels.boxes import CopyBox, ReduceBox
 
@@ -101,14 +101,18 @@ class NcclLibrary:
     def call_config(self, options: Mapping[str, int | str]) -> NcclCallConfig: ...
 
 class NcclCallConfig:
-    """Options for single calls."""
+    """Options for single calls; `NcclLibrary.call_config` makes one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
 
 class NcclCommunicator:
     """One rank of a communicator of NCCL. Tensors are addresses and counts, streams are integers.
 
-    A nonblocking one is to be waited for after every call, before its stream is given other work.
+    `NcclLibrary.init`, `join` and other communicators make one. A nonblocking one is to be waited for after every
+    call, before its stream is given other work.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
     def split(
         self, color: int | None, key: int, options: Mapping[str, int | str] | None = None
     ) -> NcclCommunicator | None: ...

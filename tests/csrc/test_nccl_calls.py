@@ -41,18 +41,19 @@ def test_collectives_call_their_function(recording):
 
 def started(recording):
     """What was started together, as lists of calls; the stream and the communicator left out."""
-    found, group = [], None
+    found: list[list[str]] = []
+    is_group = False
     for line in recording.take():
         if line == "ncclGroupStart":
-            group = []
+            is_group = True
+            found.append([])
         elif line == "ncclGroupEnd":
-            found.append(group)
-            group = None
+            is_group = False
         else:
             call = line.removesuffix(f" {STREAM} c0")
             assert call != line
-            found.append([call]) if group is None else group.append(call)
-    assert group is None
+            found[-1].append(call) if is_group else found.append([call])
+    assert not is_group
     return found
 
 

@@ -26,7 +26,8 @@ typedef CUevent_st* cudaEvent_t;
 def header():
     """The text of the real nccl.h, and its version as a number."""
     text = (find_nccl().include / "nccl.h").read_text()
-    return text, int(re.search(r"#define NCCL_VERSION_CODE (\d+)", text)[1])
+    (version,) = re.findall(r"#define NCCL_VERSION_CODE (\d+)", text)
+    return text, int(version)
 
 
 def functions():
