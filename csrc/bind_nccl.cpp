@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "nccl_pool.h"
+
 namespace py = pybind11;
 
 namespace tritondt {
@@ -151,6 +153,13 @@ void bind_library(py::module_* module) {
       .def("allocate", &allocate, py::arg("num_bytes"), Released(),
            "The address of device memory that can be registered.")
       .def("free", &release, py::arg("address"), Released(), "Gives back what `allocate` gave.")
+      .def(
+          "serve_pool",
+          [](const ApiPtr& api) {
+            nccl::serve_pool(api);
+            return std::make_pair(nccl::kPoolAllocate, nccl::kPoolFree);
+          },
+          "C functions in this extension that allocate and free memory, for a pool of torch.")
       .def("init", &init, py::arg("unique_ids"), py::arg("num_ranks"), py::arg("rank"),
            py::arg("options") = py::none(),
            "This rank's part of a new communicator, on the thread's current device.")

@@ -114,6 +114,37 @@ def test_functions_that_are_used_have_a_version(libraries):
         nccl.has("ncclFrobnicate")
 
 
+def test_memory_pools_are_served_by_one_library(tmp_path):
+    """By C functions of the extension, as torch's pools call them."""
+    library, other, old = build(tmp_path, 23203), build(tmp_path, 23007), build(tmp_path, 21801)
+    program = f"""
+told = []
+def tell(run):
+    try:
+        told.append(run())
+    except _C.NcclError as error:
+        told.append(str(error))
+tell(_C.NcclLibrary({str(old)!r}).serve_pool)
+allocate, free = _C.NcclLibrary({str(library)!r}).serve_pool()
+tell(_C.NcclLibrary({str(other)!r}).serve_pool)
+tell(_C.NcclLibrary({str(library)!r}).serve_pool)
+extension = ctypes.CDLL(_C.__file__)
+extension[allocate].restype = ctypes.c_void_p
+address = extension[allocate](ctypes.c_size_t(4096), 0, None)
+extension[free](ctypes.c_void_p(address), ctypes.c_size_t(4096), 0, None)
+recorder = ctypes.CDLL({str(library)!r})
+recorder.recording_take.restype = ctypes.c_char_p
+print(json.dumps([told, recorder.recording_take().decode().splitlines(), address]))
+"""
+    told, recorded, address = run(program)
+    assert told[0].startswith("ncclMemAlloc was asked for; NCCL has it from 2.19.1 on, and NCCL 2.18.1 (")
+    assert told[1:] == [
+        f"NCCL 2.30.7 ({other}) was to serve memory; NCCL 2.32.3 ({library}) does so in this process already",
+        ["tritondt_nccl_allocate", "tritondt_nccl_free"],
+    ]
+    assert recorded == ["ncclMemAlloc 4096", f"ncclMemFree {address}"]
+
+
 def numbers(version):
     return [int(part) for part in version.split(".")]
 
