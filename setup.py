@@ -60,7 +60,7 @@ setup(
             sources=relative_paths("csrc/*.cpp"),
             depends=[*relative_paths("csrc/*.h"), "setup.py"],
             extra_compile_args=COMPILE_FLAGS,
-            extra_link_args=["-pthread"],
+            extra_link_args=["-pthread", "-ldl"],
             language="c++",
         )
     ],

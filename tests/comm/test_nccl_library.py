@@ -29,8 +29,8 @@ def install(monkeypatch, **folders):
     monkeypatch.setattr(importlib.metadata, "distribution", distribution)
 
 
-def test_the_environment_names_a_library(monkeypatch, tmp_path):
-    path = build(tmp_path)
+def test_the_environment_names_a_library(monkeypatch):
+    path = build()
     monkeypatch.setenv("TRITONDT_NCCL_SO", str(path))
     nccl_library.nccl_library.cache_clear()
     try:

@@ -1,4 +1,4 @@
-"""Recording libraries, built once a session: a second each."""
+"""Libraries that record the calls of NCCL."""
 
 import pytest
 
@@ -6,14 +6,13 @@ from tests.csrc.nccl.recording import NEWEST, Recording, build
 
 
 @pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
-    """Recording libraries by version, each built when it is first asked for."""
-    folder = tmp_path_factory.mktemp("recording")
-    made = {}
+def libraries():
+    """Recording libraries by version, each loaded when it is first asked for."""
+    made: dict[int, Recording] = {}
 
     def library(version=NEWEST):
         if version not in made:
-            made[version] = Recording(build(folder, version))
+            made[version] = Recording(build(version))
         made[version].reset()
         return made[version]
 

@@ -1,6 +1,8 @@
 """Builds `recording_nccl`, the stand-in for NCCL that writes calls down, and tells it what to do."""
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -28,10 +30,16 @@ def compiled(source, target, *flags):
     return target
 
 
-def build(folder, version=NEWEST, *flags):
-    """The path of a recording library that has what NCCL had in a version."""
-    target = folder / f"recording_nccl_{version}.so"
-    return compiled(FOLDER / "recording_nccl.cpp", target, f"-DRECORDING_VERSION={version}", *flags)
+def build(version=NEWEST, *flags):
+    """The path of a recording library that has what NCCL had in a version; kept in build/ for the next session."""
+    sources = [FOLDER / "recording_nccl.cpp", FOLDER / "recording.h", REPOSITORY / "csrc" / "nccl_types.h"]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + repr(flags).encode())
+    target = REPOSITORY / "build" / "recording_nccl" / f"recording_nccl_{version}_{digest.hexdigest()[:12]}.so"
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_suffix(f".{os.getpid()}")
+        compiled(sources[0], unfinished, f"-DRECORDING_VERSION={version}", *flags).rename(target)
+    return target
 
 
 class Recording:
