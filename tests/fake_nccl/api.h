@@ -1,0 +1,23 @@
+#pragma once
+
+#include <memory>
+
+#include "communicator.h"
+#include "nccl_abi.h"
+#include "registry.h"
+#include "settings.h"
+
+namespace fake_nccl {
+
+// The start of a function that does its work at once: a call that is to stall never returns.
+ncclResult_t enter(Function function);
+
+// nullptr, with ncclGetLastError saying so, where the handle is no communicator of this process.
+std::shared_ptr<Communicator> find_communicator(ncclComm_t handle);
+
+// The same where it may be used now; `result` says why not.
+std::shared_ptr<Communicator> find_ready(ncclComm_t handle, ncclResult_t* result);
+
+ncclResult_t invalid(Function function, const std::string& text);
+
+}  // namespace fake_nccl

@@ -1,0 +1,193 @@
+#include "segment.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "settings.h"
+
+namespace fake_nccl {
+namespace {
+
+constexpr std::size_t kControlBytes = 1024;
+constexpr char kMagic[8] = "fakeids";
+
+// What a unique id says; the rest of its 128 bytes is zero.
+struct Identity {
+  char magic[8];
+  pid_t process;
+  int descriptor;
+  std::uint64_t token;
+};
+static_assert(sizeof(Identity) <= sizeof(ncclUniqueId), "an identity fits a unique id");
+
+// Sets what nobody has set, and refuses what somebody has set otherwise.
+template <typename Value>
+void agree(std::atomic<Value>* shared, Value mine, const char* what) {
+  Value found = 0;
+  if (shared->compare_exchange_strong(found, mine) || found == mine) return;
+  throw std::runtime_error("this rank says " + std::to_string(mine) + " " + what +
+                           ", another said " + std::to_string(found));
+}
+
+}  // namespace
+
+struct alignas(64) Segment::Header {
+  std::uint64_t token;
+  std::atomic<std::uint64_t> ring_bytes;  // 0 until the first rank joins
+  std::atomic<std::int32_t> num_ranks;    // 0 until the first rank joins
+  std::atomic<std::int32_t> num_joined;
+  std::atomic<bool> is_given_up;
+
+  bool is_complete() const { return num_ranks != 0 && num_joined == num_ranks; }
+};
+
+struct Segment::Offsets {
+  std::size_t slots, signals, control_positions, data_positions, control, data, end;
+};
+
+// Files of ids that this process made, for ranks that have not opened them yet. Never destroyed.
+class Segment::OpenFiles {
+ public:
+  static OpenFiles& all() {
+    static OpenFiles* const made = new OpenFiles;
+    return *made;
+  }
+
+  void add(int descriptor, std::unique_ptr<SharedMapping> mapping) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    files_.push_back({descriptor, std::move(mapping)});
+  }
+
+  void close_what_is_over() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::vector<File> kept;
+    for (File& file : files_) {
+      const auto* header = reinterpret_cast<const Header*>(file.mapping->bytes());
+      if (header->is_complete() || header->is_given_up) {
+        close(file.descriptor);
+      } else {
+        kept.push_back(std::move(file));
+      }
+    }
+    files_ = std::move(kept);
+  }
+
+ private:
+  struct File {
+    int descriptor;
+    std::unique_ptr<SharedMapping> mapping;
+  };
+  std::mutex mutex_;
+  std::vector<File> files_;
+};
+
+void Segment::close_files_that_are_over() { OpenFiles::all().close_what_is_over(); }
+
+ncclUniqueId Segment::make_id() {
+  close_files_that_are_over();
+  Identity identity = {};
+  std::memcpy(identity.magic, kMagic, sizeof kMagic);
+  identity.process = getpid();
+  if (getrandom(&identity.token, sizeof identity.token, 0) != sizeof identity.token) {
+    throw std::runtime_error("getrandom gave less than 8 bytes");
+  }
+  identity.descriptor = make_shared_file(sizeof(Header));
+  auto mapping = std::make_unique<SharedMapping>(identity.descriptor, sizeof(Header));
+  reinterpret_cast<Header*>(mapping->bytes())->token = identity.token;
+  OpenFiles::all().add(identity.descriptor, std::move(mapping));
+  ncclUniqueId id = {};
+  std::memcpy(&id, &identity, sizeof identity);
+  return id;
+}
+
+Segment::Segment(const ncclUniqueId& id, int num_ranks, int rank)
+    : num_ranks_(num_ranks), rank_(rank) {
+  Identity identity;
+  std::memcpy(&identity, &id, sizeof identity);
+  if (std::memcmp(identity.magic, kMagic, sizeof kMagic) != 0) {
+    throw std::runtime_error("the unique id is not one of this double's");
+  }
+  const Descriptor file(open_shared_file(identity.process, identity.descriptor));
+  std::uint64_t token = 0;  // the descriptor may have become another file's
+  if (pread(file.number(), &token, sizeof token, 0) != sizeof token || token != identity.token) {
+    throw std::runtime_error("the unique id is used up");
+  }
+  {
+    const SharedMapping first(file.number(), sizeof(Header));
+    auto* header = reinterpret_cast<Header*>(first.bytes());
+    if (header->is_given_up) throw std::runtime_error("a rank has given this communicator up");
+    agree(&header->num_ranks, num_ranks, "ranks");
+    agree(&header->ring_bytes, std::uint64_t{settings().ring_bytes}, "bytes a ring");
+    ring_bytes_ = header->ring_bytes;
+  }
+  grow_shared_file(file.number(), offsets().end);  // all ranks to the same size
+  mapping_ = std::make_unique<SharedMapping>(file.number(), offsets().end);
+  Presence awaited = Presence::kAwaited;
+  if (!slot(rank).presence.compare_exchange_strong(awaited, Presence::kJoining)) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " has joined before");
+  }
+  slot(rank).process = Process::self();
+  slot(rank).presence = Presence::kThere;
+  reinterpret_cast<Header*>(mapping_->bytes())->num_joined.fetch_add(1);
+  ring_all();
+}
+
+Segment::~Segment() { leave(); }
+
+void Segment::leave() {
+  if (!is_complete()) reinterpret_cast<Header*>(mapping_->bytes())->is_given_up = true;
+  slot(rank_).presence = Presence::kLeft;
+  ring_all();
+  close_files_that_are_over();
+}
+
+bool Segment::is_complete() const {
+  return reinterpret_cast<const Header*>(mapping_->bytes())->is_complete();
+}
+
+Segment::Offsets Segment::offsets() const {
+  const auto count = static_cast<std::size_t>(num_ranks_);
+  const std::size_t num_pairs = count * count;
+  Offsets found = {};
+  found.slots = sizeof(Header);
+  found.control_positions = found.slots + count * sizeof(RankSlot);
+  found.data_positions = found.control_positions + num_pairs * sizeof(RingPositions);
+  found.control = found.data_positions + num_pairs * sizeof(RingPositions);
+  found.data = found.control + num_pairs * kControlBytes;
+  found.signals = found.data + num_pairs * ring_bytes_;
+  found.end = found.signals + num_pairs * sizeof(std::uint64_t);
+  return found;
+}
+
+RankSlot& Segment::slot(int rank) const {
+  return reinterpret_cast<RankSlot*>(mapping_->bytes() + offsets().slots)[rank];
+}
+
+Ring Segment::ring(Channel channel, int source, int target) const {
+  const auto pair = static_cast<std::size_t>(source * num_ranks_ + target);
+  const Offsets places = offsets();
+  const bool is_data = channel == Channel::kData;
+  char* positions =
+      mapping_->bytes() + (is_data ? places.data_positions : places.control_positions);
+  char* bytes = mapping_->bytes() + (is_data ? places.data : places.control);
+  const std::size_t capacity = is_data ? ring_bytes_ : kControlBytes;
+  return {reinterpret_cast<RingPositions*>(positions) + pair, bytes + pair * capacity, capacity};
+}
+
+std::atomic<std::uint64_t>& Segment::signals(int source, int target) const {
+  auto* all = reinterpret_cast<std::atomic<std::uint64_t>*>(mapping_->bytes() + offsets().signals);
+  return all[source * num_ranks_ + target];
+}
+
+void Segment::ring_all() const {
+  for (int rank = 0; rank < num_ranks_; ++rank) slot(rank).doorbell.ring();
+}
+
+}  // namespace fake_nccl
