@@ -161,14 +161,14 @@ ncclResult_t end_group() {
   if (--group_of_thread.depth > 0) return ncclSuccess;
   Group ended;
   std::swap(ended, group_of_thread);
+  if (!ended.jobs.empty() && !ended.calls.empty()) {
+    ended.failure = failed(ncclInvalidUsage, "a group makes communicators or uses them, not both");
+  }
   if (ended.failure != ncclSuccess) {
     for (const Job& job : ended.jobs) {
       if (job.undo != nullptr) job.undo();
     }
     return ended.failure;
-  }
-  if (!ended.jobs.empty() && !ended.calls.empty()) {
-    return failed(ncclInvalidUsage, "a group makes communicators or uses them, not both");
   }
   if (!ended.jobs.empty()) return run_jobs(std::move(ended.jobs));
   return ended.calls.empty() ? ncclSuccess : run_calls(std::move(ended.calls));

@@ -92,10 +92,12 @@ def ranks_of_process(library: FakeNccl, size: int, config: Config | None = None)
     ended = library.result("ncclGroupEnd")
     assert ended == ("ncclSuccess" if config is None or config.blocking != 0 else "ncclInProgress")
     ranks = [RankOfTensors(library, handle.value or 0, rank, size) for rank, handle in enumerate(handles)]
-    yield ranks
-    for rank in ranks:
-        library.result("ncclCommAbort", rank.communicator)
-        rank.stream.destroy()
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            library.result("ncclCommAbort", rank.communicator)
+            rank.stream.destroy()
 
 
 def values(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
