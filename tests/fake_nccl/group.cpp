@@ -39,7 +39,8 @@ void run_in_background(Job job) {
     for (std::int64_t ms = 0; ms < settings().delay_ms && !is_aborted(); ++ms) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    const ncclResult_t result = is_aborted() ? ncclInternalError : job.work();
+    // Begun even then, so that an id that was given to it is used up.
+    const ncclResult_t result = job.work();
     job.work = nullptr;
     for (const auto& communicator : job.communicators) {
       communicator->set_state(result);

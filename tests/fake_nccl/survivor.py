@@ -1,0 +1,92 @@
+"""A rank, run as a program, whose peer is killed: adds up until something is wrong, and says how it went.
+
+    python -m tests.fake_nccl.survivor LIBRARY UNIQUE_ID RANK SIZE
+
+It prints "joined" before the first sum. Where the double reports lost peers, the survivors shrink and add once more;
+else a watchdog aborts after half a second in which nothing moved.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.fake_nccl.abi import INT64, SUM
+from tests.fake_nccl.library import FakeNccl
+
+PATIENCE_S = 0.5
+COUNT = 30_000  # several times what a ring holds
+
+
+class Possessions:
+    """What a process could leave behind: shared memory it maps, descriptors, threads."""
+
+    @staticmethod
+    def now() -> tuple[int, int, int]:
+        maps = Path("/proc/self/maps").read_text().count("memfd:fake_nccl")
+        return maps, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+    @staticmethod
+    def come_back_to(before: tuple[int, int, int]) -> bool:
+        """Threads of streams end by themselves, soon."""
+        deadline = time.monotonic() + 5
+        while Possessions.now() != before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return Possessions.now() == before
+
+
+class Rank:
+    def __init__(self, library: FakeNccl, communicator: int) -> None:
+        self._library, self._communicator = library, communicator
+        self._stream = library.new_stream()
+        self._source, self._target = (ctypes.c_int64 * COUNT)(*([1] * COUNT)), (ctypes.c_int64 * COUNT)()
+
+    def add(self) -> bool:
+        """One sum over all ranks; False where it does not come to its end."""
+        source, target = ctypes.addressof(self._source), ctypes.addressof(self._target)
+        place = self._communicator, self._stream.handle
+        if self._library.result("ncclAllReduce", source, target, COUNT, INT64, SUM, *place) != "ncclSuccess":
+            return False
+        deadline = time.monotonic() + PATIENCE_S
+        while not self._stream.is_idle():
+            if self._library.state(self._communicator) != "ncclSuccess" or time.monotonic() > deadline:
+                return False
+            time.sleep(0)
+        return True
+
+    def value(self) -> int:
+        return self._target[COUNT - 1]
+
+    def abort(self) -> None:
+        aborting = threading.Thread(target=self._library, args=("ncclCommAbort", self._communicator))
+        aborting.start()
+        self._stream.synchronize()
+        aborting.join()
+        self._stream.destroy()
+
+
+def main(path: str, unique_id: str, rank: int, size: int) -> None:
+    library = FakeNccl(Path(path))
+    before = Possessions.now()
+    communicator = library.init(size, bytes.fromhex(unique_id), rank)
+    print("joined", flush=True)
+    here = Rank(library, communicator)
+    while here.add():
+        assert here.value() == size
+    state, text, shrunk_sum = library.state(communicator), library.last_error(), 0
+    if state == "ncclRemoteError":
+        excluded = (ctypes.c_int * 1)(size - 1)
+        smaller = library.pointer("ncclCommShrink", communicator, excluded, 1, None, 1, at=3)
+        again = Rank(library, smaller)
+        assert again.add()
+        shrunk_sum = again.value()
+        again.abort()
+    here.abort()
+    print(json.dumps([state, text, shrunk_sum, Possessions.come_back_to(before)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

@@ -1,0 +1,230 @@
+"""Failures that a test asks for, disagreement, and the ways out of both."""
+
+import ctypes
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.fake_nccl.abi import SUM, Config
+from tests.fake_nccl.library import FakeNccl, FakeNcclError
+from tests.fake_nccl.survivor import Possessions
+from tests.fake_nccl.tensors import RankOfTensors, assert_same, ranks_of_process
+
+
+def all_reduce(rank: RankOfTensors, tensor: torch.Tensor) -> None:
+    rank("ncclAllReduce", tensor, tensor, tensor.numel(), SUM)
+
+
+def wait_for_error(nccl: FakeNccl, communicator: int) -> str:
+    deadline = time.monotonic() + 10
+    while nccl.state(communicator) == "ncclSuccess" and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return nccl.state(communicator)
+
+
+def check_abort_ends(nccl: FakeNccl, rank: RankOfTensors) -> None:
+    """What hangs in a stream goes on hanging until another thread aborts."""
+    time.sleep(0.05)
+    assert not rank.stream.is_idle()
+    aborting = threading.Timer(0.05, nccl, ("ncclCommAbort", rank.communicator))
+    aborting.start()
+    rank.stream.synchronize()
+    aborting.join()
+
+
+def test_a_call_fails_the_time_it_is_told_to(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_FAIL="ncclAllReduce:3,ncclAllReduce:4:2,ncclGetUniqueId:2")
+    with ranks_of_process(nccl, 1) as (rank,):
+        tensor = torch.ones(1)
+        results = []
+        for _ in range(5):
+            try:
+                all_reduce(rank, tensor)
+                results.append("ncclSuccess")
+            except FakeNcclError as error:
+                assert "ncclAllReduce: injected failure" in str(error)
+                results.append(error.result)
+        assert results == ["ncclSuccess", "ncclSuccess", "ncclInternalError", "ncclSystemError", "ncclSuccess"]
+        with pytest.raises(FakeNcclError, match="ncclGetUniqueId: injected failure"):
+            nccl.unique_id()
+
+
+@pytest.mark.parametrize("fault", ["ncclAllreduce:3", "ncclAllReduce", "ncclAllReduce:0", "ncclAllReduce:1:99", "3"])
+def test_a_fault_that_nobody_can_meet_is_refused(nccl: FakeNccl, fault: str) -> None:
+    with pytest.raises(FakeNcclError, match=f"FAKE_NCCL_STALL={fault} is not understood"):
+        nccl.set(FAKE_NCCL_STALL=fault)
+
+
+def test_a_failed_group_starts_nothing(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_FAIL="ncclGroupEnd:2:6")  # the first one makes the communicator
+    with ranks_of_process(nccl, 2) as ranks:
+        nccl("ncclGroupStart")
+        all_reduce(ranks[0], torch.ones(1))
+        assert nccl.result("ncclGroupEnd") == "ncclRemoteError"
+        ranks[0].stream.synchronize()
+
+
+def test_a_stalled_operation_hangs_until_an_abort(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_STALL="ncclAllReduce:2")
+    with ranks_of_process(nccl, 2) as ranks:
+        tensors = [torch.ones(100) for _ in ranks]
+        for rank in ranks:
+            all_reduce(rank, tensors[rank.rank])
+        for rank in ranks:
+            check_abort_ends(nccl, rank)
+        assert all((tensor == 1).all() for tensor in tensors)
+
+
+def test_an_asynchronous_error_is_told_and_hangs_until_an_abort(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_ASYNC_ERROR="ncclSend:1:2")
+    with ranks_of_process(nccl, 2) as ranks:
+        tensor = torch.ones(1)
+        ranks[0].send(tensor, 1)
+        ranks[1].receive(torch.zeros(1), 0)
+        assert wait_for_error(nccl, ranks[0].communicator) == "ncclSystemError"
+        assert nccl.state(ranks[1].communicator) == "ncclSuccess"
+        with pytest.raises(FakeNcclError) as raised:  # and so does every further call
+            ranks[0].send(tensor, 1)
+        assert raised.value.result == "ncclSystemError"
+        for rank in ranks:
+            check_abort_ends(nccl, rank)
+
+
+def test_what_runs_in_the_background_fails_there(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_ASYNC_ERROR="ncclCommInitRankConfig:1")
+    communicator = nccl.init(1, nccl.unique_id(), 0, Config(blocking=0))
+    while nccl.state(communicator) == "ncclInProgress":
+        time.sleep(0.001)
+    assert nccl.state(communicator) == "ncclRemoteError"
+    nccl("ncclCommAbort", communicator)
+    nccl.set(FAKE_NCCL_STALL="ncclCommInitRankConfig:1")
+    communicator = nccl.init(1, nccl.unique_id(), 0, Config(blocking=0))
+    time.sleep(0.05)
+    assert nccl.state(communicator) == "ncclInProgress"
+    nccl("ncclCommAbort", communicator)
+
+
+DISAGREEMENTS = {
+    "rank 1 expects from rank 0 all_reduce of 4 bytes, dtype 7, op 0, root 0, which sends all_reduce of 8 bytes": (
+        lambda rank: all_reduce(rank, torch.ones(2 - rank.rank))
+    ),
+    "rank 1 expects from rank 0 message of 4 bytes, dtype 2, op 0, root 0, which sends message of 4 bytes, dtype 7": (
+        lambda rank: (
+            rank.send(torch.ones(1), 1) if rank.rank == 0 else rank.receive(torch.zeros(1, dtype=torch.int32), 0)
+        )
+    ),
+    "expects from rank 0 message of 4 bytes, dtype 7, op 0, root 0, which sends broadcast of 4 bytes": (
+        lambda rank: (
+            rank("ncclBroadcast", torch.ones(1), torch.ones(1), 1, 0)
+            if rank.rank == 0
+            else rank.receive(torch.zeros(1), 0)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("text", DISAGREEMENTS)
+def test_ranks_that_disagree_are_told_where_that_is_asked_for(nccl: FakeNccl, text: str) -> None:
+    nccl.set(FAKE_NCCL_MISMATCH="error")
+    with ranks_of_process(nccl, 2) as ranks:
+        for rank in ranks:
+            DISAGREEMENTS[text](rank)
+        assert wait_for_error(nccl, ranks[1].communicator) == "ncclInvalidUsage"
+        for rank in ranks:
+            check_abort_ends(nccl, rank)
+
+
+def test_ranks_that_disagree_wait_for_each_other(nccl: FakeNccl) -> None:
+    with ranks_of_process(nccl, 2) as ranks:
+        tensors = [torch.ones(3), torch.ones(5)]
+        for rank in ranks:
+            all_reduce(rank, tensors[rank.rank])
+        for rank in ranks:
+            assert nccl.state(rank.communicator) == "ncclSuccess"
+            check_abort_ends(nccl, rank)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_rank_that_aborts_leaves_the_others_waiting(nccl: FakeNccl, is_told: bool) -> None:
+    nccl.set(FAKE_NCCL_PEER_LOSS="error" if is_told else "wait")
+    with ranks_of_process(nccl, 3) as ranks:
+        tensors = [torch.ones(100) for _ in ranks]
+        for rank in ranks:
+            all_reduce(rank, tensors[rank.rank])
+            rank.stream.launch(lambda: None)
+        for rank in ranks:
+            rank.stream.synchronize()
+        for rank in ranks[:2]:
+            all_reduce(rank, tensors[rank.rank])
+        nccl("ncclCommAbort", ranks[2].communicator)
+        if is_told:
+            assert [wait_for_error(nccl, rank.communicator) for rank in ranks[:2]] == ["ncclRemoteError"] * 2
+        for rank in ranks[:2]:
+            check_abort_ends(nccl, rank)
+
+
+def test_abort_leaves_alone_what_it_was_too_late_for(nccl: FakeNccl) -> None:
+    """Operations behind the one that hangs do nothing; memory may go as soon as abort has returned."""
+    with ranks_of_process(nccl, 2) as ranks:
+        order: list[str] = []
+        tensor = torch.ones(100)
+        all_reduce(ranks[0], tensor)
+        all_reduce(ranks[0], tensor)
+        ranks[0].stream.launch(lambda: order.append("behind"))
+        nccl("ncclCommAbort", ranks[0].communicator)
+        ranks[0].stream.synchronize()
+        assert order == ["behind"]
+        assert_same(tensor, torch.ones(100), "untouched")
+
+
+def test_destroy_waits_for_an_operation_that_hangs(nccl: FakeNccl) -> None:
+    with ranks_of_process(nccl, 2) as ranks:
+        tensor = torch.ones(1)
+        all_reduce(ranks[0], tensor)
+        destroying = threading.Thread(target=nccl, args=("ncclCommDestroy", ranks[0].communicator))
+        destroying.start()
+        destroying.join(0.1)
+        assert destroying.is_alive()
+        nccl("ncclCommAbort", ranks[0].communicator)
+        destroying.join(10)
+        assert not destroying.is_alive()
+
+
+def test_a_revoked_communicator_can_be_shrunk_and_no_more(nccl: FakeNccl) -> None:
+    with ranks_of_process(nccl, 2) as ranks:
+        tensor = torch.ones(1)
+        all_reduce(ranks[0], tensor)
+        nccl("ncclCommRevoke", ranks[0].communicator, 0)
+        ranks[0].stream.synchronize()
+        with pytest.raises(FakeNcclError, match="ncclAllReduce: the communicator is revoked"):
+            all_reduce(ranks[0], tensor)
+        with pytest.raises(FakeNcclError, match="ncclCommFinalize: the communicator is revoked"):
+            nccl("ncclCommFinalize", ranks[0].communicator)
+        alone = nccl.pointer("ncclCommShrink", ranks[0].communicator, (ctypes.c_int * 1)(1), 1, None, 0, at=3)
+        assert nccl.number("ncclCommCount", alone) == 1
+        nccl("ncclCommDestroy", alone)
+        nccl("ncclCommDestroy", ranks[0].communicator)
+
+
+def test_nothing_is_left_behind(nccl: FakeNccl) -> None:
+    def live() -> None:
+        with ranks_of_process(nccl, 3) as ranks:
+            tensor = torch.ones(1)
+            for rank in ranks[: 1 + len(threads) % 3]:
+                all_reduce(rank, tensor)
+            address = nccl.pointer("ncclMemAlloc", 4096, at=0)
+            nccl("ncclMemFree", address)
+
+    threads: list[int] = []
+    nccl("fakeStreamSynchronize", None)  # the default stream's thread stays
+    nccl("ncclCommDestroy", nccl.init(1, nccl.unique_id(), 0))
+    before = Possessions.now()
+    for number in range(20):
+        threads.append(number)
+        live()
+    unused = [nccl.unique_id() for _ in range(3)]
+    for unique_id in unused:
+        nccl("ncclCommAbort", nccl.init(2, unique_id, 0, Config(blocking=0)))
+    assert Possessions.come_back_to(before), (before, Possessions.now())
