@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := $(wildcard csrc/*.cpp csrc/*.h)
-CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/fake_nccl tests/fake_nccl/sanitize,$(folder)/*.cpp $(folder)/*.h))
+CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/fake_nccl tests/fake_nccl/*,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test check sanitize bench gpu format clean
@@ -56,8 +56,9 @@ check: venv ## lint, formatting, types, layers, compiler warnings, the extension
 	CXXFLAGS=-Werror $(BIN)/python setup.py --quiet build_ext --build-temp build/check --build-lib build/check
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist .ci/stubtest_allowlist.txt tritondt._C
 
-sanitize: ## run csrc under ThreadSanitizer, and under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: ## run csrc, and the double of NCCL, under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
 	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/csrc/sanitize/Makefile
+	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/fake_nccl/Makefile sanitize
 
 bench: venv ## time redistribute against torch on 4 ranks
 	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch
