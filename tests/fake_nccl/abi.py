@@ -90,6 +90,7 @@ PARAMETERS = {
     "fakeEventQuery": "p",
     "fakeCommConfig": "pp",
     "fakeCommCallConfig": "pp",
+    "fakeCountJoined": "pp",
     "fakeCountObjects": "pppp",
 }
 
@@ -100,6 +101,12 @@ class UniqueId(ctypes.Structure):
 
 def _integers(*names: str) -> list[tuple[str, Any]]:
     return [(name, ctypes.c_int) for name in names]
+
+
+def _initial(structure: ctypes.Structure) -> dict[str, int]:
+    """What NCCL's initialisers set: a header, and nothing said in all other integers."""
+    undefined = {field[0]: UNDEFINED for field in structure._fields_ if field[1] is ctypes.c_int}
+    return {**undefined, "size": ctypes.sizeof(structure), "magic": CONFIG_MAGIC, "version": NEWEST}
 
 
 class Config(ctypes.Structure):
@@ -119,9 +126,7 @@ class Config(ctypes.Structure):
     ]
 
     def __init__(self, **fields: Any) -> None:
-        undefined = {name: UNDEFINED for name, kind in self._fields_ if kind is ctypes.c_int}
-        header = {"size": ctypes.sizeof(self), "magic": CONFIG_MAGIC, "version": NEWEST}
-        super().__init__(**{**undefined, **header, **fields})
+        super().__init__(**{**_initial(self), **fields})
 
 
 class CallConfig(ctypes.Structure):
@@ -140,9 +145,7 @@ class CallConfig(ctypes.Structure):
     ]
 
     def __init__(self, **fields: Any) -> None:
-        undefined = {name: UNDEFINED for name, kind in self._fields_ if kind is ctypes.c_int}
-        header = {"size": ctypes.sizeof(self), "magic": CONFIG_MAGIC, "version": NEWEST, "forceAlgSelection": 1}
-        super().__init__(**{**undefined, **header, **fields})
+        super().__init__(**{**_initial(self), "forceAlgSelection": 1, **fields})
 
 
 class Simulation(ctypes.Structure):

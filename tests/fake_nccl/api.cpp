@@ -1,6 +1,7 @@
 #include "api.h"
 
 #include <chrono>
+#include <stdexcept>
 #include <string>
 #include <thread>
 
@@ -73,6 +74,15 @@ ncclResult_t fakeCommCallConfig(ncclComm_t comm, ncclCollConfig_t* config) {
   if (found == nullptr) return ncclInvalidArgument;
   found->with_possessions([&](Possessions* possessions) { *config = possessions->call_config; });
   return ncclSuccess;
+}
+
+ncclResult_t fakeCountJoined(const ncclUniqueId* id, int* count) {
+  try {
+    *count = Segment::num_joined(*id);
+    return ncclSuccess;
+  } catch (const std::runtime_error& error) {
+    return failed(ncclInvalidArgument, std::string("fakeCountJoined: ") + error.what());
+  }
 }
 
 ncclResult_t fakeCountObjects(int* communicators, int* streams, int* events, int* allocations) {

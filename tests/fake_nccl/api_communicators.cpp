@@ -125,9 +125,8 @@ ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags) {
   if (flags != 0) {
     return invalid(Function::ncclCommRevoke, "flags are " + std::to_string(flags));
   }
-  ncclResult_t result;
-  const Handle found = find_ready(comm, &result);
-  if (found == nullptr) return result;
+  const Handle found = find_communicator(comm);  // one that has failed too
+  if (found == nullptr) return ncclInvalidArgument;
   found->revoke();
   return note(
       submit(Job{{found},

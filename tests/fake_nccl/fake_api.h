@@ -36,6 +36,9 @@ FAKE_NCCL_API ncclResult_t fakeEventQuery(cudaEvent_t event);
 FAKE_NCCL_API ncclResult_t fakeCommConfig(ncclComm_t comm, ncclConfig_t* config);
 FAKE_NCCL_API ncclResult_t fakeCommCallConfig(ncclComm_t comm, ncclCollConfig_t* config);
 
+// How many ranks have joined by an id that still waits for others.
+FAKE_NCCL_API ncclResult_t fakeCountJoined(const ncclUniqueId* id, int* count);
+
 // How many communicators, streams and events there are, and how much memory by ncclMemAlloc.
 FAKE_NCCL_API ncclResult_t fakeCountObjects(int* communicators, int* streams, int* events,
                                             int* allocations);

@@ -12,6 +12,8 @@ import fcntl
 import functools
 import itertools
 import subprocess
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.fake_nccl.abi import NEWEST, PARAMETERS, RESULTS, TYPES, Config, Uniq
 REPOSITORY = Path(__file__).parents[2]
 
 _OPERATION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
 
 class FakeNcclError(Exception):
     """A call that did not return ncclSuccess; `result` is the name of what it returned."""
@@ -37,10 +40,8 @@ def build(version: int = NEWEST) -> Path:
     library = folder / str(version) / "libnccl.so.2"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        makefile = Path(__file__).parent / "Makefile"
-        built = subprocess.run(
-            ["make", "--silent", "--jobs", "2", "--file", makefile, library], capture_output=True, text=True, check=False
-        )
+        command = ["make", "--silent", "--jobs", "2", "--file", str(Path(__file__).parent / "Makefile"), str(library)]
+        built = subprocess.run(command, capture_output=True, text=True, check=False)
     if built.returncode != 0:
         raise RuntimeError(f"the test double of NCCL was not built:\n{built.stdout}{built.stderr}")
     return library
@@ -82,10 +83,10 @@ class FakeNccl:
             raise FakeNcclError(name, result, self.last_error())
 
     def last_error(self) -> str:
-        return self._library.ncclGetLastError(None).decode()
+        return str(self._library.ncclGetLastError(None), "utf-8")
 
     def error_string(self, result: int) -> str:
-        return self._library.ncclGetErrorString(result).decode()
+        return str(self._library.ncclGetErrorString(result), "utf-8")
 
     def number(self, name: str, *arguments: Any) -> int:
         """What the function wrote through a last pointer to an int."""
@@ -125,6 +126,14 @@ class FakeNccl:
     def state(self, communicator: int) -> str:
         """What ncclCommGetAsyncError says."""
         return RESULTS[self.number("ncclCommGetAsyncError", communicator)]
+
+    def wait_for_joined(self, unique_id: bytes, count: int) -> None:
+        """Until so many ranks have joined, of more that are to."""
+        given, deadline = UniqueId.from_buffer_copy(unique_id), time.monotonic() + 60
+        while self.number("fakeCountJoined", ctypes.byref(given)) < count:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{count} ranks have not joined within a minute")
+            time.sleep(0.001)
 
     def counts(self) -> tuple[int, ...]:
         """How many communicators, streams, events and allocations there are."""
@@ -193,3 +202,15 @@ class HostEvent:
 
     def destroy(self) -> None:
         self._library("fakeEventDestroy", self.handle)
+
+
+class Gate:
+    """Holds streams up until it is opened, or a minute has passed."""
+
+    def __init__(self, *streams: HostStream) -> None:
+        self._opened = threading.Event()
+        for stream in streams:
+            stream.launch(lambda: self._opened.wait(60))
+
+    def open(self) -> None:
+        self._opened.set()

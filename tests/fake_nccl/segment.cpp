@@ -27,6 +27,20 @@ struct Identity {
 };
 static_assert(sizeof(Identity) <= sizeof(ncclUniqueId), "an identity fits a unique id");
 
+// The file of a segment, which may be another's by now; throws std::runtime_error.
+int open_segment(const ncclUniqueId& id) {
+  Identity identity;
+  std::memcpy(&identity, &id, sizeof identity);
+  if (std::memcmp(identity.magic, kMagic, sizeof kMagic) != 0) {
+    throw std::runtime_error("the unique id is not one of this double's");
+  }
+  const int file = open_shared_file(identity.process, identity.descriptor);
+  std::uint64_t token = 0;
+  if (pread(file, &token, sizeof token, 0) == sizeof token && token == identity.token) return file;
+  close(file);
+  throw std::runtime_error("the unique id is used up");
+}
+
 // Sets what nobody has set, and refuses what somebody has set otherwise.
 template <typename Value>
 void agree(std::atomic<Value>* shared, Value mine, const char* what) {
@@ -107,18 +121,15 @@ ncclUniqueId Segment::make_id() {
   return id;
 }
 
+int Segment::num_joined(const ncclUniqueId& id) {
+  const Descriptor file(open_segment(id));
+  const SharedMapping mapping(file.number(), sizeof(Header));
+  return reinterpret_cast<const Header*>(mapping.bytes())->num_joined;
+}
+
 Segment::Segment(const ncclUniqueId& id, int num_ranks, int rank)
     : num_ranks_(num_ranks), rank_(rank) {
-  Identity identity;
-  std::memcpy(&identity, &id, sizeof identity);
-  if (std::memcmp(identity.magic, kMagic, sizeof kMagic) != 0) {
-    throw std::runtime_error("the unique id is not one of this double's");
-  }
-  const Descriptor file(open_shared_file(identity.process, identity.descriptor));
-  std::uint64_t token = 0;  // the descriptor may have become another file's
-  if (pread(file.number(), &token, sizeof token, 0) != sizeof token || token != identity.token) {
-    throw std::runtime_error("the unique id is used up");
-  }
+  const Descriptor file(open_segment(id));
   {
     const SharedMapping first(file.number(), sizeof(Header));
     auto* header = reinterpret_cast<Header*>(first.bytes());

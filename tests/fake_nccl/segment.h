@@ -29,6 +29,8 @@ class Segment {
   // of them has given up. Throws std::system_error.
   static ncclUniqueId make_id();
   static void close_files_that_are_over();
+  // How many ranks have joined so far; throws std::runtime_error where the id is used up.
+  static int num_joined(const ncclUniqueId& id);
 
   // Joins as one of `num_ranks`; throws std::runtime_error with the reason where that cannot be.
   Segment(const ncclUniqueId& id, int num_ranks, int rank);

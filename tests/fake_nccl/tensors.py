@@ -55,9 +55,7 @@ class RankOfTensors:
 
     def _message(self, name: str, tensor: torch.Tensor, peer: int) -> None:
         pointer = tensor.data_ptr() or None
-        self.library(
-            name, pointer, tensor.numel(), DTYPES[tensor.dtype], peer, self.communicator, self.stream.handle
-        )
+        self.library(name, pointer, tensor.numel(), DTYPES[tensor.dtype], peer, self.communicator, self.stream.handle)
 
     @contextmanager
     def group(self) -> Iterator[None]:
@@ -95,9 +93,9 @@ def ranks_of_process(library: FakeNccl, size: int, config: Config | None = None)
     try:
         yield ranks
     finally:
-        for rank in ranks:
-            library.result("ncclCommAbort", rank.communicator)
-            rank.stream.destroy()
+        for made in ranks:
+            library.result("ncclCommAbort", made.communicator)
+            made.stream.destroy()
 
 
 def values(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -110,10 +108,7 @@ def values(seed: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def reduced(op: int, terms: list[torch.Tensor]) -> torch.Tensor:
     """The reduction in order of rank, in float32 for what is smaller."""
     dtype = terms[0].dtype
-    if dtype.is_floating_point:
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-    else:
-        wide = torch.int64
+    wide = {torch.float64: torch.float64}.get(dtype, torch.float32 if dtype.is_floating_point else torch.int64)
     result = functools.reduce(OPS[op], [term.to(wide) for term in terms])
     if op == AVG:
         rounding = None if dtype.is_floating_point else "trunc"

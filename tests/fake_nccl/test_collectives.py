@@ -124,7 +124,9 @@ def check_groups(here: RankOfTensors) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_reductions_in_every_dtype_and_op(ranks: GlooRanks, double: Path, size: int) -> None:
     cases = [(dtype, op, 7) for dtype in DTYPES for op in (SUM, MAX, MIN)]
-    cases += [(dtype, op, 3) for dtype in (torch.int8, torch.int64, torch.float32, torch.bfloat16) for op in (PROD, AVG)]
+    cases += [
+        (dtype, op, 3) for dtype in (torch.int8, torch.int64, torch.float32, torch.bfloat16) for op in (PROD, AVG)
+    ]
     cases += [(torch.float32, SUM, count) for count in COUNTS]
     if size == 4:
         cases.append((torch.bfloat16, SUM, 50_000))  # many times what a ring holds

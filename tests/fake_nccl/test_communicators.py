@@ -2,13 +2,15 @@
 
 import ctypes
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fake_nccl.abi import INT8, MAX, SUM, UNDEFINED, CallConfig, Config, Simulation, UniqueId
-from tests.fake_nccl.library import FakeNccl, FakeNcclError, load
+from tests.fake_nccl.abi import FLOAT32, INT8, MAX, SUM, UNDEFINED, CallConfig, Config, Simulation, UniqueId
+from tests.fake_nccl.library import FakeNccl, FakeNcclError, Gate, load
 from tests.fake_nccl.tensors import DTYPES, RankOfTensors, assert_same, joined, ranks_of_process
 from tests.gloo_ranks import GlooRanks
 
@@ -100,47 +102,55 @@ def test_several_ids(nccl: FakeNccl) -> None:
 
 
 def wait_until(nccl: FakeNccl, communicator: int, state: str) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while nccl.state(communicator) == "ncclInProgress":
         assert time.monotonic() < deadline
         time.sleep(0.001)
     assert nccl.state(communicator) == state
 
 
+@contextmanager
+def held_back(nccl: FakeNccl, communicators: list[int]) -> Iterator[None]:
+    """What is asked of communicators within the block begins when the block is left, which waits for its end."""
+    nccl.set(FAKE_NCCL_DELAY_MS=100_000)
+    yield
+    assert [nccl.state(each) for each in communicators] == ["ncclInProgress"] * len(communicators)
+    nccl.set(FAKE_NCCL_DELAY_MS=0)
+    for each in communicators:
+        wait_until(nccl, each, "ncclSuccess")
+
+
 def test_a_communicator_that_does_not_block(nccl: FakeNccl) -> None:
-    nccl.set(FAKE_NCCL_DELAY_MS=50)
+    nccl.set(FAKE_NCCL_DELAY_MS=100_000)
     with ranks_of_process(nccl, 2, Config(blocking=0)) as ranks:
-        assert [nccl.state(rank.communicator) for rank in ranks] == ["ncclInProgress"] * 2
-        with pytest.raises(FakeNcclError, match="a call before the one before it was over"):
+        communicators = [rank.communicator for rank in ranks]
+        with held_back(nccl, communicators), pytest.raises(FakeNcclError, match="a call before the one before it"):
             nccl.number("ncclCommCount", ranks[0].communicator)
-        for rank in ranks:
-            wait_until(nccl, rank.communicator, "ncclSuccess")
         tensors = [torch.ones(3) for _ in ranks]
+        with held_back(nccl, communicators):
+            for rank in ranks:
+                buffers, place = (tensors[rank.rank].data_ptr(),) * 2, (rank.communicator, rank.stream.handle)
+                assert nccl.result("ncclAllReduce", *buffers, 3, FLOAT32, SUM, *place) == "ncclInProgress"
+                assert rank.stream.is_idle()  # a wait for the stream would wait for nothing: nothing has come to it
         for rank in ranks:
-            arguments = (tensors[rank.rank].data_ptr(),) * 2
-            place = (rank.communicator, rank.stream.handle)
-            assert nccl.result("ncclAllReduce", *arguments, 3, DTYPES[torch.float32], SUM, *place) == "ncclInProgress"
-            assert rank.stream.is_idle()  # nothing has come to the stream yet: a wait for it now would wait for nothing
-        for rank in ranks:
-            wait_until(nccl, rank.communicator, "ncclSuccess")
             rank.stream.synchronize()
         assert_same(tensors[0], torch.full((3,), 2.0), "reduced")
         children = [ctypes.c_void_p() for _ in ranks]
-        for rank, child in zip(ranks, children, strict=True):
-            assert nccl.result("ncclCommSplit", rank.communicator, 0, 0, ctypes.byref(child), None) == "ncclInProgress"
-            assert child.value is None  # written when the parent is ready again
-        for rank, child in zip(ranks, children, strict=True):
-            wait_until(nccl, rank.communicator, "ncclSuccess")
-            assert nccl.result("ncclCommFinalize", child) == "ncclInProgress"
-        for child in children:
-            assert child.value is not None
-            wait_until(nccl, child.value, "ncclSuccess")
-            nccl("ncclCommDestroy", child)
+        with held_back(nccl, communicators):
+            for rank, child in zip(ranks, children, strict=True):
+                made = nccl.result("ncclCommSplit", rank.communicator, 0, 0, ctypes.byref(child), None)
+                assert (made, child.value) == ("ncclInProgress", None)  # written when the parent is ready again
+        handles = [child.value or 0 for child in children]
+        with held_back(nccl, handles):
+            assert [nccl.result("ncclCommFinalize", handle) for handle in handles] == ["ncclInProgress"] * 2
+        for handle in handles:
+            nccl("ncclCommDestroy", handle)
 
 
 def test_an_init_that_nobody_joins_is_aborted(nccl: FakeNccl) -> None:
-    communicator = nccl.init(2, nccl.unique_id(), 0, Config(blocking=0))
-    time.sleep(0.05)
+    unique_id = nccl.unique_id()
+    communicator = nccl.init(2, unique_id, 0, Config(blocking=0))
+    nccl.wait_for_joined(unique_id, 1)
     assert nccl.state(communicator) == "ncclInProgress"
     nccl("ncclCommAbort", communicator)
 
@@ -221,11 +231,11 @@ def test_ids_that_are_no_good(nccl: FakeNccl) -> None:
         nccl.init(1, bytes(128), 0)
     used = nccl.unique_id()
     nccl("ncclCommDestroy", nccl.init(1, used, 0))
-    with pytest.raises(FakeNcclError, match=r"joining a communicator: (the unique id is used up|/proc/.*: No such file)"):
+    with pytest.raises(FakeNcclError, match=r"joining a communicator: (the unique id is used up|/proc/.*: No)"):
         nccl.init(1, used, 0)
     shared = nccl.unique_id()
     first = nccl.init(2, shared, 0, Config(blocking=0))
-    time.sleep(0.05)
+    nccl.wait_for_joined(shared, 1)
     with pytest.raises(FakeNcclError, match="rank 0 has joined before"):
         nccl.init(2, shared, 0)
     with pytest.raises(FakeNcclError, match="this rank says 3 ranks, another said 2"):
@@ -263,17 +273,18 @@ def test_sums_with_a_factor(nccl: FakeNccl) -> None:
     with ranks_of_process(nccl, 2) as ranks:
         factors = [torch.tensor([0.5], dtype=torch.bfloat16), torch.tensor([4.0], dtype=torch.bfloat16)]
         source, targets = torch.full((3,), 3.0).bfloat16(), [torch.zeros(3).bfloat16() for _ in ranks]
+        gate = Gate(*(rank.stream for rank in ranks))
         for rank, factor, residence in zip(ranks, factors, (0, 1), strict=True):
             op = ctypes.c_int()
             dtype = DTYPES[factor.dtype]
             arguments = (ctypes.byref(op), factor.data_ptr(), dtype, residence, rank.communicator)
             nccl("ncclRedOpCreatePreMulSum", *arguments)
-            rank.stream.launch(lambda: time.sleep(0.02))
             rank("ncclAllReduce", source, targets[rank.rank], 3, op.value)
             nccl("ncclRedOpDestroy", op.value, rank.communicator)
             with pytest.raises(FakeNcclError, match=f"op {op.value} does not exist"):
                 rank("ncclAllReduce", targets[0], targets[0], 3, op.value)
             factor.fill_(2.0)  # read when it runs, where it was said to lie on the device
+        gate.open()
         for rank in ranks:
             rank.stream.synchronize()
         assert_same(targets[0], torch.full((3,), 18.0, dtype=torch.bfloat16), "3 times 2 and 3 times 4")

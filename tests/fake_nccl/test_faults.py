@@ -1,15 +1,18 @@
 """Failures that a test asks for, disagreement, and the ways out of both."""
 
 import ctypes
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fake_nccl.abi import SUM, Config
+from tests.fake_nccl.abi import FLOAT32, SUM, Config
 from tests.fake_nccl.library import FakeNccl, FakeNcclError
-from tests.fake_nccl.survivor import Possessions
+from tests.fake_nccl.survivor import comes_back_to, possessions
 from tests.fake_nccl.tensors import RankOfTensors, assert_same, ranks_of_process
 
 
@@ -18,7 +21,7 @@ def all_reduce(rank: RankOfTensors, tensor: torch.Tensor) -> None:
 
 
 def wait_for_error(nccl: FakeNccl, communicator: int) -> str:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while nccl.state(communicator) == "ncclSuccess" and time.monotonic() < deadline:
         time.sleep(0.001)
     return nccl.state(communicator)
@@ -38,15 +41,10 @@ def test_a_call_fails_the_time_it_is_told_to(nccl: FakeNccl) -> None:
     nccl.set(FAKE_NCCL_FAIL="ncclAllReduce:3,ncclAllReduce:4:2,ncclGetUniqueId:2")
     with ranks_of_process(nccl, 1) as (rank,):
         tensor = torch.ones(1)
-        results = []
-        for _ in range(5):
-            try:
-                all_reduce(rank, tensor)
-                results.append("ncclSuccess")
-            except FakeNcclError as error:
-                assert "ncclAllReduce: injected failure" in str(error)
-                results.append(error.result)
+        place = (tensor.data_ptr(), tensor.data_ptr(), 1, FLOAT32, SUM, rank.communicator, rank.stream.handle)
+        results = [nccl.result("ncclAllReduce", *place) for _ in range(5)]
         assert results == ["ncclSuccess", "ncclSuccess", "ncclInternalError", "ncclSystemError", "ncclSuccess"]
+        assert nccl.last_error() == "fake NCCL: ncclAllReduce: injected failure"
         with pytest.raises(FakeNcclError, match="ncclGetUniqueId: injected failure"):
             nccl.unique_id()
 
@@ -209,22 +207,42 @@ def test_a_revoked_communicator_can_be_shrunk_and_no_more(nccl: FakeNccl) -> Non
 
 
 def test_nothing_is_left_behind(nccl: FakeNccl) -> None:
-    def live() -> None:
+    def live(num_working: int) -> None:
         with ranks_of_process(nccl, 3) as ranks:
             tensor = torch.ones(1)
-            for rank in ranks[: 1 + len(threads) % 3]:
+            for rank in ranks[:num_working]:
                 all_reduce(rank, tensor)
-            address = nccl.pointer("ncclMemAlloc", 4096, at=0)
-            nccl("ncclMemFree", address)
+            nccl("ncclMemFree", nccl.pointer("ncclMemAlloc", 4096, at=0))
 
-    threads: list[int] = []
     nccl("fakeStreamSynchronize", None)  # the default stream's thread stays
     nccl("ncclCommDestroy", nccl.init(1, nccl.unique_id(), 0))
-    before = Possessions.now()
+    before = possessions()
     for number in range(20):
-        threads.append(number)
-        live()
+        live(number % 4)
     unused = [nccl.unique_id() for _ in range(3)]
     for unique_id in unused:
         nccl("ncclCommAbort", nccl.init(2, unique_id, 0, Config(blocking=0)))
-    assert Possessions.come_back_to(before), (before, Possessions.now())
+    assert comes_back_to(before), (before, possessions())
+
+
+FORKS = """
+import os, sys
+from pathlib import Path
+from tests.fake_nccl.library import FakeNccl
+
+library = FakeNccl(Path(sys.argv[1]))
+communicator = library.init(1, library.unique_id(), 0)
+if (child := os.fork()) == 0:
+    print(library.result("ncclCommAbort", communicator), library.last_error(), flush=True)
+    library("ncclCommDestroy", library.init(1, library.unique_id(), 0))  # it may make its own
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+library("ncclCommDestroy", communicator)
+"""
+
+
+def test_a_forked_child_does_not_have_its_parents_communicators(double: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(double)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("ncclInvalidArgument fake NCCL: there is no such communicator in this process")

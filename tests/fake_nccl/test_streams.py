@@ -3,25 +3,14 @@
 import ctypes
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 
 from tests.fake_nccl.abi import SUM, CallConfig
-from tests.fake_nccl.library import FakeNccl, FakeNcclError
+from tests.fake_nccl.library import FakeNccl, FakeNcclError, Gate
 from tests.fake_nccl.tensors import RankOfTensors, assert_same, ranks_of_process, values
-
-
-class Gate:
-    """Holds a stream up until it is opened."""
-
-    def __init__(self, *streams) -> None:
-        self._opened = threading.Event()
-        for stream in streams:
-            stream.launch(lambda: self._opened.wait(20))
-
-    def open(self) -> None:
-        self._opened.set()
 
 
 def all_gather(ranks: list[RankOfTensors], sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
@@ -60,11 +49,11 @@ def test_pack_exchange_and_unpack_run_in_the_order_of_one_stream(nccl: FakeNccl)
         gates = Gate(*(rank.stream for rank in ranks))
         for rank in ranks:
             me, peer = rank.rank, 1 - rank.rank
-            rank.stream.launch(lambda me=me, peer=peer: packed[me].copy_(wholes[me][:, 20 * peer : 20 * peer + 20]))
+            rank.stream.launch(partial(packed[me].copy_, wholes[me][:, 20 * peer : 20 * peer + 20]))
             with rank.group():
                 rank.send(packed[me], peer)
                 rank.receive(received[me], peer)
-            rank.stream.launch(lambda me=me: unpacked[me].copy_(received[me] * 2))
+            rank.stream.launch(partial(torch.mul, received[me], 2, out=unpacked[me]))
         gates.open()
         synchronize(ranks)
         for me in range(2):
@@ -195,5 +184,3 @@ def test_a_launch_event_is_over_when_the_operation_has_started(nccl: FakeNccl) -
         event.synchronize()
         assert not ranks[0].stream.is_idle()  # the other rank has not come
     event.destroy()
-
-

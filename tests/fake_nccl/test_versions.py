@@ -80,10 +80,7 @@ def test_declarations_are_those_of_a_real_header(tmp_path: Path) -> None:
         "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_st* cudaEvent_t;\n"
     )
     (tmp_path / "cuda_fp16.h").touch()
-    compiled = subprocess.run(
-        ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", f"-I{folders[0]}", HERE / "header_check" / "check_abi.cpp"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    source, includes = HERE / "header_check" / "check_abi.cpp", (f"-I{tmp_path}", f"-I{folders[0]}")
+    command = ["g++", "-std=c++17", "-fsyntax-only", *includes, str(source)]
+    compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -43,17 +44,17 @@ def put_to_all(rank: int, path: Path, unique_id: bytes) -> None:
         source = torch.zeros(1, dtype=torch.int32)
         others = [peer for peer in range(SIZE) if peer != rank]
         for number in range(20):
-            here.stream.launch(lambda number=number: source.fill_(100 * number + rank))
+            here.stream.launch(partial(source.fill_, 100 * number + rank))
             for peer in range(SIZE):
                 library("ncclPutSignal", source.data_ptr(), 1, INT32, peer, window, 4 * rank, 0, 0, 0, place, stream)
             wait_for(here, dict.fromkeys(range(SIZE), 1))
-            found: list[list[int]] = []
-            here.stream.launch(lambda found=found: found.append(mine.tolist()))
+            found = torch.zeros(SIZE, dtype=torch.int32)
+            here.stream.launch(partial(found.copy_, mine))
             for peer in others:  # that they may write again
                 library("ncclSignal", peer, 0, 0, 0, place, stream)
             wait_for(here, dict.fromkeys(others, 1))
             here.stream.synchronize()
-            assert found == [[100 * number + other for other in range(SIZE)]]
+            assert found.tolist() == [100 * number + other for other in range(SIZE)]
         right = library.pointer("ncclGetLsaDevicePointer", window, 4, (rank + 1) % SIZE, at=3)
         assert tensor_at(right, 1).item() == 1901
         with pytest.raises(FakeNcclError, match=rf"8 bytes from byte 12 of rank {others[0]} are not in the window"):
