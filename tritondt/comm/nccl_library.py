@@ -11,7 +11,7 @@ _PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _PATH = "nvidia/nccl/lib/libnccl.so.2"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1)
 def nccl_library() -> NcclLibrary:
     """The NCCL of this process, from 2.18 on; the same one at every call.
 
