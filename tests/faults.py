@@ -105,7 +105,8 @@ class Observation(NamedTuple):
 # How the texts of errors say it, in the order in which they are looked for: one that says two of them heard the first.
 _NEWS = {
     _RAISED: r"(?:PlantedError: the \w+ is broken|RuntimeError: .*can't allocate memory)",
-    _SILENT: r"got no answer; the timeout is 2 s",
+    # By the rank, or by the store in its process: who has all of its messages waits for somebody that waits for it.
+    _SILENT: r"(?:got no answer; the timeout is 2 s|which rank 0 holds, has not answered for 1 s)",
     _ENDED: r"rank \d has ended",
     _CLOSED: r"closed its connection",
 }

@@ -20,7 +20,6 @@ from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
 from tritondt.comm.packed import PackedCommunicator
-from tritondt.comm.store_line import silence
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError
@@ -120,15 +119,8 @@ class GlooCommunicator(PackedCommunicator):
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
         """Why a wait broke: what the watch or the store knows, else that the connection closed."""
-        try:
-            known = self._watch.reason(wait, patient=False)
-        except RuntimeError as gone:  # the broken connection is all that is known
-            return PeerError(f"{_closed_text(wait, self._rank, error)}; {silence(gone)}")
-        return known or PeerError(_closed_text(wait, self._rank, error))
-
-
-def _closed_text(wait: Wait, rank: int, error: RuntimeError) -> str:
-    return (
-        f"rank {wait.peer} closed its connection while rank {rank} waited for it in {wait.description}; it has "
-        f"failed or left ({str(error).splitlines()[0]})"
-    )
+        return self._watch.broken(
+            wait,
+            f"rank {wait.peer} closed its connection while rank {self._rank} waited for it in {wait.description}; it "
+            f"has failed or left ({str(error).splitlines()[0]})",
+        )

@@ -19,7 +19,6 @@ from tritondt.comm.flight import EXCHANGING
 from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
 from tritondt.comm.packed import PackedCommunicator
-from tritondt.comm.store_line import silence
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError
@@ -120,17 +119,11 @@ class SocketCommunicator(PackedCommunicator):
     def _cause(self, wait: Wait, outcome: str) -> PeerError:
         """Why an exchange broke off: what the watch or the store knows, else what the socket said."""
         if outcome == "expired":
-            return self._why_expired(wait)
-        what = "closed its connection" if outcome == "closed" else "sent something else"
-        text = f"rank {wait.peer} {what} while rank {self._rank} waited for it in {wait.description}"
-        try:
-            known = self._watch.reason(wait, patient=outcome == "mismatch")
-        except RuntimeError as gone:  # the socket's news is all there is
-            return PeerError(f"{text}; {silence(gone)}")
-        return known or PeerError(f"{text}; it has failed or left")
-
-    def _why_expired(self, wait: Wait) -> PeerError:
-        try:
             return self._watch.why_expired(wait)
-        except RuntimeError as gone:
-            return PeerError(f"{self._watch.timed_out(wait)}; {silence(gone)}")
+        what = "closed its connection" if outcome == "closed" else "sent something else"
+        return self._watch.broken(
+            wait,
+            f"rank {wait.peer} {what} while rank {self._rank} waited for it in {wait.description}; it has failed or "
+            "left",
+            patient=outcome == "mismatch",
+        )

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
+from tritondt.comm.store_home import StoreHome
 from tritondt.errors import PeerError
 
 PATIENCE_S = 1.0
@@ -22,11 +23,6 @@ Result = TypeVar("Result")
 
 class SilentStoreError(PeerError):
     """The store has not answered in time: the process that holds it has stopped, or its machine."""
-
-
-def silence(error: RuntimeError) -> str:
-    """What an error message says of a store that does not answer."""
-    return f"nor does the store answer, which rank 0 or the launcher holds ({error})"
 
 
 class _Call(Generic[Result]):
@@ -54,10 +50,10 @@ class _Call(Generic[Result]):
 
 
 class StoreLine:
-    """Calls on a store from one thread, which starts with the first."""
+    """Calls on a store from one thread, which starts with the first; `home` is where the store is."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    def __init__(self, store: dist.Store, home: StoreHome) -> None:
+        self._store, self.home = store, home
         self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -72,8 +68,14 @@ class StoreLine:
                 self._thread.start()
         self._calls.put(made)  # type: ignore[arg-type]
         if not made.answered.wait(self._left_of(patience_s)):
-            raise SilentStoreError(f"the store, which ranks meet at, has not answered for {patience_s:g} s")
+            raise SilentStoreError(f"{self.home} has not answered for {patience_s:g} s")
         return made.result()
+
+    def silence(self, error: RuntimeError) -> str:
+        """What an error message says of a store that does not answer: whose process has stopped or gone, if known."""
+        if isinstance(error, SilentStoreError):
+            return f"and {error}"
+        return f"nor does {self.home} answer ({error})"
 
     def _left_of(self, patience_s: float) -> float:
         """Nobody waits longer because others have asked before."""

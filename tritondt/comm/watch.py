@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tritondt.comm.communicator import Errand
 from tritondt.comm.notices import Notices, Waiting
-from tritondt.comm.store_line import SilentStoreError, StoreLine, silence
+from tritondt.comm.store_line import SilentStoreError, StoreLine
 from tritondt.errors import MismatchError, PeerError
 
 INTERVAL_S = 1.0
@@ -54,7 +54,7 @@ class Watch:
     """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
 
     def __init__(self, line: StoreLine, rank: int) -> None:
-        self._notices, self._rank = Notices(line, rank), rank
+        self._line, self._notices, self._rank = line, Notices(line, rank), rank
         self._waits: dict[int, Wait] = {}
         self._published: set[tuple[str, int]] = set()
         self._closing = threading.Event()
@@ -87,11 +87,7 @@ class Watch:
         """Tells the others that this rank takes part in no more exchanges; RuntimeError where they cannot be told."""
         self._notices.report_for_good(key, error)
 
-    def reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
-        """Why `wait` broke off, as far as this rank or the store knows.
-
-        `patient` tells the others what this rank waits for and gives them a moment to do the same.
-        """
+    def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
         end = time.monotonic() + (3 * INTERVAL_S if patient else 0.0)
         if patient:
             self._publish(wait)
@@ -130,43 +126,63 @@ class Watch:
         return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
 
     def _look(self, wait: Wait) -> None:
+        silent: SilentStoreError | None = None
+        reason, is_over = None, False
         try:
             self._publish(wait)
             reason = self.reason_now(wait)
-        except SilentStoreError:  # no news: the timeout will tell
-            reason = None
-        except RuntimeError as error:  # the store's rank has gone, and with it all news
+            is_over = self._is_over(wait)
+        except SilentStoreError as error:  # no news: the timeout will tell
+            silent, is_over = error, _late_s(wait) >= 0
+        except RuntimeError as error:  # the store's process has gone, and with it all news
             reason = PeerError(
-                f"rank {self._rank} waits for rank {wait.peer} in {wait.description} without news; {silence(error)}"
+                f"rank {self._rank} waits for rank {wait.peer} in {wait.description} without news; "
+                f"{self._line.silence(error)}"
             )
-        late_s = _waited(wait) - wait.timeout_s
-        if reason is None and wait.is_timed and late_s >= 0 and not (late_s < GRACE_S and self._peer_waits(wait)):
-            reason = self.timed_out(wait)
+        if reason is None and wait.is_timed and is_over:
+            reason = self._timed_out(wait, silent)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason
             wait.interrupt()
 
+    def _is_over(self, wait: Wait) -> bool:
+        late_s = _late_s(wait)
+        return late_s >= GRACE_S or (late_s >= 0 and not self._peer_waits(wait))
+
     def why_expired(self, wait: Wait) -> PeerError:
         """Why a wait took too long, as far as the store knows; else that it did."""
         end = time.monotonic() + GRACE_S
-        while (found := self.reason_now(wait)) is None and self._peer_waits(wait) and time.monotonic() < end:
-            time.sleep(0.05)
-        return found or self.timed_out(wait)
+        try:
+            while (found := self.reason_now(wait)) is None and self._peer_waits(wait) and time.monotonic() < end:
+                time.sleep(0.05)
+        except RuntimeError as gone:
+            return self._timed_out(wait, gone)
+        return found or self._timed_out(wait, None)
+
+    def broken(self, wait: Wait, text: str, *, patient: bool = False) -> PeerError:
+        """Why a connection has broken, as far as this rank or the store knows; else `text`, which says that it has.
+
+        `patient` tells the others what this rank waits for and gives them a moment to do the same.
+        """
+        try:
+            return self._reason(wait, patient=patient) or PeerError(text)
+        except RuntimeError as gone:  # the broken connection is all that is known
+            return PeerError(f"{text}; {self._line.silence(gone)}")
 
     def _peer_waits(self, wait: Wait) -> bool:
         """Whether the rank that is waited for has said that it waits as well: it knows who is at fault."""
-        try:
-            said = self._notices.waiting(wait.key, (wait.peer,)).get(wait.peer)
-        except RuntimeError:  # no news
-            return False
+        said = self._notices.waiting(wait.key, (wait.peer,)).get(wait.peer)
         return said is not None and said.sequence <= wait.sequence
 
-    def timed_out(self, wait: Wait) -> PeerError:
-        """The error of a wait that took too long, told to the others as well."""
+    def _timed_out(self, wait: Wait, gone: RuntimeError | None) -> PeerError:
+        """The error of a wait that took too long, told to the others as well.
+
+        A store that is `gone` is evidence: the process that holds it has stopped, and the peer may wait for that one.
+        """
         reason = PeerError(
             f"rank {self._rank} waited {_waited(wait):.1f} s for rank {wait.peer} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
-            "(TRITONDT_TIMEOUT)"
+            f"(TRITONDT_TIMEOUT){'' if gone is None else f'; {self._line.silence(gone)}'}"
         )
         self.report(wait.key, wait.sequence, reason)
         return reason
@@ -191,6 +207,10 @@ class Watch:
 
 def _waited(wait: Wait) -> float:
     return time.monotonic() - wait.started
+
+
+def _late_s(wait: Wait) -> float:
+    return _waited(wait) - wait.timeout_s
 
 
 def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:

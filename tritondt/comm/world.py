@@ -34,6 +34,7 @@ from tritondt.comm.membership import Membership
 from tritondt.comm.registry import World
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.store_line import StoreLine
+from tritondt.comm.store_home import StoreHome
 from tritondt.comm.watch import Watch
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
@@ -51,7 +52,8 @@ class ProcessWorld:
         self._timeout = environment.timeout()
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("tritondt", store)
-        self._line = StoreLine(dist.PrefixStore("tritondt", store.clone()))
+        self._home = StoreHome(store)
+        self._line = StoreLine(dist.PrefixStore("tritondt", store.clone()), self._home)
         self._watch = Watch(self._line, who.rank)
         self._transport, self._compares = environment.transport(), environment.compares()
         self.flight = Flight(who.rank, who.size, self._flight_directory())
@@ -60,6 +62,7 @@ class ProcessWorld:
         self._meetings: list[Meeting] = []
         self._making = threading.Lock()
         self.costs = self._agreed(default_costs(who.size))
+        self._home.tell(self._store, who.rank)
         self._closed = False
 
     def _agreed(self, own: CostTable) -> CostTable:
@@ -92,6 +95,7 @@ class ProcessWorld:
         self._meetings.append(meeting)
         meeting.gather(self.identity.rank)
         made = Membership(
+        self._line.call(self._home.ask, self._timeout.total_seconds())
             name=name,
             key=meeting.key,
             ranks=ranks,

@@ -1,0 +1,43 @@
+"""Where the store of a job is: its address, and the rank whose process holds it, where a rank does and has said so.
+
+Rank 0 holds it where ranks start by themselves, the launcher under torchrun, and anybody where the program made it.
+A store that does not answer is evidence that the process that holds it has stopped, so it matters which one that is.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+_HOLDER = "holder of the store"
+
+
+class StoreHome:
+    """What ranks call the store, in words that follow "and" or "nor does"."""
+
+    def __init__(self, store: dist.Store) -> None:
+        plain = _without_prefixes(store)
+        self._address = f" at {plain.host}:{plain.port}" if isinstance(plain, dist.TCPStore) else ""
+        # Torch 2.13 says in no other way which end of a store this is.
+        self.is_here = isinstance(plain, dist.TCPStore) and "server=TCPServer" in repr(plain)
+        self.rank: int | None = None
+
+    def __str__(self) -> str:
+        """In an error message."""
+        return f"the store{self._address}{'' if self.rank is None else f', which rank {self.rank} holds,'}"
+
+    def tell(self, store: dist.Store, rank: int) -> None:
+        """Tells the others that this rank holds it, if so; before they meet."""
+        if self.is_here:
+            self.rank = rank
+            store.set(_HOLDER, str(rank))
+
+    def ask(self, store: dist.Store) -> None:
+        """Learns who holds it, if somebody has said so."""
+        if self.rank is None and store.check([_HOLDER]):
+            self.rank = int(store.get(_HOLDER))
+
+
+def _without_prefixes(store: Any) -> Any:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
