@@ -4,6 +4,7 @@ A world lasts from one initialisation of torch.distributed to the next; each has
 that nothing made in one is taken for part of another. Thread ranks declare theirs with `assumed`.
 """
 
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -74,3 +75,21 @@ def current() -> Identity:
         _known.clear()
         _known[id(group)] = (weakref.ref(group), identity)
         return identity
+
+
+_inherited: "weakref.ref[Any] | None" = None
+
+
+def is_inherited() -> bool:
+    """Whether torch.distributed was initialised by a process from which this one was forked."""
+    return _inherited is not None and dist.is_initialized() and dist.group.WORLD is _inherited()
+
+
+def _after_fork() -> None:
+    global _inherited, _lock
+    _lock = threading.Lock()
+    if dist.is_available() and dist.is_initialized():
+        _inherited = weakref.ref(dist.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -13,6 +13,7 @@ import torch
 
 from tritondt._C import FlightRecorder
 from tritondt.comm.work import Run, Work
+from tritondt.errors import WorldError
 from tritondt.placement import ReduceOp
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.geometry import Block
@@ -140,6 +141,10 @@ class Communicator(Protocol):
 
     def abort(self) -> None:
         """Ends the communicator without the others."""
+        ...
+
+    def disown(self, error: WorldError) -> None:
+        """Refuses all further use with `error`, in a process that was forked from the communicator's."""
         ...
 
 

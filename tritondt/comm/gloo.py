@@ -8,6 +8,7 @@ passes unnoticed, so the tag is a fingerprint of what is exchanged: ranks that d
 watch tells them so.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,7 +23,7 @@ from tritondt.comm.membership import Membership
 from tritondt.comm.packed import PackedCommunicator
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
-from tritondt.errors import PeerError
+from tritondt.errors import PeerError, WorldError
 
 # Gloo's own limit must never strike first: it closes every connection without saying why.
 _GLOO_TIMEOUT_FACTOR = 4
@@ -89,6 +90,7 @@ class GlooCommunicator(PackedCommunicator):
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
+        self._check_own()
         self._queue.close()
         if self.failure is None:
             self.barrier()
@@ -98,10 +100,17 @@ class GlooCommunicator(PackedCommunicator):
 
     def abort(self) -> None:
         """Disconnects without waiting for the others."""
+        if self._is_inherited:  # the parent would lose its connections
+            return
         self._end("aborted")
         self._interrupt()
         self._queue.close()
         self._group = None
+
+    def disown(self, error: WorldError) -> None:
+        """Keeps the group beyond the end of this process: its destructor would take sockets from the parent's epoll."""
+        super().disown(error)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _interrupt(self) -> None:
         """Wakes whoever waits on this communicator; it cannot be used afterwards.

@@ -16,6 +16,7 @@ import torch
 from tritondt.comm.communicator import Errand, Traffic, Transfer
 from tritondt.comm.comparison import FINGERPRINT, Note, difference, read_note, write_note
 from tritondt.comm.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Flight
+from tritondt.comm.forked import ForkedError
 from tritondt.comm.letters import Letters
 from tritondt.comm.packing import PackedTransfer, Slice, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
@@ -138,6 +139,8 @@ class PackedCommunicator(ABC):
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank will not take part in the next exchange, and why; it counts as run."""
+        if self._is_inherited:  # nobody waits for this process
+            return
         if not self._queue.is_own_thread():
             self._queue.drain()
         self._refuse(error)
@@ -292,9 +295,26 @@ class PackedCommunicator(ABC):
         """Refuses further use; `how` is "closed" or "aborted"."""
         self.failure = self.failure or _EndedError(f"the communicator was {how}")
 
+    def disown(self, error: WorldError) -> None:
+        """Refuses all further use with `error`, in a process that was forked from the communicator's."""
+        self.failure = error
+        self._turn = threading.RLock()  # another thread of the parent may have it
+        self._queue.disown(error)
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether all that there is to end belongs to the process that this one was forked from."""
+        return isinstance(self.failure, ForkedError)
+
+    def _check_own(self) -> None:
+        if self._is_inherited:
+            self._check_usable("the end of a communicator")
+
     def _check_usable(self, description: str) -> None:
         if self.failure is None:
             return
+        if self._is_inherited:
+            raise ForkedError(f"{description} was asked for, but {self.failure}")
         found = "ended" if isinstance(self.failure, _EndedError) else "failed before"
         raise WorldError(
             f"{description} was asked of a communicator that {found} ({self.failure}); make a new world: call "

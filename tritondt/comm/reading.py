@@ -4,6 +4,7 @@ Messages are sent from the tensors themselves where they lie in one run: without
 them. Distributed tensors are guarded by their storage, so that views and parameters that share it are guarded too.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
@@ -40,3 +41,13 @@ def wait_before_writing(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         for wait in readers.get(tensor.untyped_storage().data_ptr(), ()):
             wait()
+
+
+def _after_fork() -> None:
+    """The child has its own copy of the memory, and nobody reads it there."""
+    global _changing
+    _changing = threading.Lock()
+    readers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

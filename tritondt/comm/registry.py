@@ -1,5 +1,6 @@
 """Which world an identity has, one per rank of this process."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -36,6 +37,10 @@ class World(Protocol):
 
     def abort(self) -> None:
         """Ends all communicators without the others."""
+        ...
+
+    def inherited(self) -> "World":
+        """What a process gets in its place that has just been forked from this one."""
         ...
 
     def successor(self) -> "World | None":
@@ -78,3 +83,13 @@ def end(who: Identity) -> World | None:
     for forget in _on_end:
         forget()
     return found
+
+
+def _after_fork() -> None:
+    for who, world in tuple(_worlds.items()):
+        _worlds[who] = world.inherited()
+    for forget in _on_end:
+        forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -21,7 +21,7 @@ from tritondt.comm.membership import Membership
 from tritondt.comm.packed import PackedCommunicator
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, ThreadQueue
-from tritondt.errors import PeerError
+from tritondt.errors import PeerError, WorldError
 
 # How long an abort waits for the thread that it has woken to let go of the sockets.
 _PATIENCE_S = 5.0
@@ -91,6 +91,7 @@ class SocketCommunicator(PackedCommunicator):
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
+        self._check_own()
         self._queue.close()
         if self.failure is None:
             self.barrier()
@@ -100,6 +101,8 @@ class SocketCommunicator(PackedCommunicator):
 
     def abort(self) -> None:
         """Disconnects without waiting for the others; whoever waits here is woken."""
+        if self._is_inherited:  # the parent would be woken
+            return
         self._end("aborted")
         self._group.interrupt()
         self._queue.close()
@@ -109,6 +112,13 @@ class SocketCommunicator(PackedCommunicator):
         finally:
             if with_turn:
                 self._turn.release()
+
+    def disown(self, error: WorldError) -> None:
+        """Closes this process's copies of the sockets too, or peers would not notice when the parent dies."""
+        super().disown(error)
+        for found in self._sockets:
+            if found is not None:
+                found.close()
 
     def _disconnect(self) -> None:
         self._watchdog.unwatch(self._group)

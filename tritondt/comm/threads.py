@@ -19,8 +19,11 @@ from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.flight import Flight
+from tritondt.comm.forked import ForkedError
+from tritondt.comm.inherited import InheritedWorld
 from tritondt.comm.letters import Letters
 from tritondt.comm.packed import PackedCommunicator
+from tritondt.comm.registry import World
 from tritondt.comm.switchboard import Party, Switchboard
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import IssueQueue, Run, Work
@@ -44,12 +47,14 @@ class TurnQueue(IssueQueue):
 
     def wait_for(self, work: Work) -> None:
         """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
+        if self._disowned is not None:
+            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
         self._switchboard.wait_until(self._switchboard.parties[identity.current().rank], work.is_completed)
 
     def close(self) -> None:
         """Ends the thread when all that was submitted has run."""
         party, self._closing = self._party, True
-        if party is not None:
+        if party is not None and self._disowned is None:
             self._switchboard.wait_until(self._owner, lambda: party.done)
 
     def interrupt(self, error: BaseException) -> None:
@@ -148,9 +153,11 @@ class ThreadCommunicator(PackedCommunicator):
 
     def set_timeout(self, seconds: float) -> None:
         """Changes nothing: when every rank thread waits, each is told at once."""
+        self._check_usable(f"a timeout of {seconds:g} s")
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and refuses further use."""
+        self._check_own()
         self._queue.close()
         if self.failure is None:
             self.barrier()
@@ -160,6 +167,8 @@ class ThreadCommunicator(PackedCommunicator):
 
     def abort(self) -> None:
         """Refuses further use; what was issued fails."""
+        if self._is_inherited:  # nothing runs here
+            return
         self._switchboard.end(self._key)
         self.leave()
 
@@ -197,6 +206,10 @@ class ThreadWorld:
             member = ThreadMembership(name, key, members, self.identity.rank, self.flight, environment.compares())
             found = self._communicators[members] = ThreadCommunicator(member, self._switchboard)
         return found
+
+    def inherited(self) -> World:
+        """What a forked child gets in its place."""
+        return InheritedWorld(self.identity.rank, self._communicators.values())
 
     def successor(self) -> "ThreadWorld":
         """A new world of the same threads, without anything of this one."""

@@ -15,6 +15,7 @@ import torch
 
 from tritondt import identity
 from tritondt.comm import reading
+from tritondt.comm.forked import ForkedError
 from tritondt.errors import WorldError
 
 Run = Callable[[], None]
@@ -95,6 +96,7 @@ class IssueQueue(ABC):
         self._last: Work | None = None
         self._failed: Work | None = None
         self._thread_id: int | None = None
+        self._disowned: WorldError | None = None
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool) -> Work:
         """Runs `run` after what was submitted before; it reads `sources`, which that fills unless they are there."""
@@ -112,6 +114,10 @@ class IssueQueue(ABC):
         if self._last is not None:
             self._last.settle()
             self._last = None
+
+    def disown(self, error: WorldError) -> None:
+        """Raises `error` wherever somebody would wait: the thread stayed behind in the process it was forked from."""
+        self._disowned = error
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread is that of the queue."""
@@ -202,13 +208,15 @@ class ThreadQueue(IssueQueue):
 
     def wait_for(self, work: Work) -> None:
         """Returns when `work` has run; signals are handled meanwhile."""
+        if self._disowned is not None:
+            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
         with self._changed:
             while not work.is_completed():
                 self._changed.wait()
 
     def close(self) -> None:
         """Ends the thread when all that was submitted has run."""
-        if self._thread is not None and not self.is_own_thread():
+        if self._thread is not None and not self.is_own_thread() and self._disowned is None:
             self._waiting.put(None)
             self._thread.join()
             self._thread = None

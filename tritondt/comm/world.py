@@ -29,12 +29,13 @@ from tritondt.comm.communicator import Communicator
 from tritondt.comm.costs import default_costs
 from tritondt.comm.flight import Flight
 from tritondt.comm.gloo import GlooCommunicator
+from tritondt.comm.inherited import InheritedWorld
 from tritondt.comm.meeting import Meeting
 from tritondt.comm.membership import Membership
 from tritondt.comm.registry import World
 from tritondt.comm.sockets import SocketCommunicator
-from tritondt.comm.store_line import StoreLine
 from tritondt.comm.store_home import StoreHome
+from tritondt.comm.store_line import StoreLine
 from tritondt.comm.watch import Watch
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
@@ -61,8 +62,8 @@ class ProcessWorld:
         self._communicators: dict[tuple[int, ...], Communicator] = {}
         self._meetings: list[Meeting] = []
         self._making = threading.Lock()
-        self.costs = self._agreed(default_costs(who.size))
         self._home.tell(self._store, who.rank)
+        self.costs = self._agreed(default_costs(who.size))
         self._closed = False
 
     def _agreed(self, own: CostTable) -> CostTable:
@@ -80,7 +81,7 @@ class ProcessWorld:
     def communicator(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of these ranks; the first call is collective among them."""
         if self._closed:
-            raise WorldError("this world is closed; initialise torch.distributed again to make a new one")
+            raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
         key = tuple(sorted(ranks))
         found = self._communicators.get(key)
         if found is None:
@@ -94,8 +95,8 @@ class ProcessWorld:
         meeting = Meeting(self._line, name, ranks, self._timeout.total_seconds())
         self._meetings.append(meeting)
         meeting.gather(self.identity.rank)
-        made = Membership(
         self._line.call(self._home.ask, self._timeout.total_seconds())
+        made = Membership(
             name=name,
             key=meeting.key,
             ranks=ranks,
@@ -138,6 +139,10 @@ class ProcessWorld:
         self._watchdog.close()
         self.flight.leave()
 
+    def inherited(self) -> World:
+        """What a forked child gets in its place."""
+        return InheritedWorld(self.identity.rank, self._communicators.values())
+
     def successor(self) -> None:
         """None: the next world of this process is made on first use."""
 
@@ -176,6 +181,14 @@ def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
 _making = threading.Lock()
 
 
+def _after_fork() -> None:
+    global _making
+    _making = threading.Lock()  # another thread of the parent may have it
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def current() -> World:
     """The world of the calling thread, made on first use."""
     who = identity.current()
@@ -185,7 +198,7 @@ def current() -> World:
             found = registry.find(who)
             if found is None:
                 _end_all()  # of a process group that was destroyed or replaced
-                found = ProcessWorld(who)
+                found = InheritedWorld(who.rank, ()) if identity.is_inherited() else ProcessWorld(who)
                 registry.enter(who, found)
                 _watch_for_the_end()
     return found

@@ -1,0 +1,56 @@
+"""The world of a process that was forked from a rank."""
+
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from tritondt.comm.communicator import Communicator
+from tritondt.comm.flight import Flight
+from tritondt.comm.forked import ForkedError, forked_error
+from tritondt.planning.cost import CostTable
+
+
+class InheritedWorld:
+    """Refuses everything, and does nothing to what it shares with the rank that it was forked from."""
+
+    def __init__(self, rank: int, communicators: Iterable[Communicator]) -> None:
+        self._error = forked_error(rank)
+        # Kept for good: to end them would wait for threads that are not here.
+        self._communicators = tuple(communicators)
+        for communicator in self._communicators:
+            communicator.disown(self._error)
+
+    @property
+    def costs(self) -> CostTable:
+        """Refused."""
+        self._refuse()
+
+    @property
+    def flight(self) -> Flight:
+        """Refused."""
+        self._refuse()
+
+    def communicator(self, ranks: Sequence[int]) -> Communicator:
+        """Refused."""
+        self._refuse()
+
+    def report(self, error: BaseException) -> None:
+        """Refused."""
+        self._refuse()
+
+    def close(self) -> None:
+        """Refused: it is a collective call of ranks."""
+        self._refuse()
+
+    def abort(self) -> None:
+        """Leaves the parent's world alone."""
+
+    def inherited(self) -> "InheritedWorld":
+        """For a child of the child."""
+        return self
+
+    def successor(self) -> "InheritedWorld":
+        """Still no world."""
+        return self
+
+    def _refuse(self) -> NoReturn:
+        raise ForkedError(str(self._error))
