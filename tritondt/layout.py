@@ -6,6 +6,7 @@
 Layouts are interned: equal layouts are one object, so that plans and dispatch can be cached by identity.
 """
 
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -22,6 +23,7 @@ Coordinate = tuple[int, ...]
 
 _interned: "WeakValueDictionary[object, Layout]" = WeakValueDictionary()
 _interning = threading.Lock()
+os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.release, after_in_child=_interning.release)
 
 
 class Layout:

@@ -4,6 +4,7 @@ torch's DeviceMesh compares equal across ranks and across worlds, so it cannot k
 either; a `Mesh` can, and equal meshes are one object.
 """
 
+import os
 import threading
 from collections.abc import Sequence
 from math import prod
@@ -21,6 +22,7 @@ from tritondt.identity import Identity
 
 _interned: "WeakValueDictionary[object, Mesh]" = WeakValueDictionary()
 _interning = threading.Lock()
+os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.release, after_in_child=_interning.release)
 
 
 class Mesh:

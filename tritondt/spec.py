@@ -1,5 +1,6 @@
 """A layout on a real mesh, with stride and dtype: what a distributed tensor is, apart from its data."""
 
+import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,6 +19,7 @@ from tritondt.planning.geometry import dense_strides
 
 _interned: "WeakValueDictionary[object, DTensorSpec]" = WeakValueDictionary()
 _interning = threading.Lock()
+os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.release, after_in_child=_interning.release)
 
 
 class TensorMeta(NamedTuple):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import tritondt as T
 from tests.gloo_ranks import Failure, GlooRanks, UncaughtError
 from tests.ops.sharded import distribute
+from tritondt import layout, mesh, spec
 from tritondt.comm import reading, world
 from tritondt.comm.threads import run_ranks
 
@@ -196,6 +198,28 @@ def _end(end: str) -> NoReturn:
 @pytest.mark.parametrize(("end", "status"), [("exits", 3), ("raises", 1)])
 def test_the_end_of_a_fork_disturbs_nobody(ranks: GlooRanks, end: str, status: int) -> None:
     assert ranks.run(fork_and_end, end) == [status, 0]
+
+
+@pytest.mark.parametrize("module", [layout, spec, mesh], ids=lambda module: module.__name__)
+def test_a_fork_finds_no_lock_taken(module: Any) -> None:
+    """That of another thread, which is not there to give it back."""
+    taken = threading.Event()
+
+    def hold() -> None:
+        with module._interning:
+            taken.set()
+            time.sleep(0.3)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    taken.wait()
+    assert status_of_fork(_take, module._interning) == 0
+    holder.join()
+    assert not module._interning.locked()
+
+
+def _take(lock: threading.Lock) -> None:
+    assert lock.acquire(timeout=1)
 
 
 class Numbers(Dataset[torch.Tensor]):

@@ -220,6 +220,31 @@ def test_two_threads_cannot_exchange_at_once(transport: str) -> None:
         ranks.run(live_on)
 
 
+def ask_from_a_thread_beside(rank: int) -> list[str]:
+    """A thread that a rank thread has started is no rank."""
+    x = rows()
+    said = []
+
+    def use() -> None:
+        for options in ({}, {"async_op": True}):
+            with pytest.raises(T.WorldError) as told:
+                to(x, T.Replicate(), **options)
+            said.append(str(told.value))
+
+    beside = threading.Thread(target=use)
+    beside.start()
+    beside.join()
+    gather(x)  # nothing is lost
+    return said
+
+
+def test_a_thread_beside_a_rank_thread_has_no_world() -> None:
+    for said in run_ranks(2, ask_from_a_thread_beside):
+        assert len(said) == 2
+        for text in said:
+            assert text.startswith("there is no world: torch.distributed is not initialised; start the program with")
+
+
 def live_on(rank: int) -> None:
     """A new process group in place of one whose world was not ended; its work is of the world before."""
     x = rows()
