@@ -14,7 +14,7 @@ from typing import Any
 
 from tritondt.comm import world
 from tritondt.comm.communicator import Errand
-from tritondt.comm.packed import Letters
+from tritondt.comm.letters import Letters
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.work import Run
 

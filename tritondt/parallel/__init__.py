@@ -5,6 +5,8 @@
     parallelize_module(model, mesh, plan)
 
 Parameters become distributed tensors; a forward pass runs on local ones and communicates where a module begins or ends.
+With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence multiplies while the rest travels, as
+`all_gather_matmul` and `matmul_reduce_scatter` do by themselves. torch.compile makes graphs of what lies between.
 """
 
 from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter

@@ -5,7 +5,8 @@
 
 They give what `redistribute` and `F.linear` give one after the other, and so do their gradients, whose chunks travel
 while others are computed as well. Second derivatives, and calls under autocast or while torch traces a graph, go one
-after the other.
+after the other; and so does everything where the cost table says that nothing is hidden, as between processes of one
+host, whose own processors move the bytes. TRITONDT_COSTS tells of other networks.
 """
 
 from functools import lru_cache

@@ -44,7 +44,8 @@ class ColwiseParallel(WeightStyle):
     `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0.
     `repeats` is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix.
     With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
-    rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without.
+    rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without. Nor
+    does anything overlap where the cost table says that it hides nothing, as between processes of one host.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class RowwiseParallel(WeightStyle):
     Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
     tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together.
     With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
-    the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without.
+    the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor
+    does anything overlap where the cost table says that it hides nothing, as between processes of one host.
     """
 
     def __init__(
