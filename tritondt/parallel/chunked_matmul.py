@@ -223,7 +223,7 @@ def _multiply(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: to
     """Writes x @ matrix + bias to `out`; with `out` autocast has no say.
 
     A batch of few positions each, cut out of more, is copied together and apart again where that is less than to read
-    the matrix for each: of 8 times 32 positions, 1024 features and 2048 results in 1.1 ms, without 3.4 ms more.
+    the matrix for each: 8 times 32 positions of 1024 features, and 2048 results, take 12 ms so, and 15 ms else.
     """
     if not out.numel():
         return
