@@ -15,7 +15,6 @@ from typing import Any
 
 import click
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
@@ -106,21 +105,27 @@ def async_form(mesh: T.Mesh) -> Form:
     return Form("async redistribute", serial, lambda: F.linear(other, weight), lambda: move(False), overlapped)
 
 
-def measure_on_rank(send: Callable[[object], None], rounds: int) -> dict[str, Any]:
-    """Times of all forms by transport, form and operation, and the delay that was set."""
+def on_sockets(send: Callable[[object], None], rounds: int) -> dict[str, dict[str, Times]]:
+    """Times by operation and form on plain sockets."""
     torch.set_num_threads(1)
+    mesh = T.Mesh((RANKS,))
     with torch.no_grad():
-        mesh = T.Mesh((RANKS,))
-        found: dict[str, Any] = {"sockets": measured([gather_form(mesh), scatter_form(mesh)], rounds)}
-        compute = [times["compute"].median for times in found["sockets"].values()]
-        seconds = torch.tensor(sum(compute) / len(compute), dtype=torch.float64)
-        dist.broadcast(seconds, 0)
-        num_bytes = _POSITIONS // RANKS * _FEATURES * 4
-        delay = Delay(_LATENCY_S, num_bytes / seconds.item())
-        slow_down(delay)
-        mesh = T.Mesh((RANKS,))
-        found["delayed"] = measured([make(mesh) for make in (gather_form, scatter_form, async_form)], rounds)
-    return {**found, "delay": asdict(delay)}
+        return measured([gather_form(mesh), scatter_form(mesh)], rounds)
+
+
+def on_delayed_transport(send: Callable[[object], None], rounds: int, delay: Delay) -> dict[str, dict[str, Times]]:
+    """The same, and an asynchronous redistribution, on a slower network."""
+    torch.set_num_threads(1)
+    slow_down(delay)
+    mesh = T.Mesh((RANKS,))
+    with torch.no_grad():
+        return measured([gather_form(mesh), scatter_form(mesh), async_form(mesh)], rounds)
+
+
+def delay_like_compute(times: dict[str, dict[str, Times]]) -> Delay:
+    """What makes a communication take as long as a matmul took."""
+    seconds = sum(found["compute"].median for found in times.values()) / len(times)
+    return Delay(_LATENCY_S, _POSITIONS // RANKS * _FEATURES * 4 / seconds)
 
 
 def measured(forms: list[Form], rounds: int) -> dict[str, dict[str, Times]]:
@@ -155,7 +160,10 @@ def keeps_limit(name: str, ratio: float) -> bool:
 def overlap(rounds: int, json_to: str | None) -> None:
     """Time matmuls one after the other with communication, and at once."""
     console = Console(stderr=is_printed(json_to))
-    found: Any = run_on_ranks(RANKS, measure_on_rank, rounds, on_message=lambda message: None)[0]
+    sockets: Any = run_on_ranks(RANKS, on_sockets, rounds, on_message=lambda message: None)[0]
+    delay = delay_like_compute(sockets)
+    delayed: Any = run_on_ranks(RANKS, on_delayed_transport, rounds, delay, on_message=lambda message: None)[0]
+    found = {"delayed": delayed, "sockets": sockets}
     figures: dict[str, Callable[[Times], float]] = {
         "median": lambda times: times.median,
         "fastest": lambda times: times.fastest,
@@ -178,7 +186,7 @@ def overlap(rounds: int, json_to: str | None) -> None:
         }
         for transport in ("delayed", "sockets")
     }
-    settings = {"ranks": RANKS, "rounds": rounds, "delay": found["delay"]}
+    settings = {"ranks": RANKS, "rounds": rounds, "delay": asdict(delay)}
     sizes = {"positions": _POSITIONS, "features": _FEATURES, "hidden_features": _HIDDEN}
     report = {"benchmark": "overlap", **surroundings(), **settings, **sizes, **seconds}
     write_json({**report, "ratios": of_limits, "limits_of_fastest": _LIMITS}, json_to)

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tritondt.comm import world
+from tritondt import identity
+from tritondt.comm import registry, world
 from tritondt.comm.communicator import Errand
 from tritondt.comm.letters import Letters
 from tritondt.comm.sockets import SocketCommunicator
@@ -47,11 +48,11 @@ def _bytes(letters: Letters) -> int:
 
 
 def slow_down(delay: Delay, prices: Mapping[str, float] | None = None) -> None:
-    """Ends this process's world, if it has one; the next has a network slower by `delay`, and prices that say so.
+    """Gives this process, which has made no world yet, a network slower by `delay`, and prices that say so.
 
-    `prices` are others of its cost table.
+    `prices` are others of the cost table.
     """
-    world.close()
+    assert registry.find(identity.current()) is None, "the cost table is that of the first world"
     DelayedCommunicator.delay = delay
     made: Any = DelayedCommunicator
     world.__dict__["SocketCommunicator"] = made
