@@ -1,4 +1,4 @@
-"""How much of the communication is hidden behind matmuls: on a delayed transport, and on plain sockets.
+"""How much of the communication is hidden behind matmuls: on a delayed transport, on plain sockets and on Gloo.
 
 python -m benchmarks.overlap [--rounds N] [--json [FILE]]
 
@@ -9,6 +9,7 @@ table says so.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -31,7 +32,8 @@ RANKS = 2
 # Positions, and features on either side: of a product of 17 GFLOP each rank makes half.
 _POSITIONS, _FEATURES, _HIDDEN = 2048, 1024, 4096
 _LATENCY_S = 1e-4
-_LIMITS = {"hidden": 0.80, "async": 1.05, "sockets": 1.05}
+_LIMITS = {"hidden": 0.80, "async": 1.05, "sockets": 1.05, "gloo": 1.05}
+_PLAIN = ("sockets", "gloo")
 
 Run = Callable[[], object]
 
@@ -53,6 +55,10 @@ class Form:
 
 
 FORMS = ("serial", "compute", "communication", "overlapped")
+_FIGURES: dict[str, Callable[[Times], float]] = {
+    "median": lambda times: times.median,
+    "fastest": lambda times: times.fastest,
+}
 
 
 def gather_form(mesh: T.Mesh) -> Form:
@@ -105,8 +111,9 @@ def async_form(mesh: T.Mesh) -> Form:
     return Form("async redistribute", serial, lambda: F.linear(other, weight), lambda: move(False), overlapped)
 
 
-def on_sockets(send: Callable[[object], None], rounds: int) -> dict[str, dict[str, Times]]:
-    """Times by operation and form on plain sockets."""
+def on_plain_transport(send: Callable[[object], None], rounds: int, transport: str) -> dict[str, dict[str, Times]]:
+    """Times by operation and form on what carries messages between processes here."""
+    os.environ["TRITONDT_TRANSPORT"] = transport
     torch.set_num_threads(1)
     mesh = T.Mesh((RANKS,))
     with torch.no_grad():
@@ -143,9 +150,21 @@ def ratios(found: dict[str, Any], take: Callable[[Times], float]) -> dict[str, f
             result["async"] = overlapped / max(communication, compute)
         else:
             result[f"hidden {name}"] = (serial - overlapped) / min(communication, compute)
-    for name, times in found["sockets"].items():
-        result[f"sockets {name}"] = take(times["overlapped"]) / take(times["serial"])
+    for transport in _PLAIN:
+        for name, times in found[transport].items():
+            result[f"{transport} {name}"] = take(times["overlapped"]) / take(times["serial"])
     return result
+
+
+def table_of(found: dict[str, dict[str, dict[str, Times]]]) -> Table:
+    """All times in milliseconds, two lines for each operation on each transport."""
+    table = Table("ms", "operation", *FORMS)
+    for transport, forms in found.items():
+        for name, times in forms.items():
+            for figure, take in _FIGURES.items():
+                row = (f"{take(times[form]) * 1e3:.1f}" for form in FORMS)
+                table.add_row(f"{transport}, {figure}", name, *row)
+    return table
 
 
 def keeps_limit(name: str, ratio: float) -> bool:
@@ -160,36 +179,31 @@ def keeps_limit(name: str, ratio: float) -> bool:
 def overlap(rounds: int, json_to: str | None) -> None:
     """Time matmuls one after the other with communication, and at once."""
     console = Console(stderr=is_printed(json_to))
-    sockets: Any = run_on_ranks(RANKS, on_sockets, rounds, on_message=lambda message: None)[0]
-    delay = delay_like_compute(sockets)
-    delayed: Any = run_on_ranks(RANKS, on_delayed_transport, rounds, delay, on_message=lambda message: None)[0]
-    found = {"delayed": delayed, "sockets": sockets}
-    figures: dict[str, Callable[[Times], float]] = {
-        "median": lambda times: times.median,
-        "fastest": lambda times: times.fastest,
+    plain: dict[str, Any] = {
+        transport: run_on_ranks(RANKS, on_plain_transport, rounds, transport, on_message=lambda message: None)[0]
+        for transport in _PLAIN
     }
-    table = Table("ms", "operation", *FORMS)
-    for transport in ("delayed", "sockets"):
-        for name, times in found[transport].items():
-            for figure, take in figures.items():
-                row = (f"{take(times[form]) * 1e3:.1f}" for form in FORMS)
-                table.add_row(f"{transport}, {figure}", name, *row)
-    console.print(table)
-    of_limits = {figure: ratios(found, take) for figure, take in figures.items()}
-    for name, ratio in of_limits["fastest"].items():
+    delay = delay_like_compute(plain["sockets"])
+    delayed: Any = run_on_ranks(RANKS, on_delayed_transport, rounds, delay, on_message=lambda message: None)[0]
+    found = {"delayed": delayed, **plain}
+    console.print(table_of(found))
+    of_limits = {name: ratios(found, take) for name, take in _FIGURES.items()}
+    for name, ratio in of_limits["median"].items():
         limit, verdict = _LIMITS[name.split()[0]], "kept" if keeps_limit(name, ratio) else "MISSED"
-        console.print(f"{name}: {ratio:.3f} (limit {limit}, {verdict}); by medians {of_limits['median'][name]:.3f}")
+        console.print(f"{name}: {ratio:.3f} (limit {limit}, {verdict}); by fastest {of_limits['fastest'][name]:.3f}")
     seconds = {
         transport: {
-            name: {f"{form}_{figure}_s": take(times[form]) for form in FORMS for figure, take in figures.items()}
-            for name, times in found[transport].items()
+            name: {f"{form}_{figure}_s": take(times[form]) for form in FORMS for figure, take in _FIGURES.items()}
+            for name, times in forms.items()
         }
-        for transport in ("delayed", "sockets")
+        for transport, forms in found.items()
     }
     settings = {"ranks": RANKS, "rounds": rounds, "delay": asdict(delay)}
     sizes = {"positions": _POSITIONS, "features": _FEATURES, "hidden_features": _HIDDEN}
     report = {"benchmark": "overlap", **surroundings(), **settings, **sizes, **seconds}
-    write_json({**report, "ratios": of_limits, "limits_of_fastest": _LIMITS}, json_to)
+    write_json({**report, "ratios": of_limits, "limits_of_medians": _LIMITS}, json_to)
+    if not all(keeps_limit(name, ratio) for name, ratio in of_limits["median"].items()):
+        raise SystemExit(1)
 
 
 # The ranks that the benchmark starts import this file again, under another name.
