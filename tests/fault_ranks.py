@@ -25,6 +25,7 @@ import torch.distributed as dist
 import tritondt as T
 from tests.fault_training import AwayError, PlantedError, fail, train
 from tests.faults import SIZE, Case, Fault, Observation, Outcome
+from tests.nccl_on_host import use_fake_nccl
 
 # What nobody hears of is waited for that long; what somebody hears of must come long before the other.
 SILENT_TIMEOUT_S, HEARD_TIMEOUT_S = 2.0, 30.0
@@ -228,7 +229,8 @@ def _sockets_of_hosted_stores() -> set[str]:
 def _live(place: _Place, rank: int, pipe: Connection) -> None:
     """The life of one of the processes."""
     gc.freeze()  # what the server has imported is shared memory until a collection looks at it, for 0.2 s
-    os.environ.update(TRITONDT_TRANSPORT=place.transport, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    transport = "sockets" if place.transport == "nccl" else place.transport
+    os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
     try:
         _serve(place, rank, pipe)
     except SystemExit as leaving:  # as a program does: multiprocessing would not let Python end
@@ -241,6 +243,8 @@ def _live(place: _Place, rank: int, pipe: Connection) -> None:
 
 def _serve(place: _Place, rank: int, pipe: Connection) -> None:
     place.join(1, rank, SIZE)
+    if place.transport == "nccl":
+        use_fake_nccl()
     train(T.Mesh((SIZE,)))  # starts what starts once: autograd's threads, imports
     T.close()
     before = _Possessions.now()

@@ -17,6 +17,7 @@ import tritondt as T
 from tests.faults import SIZE, Case, Code, Moment
 from tests.ops.sharded import distribute
 from tritondt.comm import world
+from tritondt.comm.nccl import NcclCommunicator
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.threads import ThreadCommunicator
 
@@ -126,7 +127,8 @@ class Seams:
         elif fault.name == "out of memory" and moment == "pack":
             ExhaustedStaging(communicator, self._tell)
         else:
-            FaultyTransport(communicator, moment, lambda: self._strike_process(fault.name))
+            raises = fault.name == "out of memory"
+            FaultyTransport(communicator, moment, lambda: self._strike_process(fault.name), is_raised=raises)
 
     def at(self, code: Code) -> None:
         """What the user's `code` does beside the exchange."""
@@ -166,10 +168,13 @@ def _wait(communicator: Any, event: threading.Event) -> None:
 
 
 class FaultyTransport:
-    """A double of a communicator's transport, which calls `act` at a moment of the next exchange, and only there."""
+    """A double of a communicator's transport, which calls `act` at a moment of the next exchange, and only there.
 
-    def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None]) -> None:
-        self._communicator, self._moment, self._act = communicator, moment, act
+    Where exchanges are put into a stream, that is when it comes to it, or with `is_raised` when it is put there.
+    """
+
+    def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool = False) -> None:
+        self._communicator, self._moment, self._act, self._in_order = communicator, moment, act, not is_raised
         self._carry = communicator.carry
         communicator.carry = self._faulty
         if isinstance(communicator, SocketCommunicator):
@@ -194,7 +199,11 @@ class FaultyTransport:
         self._at("unpack")
 
     def _at(self, moment: Moment) -> None:
-        if moment == self._moment:
+        if moment != self._moment:
+            return
+        if self._in_order and isinstance(self._communicator, NcclCommunicator):
+            self._communicator._launch(self._act)  # the host is long past the exchange when that comes to it
+        else:
             self._act()
 
 

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 SIZE = 3
 Moment = Literal["pack", "exchange", "unpack"]
-Ranks = Literal["threads", "sockets", "gloo"]
+Ranks = Literal["threads", "sockets", "gloo", "nccl"]
 Code = Literal["forward", "backward", "hook"]
 MOMENTS: tuple[Moment, ...] = ("pack", "exchange", "unpack")
-RANKS: tuple[Ranks, ...] = ("threads", "sockets", "gloo")
+RANKS: tuple[Ranks, ...] = ("threads", "sockets", "gloo", "nccl")
 
 
 class Fault(NamedTuple):
@@ -108,7 +108,7 @@ _NEWS = {
     # By the rank, or by the store in its process: who has all of its messages waits for somebody that waits for it.
     _SILENT: r"(?:got no answer; the timeout is 2 s|which rank 0 holds, has not answered for 1 s)",
     _ENDED: r"rank \d has ended",
-    _CLOSED: r"closed its connection",
+    _CLOSED: r"closed its connection|lost ranks? \d.*ncclRemoteError",
 }
 
 

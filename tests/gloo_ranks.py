@@ -60,11 +60,20 @@ class UncaughtError(Exception):
 class GlooRanks:
     """`size` processes on this machine, with torch.distributed initialised on Gloo.
 
-    With `own_network` the loopback interface carries only what these ranks send, where the system allows that.
+    With `own_network` the loopback interface carries only what these ranks send, where the system allows that. Each
+    calls `prepare`, which its module names, before anything else.
     """
 
-    def __init__(self, size: int, environment: Mapping[str, str] | None = None, *, own_network: bool = False) -> None:
+    def __init__(
+        self,
+        size: int,
+        environment: Mapping[str, str] | None = None,
+        *,
+        own_network: bool = False,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         self.size = size
+        preparation = None if prepare is None else (prepare.__module__, prepare.__qualname__)
         orders, answers = [os.pipe() for _ in range(size)], [os.pipe() for _ in range(size)]
         theirs = [(order[0], answer[1]) for order, answer in zip(orders, answers, strict=True)]
         self._orders: list[int | None] = [order[1] for order in orders]
@@ -75,7 +84,7 @@ class GlooRanks:
                 sys.executable,
                 "-c",
                 "from tests import gloo_ranks; gloo_ranks.fork_ranks()",
-                json.dumps([own_network, theirs]),
+                json.dumps([own_network, preparation, theirs]),
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -227,7 +236,7 @@ def fork_ranks() -> None:
     """The parent of the ranks: forks them, says who they are, and how each has ended."""
     for module in ("pytest", "torch.distributed.tensor"):  # what tests import, the latter in assert_close
         importlib.import_module(module)
-    own_network, ends = json.loads(sys.argv[1])
+    own_network, preparation, ends = json.loads(sys.argv[1])
     if own_network:
         _leave_network()
     ranks: dict[int, int] = {}
@@ -238,7 +247,7 @@ def fork_ranks() -> None:
                 os.close(end)
             os.dup2(2, 1)  # what a test prints must not mix with the parent's reports
             os.environ["RANK"] = str(rank)
-            _serve(rank, orders, answers)
+            _serve(rank, orders, answers, preparation)
             return
         ranks[pid] = rank
     for end in (end for both in ends for end in both):
@@ -263,9 +272,12 @@ def _leave_network() -> None:
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", up_and_running))
 
 
-def _serve(rank: int, orders: int, answers: int) -> None:
+def _serve(rank: int, orders: int, answers: int, preparation: tuple[str, str] | None) -> None:
     """The life of a rank: runs what comes in, answers, and ends when the pipe does."""
     dist.init_process_group("gloo")
+    if preparation is not None:
+        module, name = preparation
+        getattr(importlib.import_module(module), name)()
     failed = False
     while True:
         try:

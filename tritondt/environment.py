@@ -1,5 +1,6 @@
 """The environment variables that tritondt reads, all of them, read here and nowhere else."""
 
+import json
 import os
 from datetime import timedelta
 from typing import Literal, cast
@@ -38,6 +39,21 @@ def costs() -> str | None:
 def nccl_path() -> str | None:
     """The NCCL library to load, TRITONDT_NCCL_SO, or None where the one that torch has is to be used."""
     return os.environ.get("TRITONDT_NCCL_SO") or None
+
+
+def nccl_options() -> dict[str, int | str]:
+    """Options of NCCL's communicators, such as max_ctas: TRITONDT_NCCL_OPTIONS, a JSON object."""
+    text = os.environ.get("TRITONDT_NCCL_OPTIONS", "{}")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, int | str) for value in found.values()):
+        raise WorldError(
+            f"TRITONDT_NCCL_OPTIONS={text!r} is set; allowed is a JSON object of whole numbers and texts, such as "
+            '{"max_ctas": 4}'
+        )
+    return found
 
 
 def flight_directory() -> str | None:

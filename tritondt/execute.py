@@ -133,7 +133,7 @@ def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
 def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
     """Tells the ranks that wait for this one, if any do, that it will not come."""
     if source.coordinate is not None and any(step.moving_axes for step in plan_for(source, target).steps):
-        world.current().communicator(source.mesh.ranks).refuse(error)
+        world.current().communicator(source.mesh.ranks, source.mesh.device_type).refuse(error)
 
 
 def _step(

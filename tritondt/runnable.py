@@ -90,7 +90,7 @@ def compiled(source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...])
     plan = plan_for(source, target)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
-        communicator = world.current().communicator(source.mesh.ranks)
+        communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
     return tuple(
         _runnable(step, number, plan, source, strides if number == 1 else None, communicator)
         for number, step in enumerate(plan.steps, 1)

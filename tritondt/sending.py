@@ -49,7 +49,7 @@ def send_from(
     whole = local if in_place and sends else allocate(target.local_shape, target.dtype, torch.device(mesh.device_type))
     if found.fill is not None:
         whole.fill_(found.fill)
-    communicator = world.current().communicator(mesh.ranks)
+    communicator = world.current().communicator(mesh.ranks, mesh.device_type)
     before, started = replace(communicator.traffic), time.perf_counter()
     communicator.exchange([local if sends else whole.new_empty(0)], [whole], found.transfer)
     if events.enabled():

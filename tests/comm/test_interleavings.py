@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import tritondt as T
 from tests.gloo_ranks import GlooRanks
 from tests.interleavings import Program, programs, run
+from tests.nccl_on_host import ranks_on
 from tritondt.comm.threads import run_ranks
 
 PROGRAMS_PER_ORDER = 8
@@ -24,9 +25,9 @@ def test_on_thread_ranks(size: int) -> None:
     every()
 
 
-@pytest.fixture(scope="module", params=["sockets", "gloo"])
+@pytest.fixture(scope="module", params=["sockets", "gloo", "nccl"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
-    with GlooRanks(4, {"TRITONDT_TRANSPORT": request.param, "TRITONDT_TIMEOUT": "20"}) as started:
+    with ranks_on(request.param, 4, TRITONDT_TIMEOUT="20") as started:
         started.transport = request.param  # type: ignore[attr-defined]
         yield started
 
@@ -39,7 +40,7 @@ def run_all(rank: int, several: list[Program]) -> None:
 
 
 def test_on_processes(ranks: GlooRanks) -> None:
-    num_orders = 13 if ranks.transport == "sockets" else 3  # type: ignore[attr-defined]
+    num_orders = {"sockets": 26, "gloo": 3, "nccl": 5}[ranks.transport]  # type: ignore[attr-defined]
 
     # Nothing is shrunk: what fails on processes alone may not fail again.
     @settings(max_examples=num_orders, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

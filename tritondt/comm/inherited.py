@@ -29,7 +29,7 @@ class InheritedWorld:
         """Refused."""
         self._refuse()
 
-    def communicator(self, ranks: Sequence[int]) -> Communicator:
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
         """Refused."""
         self._refuse()
 

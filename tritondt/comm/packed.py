@@ -7,7 +7,7 @@ and one for what arrives, that live for the one call.
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -103,9 +103,14 @@ class PackedCommunicator(ABC):
             raise self._second_thread(transfer.description)
         try:
             self._queue.drain()
-            self._exchange(sources, targets, transfer, self._recorder.site())
+            self._exchange_now(sources, targets, transfer)
         finally:
             self._turn.release()
+
+    def _exchange_now(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
+    ) -> None:
+        self._exchange(sources, targets, transfer, self._recorder.site())
 
     def issue(
         self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
@@ -184,13 +189,17 @@ class PackedCommunicator(ABC):
         plan, errand = self._plan(transfer)
         if self._compares:
             self._compare(errand, site)
-        record = self._begin(errand, site)
+        self._begin(errand, site)
         try:
             self._move(sources, targets, plan, errand)
         except BaseException as error:
             self._record_failure(errand, error)
             raise
-        self._recorder.end(record, DONE, -1, plan.sent_bytes, plan.received_bytes)
+        self._moved(errand, plan.sent_bytes, plan.received_bytes)
+
+    def _moved(self, errand: Errand, sent_bytes: int, received_bytes: int) -> None:
+        """Records the end of an exchange."""
+        self._recorder.end(errand.record, DONE, -1, sent_bytes, received_bytes)
 
     def _run_recorded(self, errand: Errand, run: Run) -> None:
         """Runs what moves no tensors of the user's."""
@@ -199,7 +208,7 @@ class PackedCommunicator(ABC):
         except BaseException as error:
             self._record_failure(errand, error)
             raise
-        self._recorder.end(errand.record, DONE)
+        self._moved(errand, 0, 0)
 
     def _record_failure(self, errand: Errand, error: BaseException) -> None:
         self._recorder.end(errand.record, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
@@ -233,7 +242,7 @@ class PackedCommunicator(ABC):
 
     def _told_by_all(self, errand: Errand, own: bytes) -> torch.Tensor:
         """What the ranks send to each other, a row of as many bytes as `own` for each, as an exchange of its own."""
-        num_bytes, sent = len(own), torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        num_bytes, sent = len(own), self._bytes_of(own)
         told = sent.repeat(len(self._ranks), 1)
         peers = [place for place in range(len(self._ranks)) if place != self._place]
         sends = Letters([Slice(peer, 0, 0, num_bytes) for peer in peers], [sent], [sent.data_ptr()], _NO_BYTES)
@@ -242,6 +251,13 @@ class PackedCommunicator(ABC):
         self.sequence += 1
         self._run_recorded(errand, lambda: self.carry(errand, receives, sends, _nothing, _nothing))
         return told
+
+    def _bytes_of(self, content: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+    def _launch(self, run: Callable[..., object], *arguments: object) -> None:
+        """Runs a table, or puts it where it will run in order with the messages."""
+        run(*arguments)
 
     def _move(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], plan: PackedTransfer, errand: Errand
@@ -258,12 +274,12 @@ class PackedCommunicator(ABC):
         def pack() -> None:
             if plan.pack is not None:
                 set_state(record, PACKING)
-                plan.pack.run(source_pointers, [buffer.data_ptr()], threads)
+                self._launch(plan.pack.run, source_pointers, [buffer.data_ptr()], threads)
             set_state(record, EXCHANGING)
 
         def keep() -> None:
             if plan.keep is not None:
-                plan.keep.run(source_pointers, target_pointers, threads)
+                self._launch(plan.keep.run, source_pointers, target_pointers, threads)
 
         self.sequence += 1
         if plan.sends or plan.receives:
@@ -280,9 +296,9 @@ class PackedCommunicator(ABC):
         if plan.unpack is not None or plan.reduces:
             set_state(record, UNPACKING)
         if plan.unpack is not None:
-            plan.unpack.run([staging.data_ptr()], target_pointers, threads)
+            self._launch(plan.unpack.run, [staging.data_ptr()], target_pointers, threads)
         for table in plan.reduces:
-            table.run([*source_pointers, staging.data_ptr()], target_pointers, threads)
+            self._launch(table.run, [*source_pointers, staging.data_ptr()], target_pointers, threads)
 
     def _second_thread(self, description: str) -> WorldError:
         return WorldError(

@@ -23,8 +23,8 @@ class World(Protocol):
         """The flight recorder of this rank."""
         ...
 
-    def communicator(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator of these ranks; the first call is collective among them."""
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
+        """The communicator of these ranks for tensors on such devices; the first call is collective among them."""
         ...
 
     def report(self, error: BaseException) -> None:

@@ -193,8 +193,8 @@ class ThreadWorld:
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
         self._closed = False
 
-    def communicator(self, ranks: Sequence[int]) -> ThreadCommunicator:
-        """The communicator of these ranks."""
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> ThreadCommunicator:
+        """The communicator of these ranks; threads share the memory of all devices, so it is one for all."""
         if self._closed:
             raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
         members = tuple(sorted(ranks))

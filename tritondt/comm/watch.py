@@ -25,7 +25,9 @@ GRACE_S = 1.0
 class Wait:
     """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
 
-    `peer` is the rank that is waited for right now; `interrupt` makes the waiting call return with an error.
+    `peer` is the rank that is waited for right now, where the transport knows it, and else one of `peers`; `interrupt`
+    makes the waiting call return with an error. Where nobody waits on the host, `is_over` tells that it has ended, and
+    `trouble` what the transport has met in the background.
     """
 
     key: str
@@ -36,6 +38,10 @@ class Wait:
     timeout_s: float
     is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
+    peers: tuple[int, ...] = ()
+    is_over: Callable[[], bool] = lambda: False
+    trouble: Callable[[], str | None] = lambda: None
+    is_troubled: bool = False
     started: float = field(default_factory=time.monotonic)
     reason: PeerError | None = None
 
@@ -48,6 +54,17 @@ class Wait:
     def description(self) -> str:
         """What is exchanged, and who asked."""
         return self.errand.description
+
+    @property
+    def awaited(self) -> str:
+        """Who is waited for.
+
+        >>> Wait("key", 1, None, (0, 1, 2), print, 1.0, peers=(1, 2)).awaited
+        'ranks 1, 2'
+        """
+        if self.peer >= 0 or len(self.peers) == 1:
+            return f"rank {self.peer if self.peer >= 0 else self.peers[0]}"
+        return f"ranks {', '.join(map(str, self.peers))}"
 
 
 class Watch:
@@ -126,26 +143,28 @@ class Watch:
         return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
 
     def _look(self, wait: Wait) -> None:
+        if wait.is_over():
+            self.end(wait)
+            return
         silent: SilentStoreError | None = None
-        reason, is_over = None, False
+        reason, has_expired = None, False
         try:
             self._publish(wait)
-            reason = self.reason_now(wait)
-            is_over = self._is_over(wait)
+            reason = self.reason_now(wait) or self._met(wait)
+            has_expired = self._has_expired(wait)
         except SilentStoreError as error:  # no news: the timeout will tell
-            silent, is_over = error, _late_s(wait) >= 0
+            silent, has_expired = error, _late_s(wait) >= 0
         except RuntimeError as error:  # the store's process has gone, and with it all news
-            reason = PeerError(
-                f"rank {self._rank} waits for rank {wait.peer} in {wait.description} without news; "
-                f"{self._line.silence(error)}"
-            )
-        if reason is None and wait.is_timed and is_over:
+            reason = self._without_news(wait, error)
+        if reason is None and wait.is_timed and has_expired:
+            if silent is None:
+                self._narrow(wait)
             reason = self._timed_out(wait, silent)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason
             wait.interrupt()
 
-    def _is_over(self, wait: Wait) -> bool:
+    def _has_expired(self, wait: Wait) -> bool:
         late_s = _late_s(wait)
         return late_s >= GRACE_S or (late_s >= 0 and not self._peer_waits(wait))
 
@@ -170,9 +189,43 @@ class Watch:
             return PeerError(f"{text}; {self._line.silence(gone)}")
 
     def _peer_waits(self, wait: Wait) -> bool:
-        """Whether the rank that is waited for has said that it waits as well: it knows who is at fault."""
-        said = self._notices.waiting(wait.key, (wait.peer,)).get(wait.peer)
-        return said is not None and said.sequence <= wait.sequence
+        """Whether whoever is waited for has said that it waits as well: it knows who is at fault."""
+        return not set(wait.peers if wait.peer < 0 else (wait.peer,)) - self._waiting(wait)
+
+    def _narrow(self, wait: Wait) -> None:
+        """Where one of several is waited for: those that have not said that they wait as well, if there are any."""
+        if wait.peer < 0:
+            wait.peers = tuple(sorted(set(wait.peers) - self._waiting(wait))) or wait.peers
+
+    def _waiting(self, wait: Wait) -> set[int]:
+        """Of those that are waited for, who has said that it waits, at this exchange or before."""
+        said = self._notices.waiting(wait.key, wait.peers if wait.peer < 0 else (wait.peer,))
+        return {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
+
+    def _met(self, wait: Wait) -> PeerError | None:
+        """What the transport has met in the background, told to the others as well.
+
+        Not at the first look: by the next one, those who have met the same have said that they wait.
+        """
+        text = wait.trouble()
+        if text is None:
+            return None
+        if not wait.is_troubled:
+            wait.is_troubled = True
+            return None
+        self._narrow(wait)
+        reason = PeerError(f"rank {self._rank} lost {wait.awaited} in {wait.description} ({text})")
+        self.report(wait.key, None, reason)
+        return reason
+
+    def _without_news(self, wait: Wait, gone: RuntimeError) -> PeerError:
+        """The error where nobody can say why a wait does not end."""
+        met = wait.trouble()
+        what = "waits for" if met is None else "lost"
+        why = "without news" if met is None else f"({met})"
+        return PeerError(
+            f"rank {self._rank} {what} {wait.awaited} in {wait.description} {why}; {self._line.silence(gone)}"
+        )
 
     def _timed_out(self, wait: Wait, gone: RuntimeError | None) -> PeerError:
         """The error of a wait that took too long, told to the others as well.
@@ -180,7 +233,7 @@ class Watch:
         A store that is `gone` is evidence: the process that holds it has stopped, and the peer may wait for that one.
         """
         reason = PeerError(
-            f"rank {self._rank} waited {_waited(wait):.1f} s for rank {wait.peer} in "
+            f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
             f"(TRITONDT_TIMEOUT){'' if gone is None else f'; {self._line.silence(gone)}'}"
         )
@@ -215,7 +268,7 @@ def _late_s(wait: Wait) -> float:
 
 def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:
     """What a rank that waits is told when another one has failed."""
-    return f"rank {failed} failed while rank {rank} waited for rank {wait.peer} in {wait.description}: {error}"
+    return f"rank {failed} failed while rank {rank} waited for {wait.awaited} in {wait.description}: {error}"
 
 
 def disagreement(

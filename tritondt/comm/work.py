@@ -63,7 +63,7 @@ class Work:
             self._queue.wait_for(self)
         if self._error is not None:
             self._is_seen = True
-            raise _again(self._error) from self._error
+            raise again(self._error) from self._error
 
     def settle(self) -> None:
         """Returns when it has run, well or not."""
@@ -144,12 +144,12 @@ class IssueQueue(ABC):
         try:
             run()
         except BaseException as raised:  # noqa: BLE001  whoever waits for it raises it
-            error = _without_frames(raised)
+            error = without_frames(raised)
             self._failed = self._failed or work
         work.finish(error)
 
 
-def _without_frames(error: BaseException) -> BaseException:
+def without_frames(error: BaseException) -> BaseException:
     """The error, whose traceback still says where it came from, but keeps nothing alive that was at work there.
 
     A pending gradient keeps its error, and Python collects no cycle that goes through a tensor's gradient.
@@ -162,7 +162,7 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _again(error: BaseException) -> BaseException:
+def again(error: BaseException) -> BaseException:
     """The error for one more waiter, whose own frames must not stay with what others wait for."""
     try:
         return copy.copy(error)
@@ -175,25 +175,31 @@ class _Guarded:
 
     def __init__(self, work: Work, run: Run, sources: Sequence[torch.Tensor], *, are_there: bool) -> None:
         self._work, self._run, self._sources = work, run, sources
-        self._versions = _versions(sources) if are_there else None
+        self._versions = versions(sources) if are_there else None
         self._addresses = reading.begin(sources, work.settle)
 
     def __call__(self) -> None:
-        versions = _versions(self._sources) if self._versions is None else self._versions
+        found = versions(self._sources) if self._versions is None else self._versions
         try:
             self._run()
         finally:
             reading.end(self._addresses, self._work.settle)
-        for source, version in zip(self._sources, versions, strict=True):
+        for source, version in zip(self._sources, found, strict=True):
             if version is not None and source._version != version:
-                raise WorldError(
-                    f"a local tensor of shape {tuple(source.shape)} was written to while {self._work.description} read "
-                    "it, and what was sent may be torn; wait for the result before writing to the local tensor, or "
-                    "write through the distributed tensor, which waits by itself"
-                )
+                raise WorldError(torn(source, self._work.description))
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+def torn(source: torch.Tensor, description: str) -> str:
+    """What is said where a tensor was written to while it was read."""
+    return (
+        f"a local tensor of shape {tuple(source.shape)} was written to while {description} read it, and what was sent "
+        "may be torn; wait for the result before writing to the local tensor, or write through the distributed tensor, "
+        "which waits by itself"
+    )
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """What torch counts writes by; None where it does not."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

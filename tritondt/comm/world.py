@@ -12,13 +12,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,12 +33,15 @@ from tritondt.comm.gloo import GlooCommunicator
 from tritondt.comm.inherited import InheritedWorld
 from tritondt.comm.meeting import Meeting
 from tritondt.comm.membership import Membership
+from tritondt.comm.nccl import NcclCommunicator
+from tritondt.comm.nccl_library import nccl_library
 from tritondt.comm.registry import World
 from tritondt.comm.sockets import SocketCommunicator
 from tritondt.comm.store_home import StoreHome
 from tritondt.comm.store_line import StoreLine
+from tritondt.comm.streams import CudaStreams
 from tritondt.comm.watch import Watch
-from tritondt.errors import WorldError
+from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.planning.cost import CostTable
@@ -56,10 +60,11 @@ class ProcessWorld:
         self._home = StoreHome(store)
         self._line = StoreLine(dist.PrefixStore("tritondt", store.clone()), self._home)
         self._watch = Watch(self._line, who.rank)
-        self._transport, self._compares = environment.transport(), environment.compares()
+        environment.transport()  # what is not allowed is refused now, on all ranks
+        self._compares = environment.compares()
         self.flight = Flight(who.rank, who.size, self._flight_directory())
         self._watchdog = _watching(self.flight)
-        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._meetings: list[Meeting] = []
         self._making = threading.Lock()
         self._home.tell(self._store, who.rank)
@@ -78,37 +83,45 @@ class ProcessWorld:
         own = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         return Path(tempfile.gettempdir()) / "tritondt-flight" / self._store.compare_set("flight", "", own).decode()
 
-    def communicator(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator of these ranks; the first call is collective among them."""
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
+        """The communicator of these ranks for tensors on such devices; the first call is collective among them."""
         if self._closed:
             raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
-        key = tuple(sorted(ranks))
+        key = (tuple(sorted(ranks)), device_type)
         found = self._communicators.get(key)
         if found is None:
             with self._making:
                 found = self._communicators.get(key)
                 if found is None:
-                    found = self._communicators[key] = self._connected(_name_of(key), key)
+                    found = self._communicators[key] = self._connected(*key)
         return found
 
-    def _connected(self, name: str, ranks: tuple[int, ...]) -> Communicator:
+    def _connected(self, ranks: tuple[int, ...], device_type: str) -> Communicator:
+        make = transports.get(device_type)
+        if make is None:
+            raise TransportError(
+                f"a communicator for tensors on {device_type} was asked for; there are transports for "
+                f"{' and '.join(transports)}"
+            )
+        name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         meeting = Meeting(self._line, name, ranks, self._timeout.total_seconds())
         self._meetings.append(meeting)
         meeting.gather(self.identity.rank)
         self._line.call(self._home.ask, self._timeout.total_seconds())
-        made = Membership(
-            name=name,
-            key=meeting.key,
-            ranks=ranks,
-            rank=self.identity.rank,
-            store=self._store,
-            timeout=self._timeout,
-            compares=self._compares,
-            flight=self.flight,
-            watch=self._watch,
-            watchdog=self._watchdog,
+        return make(
+            Membership(
+                name=name,
+                key=meeting.key,
+                ranks=ranks,
+                rank=self.identity.rank,
+                store=self._store,
+                timeout=self._timeout,
+                compares=self._compares,
+                flight=self.flight,
+                watch=self._watch,
+                watchdog=self._watchdog,
+            )
         )
-        return GlooCommunicator(made) if self._transport == "gloo" else SocketCommunicator(made)
 
     def report(self, error: BaseException) -> None:
         """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
@@ -119,7 +132,9 @@ class ProcessWorld:
         """Ends all communicators; a collective call."""
         self._closed = True
         try:
-            for communicator in self._communicators.values():
+            self._end_meetings()  # before the others are met: the store may leave with one of them
+            # In an order that all ranks share, whichever they used first: closing waits for the others.
+            for _, communicator in sorted(self._communicators.items()):
                 communicator.close()
         finally:  # what could not be closed with the others
             self.abort()
@@ -127,17 +142,20 @@ class ProcessWorld:
     def abort(self) -> None:
         """Ends all communicators without the others."""
         self._closed = True
-        for meeting in self._meetings:
-            with suppress(RuntimeError):  # without the store there is no next one
-                meeting.end()
+        self._end_meetings()
         for communicator in self._communicators.values():
             communicator.abort()
         self._communicators.clear()
-        self._meetings.clear()
         self._watch.close()
         self._line.close()
         self._watchdog.close()
         self.flight.leave()
+
+    def _end_meetings(self) -> None:
+        for meeting in self._meetings:
+            with suppress(RuntimeError):  # without the store there is no next one
+                meeting.end()
+        self._meetings.clear()
 
     def inherited(self) -> World:
         """What a forked child gets in its place."""
@@ -145,6 +163,19 @@ class ProcessWorld:
 
     def successor(self) -> None:
         """None: the next world of this process is made on first use."""
+
+
+def _on_cpu(member: Membership) -> Communicator:
+    return GlooCommunicator(member) if environment.transport() == "gloo" else SocketCommunicator(member)
+
+
+def _on_gpu(member: Membership) -> Communicator:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return NcclCommunicator(member, nccl_library(), CudaStreams(device))
+
+
+# What makes communicators, by the type of the devices that tensors are on.
+transports: dict[str, Callable[[Membership], Communicator]] = {"cpu": _on_cpu, "cuda": _on_gpu}
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:
@@ -175,7 +206,8 @@ def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
     """
     if not seconds > 0:
         raise WorldError(f"a timeout of {seconds!r} s was asked for; allowed is a number above 0")
-    current().communicator(canonical_mesh(mesh).ranks).set_timeout(seconds)
+    found = canonical_mesh(mesh)
+    current().communicator(found.ranks, found.device_type).set_timeout(seconds)
 
 
 _making = threading.Lock()

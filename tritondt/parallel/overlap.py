@@ -125,7 +125,7 @@ def _check_or_tell(
         return
     error = LocalTensorError(text)
     if len(spec.mesh.ranks) > 1:
-        world.current().communicator(spec.mesh.ranks).refuse(error)
+        world.current().communicator(spec.mesh.ranks, spec.mesh.device_type).refuse(error)
     raise error
 
 

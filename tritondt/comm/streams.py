@@ -1,0 +1,106 @@
+"""Streams of work that a device runs in order, and events in them: what the NCCL transport needs of CUDA.
+
+The interface is torch.cuda's, so that its streams and events are used as they are. A test double of NCCL brings
+streams of its own.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it has run."""
+        ...
+
+
+class Stream(Protocol):
+    """Work that runs in order, beside the host and other streams."""
+
+    @property
+    def cuda_stream(self) -> int:
+        """The handle by which NCCL knows it."""
+        ...
+
+    def record_event(self) -> Event:
+        """The point that the stream has been filled to."""
+        ...
+
+    def wait_event(self, event: Any) -> None:
+        """What comes next runs after `event`; the host does not wait."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when all that was put in has run."""
+        ...
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Whose tensors they work on."""
+        ...
+
+    def current(self) -> Stream:
+        """The stream that the calling thread's operators go to."""
+        ...
+
+    def make(self) -> Stream:
+        """A new stream, of high priority: what others wait for comes before what is computed."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Sends the operators of the calling thread to `stream`."""
+        ...
+
+    def launch(self, run: Callable[[], object]) -> None:
+        """Calls `run`, which launches kernels on the current stream."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream only records what it is given, into a graph."""
+        ...
+
+    def bind_thread(self) -> None:
+        """Makes the device the calling thread's."""
+        ...
+
+
+class CudaStreams:
+    """Those of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> Stream:
+        """The calling thread's."""
+        found: Stream = torch.cuda.current_stream(self.device)
+        return found
+
+    def make(self) -> Stream:
+        """A stream of the highest priority there is."""
+        made: Stream = torch.cuda.Stream(self.device, priority=-1)
+        return made
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Sends the operators of the calling thread to `stream`."""
+        return torch.cuda.stream(stream)
+
+    def launch(self, run: Callable[[], object]) -> None:
+        """Calls `run`: kernels go to the current stream by themselves."""
+        run()
+
+    def is_capturing(self) -> bool:
+        """Whether a CUDA graph is being made of the current stream."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def bind_thread(self) -> None:
+        """Makes the GPU the calling thread's."""
+        torch.cuda.set_device(self.device)
