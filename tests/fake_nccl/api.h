@@ -3,6 +3,8 @@
 #include <memory>
 
 #include "communicator.h"
+#include "errors.h"
+#include "faults.h"
 #include "nccl_abi.h"
 #include "registry.h"
 #include "settings.h"

@@ -5,6 +5,7 @@
 #include <system_error>
 #include <utility>
 
+#include "errors.h"
 #include "memory.h"
 #include "settings.h"
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "errors.h"
 #include "settings.h"
 
 namespace fake_nccl {

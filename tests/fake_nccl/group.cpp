@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "errors.h"
 #include "settings.h"
 
 namespace fake_nccl {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "communicator.h"
+#include "errors.h"
 #include "settings.h"
 
 namespace fake_nccl {

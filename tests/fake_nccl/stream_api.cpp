@@ -2,6 +2,7 @@
 #include <memory>
 #include <string>
 
+#include "errors.h"
 #include "fake_api.h"
 #include "registry.h"
 #include "settings.h"

@@ -6,9 +6,9 @@
 #include <optional>
 #include <vector>
 
+#include "faults.h"
 #include "nccl_abi.h"
 #include "reduction.h"
-#include "settings.h"
 
 namespace fake_nccl {
 

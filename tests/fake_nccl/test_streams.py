@@ -136,6 +136,17 @@ def test_two_communicators_on_two_streams_run_beside_each_other(nccl: FakeNccl) 
         assert_same(blocked[1], torch.full((10,), 2.0), "the one that was held up")
 
 
+def test_a_send_is_over_when_its_receive_has_all_of_it(nccl: FakeNccl) -> None:
+    with ranks_of_process(nccl, 2) as ranks:
+        sent, received = values(0, 5, torch.int32), torch.zeros(5, dtype=torch.int32)
+        ranks[0].send(sent, 1)
+        time.sleep(0.02)
+        assert not ranks[0].stream.is_idle()  # not lent room between the ranks
+        ranks[1].receive(received, 0)
+        ranks[0].stream.synchronize()
+        assert_same(received, sent, "received")
+
+
 def test_every_process_has_a_default_stream(nccl: FakeNccl) -> None:
     target = bytearray(4)
     address = torch.frombuffer(target, dtype=torch.uint8).data_ptr()
