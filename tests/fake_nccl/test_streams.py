@@ -109,13 +109,16 @@ def test_a_group_on_two_streams_starts_when_both_have_come_to_it(nccl: FakeNccl)
             ranks[0].send(sent, 1)
             ranks[0].stream = second
             ranks[0].receive(received, 1)
-        with ranks[1].group():
-            ranks[1].receive(echo := torch.zeros(100, dtype=torch.int32), 0)
-            ranks[1].send(sent, 0)
         time.sleep(0.02)
         assert not first.is_idle()
         gate.open()
-        first.synchronize()  # goes on when all of the group is over
+        time.sleep(0.02)
+        assert not second.is_idle()  # it waits for the group, whichever stream has its part
+        with ranks[1].group():
+            ranks[1].receive(echo := torch.zeros(100, dtype=torch.int32), 0)
+            ranks[1].send(sent, 0)
+        synchronize(ranks)
+        first.synchronize()
         assert_same(received, sent, "on the second stream")
         assert_same(echo, sent, "of the other rank")
         first.destroy()

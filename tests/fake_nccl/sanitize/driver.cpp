@@ -242,6 +242,18 @@ void check_aborts() {
   ok(fakeSet("FAKE_NCCL_PEER_LOSS", "wait"));
 }
 
+// Ranks that leave as soon as they are done are no losses to those that are not.
+void check_leaving() {
+  ok(fakeSet("FAKE_NCCL_PEER_LOSS", "error"));
+  for (int i = 0; i < 100; ++i) {
+    on_threads(3, [](const Rank& here) {
+      check_sum(here, 20000);
+      here.destroy();
+    });
+  }
+  ok(fakeSet("FAKE_NCCL_PEER_LOSS", "wait"));
+}
+
 // Communicators that do not block: aborted while they are made, used, and split.
 void check_background() {
   ok(fakeSet("FAKE_NCCL_DELAY_MS", "3"));
