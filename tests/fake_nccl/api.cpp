@@ -8,6 +8,7 @@
 #include "fake_api.h"
 #include "memory.h"
 #include "stream.h"
+#include "stream_handles.h"
 
 namespace fake_nccl {
 
@@ -32,6 +33,25 @@ std::shared_ptr<Communicator> find_ready(ncclComm_t handle, ncclResult_t* result
   auto found = find_communicator(handle);
   *result = found == nullptr ? ncclInvalidArgument : found->ready();
   return *result == ncclSuccess ? found : nullptr;
+}
+
+ncclResult_t find_place(Function function, ncclComm_t comm, cudaStream_t stream, Issued* issued) {
+  ncclResult_t result;
+  issued->communicator = find_ready(comm, &result);
+  if (issued->communicator == nullptr) return result;
+  if (issued->communicator->is_revoked()) {
+    return failed(ncclInvalidUsage,
+                  std::string(name_of(function)) + ": the communicator is revoked");
+  }
+  issued->stream = find_stream(stream);
+  if (issued->stream == nullptr) return invalid(function, "there is no such stream");
+  if (stream != nullptr && issued->stream->device() != issued->communicator->device()) {
+    return failed(ncclUnhandledCudaError,
+                  std::string(name_of(function)) + ": the stream is of device " +
+                      std::to_string(issued->stream->device()) + ", the communicator of device " +
+                      std::to_string(issued->communicator->device()));
+  }
+  return ncclSuccess;
 }
 
 ncclResult_t invalid(Function function, const std::string& text) {

@@ -5,6 +5,7 @@
 #include "communicator.h"
 #include "errors.h"
 #include "faults.h"
+#include "launch.h"
 #include "nccl_abi.h"
 #include "registry.h"
 #include "settings.h"
@@ -19,6 +20,9 @@ std::shared_ptr<Communicator> find_communicator(ncclComm_t handle);
 
 // The same where it may be used now; `result` says why not.
 std::shared_ptr<Communicator> find_ready(ncclComm_t handle, ncclResult_t* result);
+
+// The communicator and the stream of a call, where they go together.
+ncclResult_t find_place(Function function, ncclComm_t comm, cudaStream_t stream, Issued* issued);
 
 ncclResult_t invalid(Function function, const std::string& text);
 

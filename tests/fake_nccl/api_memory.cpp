@@ -6,7 +6,6 @@
 #include "group.h"
 #include "memory.h"
 #include "registry.h"
-#include "stream_handles.h"
 
 namespace fake_nccl {
 namespace {
@@ -36,11 +35,8 @@ ncclResult_t locate(Function function, ncclWindow_t window, std::size_t offset, 
 ncclResult_t submit_one_sided(Function function, const Fate& fate, ncclComm_t comm,
                               cudaStream_t stream, Task task) {
   Issued issued;
-  ncclResult_t result;
-  issued.communicator = find_ready(comm, &result);
-  if (issued.communicator == nullptr) return result;
-  issued.stream = find_stream(stream);
-  if (issued.stream == nullptr) return invalid(function, "there is no such stream");
+  const ncclResult_t result = find_place(function, comm, stream, &issued);
+  if (result != ncclSuccess) return result;
   const auto is_rank = [&](int rank) {
     return rank >= 0 && rank < issued.communicator->num_ranks();
   };

@@ -59,26 +59,6 @@ ncclResult_t check(Function function, const Communicator& communicator, const Ca
   return ncclSuccess;
 }
 
-// Everything that is refused before it goes to a stream.
-ncclResult_t find_place(Function function, ncclComm_t comm, cudaStream_t stream, Issued* issued) {
-  ncclResult_t result;
-  issued->communicator = find_ready(comm, &result);
-  if (issued->communicator == nullptr) return result;
-  if (issued->communicator->is_revoked()) {
-    return failed(ncclInvalidUsage,
-                  std::string(name_of(function)) + ": the communicator is revoked");
-  }
-  issued->stream = find_stream(stream);
-  if (issued->stream == nullptr) return invalid(function, "there is no such stream");
-  if (stream != nullptr && issued->stream->device() != issued->communicator->device()) {
-    return failed(ncclUnhandledCudaError,
-                  std::string(name_of(function)) + ": the stream is of device " +
-                      std::to_string(issued->stream->device()) + ", the communicator of device " +
-                      std::to_string(issued->communicator->device()));
-  }
-  return ncclSuccess;
-}
-
 ncclResult_t apply_config(const ncclCollConfig_t* config, Issued* issued) {
   ncclCollConfig_t read = {};
   const ncclResult_t result =

@@ -46,12 +46,14 @@ ncclResult_t Birth::submit(ncclComm_t* made, const std::shared_ptr<Communicator>
     };
     while (fate.stalls && !is_stopped()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     const ncclResult_t result = work(communicator.get());
-    if (result != ncclSuccess) return result;
+    if (result != ncclSuccess || fate.async_error != ncclSuccess) {
+      return result != ncclSuccess ? result : fate.async_error;
+    }
     if (parent != nullptr && communicator->num_ranks() > 0) {
       // The caller may look at it meanwhile.
       __atomic_store_n(made, add(communicator), __ATOMIC_RELEASE);
     }
-    return fate.async_error;
+    return ncclSuccess;
   };
   return fake_nccl::submit(std::move(job));
 }

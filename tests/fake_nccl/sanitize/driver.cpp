@@ -312,9 +312,9 @@ int main() {
     const char* name;
     void (*run)();
   } parts[] = {{"processes", check_processes},  // first: a fork takes no threads along
-               {"programs", check_programs},    {"regrouping", check_regrouping},
-               {"windows", check_windows},      {"aborts", check_aborts},
-               {"background", check_background}};
+               {"programs", check_programs},   {"regrouping", check_regrouping},
+               {"windows", check_windows},     {"aborts", check_aborts},
+               {"leaving", check_leaving},     {"background", check_background}};
   for (const auto& part : parts) {
     const auto started = std::chrono::steady_clock::now();
     part.run();
