@@ -27,14 +27,15 @@ def test_a_collective_returns_before_it_runs(nccl: FakeNccl) -> None:
     with ranks_of_process(nccl, 2) as ranks:
         sources = [torch.zeros(100) for _ in ranks]
         targets = [torch.full((2, 100), -1.0) for _ in ranks]
-        gate = Gate(ranks[0].stream)
+        gate, gate_of_peer = (Gate(rank.stream) for rank in ranks)
         all_gather(ranks, sources, targets)
         for rank, source in enumerate(sources):
             source.fill_(rank + 1)  # what is sent is read when the stream comes to it
+        gate_of_peer.open()
         time.sleep(0.02)
         assert not ranks[0].stream.is_idle()
         assert not ranks[1].stream.is_idle()  # it waits for its peer
-        assert all((target == -1).all() for target in targets[:1])
+        assert (targets[0] == -1).all()
         gate.open()
         synchronize(ranks)
         assert ranks[0].stream.is_idle()
