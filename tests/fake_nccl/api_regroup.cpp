@@ -15,23 +15,24 @@ using Handle = std::shared_ptr<Communicator>;
 
 // Makes a communicator of `members`, ranks of the parent in their new order. `present` are those
 // who call this, in the same order everywhere; the first member makes the id for all.
-ncclResult_t join_members(Communicator* parent, Communicator* child,
+ncclResult_t join_members(Channel channel, Communicator* parent, Communicator* child,
                           const std::vector<int>& present, const std::vector<int>& members) {
   const auto stopped = [=] { return child->is_aborted(); };
   ncclUniqueId mine = {};
   const bool is_first = !members.empty() && members[0] == parent->rank();
   const ncclResult_t made = is_first ? make_id(&mine) : ncclSuccess;
   std::vector<ncclUniqueId> ids;
-  const ncclResult_t agreed = parent->agree(present, mine, &ids, stopped);
+  const ncclResult_t agreed = parent->agree(channel, present, mine, &ids, stopped);
   if (made != ncclSuccess || agreed != ncclSuccess) return std::max(made, agreed);
   if (members.empty()) return ncclSuccess;
   const auto place_of = [](const std::vector<int>& ranks, int rank) {
     return std::find(ranks.begin(), ranks.end(), rank) - ranks.begin();
   };
   const ncclUniqueId& id = ids[static_cast<std::size_t>(place_of(present, members[0]))];
-  return child->join(id, static_cast<int>(members.size()),
-                     static_cast<int>(place_of(members, parent->rank())),
-                     [=] { return parent->is_aborted(); });
+  return child->join(
+      id, static_cast<int>(members.size()), static_cast<int>(place_of(members, parent->rank())),
+      [=] { return parent->is_aborted(); },
+      [&](int rank) { return parent->loss_at(members[static_cast<std::size_t>(rank)], present); });
 }
 
 // Where a rank wants to be.
@@ -44,7 +45,7 @@ ncclResult_t split(Communicator* parent, Communicator* child, Wish mine) {
   std::vector<Wish> wishes;
   const std::vector<int> all = parent->all_ranks();
   const ncclResult_t agreed =
-      parent->agree(all, mine, &wishes, [=] { return child->is_aborted(); });
+      parent->agree(Channel::kControl, all, mine, &wishes, [=] { return child->is_aborted(); });
   if (agreed != ncclSuccess) return agreed;
   std::vector<int> members;
   for (const int rank : all) {
@@ -55,7 +56,7 @@ ncclResult_t split(Communicator* parent, Communicator* child, Wish mine) {
   std::stable_sort(members.begin(), members.end(), [&](int a, int b) {
     return wishes[static_cast<std::size_t>(a)].key < wishes[static_cast<std::size_t>(b)].key;
   });
-  return join_members(parent, child, all, members);
+  return join_members(Channel::kControl, parent, child, all, members);
 }
 
 // What existing ranks tell each other when a communicator grows: one of them has an id.
@@ -67,8 +68,9 @@ struct Invitation {
 ncclResult_t grow(Communicator* parent, Communicator* child, const Invitation& mine,
                   int num_ranks) {
   std::vector<Invitation> all;
+  const std::vector<int> present = parent->all_ranks();
   const ncclResult_t agreed =
-      parent->agree(parent->all_ranks(), mine, &all, [=] { return child->is_aborted(); });
+      parent->agree(Channel::kControl, present, mine, &all, [=] { return child->is_aborted(); });
   if (agreed != ncclSuccess) return agreed;
   const auto is_there = [](const Invitation& each) { return each.is_there; };
   if (std::count_if(all.begin(), all.end(), is_there) != 1) {
@@ -76,7 +78,26 @@ ncclResult_t grow(Communicator* parent, Communicator* child, const Invitation& m
   }
   const ncclUniqueId id = std::find_if(all.begin(), all.end(), is_there)->id;
   parent->with_possessions([](Possessions* possessions) { possessions->is_id_unused = false; });
-  return child->join(id, num_ranks, parent->rank(), [=] { return parent->is_aborted(); });
+  return child->join(
+      id, num_ranks, parent->rank(), [=] { return parent->is_aborted(); },
+      [&](int each) { return each < parent->num_ranks() ? parent->loss_at(each, present) : -1; });
+}
+
+// Who is left of the parent; what a shrink that failed has left between them is in the way of
+// another.
+ncclResult_t shrink(Communicator* parent, Communicator* child, const std::vector<int>& members) {
+  const auto has_failed = [&](bool now) {
+    return parent->with_possessions([now](Possessions* possessions) {
+      return std::exchange(possessions->has_failed_to_shrink,
+                           possessions->has_failed_to_shrink || now);
+    });
+  };
+  if (has_failed(false)) {
+    return failed(ncclInvalidUsage, "ncclCommShrink: a shrink of the communicator has failed");
+  }
+  const ncclResult_t result = join_members(Channel::kShrink, parent, child, members, members);
+  has_failed(result != ncclSuccess);
+  return result;
 }
 
 }  // namespace
@@ -125,9 +146,8 @@ ncclResult_t ncclCommShrink(ncclComm_t comm, int* excluded, int num_excluded, nc
     parent->revoke();
     parent->wait_for_running();
   }
-  return note(birth.submit(made, parent, [=](Communicator* child) {
-    return join_members(parent.get(), child, members, members);
-  }));
+  return note(birth.submit(
+      made, parent, [=](Communicator* child) { return shrink(parent.get(), child, members); }));
 }
 
 ncclResult_t ncclCommGetUniqueId(ncclComm_t comm, ncclUniqueId* id) {

@@ -68,7 +68,7 @@ ncclResult_t create(Function function, ncclComm_t* made, int num_ranks, const nc
                    "rank " + std::to_string(rank) + " of " + std::to_string(num_ranks) + " ranks");
   }
   return birth.submit(made, nullptr, [=](Communicator* communicator) {
-    return communicator->join(id, num_ranks, rank, [] { return false; });
+    return communicator->join(id, num_ranks, rank, [] { return false; }, [](int) { return -1; });
   });
 }
 

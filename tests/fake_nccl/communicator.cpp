@@ -1,6 +1,7 @@
 #include "communicator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -26,30 +27,51 @@ std::vector<int> Communicator::all_ranks() const {
 }
 
 ncclResult_t Communicator::join(const ncclUniqueId& id, int num_ranks, int rank,
-                                const Stopped& stopped) {
+                                const Stopped& stopped, const LostBefore& lost_before) {
   num_ranks_ = num_ranks;
   rank_ = rank;
   possessions_.num_signals_taken.resize(static_cast<std::size_t>(num_ranks));
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::milliseconds(settings().join_ms);
   try {
     segment_ = new Segment(id, num_ranks_, rank_);
   } catch (const std::system_error& error) {
     return failed(ncclSystemError, std::string("joining a communicator: ") + error.what());
+  } catch (const GivenUp& error) {
+    return failed(ncclRemoteError, std::string("joining a communicator: ") + error.what());
   } catch (const std::runtime_error& error) {
     return failed(ncclInvalidUsage, std::string("joining a communicator: ") + error.what());
   }
-  int lost = -1;
+  std::string reason;
   const bool is_complete = drive(
       [&] {
-        if (settings().reports_lost_peers) lost = first_lost(all_ranks());
-        if (segment()->is_complete()) return Progress::kDone;
-        return Progress::kBlocked;
+        // Looked at first: who is lost does not join afterwards.
+        if (settings().reports_lost_peers) reason = reason_not_to_join(lost_before);
+        if (reason.empty() && std::chrono::steady_clock::now() > deadline) {
+          reason = "not all ranks came within " + std::to_string(settings().join_ms) + " ms";
+        }
+        return segment()->is_complete() ? Progress::kDone : Progress::kBlocked;
       },
-      [&] { return is_aborted_ || lost >= 0 || stopped(); });
+      [&] { return is_aborted_ || !reason.empty() || stopped(); });
   Segment::close_files_that_are_over();
   if (is_complete) return ncclSuccess;
-  if (lost < 0) return failed(ncclInternalError, "joining a communicator: aborted");
-  return failed(ncclRemoteError, "joining a communicator: rank " + std::to_string(lost) +
-                                     " was lost before all had come");
+  if (reason.empty()) return failed(ncclInternalError, "joining a communicator: aborted");
+  // The last one may have come since; then all go on, and hear of the loss when they wait for it.
+  if (!segment()->give_up()) return ncclSuccess;
+  return failed(ncclRemoteError, "joining a communicator: " + reason);
+}
+
+std::string Communicator::reason_not_to_join(const LostBefore& lost_before) const {
+  for (int peer = 0; peer < num_ranks_; ++peer) {
+    const RankSlot& slot = segment()->slot(peer);
+    if (slot.is_gone()) return "rank " + std::to_string(peer) + " was lost before all had come";
+    if (!slot.is_awaited()) continue;
+    const int lost = lost_before(peer);
+    // It may have come, and left the parent, since.
+    if (lost < 0 || !slot.is_awaited()) continue;
+    return "rank " + std::to_string(lost) + " of the parent was lost before all had come";
+  }
+  return {};
 }
 
 bool Communicator::drive(const std::function<Progress()>& advance, const Stopped& stopped) {
@@ -63,36 +85,40 @@ bool Communicator::drive(const std::function<Progress()>& advance, const Stopped
   return false;
 }
 
-int Communicator::first_lost(const std::vector<int>& peers) const {
-  for (const int peer : peers) {
-    const RankSlot& slot = segment()->slot(peer);
-    const Presence presence = slot.presence;
-    if (presence == Presence::kLeft) return peer;
-    if (presence == Presence::kThere && !slot.process.is_alive()) return peer;
-  }
-  return -1;
+int Communicator::loss_at(int peer, const std::vector<int>& members) const {
+  const RankSlot& slot = segment()->slot(peer);
+  const int told = slot.lost - 1;
+  if (std::count(members.begin(), members.end(), told) > 0) return told;
+  return slot.is_gone() ? peer : -1;
 }
 
-bool Communicator::has_lost_peer(Exchange* exchange) {
+bool Communicator::has_lost_peer(const std::vector<int>& members,
+                                 const std::function<std::vector<int>()>& awaited) {
   if (!settings().reports_lost_peers) return false;
-  const int lost = first_lost(exchange->awaited_peers());
-  // It may have done its part, and left, since the exchange looked.
-  if (lost < 0 || exchange->advance() != Progress::kBlocked) return false;
-  const std::vector<int> awaited = exchange->awaited_peers();
-  if (std::count(awaited.begin(), awaited.end(), lost) == 0) return false;
-  report(ncclRemoteError, "rank " + std::to_string(lost) + " has left, or its process has ended");
-  return true;
+  for (const int peer : awaited()) {
+    const int lost = loss_at(peer, members);
+    if (lost < 0) continue;
+    // It may have done its part before.
+    const std::vector<int> still = awaited();
+    if (std::count(still.begin(), still.end(), peer) == 0) continue;
+    report(ncclRemoteError, "rank " + std::to_string(lost) + " has left, or its process has ended");
+    // Who waits for this rank alone would wait for ever.
+    segment()->slot(rank_).lost = lost + 1;
+    segment()->ring_all();
+    return true;
+  }
+  return false;
 }
 
 void Communicator::leave() {
   if (segment() != nullptr) segment()->leave();
 }
 
-ncclResult_t Communicator::exchange_values(const std::vector<int>& members, const char* mine,
-                                           char* all, std::size_t num_bytes,
+ncclResult_t Communicator::exchange_values(Channel channel, const std::vector<int>& members,
+                                           const char* mine, char* all, std::size_t num_bytes,
                                            const Stopped& stopped) {
   const Tag tag = {Collective::kAgreement, 0, 0, 0};
-  Exchange exchange(segment(), Channel::kControl, rank_, num_ranks_);
+  Exchange exchange(segment(), channel, rank_, num_ranks_);
   for (std::size_t i = 0; i < members.size(); ++i) {
     exchange.send({members[i], tag, const_cast<char*>(mine), num_bytes});
     exchange.receive({members[i], tag, all + i * num_bytes, num_bytes});
@@ -101,7 +127,8 @@ ncclResult_t Communicator::exchange_values(const std::vector<int>& members, cons
   const bool is_done = drive(
       [&] {
         const Progress progress = exchange.advance();
-        is_lost = progress == Progress::kBlocked && has_lost_peer(&exchange);
+        is_lost = progress == Progress::kBlocked &&
+                  has_lost_peer(members, [&] { return exchange.advance_and_await(); });
         return progress;
       },
       [&] { return is_aborted_ || is_lost || stopped(); });

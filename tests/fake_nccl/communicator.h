@@ -28,6 +28,7 @@ struct Possessions {
   ncclCollConfig_t call_config = {};             // of the last call that had one
   int next_op = ncclNumOps;
   bool is_id_unused = false;  // made by ncclCommGetUniqueId
+  bool has_failed_to_shrink = false;
 };
 
 // One rank of a communicator.
@@ -49,17 +50,20 @@ class Communicator {
   Segment* segment() const { return segment_.load(); }
 
   using Stopped = std::function<bool()>;
+  // Which rank of a parent was lost, so that a rank will never come; -1 where none was.
+  using LostBefore = std::function<int(int rank)>;
 
-  // Meets all other ranks of `id`; until then the communicator has no ranks.
-  ncclResult_t join(const ncclUniqueId& id, int num_ranks, int rank, const Stopped& stopped);
+  // Meets all other ranks of `id`, which fails where they have not come in the time they are given.
+  ncclResult_t join(const ncclUniqueId& id, int num_ranks, int rank, const Stopped& stopped,
+                    const LostBefore& lost_before);
   // Gives every member what each of them has; fails where `stopped` or an abort ends it. Members
   // are ranks, this one among them, and call this in the same order.
   template <typename Value>
   ncclResult_t agree(
-      const std::vector<int>& members, const Value& mine, std::vector<Value>* all,
+      Channel channel, const std::vector<int>& members, const Value& mine, std::vector<Value>* all,
       const Stopped& stopped = [] { return false; }) {
     all->resize(members.size());
-    return exchange_values(members, reinterpret_cast<const char*>(&mine),
+    return exchange_values(channel, members, reinterpret_cast<const char*>(&mine),
                            reinterpret_cast<char*>(all->data()), sizeof mine, stopped);
   }
   std::vector<int> all_ranks() const;
@@ -67,9 +71,13 @@ class Communicator {
   // Calls `advance` until it is done, or `stopped`, and sleeps while it is blocked. False if
   // stopped.
   bool drive(const std::function<Progress()>& advance, const Stopped& stopped);
-  // Whether a peer of a blocked exchange has left or died, which is then reported; never where that
-  // is not asked for.
-  bool has_lost_peer(Exchange* exchange);
+  // Which rank is the reason that `peer` does nothing more for what `members` do together: itself,
+  // if it has left or died, or the member that it has lost and told of; -1 where it goes on.
+  int loss_at(int peer, const std::vector<int>& members) const;
+  // Whether what `members` do together is blocked for a loss, which is then reported; never where
+  // that is not asked for. `awaited` carries on as far as that goes, and returns whom it waits for.
+  bool has_lost_peer(const std::vector<int>& members,
+                     const std::function<std::vector<int>()>& awaited);
   // Lets peers know that this rank will do nothing more.
   void leave();
 
@@ -113,10 +121,10 @@ class Communicator {
   }
 
  private:
-  ncclResult_t exchange_values(const std::vector<int>& members, const char* mine, char* all,
-                               std::size_t num_bytes, const Stopped& stopped);
-  // The first of `peers` that has left or whose process has ended, -1 where there is none.
-  int first_lost(const std::vector<int>& peers) const;
+  ncclResult_t exchange_values(Channel channel, const std::vector<int>& members, const char* mine,
+                               char* all, std::size_t num_bytes, const Stopped& stopped);
+  // Why not all will ever join, or nothing.
+  std::string reason_not_to_join(const LostBefore& lost_before) const;
   void wake();
 
   int num_ranks_ = 0;

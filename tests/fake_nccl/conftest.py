@@ -29,5 +29,5 @@ def nccl(double: Path) -> Iterator[FakeNccl]:
     yield library
     library.set(FAKE_NCCL_FAIL="", FAKE_NCCL_STALL="", FAKE_NCCL_ASYNC_ERROR="")
     library.set(FAKE_NCCL_PEER_LOSS="wait", FAKE_NCCL_MISMATCH="wait", FAKE_NCCL_SYMMETRIC=1)
-    library.set(FAKE_NCCL_VERSION=23203, FAKE_NCCL_DELAY_MS=0, FAKE_NCCL_RING_BYTES=1 << 16)
+    library.set(FAKE_NCCL_VERSION=23203, FAKE_NCCL_DELAY_MS=0, FAKE_NCCL_JOIN_MS=60_000, FAKE_NCCL_RING_BYTES=1 << 16)
     assert library.counts() == before, "communicators, streams, events, allocations"

@@ -92,7 +92,8 @@ Progress Exchange::advance() {
   return has_moved ? Progress::kMoved : Progress::kBlocked;
 }
 
-std::vector<int> Exchange::awaited_peers() const {
+std::vector<int> Exchange::advance_and_await() {
+  advance();
   std::vector<int> peers;
   for (std::size_t peer = 0; peer < outgoing_.size(); ++peer) {
     if (!is_over(outgoing_[peer]) || !incoming_[peer].is_through()) {

@@ -25,12 +25,12 @@ class Exchange {
 
   // Carries on as far as that goes without waiting.
   Progress advance();
+  // The same, and then the peers with whom something is not over.
+  std::vector<int> advance_and_await();
 
   // What was found to differ from what a peer says, or nothing. Messages of that peer go no
   // further.
   const std::string& mismatch() const { return mismatch_; }
-  // Peers with whom something is not over.
-  std::vector<int> awaited_peers() const;
 
  private:
   // What goes before the bytes.

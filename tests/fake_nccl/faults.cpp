@@ -1,6 +1,8 @@
 #include "faults.h"
 
 #include <algorithm>
+#include <atomic>
+#include <csignal>
 #include <cstddef>
 #include <iterator>
 #include <mutex>
@@ -40,6 +42,11 @@ struct Faults {
 Faults& struck() {
   static Faults* const made = new Faults;
   return *made;
+}
+
+std::atomic<std::int64_t>& steps_left() {
+  static std::atomic<std::int64_t> left{0};
+  return left;
 }
 
 std::vector<std::string> split(const std::string& text, char separator) {
@@ -109,6 +116,14 @@ Fate strike(Function function) {
     failed(fate.failure, std::string(name_of(function)) + ": injected failure");
   }
   return fate;
+}
+
+void die_at(std::int64_t number) { steps_left() = number; }
+
+void step() {
+  // Never counted down where nobody is to die, so that it costs a read.
+  if (steps_left().load(std::memory_order_relaxed) == 0) return;
+  if (steps_left().fetch_sub(1) == 1) std::raise(SIGKILL);
 }
 
 }  // namespace fake_nccl

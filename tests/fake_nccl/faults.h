@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 #include "nccl_abi.h"
@@ -31,5 +32,10 @@ bool set_faults(Effect effect, const std::string& list);
 
 // Counts a call.
 Fate strike(Function function);
+
+// Kills this process at the so manieth step from here on, 0 for never. A step is whatever others
+// may see of a rank: that it has come, has sent, has taken, has rung.
+void die_at(std::int64_t number);
+void step();
 
 }  // namespace fake_nccl

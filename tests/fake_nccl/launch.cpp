@@ -56,7 +56,9 @@ class Operation {
       // After an error what runs on a device never ends by itself.
       if (stalls || has_failed()) return Progress::kBlocked;
       const Progress progress = exchange.advance();
-      if (progress == Progress::kBlocked) here.has_lost_peer(&exchange);
+      if (progress == Progress::kBlocked) {
+        here.has_lost_peer(here.all_ranks(), [&] { return exchange.advance_and_await(); });
+      }
       if (!exchange.mismatch().empty() && settings().reports_mismatches) {
         here.report(ncclInvalidUsage, exchange.mismatch());
       }
@@ -85,10 +87,16 @@ class Operation {
     const std::uint64_t goal = communicator_->with_possessions([&](Possessions* possessions) {
       return possessions->num_signals_taken[peer] += awaited.num_signals;
     });
+    const auto is_there = [&] {
+      return communicator_->segment()->signals(awaited.peer, communicator_->rank()) >= goal;
+    };
     return drive([&] {
-      const Segment* segment = communicator_->segment();
-      const bool is_there = segment->signals(awaited.peer, communicator_->rank()) >= goal;
-      return is_there && !has_failed() ? Progress::kDone : Progress::kBlocked;
+      if (has_failed()) return Progress::kBlocked;
+      if (is_there()) return Progress::kDone;
+      communicator_->has_lost_peer(communicator_->all_ranks(), [&] {
+        return is_there() ? std::vector<int>() : std::vector<int>{awaited.peer};
+      });
+      return Progress::kBlocked;
     });
   }
 

@@ -114,7 +114,8 @@ ncclResult_t Window::make(Communicator* communicator, void* buffer, std::size_t 
                           std::shared_ptr<Window>* made) {
   const std::vector<int> ranks = communicator->all_ranks();
   std::vector<Offer> offers;
-  ncclResult_t result = communicator->agree(ranks, offer_of(buffer, num_bytes), &offers);
+  ncclResult_t result =
+      communicator->agree(Channel::kControl, ranks, offer_of(buffer, num_bytes), &offers);
   if (result != ncclSuccess) return result;
   for (const Offer& offer : offers) {
     if (!offer.is_symmetric) return ncclSuccess;
@@ -140,7 +141,7 @@ ncclResult_t Window::make(Communicator* communicator, void* buffer, std::size_t 
   }
   // Nobody gives memory back before all have opened it, and all fail where one does.
   std::vector<ncclResult_t> results;
-  const ncclResult_t agreed = communicator->agree(ranks, result, &results);
+  const ncclResult_t agreed = communicator->agree(Channel::kControl, ranks, result, &results);
   if (agreed != ncclSuccess) return agreed;
   for (const ncclResult_t each : results) {
     if (each != ncclSuccess) return each;

@@ -9,6 +9,8 @@
 #include <climits>
 #include <cstring>
 
+#include "faults.h"
+
 namespace fake_nccl {
 namespace {
 
@@ -22,6 +24,7 @@ void futex(std::atomic<std::uint32_t>* word, int operation, std::uint32_t value,
 }  // namespace
 
 void Doorbell::ring() {
+  step();
   rings_.fetch_add(1);
   if (num_waiting_.load() > 0) futex(&rings_, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -43,6 +46,7 @@ std::size_t Ring::write(const char* source, std::size_t num_bytes) {
   if (taken == 0) return 0;
   std::memcpy(bytes_ + place, source, straight);
   std::memcpy(bytes_, source + straight, taken - straight);
+  step();
   positions_->written.store(written + taken, std::memory_order_release);
   return taken;
 }
@@ -60,6 +64,7 @@ std::size_t Ring::read(char* target, std::size_t num_bytes) {
   if (taken == 0) return 0;
   std::memcpy(target, bytes_ + place, straight);
   std::memcpy(target + straight, bytes_, taken - straight);
+  step();
   positions_->read.store(read + taken, std::memory_order_release);
   return taken;
 }

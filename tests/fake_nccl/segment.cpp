@@ -3,6 +3,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <stdexcept>
@@ -10,12 +11,14 @@
 #include <utility>
 #include <vector>
 
+#include "faults.h"
 #include "settings.h"
 
 namespace fake_nccl {
 namespace {
 
 constexpr std::size_t kControlBytes = 1024;
+constexpr std::size_t kNumChannels = 3;
 constexpr char kMagic[8] = "fakeids";
 
 // What a unique id says; the rest of its 128 bytes is zero.
@@ -56,14 +59,28 @@ struct alignas(64) Segment::Header {
   std::uint64_t token;
   std::atomic<std::uint64_t> ring_bytes;  // 0 until the first rank joins
   std::atomic<std::int32_t> num_ranks;    // 0 until the first rank joins
-  std::atomic<std::int32_t> num_joined;
-  std::atomic<bool> is_given_up;
+  std::atomic<std::int32_t> num_joined;   // negative where a rank gave up before all had come
 
   bool is_complete() const { return num_ranks != 0 && num_joined == num_ranks; }
+  bool is_given_up() const { return num_joined < 0; }
+
+  // Either all ranks come or one gives up, never both: who sees all is not left alone.
+  bool add_one() {
+    std::int32_t count = num_joined;
+    while (count >= 0 && !num_joined.compare_exchange_weak(count, count + 1)) {
+    }
+    return count >= 0;
+  }
+  bool give_up() {
+    std::int32_t count = num_joined;
+    while (count >= 0 && count != num_ranks && !num_joined.compare_exchange_weak(count, -1)) {
+    }
+    return count != num_ranks;
+  }
 };
 
 struct Segment::Offsets {
-  std::size_t slots, signals, control_positions, data_positions, control, data, end;
+  std::size_t slots, positions, control, shrink, data, signals, end;
 };
 
 // Files of ids that this process made, for ranks that have not opened them yet. Never destroyed.
@@ -84,7 +101,7 @@ class Segment::OpenFiles {
     std::vector<File> kept;
     for (File& file : files_) {
       const auto* header = reinterpret_cast<const Header*>(file.mapping->bytes());
-      if (header->is_complete() || header->is_given_up) {
+      if (header->is_complete() || header->is_given_up()) {
         close(file.descriptor);
       } else {
         kept.push_back(std::move(file));
@@ -124,7 +141,7 @@ ncclUniqueId Segment::make_id() {
 int Segment::num_joined(const ncclUniqueId& id) {
   const Descriptor file(open_segment(id));
   const SharedMapping mapping(file.number(), sizeof(Header));
-  return reinterpret_cast<const Header*>(mapping.bytes())->num_joined;
+  return std::max(reinterpret_cast<const Header*>(mapping.bytes())->num_joined.load(), 0);
 }
 
 Segment::Segment(const ncclUniqueId& id, int num_ranks, int rank)
@@ -133,28 +150,32 @@ Segment::Segment(const ncclUniqueId& id, int num_ranks, int rank)
   {
     const SharedMapping first(file.number(), sizeof(Header));
     auto* header = reinterpret_cast<Header*>(first.bytes());
-    if (header->is_given_up) throw std::runtime_error("a rank has given this communicator up");
     agree(&header->num_ranks, num_ranks, "ranks");
     agree(&header->ring_bytes, std::uint64_t{settings().ring_bytes}, "bytes a ring");
     ring_bytes_ = header->ring_bytes;
   }
   grow_shared_file(file.number(), offsets().end);  // all ranks to the same size
   mapping_ = std::make_unique<SharedMapping>(file.number(), offsets().end);
-  Presence awaited = Presence::kAwaited;
-  if (!slot(rank).presence.compare_exchange_strong(awaited, Presence::kJoining)) {
+  step();
+  Process nobody = {};
+  if (!slot(rank).process.compare_exchange_strong(nobody, Process::self())) {
     throw std::runtime_error("rank " + std::to_string(rank) + " has joined before");
   }
-  slot(rank).process = Process::self();
-  slot(rank).presence = Presence::kThere;
-  reinterpret_cast<Header*>(mapping_->bytes())->num_joined.fetch_add(1);
+  step();
+  if (!reinterpret_cast<Header*>(mapping_->bytes())->add_one()) {
+    slot(rank).has_left = true;
+    throw GivenUp("a rank has given this communicator up");
+  }
   ring_all();
 }
 
 Segment::~Segment() { leave(); }
 
+bool Segment::give_up() { return reinterpret_cast<Header*>(mapping_->bytes())->give_up(); }
+
 void Segment::leave() {
-  if (!is_complete()) reinterpret_cast<Header*>(mapping_->bytes())->is_given_up = true;
-  slot(rank_).presence = Presence::kLeft;
+  give_up();
+  slot(rank_).has_left = true;
   ring_all();
   close_files_that_are_over();
 }
@@ -168,10 +189,10 @@ Segment::Offsets Segment::offsets() const {
   const std::size_t num_pairs = count * count;
   Offsets found = {};
   found.slots = sizeof(Header);
-  found.control_positions = found.slots + count * sizeof(RankSlot);
-  found.data_positions = found.control_positions + num_pairs * sizeof(RingPositions);
-  found.control = found.data_positions + num_pairs * sizeof(RingPositions);
-  found.data = found.control + num_pairs * kControlBytes;
+  found.positions = found.slots + count * sizeof(RankSlot);
+  found.control = found.positions + kNumChannels * num_pairs * sizeof(RingPositions);
+  found.shrink = found.control + num_pairs * kControlBytes;
+  found.data = found.shrink + num_pairs * kControlBytes;
   found.signals = found.data + num_pairs * ring_bytes_;
   found.end = found.signals + num_pairs * sizeof(std::uint64_t);
   return found;
@@ -183,13 +204,14 @@ RankSlot& Segment::slot(int rank) const {
 
 Ring Segment::ring(Channel channel, int source, int target) const {
   const auto pair = static_cast<std::size_t>(source * num_ranks_ + target);
+  const auto num_pairs = static_cast<std::size_t>(num_ranks_ * num_ranks_);
   const Offsets places = offsets();
-  const bool is_data = channel == Channel::kData;
-  char* positions =
-      mapping_->bytes() + (is_data ? places.data_positions : places.control_positions);
-  char* bytes = mapping_->bytes() + (is_data ? places.data : places.control);
-  const std::size_t capacity = is_data ? ring_bytes_ : kControlBytes;
-  return {reinterpret_cast<RingPositions*>(positions) + pair, bytes + pair * capacity, capacity};
+  auto* positions = reinterpret_cast<RingPositions*>(mapping_->bytes() + places.positions) +
+                    static_cast<std::size_t>(channel) * num_pairs;
+  const std::size_t starts[kNumChannels] = {places.data, places.control, places.shrink};
+  const std::size_t capacity = channel == Channel::kData ? ring_bytes_ : kControlBytes;
+  char* bytes = mapping_->bytes() + starts[static_cast<std::size_t>(channel)];
+  return {positions + pair, bytes + pair * capacity, capacity};
 }
 
 std::atomic<std::uint64_t>& Segment::signals(int source, int target) const {

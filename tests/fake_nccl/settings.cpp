@@ -39,6 +39,10 @@ bool apply(Settings* changed, const std::string& name, const std::string& value)
     changed->version = static_cast<int>(amount);
   } else if (name == "FAKE_NCCL_DELAY_MS") {
     changed->delay_ms = amount;
+  } else if (name == "FAKE_NCCL_JOIN_MS") {
+    changed->join_ms = amount;
+  } else if (name == "FAKE_NCCL_DIE") {
+    die_at(amount);
   } else if (name == "FAKE_NCCL_RING_BYTES") {
     // A power of two, so that positions that run on for ever fall into place by a mask.
     if (amount < 16 || (amount & (amount - 1)) != 0) return false;
@@ -50,13 +54,14 @@ bool apply(Settings* changed, const std::string& name, const std::string& value)
 }
 
 constexpr const char* kNames[] = {
-    "FAKE_NCCL_FAIL",     "FAKE_NCCL_STALL",     "FAKE_NCCL_ASYNC_ERROR",
-    "FAKE_NCCL_VERSION",  "FAKE_NCCL_PEER_LOSS", "FAKE_NCCL_MISMATCH",
-    "FAKE_NCCL_DELAY_MS", "FAKE_NCCL_SYMMETRIC", "FAKE_NCCL_RING_BYTES",
+    "FAKE_NCCL_FAIL",       "FAKE_NCCL_STALL",    "FAKE_NCCL_ASYNC_ERROR", "FAKE_NCCL_VERSION",
+    "FAKE_NCCL_PEER_LOSS",  "FAKE_NCCL_MISMATCH", "FAKE_NCCL_DELAY_MS",    "FAKE_NCCL_SYMMETRIC",
+    "FAKE_NCCL_RING_BYTES", "FAKE_NCCL_JOIN_MS",  "FAKE_NCCL_DIE",
 };
 
 Settings* from_environment() {
-  auto* made = new Settings{{FAKE_NCCL_VERSION}, {1 << 16}, {0}, {false}, {false}, {true}};
+  auto* made =
+      new Settings{{FAKE_NCCL_VERSION}, {1 << 16}, {0}, {60'000}, {false}, {false}, {true}};
   for (const char* name : kNames) {
     const char* value = std::getenv(name);
     if (value == nullptr || apply(made, name, value)) continue;

@@ -14,6 +14,7 @@ struct Settings {
   std::atomic<int> version;
   std::atomic<std::size_t> ring_bytes;
   std::atomic<std::int64_t> delay_ms;
+  std::atomic<std::int64_t> join_ms;
   std::atomic<bool> reports_lost_peers;
   std::atomic<bool> reports_mismatches;
   std::atomic<bool> has_symmetric_memory;

@@ -18,7 +18,7 @@ namespace {
 
 // What the kernel says of a process: when it started, and a letter for its state.
 struct Status {
-  std::uint64_t start_time;
+  std::uint32_t start_time;
   char letter;
 };
 
@@ -35,7 +35,7 @@ Status status_of(pid_t process) {
     place = std::strchr(place + 1, ' ');
     if (place == nullptr) return gone;
   }
-  return {std::strtoull(place, nullptr, 10), letter};
+  return {static_cast<std::uint32_t>(std::strtoull(place, nullptr, 10)), letter};
 }
 
 }  // namespace

@@ -41,10 +41,11 @@ class SharedMapping {
   std::size_t num_bytes_;
 };
 
-// A process, told from a later one of the same number.
+// A process, told from a later one of the same number; small enough for an atomic without a lock.
+// Zero is nobody.
 struct Process {
   pid_t id;
-  std::uint64_t start_time;
+  std::uint32_t start_time;  // the low half of it, in ticks
 
   static Process self();
   // False from the moment the process has ended, whether or not its parent has asked.

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fake_nccl.abi import FLOAT32, SUM, Config
-from tests.fake_nccl.library import FakeNccl, FakeNcclError
+from tests.fake_nccl.abi import FLOAT32, SUM, Config, Awaited
+from tests.fake_nccl.library import FakeNccl, FakeNcclError, Gate
 from tests.fake_nccl.survivor import comes_back_to, possessions
 from tests.fake_nccl.tensors import RankOfTensors, assert_same, ranks_of_process
 
@@ -161,6 +161,61 @@ def test_a_rank_that_aborts_leaves_the_others_waiting(nccl: FakeNccl, is_told: b
             assert [wait_for_error(nccl, rank.communicator) for rank in ranks[:2]] == ["ncclRemoteError"] * 2
         for rank in ranks[:2]:
             check_abort_ends(nccl, rank)
+
+
+def test_who_waits_for_a_rank_that_waits_for_a_lost_one_is_told_of_that_one(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_PEER_LOSS="error")
+    with ranks_of_process(nccl, 3) as ranks:
+        gate = Gate(ranks[0].stream)
+        sent, received = torch.ones(100_000), torch.zeros(100_000)  # more than there is room for
+        ranks[0].receive(received, 1)
+        with ranks[1].group():
+            ranks[1].send(sent, 0)
+            ranks[1].receive(torch.zeros(1), 2)
+        nccl("ncclCommAbort", ranks[2].communicator)
+        assert wait_for_error(nccl, ranks[1].communicator) == "ncclRemoteError"
+        gate.open()
+        assert wait_for_error(nccl, ranks[0].communicator) == "ncclRemoteError"
+        assert nccl.last_error() == "fake NCCL: rank 2 has left, or its process has ended"
+        for rank in ranks[:2]:
+            check_abort_ends(nccl, rank)
+
+
+def test_who_waits_for_a_signal_of_a_lost_rank_is_told(nccl: FakeNccl) -> None:
+    nccl.set(FAKE_NCCL_PEER_LOSS="error")
+    with ranks_of_process(nccl, 2) as ranks:
+        awaited = Awaited(1, 1, 0, 0)
+        nccl("ncclWaitSignal", 1, ctypes.byref(awaited), ranks[0].communicator, ranks[0].stream.handle)
+        nccl("ncclCommAbort", ranks[1].communicator)
+        assert wait_for_error(nccl, ranks[0].communicator) == "ncclRemoteError"
+        check_abort_ends(nccl, ranks[0])
+
+
+def test_ranks_that_split_hear_of_a_lost_one_and_shrink(nccl: FakeNccl) -> None:
+    """Whatever the split has left between them is not in the way of the shrink."""
+    nccl.set(FAKE_NCCL_PEER_LOSS="error")
+    with ranks_of_process(nccl, 3, Config(blocking=0)) as ranks:
+        for rank in ranks:
+            while nccl.state(rank.communicator) == "ncclInProgress":
+                time.sleep(0.001)
+        children = [ctypes.c_void_p() for _ in ranks]
+        for rank in ranks[:2]:
+            nccl.result("ncclCommSplit", rank.communicator, 0, 0, ctypes.byref(children[rank.rank]), None)
+        nccl("ncclCommAbort", ranks[2].communicator)
+        for rank in ranks[:2]:
+            while nccl.state(rank.communicator) == "ncclInProgress":
+                time.sleep(0.001)
+            assert nccl.state(rank.communicator) == "ncclRemoteError"
+        smaller = [ctypes.c_void_p() for _ in ranks]
+        for rank in ranks[:2]:
+            place = (rank.communicator, (ctypes.c_int * 1)(2), 1)
+            nccl.result("ncclCommShrink", *place, ctypes.byref(smaller[rank.rank]), None, 1)
+        deadline = time.monotonic() + 60
+        while not all(each.value for each in smaller[:2]) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert nccl.number("ncclCommCount", smaller[0]) == 2
+        for each in smaller[:2]:
+            nccl("ncclCommAbort", each)
 
 
 def test_abort_leaves_alone_what_it_was_too_late_for(nccl: FakeNccl) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,20 +13,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_nccl.library import load
+from tests.fake_nccl.library import FakeNccl, FakeNcclError, load
 
 SIZE = 3
 
 
 @contextmanager
-def started(double: Path, unique_id: bytes, num_started: int, peer_loss: str) -> Iterator[list[subprocess.Popen]]:
-    """The first of three survivors, as processes that do not outlive the block."""
+def started(
+    double: Path, unique_id: bytes, num_started: int, peer_loss: str, **of_last: int
+) -> Iterator[list[subprocess.Popen]]:
+    """The first of three survivors, as processes that do not outlive the block; settings of the last one."""
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.fake_nccl.survivor", str(double), unique_id.hex(), str(rank), str(SIZE)],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "FAKE_NCCL_PEER_LOSS": peer_loss},
+            env={
+                **os.environ,
+                "FAKE_NCCL_PEER_LOSS": peer_loss,
+                **{name: str(value) for name, value in of_last.items() if rank == num_started - 1},
+            },
         )
         for rank in range(num_started)
     ]
@@ -72,5 +79,45 @@ def test_nothing_is_left_of_ranks_that_are_killed_while_they_join(double: Path) 
     with started(double, unique_id, 2, "error") as ranks:
         load(double).wait_for_joined(unique_id, 2)
         ranks[0].kill()
-        assert ranks[1].wait(timeout=60) == 1  # ncclCommInitRankConfig fails there
+        said = json.loads(ranks[1].communicate(timeout=60)[0])
+    text = "fake NCCL: joining a communicator: rank 0 was lost before all had come"
+    assert said == ["ncclRemoteError", text, 0, True]
     assert shared_files() == before
+
+
+def outcomes(double: Path, step: int) -> list[list[str]]:
+    """What the survivors say when the last rank is killed at a step of its own."""
+    with started(double, load(double).unique_id(), SIZE, "error", FAKE_NCCL_DIE=step) as ranks:
+        said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0, -signal.SIGKILL]
+    return said[:-1]
+
+
+# From the moment it is known who joins: five more steps until all know that all have, then one sum after the other.
+@pytest.mark.parametrize("step", [*range(2, 32), *range(35, 300, 23)])
+def test_survivors_hear_of_a_rank_that_dies_at_any_step(double: Path, step: int) -> None:
+    for *joined, outcome in outcomes(double, step):
+        state, text, shrunk_sum, is_clean = json.loads(outcome)
+        assert (state, shrunk_sum, is_clean) == ("ncclRemoteError", 2 * len(joined), True)
+        if joined:
+            assert text == "fake NCCL: rank 2 has left, or its process has ended"
+        else:  # who gives up first is lost to the other one
+            assert "was lost before all had come" in text or "a rank has given this communicator up" in text
+
+
+def test_survivors_give_up_a_rank_that_dies_before_it_is_known(double: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_NCCL_JOIN_MS", "5000")
+    texts = []
+    for (outcome,) in outcomes(double, 1):
+        state, text, shrunk_sum, is_clean = json.loads(outcome)
+        assert (state, shrunk_sum, is_clean) == ("ncclRemoteError", 0, True)
+        texts.append(text)
+    assert "fake NCCL: joining a communicator: not all ranks came within 5000 ms" in texts
+
+
+@pytest.mark.parametrize("peer_loss", ["wait", "error"])
+def test_ranks_that_never_come_are_not_waited_for_without_end(double: Path, nccl: FakeNccl, peer_loss: str) -> None:
+    nccl.set(FAKE_NCCL_PEER_LOSS=peer_loss, FAKE_NCCL_JOIN_MS=200)
+    with pytest.raises(FakeNcclError, match="joining a communicator: not all ranks came within 200 ms") as raised:
+        nccl.init(2, nccl.unique_id(), 0)
+    assert raised.value.result == "ncclRemoteError"
