@@ -29,6 +29,7 @@ class FakeEvent:
     def __init__(self, library: FakeNccl, stream: HostStream) -> None:
         self._event = HostEvent(library, library.pointer("fakeEventCreate"))
         self._event.record(stream)
+        self._process = os.getpid()
 
     def query(self) -> bool:
         return self._event.is_over()
@@ -41,14 +42,15 @@ class FakeEvent:
         return self._event
 
     def __del__(self) -> None:
-        self._event.destroy()
+        if os.getpid() == self._process:
+            self._event.destroy()
 
 
 class FakeStream:
     """A stream of the double, with torch.cuda's names."""
 
     def __init__(self, library: FakeNccl) -> None:
-        self._library, self._stream = library, library.new_stream()
+        self._library, self._stream, self._process = library, library.new_stream(), os.getpid()
         self.errors: list[BaseException] = []
 
     @property
@@ -68,7 +70,8 @@ class FakeStream:
             raise self.errors[0]
 
     def __del__(self) -> None:
-        self._stream.destroy()
+        if os.getpid() == self._process:  # a fork has no thread that it could end
+            self._stream.destroy()
 
     def launch(self, run: Callable[[], object]) -> None:
         def kept() -> None:

@@ -4,6 +4,7 @@ A world lasts from one initialisation of torch.distributed to the next; each has
 that nothing made in one is taken for part of another. Thread ranks declare theirs with `assumed`.
 """
 
+import ctypes
 import os
 import threading
 import weakref
@@ -90,6 +91,8 @@ def _after_fork() -> None:
     _lock = threading.Lock()
     if dist.is_available() and dist.is_initialized():
         _inherited = weakref.ref(dist.group.WORLD)
+        # Kept beyond the end of this process: its destructor joins threads that are not here (torch 2.13: SIGSEGV).
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
 
 
 os.register_at_fork(after_in_child=_after_fork)

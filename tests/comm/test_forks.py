@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tritondt as T
 from tests.gloo_ranks import Failure, GlooRanks, UncaughtError
+from tests.nccl_on_host import ranks_on
 from tests.ops.sharded import distribute
 from tritondt import layout, mesh, spec
 from tritondt.comm import reading, world
@@ -27,9 +28,9 @@ REFUSED = (
 )
 
 
-@pytest.fixture(scope="module", params=["sockets", "gloo"])
+@pytest.fixture(scope="module", params=["sockets", "gloo", "nccl"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
-    with GlooRanks(2, {"TRITONDT_TIMEOUT": "20", "TRITONDT_TRANSPORT": request.param}) as found:
+    with ranks_on(request.param, 2, TRITONDT_TIMEOUT="20") as found:
         yield found
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import tritondt as T
 from tests.gloo_ranks import GlooRanks
+from tests.nccl_on_host import ranks_on
 from tests.ops.sharded import distribute
 from tritondt import identity
 from tritondt.comm import world
@@ -20,13 +21,13 @@ FULL = torch.arange(15.0).view(5, 3)
 Everywhere = Callable[..., Any]
 
 
-@pytest.fixture(scope="module", params=["threads", "sockets", "gloo"])
+@pytest.fixture(scope="module", params=["threads", "sockets", "gloo", "nccl"])
 def everywhere(request: pytest.FixtureRequest) -> Iterator[Everywhere]:
     """Runs a body on two ranks, in a world of its own."""
     if request.param == "threads":
         yield lambda body, *arguments: run_ranks(2, lambda rank: body(rank, *arguments))
         return
-    with GlooRanks(2, {"TRITONDT_TIMEOUT": "20", "TRITONDT_TRANSPORT": request.param}) as ranks:
+    with ranks_on(request.param, 2, TRITONDT_TIMEOUT="20") as ranks:
         yield lambda body, *arguments: ranks.run(in_own_world, body, *arguments)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tritondt as T
 from tests.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
-from tritondt.comm import world
+from tritondt.comm import store_home, world
 from tritondt.comm.store_home import StoreHome
 from tritondt.comm.store_line import SilentStoreError, StoreLine
 
@@ -31,9 +31,15 @@ def client_of(store: dist.TCPStore) -> dist.Store:
     return dist.PrefixStore("inner", dist.TCPStore("127.0.0.1", store.port, is_master=False))
 
 
+def home_of_another_process(store: dist.Store) -> StoreHome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_home, "_listens_here", lambda port: False)
+        return StoreHome(store)
+
+
 def test_who_holds_the_store_is_known_once_it_has_said_so(held: dist.TCPStore) -> None:
     client = client_of(held)
-    there, here = StoreHome(client), StoreHome(dist.PrefixStore("inner", held))
+    there, here = home_of_another_process(client), StoreHome(dist.PrefixStore("inner", held))
     assert (here.is_here, there.is_here) == (True, False)
     for who, rank in ((there, 1), (here, 2)):
         who.tell(client, rank)
@@ -45,7 +51,7 @@ def test_who_holds_the_store_is_known_once_it_has_said_so(held: dist.TCPStore) -
 
 def test_a_store_that_no_rank_holds_has_an_address(held: dist.TCPStore) -> None:
     client = client_of(held)
-    home = StoreHome(client)
+    home = home_of_another_process(client)
     home.tell(client, 0)
     home.ask(client)
     assert str(home) == f"the store at 127.0.0.1:{held.port}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fake_nccl.abi import FLOAT32, SUM, Config, Awaited
+from tests.fake_nccl.abi import FLOAT32, SUM, Awaited, Config
 from tests.fake_nccl.library import FakeNccl, FakeNcclError, Gate
 from tests.fake_nccl.survivor import comes_back_to, possessions
 from tests.fake_nccl.tensors import RankOfTensors, assert_same, ranks_of_process

@@ -195,6 +195,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def close(self) -> None:
         """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
+        self._check_own()
         self._queue.close()
         if self.failure is None:
             self.barrier()
@@ -205,6 +206,8 @@ class NcclCommunicator(PackedCommunicator):
 
     def abort(self) -> None:
         """Ends what is in the stream without waiting for the others."""
+        if self._is_inherited:  # a device, and what runs on it, belongs to one process
+            return
         self._end("aborted")
         for found in tuple(self._under_way):
             self._watch.end(found.wait)

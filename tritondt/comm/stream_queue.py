@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tritondt.comm import reading
+from tritondt.comm.forked import ForkedError
 from tritondt.comm.streams import Event, Stream, Streams
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
@@ -97,6 +98,8 @@ class StreamQueue(IssueQueue):
     def wait_for(self, work: Work) -> None:
         """Lets the calling thread's current stream wait for `work`."""
         assert isinstance(work, StreamWork), "work of a queue of streams"
+        if self._disowned is not None:
+            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
         if work.event is None:
             return  # it asks for itself while it is put into the stream
         work.check_sources()
@@ -130,8 +133,9 @@ class StreamQueue(IssueQueue):
 
     def close(self) -> None:
         """Returns when all that was issued has run."""
-        self.stream.synchronize()
-        self.let_go()
+        if self._disowned is None:
+            self.stream.synchronize()
+            self.let_go()
 
     def joined(self) -> "Joined":
         """Operators within go to the stream, after those before; those after it wait for them."""
