@@ -211,6 +211,8 @@ class NcclCommunicator(PackedCommunicator):
         self._end("aborted")
         for found in tuple(self._under_way):
             self._watch.end(found.wait)
+        if self.failure is not None:
+            self._in_stream.fail(self.failure)
         self._native.abort()
         self._queue.close()
 
