@@ -2,7 +2,7 @@
 
 The arithmetic is spelled out where torch leaves it open. On CPU, `torch.mul` of complex numbers and
 `torch.maximum` of -0.0 and 0.0 give other bits in the last few elements of a tensor than in the rest
-(torch 2.13), so neither is used here.
+(torch 2.13), so neither is used here; nor is `torch.add` of complex numbers, which mixes their parts.
 """
 
 from collections.abc import Callable, Sequence
@@ -124,6 +124,11 @@ def _smaller(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.where((value < total) | (value != value), value, total)
 
 
+def _complex_sum(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    # torch.add multiplies by its alpha, 1 + 0i, first: what is infinite in one part becomes NaN in the other.
+    return torch.complex(total.real + value.real, total.imag + value.imag)
+
+
 def _complex_product(total: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     # (a+bi)(c+di) by four real products, each rounded by itself.
     a, b, c, d = total.real, total.imag, value.real, value.imag
@@ -146,4 +151,4 @@ _REDUCERS: dict[str, _Reducer] = {
     "min": _smaller,
 }
 _BOOL_REDUCERS: dict[str, _Reducer] = {"max": torch.logical_or, "min": torch.logical_and}
-_COMPLEX_REDUCERS: dict[str, _Reducer] = {"sum": torch.add, "product": _complex_product}
+_COMPLEX_REDUCERS: dict[str, _Reducer] = {"sum": _complex_sum, "product": _complex_product}

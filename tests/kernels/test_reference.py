@@ -177,6 +177,13 @@ def test_complex_product_and_average():
     assert reduce_rows(rows, "sum", 2).tolist() == [2 + 0.5j]
 
 
+def test_parts_of_complex_numbers_are_added_by_themselves():
+    rows = torch.complex(torch.tensor([[INFINITY, 1.0], [1.0, -INFINITY]]), torch.tensor([[2.0, NAN], [3.0, 4.0]]))
+    total = reduce_rows(rows, "sum")
+    assert_equal(total.real, torch.tensor([INFINITY, -INFINITY]))
+    assert_equal(total.imag, torch.tensor([5.0, NAN]))
+
+
 @pytest.mark.parametrize(
     ("dtype", "op", "divisor", "sentence"),
     [

@@ -1,0 +1,224 @@
+"""Tables of boxes on a device: written down and uploaded once, then run by one launch.
+
+What a kernel may assume of addresses is settled by the pointers of a run: how far each lies behind a multiple of 16
+bytes. For every such combination that occurs, usually one, a table has a variant; the first is made with the table.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.kernels.box_table import BoxTable, Pointer, box_table, by_pointers
+from tritondt.kernels.loop_nest import LoopNest
+from tritondt.kernels.pieces import WIDEST, Piece
+from tritondt.kernels.tuning import DEFAULT, Choice, choose
+
+# Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
+_ANY_ADDRESS = (1 << 40) + 1
+_MAX_VARIANTS = 16
+
+
+class Kernel(NamedTuple):
+    """A kernel of Triton's, what it is called in tuning.json, and what else it is given.
+
+    `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's.
+    """
+
+    function: Any
+    name: str
+    arguments: tuple[int, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+class Launch:
+    """One table on its device and the kernel compiled for it."""
+
+    def __init__(
+        self, kernel: Kernel, table: BoxTable, places: Sequence[int], device: torch.device, choice: Choice
+    ) -> None:
+        self._cells = torch.tensor(table.cells, dtype=torch.int64).to(device)
+        self._device = device if device.type == "cuda" else None
+        self._streams: set[int] = set()
+        num_pointers = max(2, 1 << (len(places) - 1).bit_length())
+        self._places = (*places, *[places[0]] * (num_pointers - len(places)))
+        bisections = (table.num_pieces - 1).bit_length()
+        constants = {
+            "NUM_POINTERS": num_pointers,
+            "NUM_DIMS": table.num_dims,
+            "MODES": table.modes,
+            "BLOCK": choice.block,
+            **kernel.constants,
+        }
+        self._arguments = (*kernel.arguments, table.num_pieces, bisections, table.num_tiles, *constants.values())
+        grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
+        compiled = kernel.function.warmup(
+            self._cells,
+            (_ANY_ADDRESS,) * num_pointers,
+            *self._arguments,
+            grid=grid,
+            num_warps=choice.num_warps,
+            **kernel.options,
+        )
+        # Triton's interpreter compiles nothing.
+        self._start = (kernel.function if compiled is None else compiled)[grid]
+
+    def run(self, addresses: Sequence[int]) -> None:
+        """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
+        pointers = tuple([addresses[place] for place in self._places])
+        if self._device is None:
+            self._start(self._cells, pointers, *self._arguments)
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._streams:
+            # The allocator gives the cells to nobody else before all that this stream will have launched is done.
+            self._cells.record_stream(stream)
+            self._streams.add(stream.cuda_stream)
+        self._start(self._cells, pointers, *self._arguments, stream=stream.cuda_stream)
+
+
+class DeviceTable:
+    """What tables of copies and of reductions share; see DeviceCopyTable and DeviceReduceTable."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        nests: Sequence[LoopNest],
+        device: torch.device,
+        *,
+        alignment: int,
+        is_aligned: bool,
+        choice: Choice | None,
+        max_ctas: int | None,
+    ) -> None:
+        self._device = _resolved(device, kernel)
+        self._kernel, self.nests = kernel, tuple(nests)
+        self._alignment, self._is_aligned = WIDEST if is_aligned else alignment, is_aligned
+        self._choice, self._max_ctas = choice, max_ctas
+        self._used = tuple(
+            dict.fromkeys(
+                Pointer(number == 0, operand.tensor) for nest in nests for number, operand in enumerate(nest.operands)
+            )
+        )
+        self._variants: dict[tuple[int, ...], tuple[Launch, ...]] = {}
+        if nests:
+            self._variant((0,) * len(self._used))
+
+    def run(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], num_threads: int = 1) -> None:
+        """Runs every box on the tensors whose first elements lie at the given addresses, on the current stream.
+
+        `num_threads` is for the CPU's tables, which this one stands in for.
+        """
+        if not self._used:
+            return
+        try:
+            addresses = [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in self._used]
+        except IndexError:
+            raise self._missing(source_ptrs, target_ptrs) from None
+        behind = tuple([address % WIDEST for address in addresses])
+        launches = self._variants.get(behind)
+        if launches is None or 0 in addresses:
+            self._check(addresses)
+            launches = self._variant(behind)
+        if any(behind):
+            addresses = [address - past for address, past in zip(addresses, behind, strict=True)]
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                for launch in launches:
+                    launch.run(addresses)
+        else:
+            for launch in launches:
+                launch.run(addresses)
+
+    @property
+    def num_boxes(self) -> int:
+        """Boxes that hold anything."""
+        return len(self.nests)
+
+    @property
+    def num_dims(self) -> int:
+        """The most loops around a run of bytes."""
+        return max((len(nest.lengths) - (nest.run_bytes > 1) for nest in self.nests), default=0)
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels that one run launches: one, unless the boxes touch very many tensors."""
+        return max(map(len, self._variants.values()), default=0)
+
+    def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+        """The pieces of some nests."""
+        raise NotImplementedError
+
+    def _check(self, addresses: Sequence[int]) -> None:
+        for pointer, address in zip(self._used, addresses, strict=True):
+            if address == 0 or address % self._alignment:
+                made_for = "; the table was made for aligned tensors only" if self._is_aligned else ""
+                raise ValueError(
+                    f"a box uses {_name(pointer)}, whose address is {address}; it must be a multiple of "
+                    f"{self._alignment} and not null{made_for}"
+                )
+
+    def _missing(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]) -> ValueError:
+        for pointer in self._used:
+            given = len(target_ptrs if pointer.is_target else source_ptrs)
+            if pointer.tensor >= given:
+                side = "target" if pointer.is_target else "source"
+                return ValueError(f"a box uses {_name(pointer)}, but the number of pointers in {side}_ptrs is {given}")
+        raise AssertionError(f"no pointer is missing among {source_ptrs} and {target_ptrs}")
+
+    def _variant(self, behind: tuple[int, ...]) -> tuple[Launch, ...]:
+        """Launches for tensors that start so many bytes behind multiples of 16."""
+        past = dict(zip(self._used, behind, strict=True))
+        moved = [
+            nest._replace(
+                operands=tuple(
+                    operand._replace(offset=operand.offset + past[Pointer(number == 0, operand.tensor)])
+                    for number, operand in enumerate(nest.operands)
+                )
+            )
+            for nest in self.nests
+        ]
+        places = {pointer: place for place, pointer in enumerate(self._used)}
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            launches = tuple(
+                self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
+                for pointers, pieces in by_pointers(self.pieces(moved))
+            )
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
+        if len(self._variants) >= _MAX_VARIANTS:
+            self._variants.pop(next(iter(self._variants)))
+        self._variants[behind] = launches
+        return launches
+
+    def _launch(self, pointers: Sequence[Pointer], pieces: Sequence[Piece], places: Sequence[int]) -> Launch:
+        choice = self._choice or self._tuned(pieces)
+        if self._max_ctas is not None:
+            choice = choice._replace(max_ctas=min(choice.max_ctas, self._max_ctas))
+        return Launch(self._kernel, box_table(pointers, pieces, choice.block), places, self._device, choice)
+
+    def _tuned(self, pieces: Sequence[Piece]) -> Choice:
+        """The choice for the width that moves most bytes."""
+        moved: dict[int, int] = {}
+        for piece in pieces:
+            moved[piece.width] = moved.get(piece.width, 0) + piece.num_bytes
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
+        num_dims = max(len(piece.lengths) for piece in pieces)
+        return choose(name, self._kernel.name, max(moved, key=lambda width: moved[width]), num_dims)
+
+
+def _resolved(device: torch.device, kernel: Kernel) -> torch.device:
+    """The device with its number."""
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    if "interpreter" not in type(kernel.function).__module__:
+        raise ValueError(
+            f"a device table on {device}; Triton's kernels run on cuda, and on cpu only in Triton's interpreter"
+        )
+    return device
+
+
+def _name(pointer: Pointer) -> str:
+    return f"{'target' if pointer.is_target else 'source'} {pointer.tensor}"

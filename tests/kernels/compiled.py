@@ -1,0 +1,86 @@
+"""Kernels compiled for GPUs that are not there, and what can be read off the result."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tritondt.kernels.box_table import mode
+from tritondt.kernels.copy_boxes import copy_kernel
+from tritondt.kernels.pieces import Kind
+from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
+from tritondt.kernels.tuning import choose
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Two loads of 8 bytes side by side are one instruction too.
+_WIDE = r"{}\.global(\.\w+)*\.(v4\.b32|v2\.b64)"
+
+
+class Compiled(NamedTuple):
+    """A kernel for one architecture: instructions that move 16 bytes, registers, and words spilled to the stack."""
+
+    ptx: str
+    wide_loads: int
+    wide_stores: int
+    registers: int
+    spilled_bytes: int
+
+
+def compile_copy(kind: Kind, width: int, num_dims: int, architecture: int, *more: tuple[Kind, int]) -> Compiled:
+    """The copy kernel as it is launched for pieces of one mode, or of several."""
+    choice = choose("default", "copy", width, num_dims)
+    modes = 0
+    for one in ((kind, width), *more):
+        modes |= 1 << mode(*one)
+    constants = {"NUM_POINTERS": 2, "NUM_DIMS": num_dims, "MODES": modes, "BLOCK": choice.block}
+    return _compile(copy_kernel, constants, architecture, {"num_warps": choice.num_warps})
+
+
+def compile_reduction(
+    dtype: str, op: str, kind: Kind, width: int, num_dims: int, architecture: int, *, divides: bool = False
+) -> Compiled:
+    """The reduction kernel as it is launched for five slots or more."""
+    choice = choose("default", f"reduce {ELEMENTS[dtype].primitive_bitwidth // 8}", width, num_dims)
+    constants = {
+        "NUM_POINTERS": 2,
+        "NUM_DIMS": num_dims,
+        "MODES": 1 << mode(kind, width),
+        "BLOCK": choice.block,
+        "UNROLL": 4,
+        "ELEMENT": ELEMENTS[dtype],
+        "DTYPE": dtype,
+        "OP": op,
+        "DIVIDES": divides,
+    }
+    options = {"num_warps": choice.num_warps, "enable_fp_fusion": False}
+    return _compile(reduce_kernel, constants, architecture, options)
+
+
+def _compile(kernel: Any, constants: dict[str, Any], architecture: int, options: dict[str, Any]) -> Compiled:
+    arguments = dict.fromkeys(kernel.arg_names, "i32") | {"table": "*i64", "pointers": ("i64", "i64")}
+    signature = {name: "constexpr" if name in constants else arguments[name] for name in kernel.arg_names}
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    # The table starts at a multiple of 16, as all that the allocator gives does.
+    source = ASTSource(kernel, signature, places, {(0,): [["tt.divisibility", 16]]})
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    ptx = made.asm["ptx"]
+    usage = _resource_usage(made.asm["cubin"])
+    wide_loads, wide_stores = (len(re.findall(_WIDE.format(instruction), ptx)) for instruction in ("ld", "st"))
+    return Compiled(ptx, wide_loads, wide_stores, usage["REG"], usage["STACK"] + usage["LOCAL"])
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    """What the assembler says that a kernel takes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        completed = subprocess.run(command, capture_output=True, check=True, timeout=60)
+    found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", completed.stdout.decode()))
+    assert len(found) == 3, completed.stdout.decode() + completed.stderr.decode()
+    return {name: int(value) for name, value in found.items()}

@@ -1,0 +1,153 @@
+"""The copy kernel, interpreted, against the reference, byte for byte."""
+
+import doctest
+import random
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.kernels.random_boxes import behind_alignment, random_bytes, random_copy_boxes
+from tritondt.kernels import copy_boxes as module
+from tritondt.kernels import reference
+from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.copy_boxes import DeviceCopyTable, copy_boxes
+from tritondt.kernels.loop_nest import copy_nest
+from tritondt.kernels.pieces import Kind, copy_pieces
+from tritondt.kernels.tuning import Choice
+
+# An interpreted program costs the same whatever its size: large tiles, and fewer programs than tiles now and then.
+LARGE = Choice(4096, 1, 3)
+
+
+def assert_copies_as_reference(boxes, sources, targets, choice=LARGE):
+    """On equal random bytes, so that a byte outside the boxes shows up too."""
+    expected = [target.clone() for target in targets]
+    reference.copy_boxes(sources, expected, boxes)
+    table = DeviceCopyTable(boxes, "cpu", choice=choice)
+    table.run([source.data_ptr() for source in sources], [target.data_ptr() for target in targets])
+    for target, wanted in zip(targets, expected, strict=True):
+        assert_close(target, wanted, rtol=0, atol=0)
+
+
+def assert_one_box(itemsize, lengths, source_strides, target_strides, *, choice=LARGE, behind=0):
+    extents = [
+        1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+        for strides in (source_strides, target_strides)
+    ]
+    box = CopyBox(0, 0, 16, 16, itemsize, lengths, source_strides, target_strides)
+    source = behind_alignment(random_bytes((extents[0] + 16) * itemsize), behind)
+    target = behind_alignment(random_bytes((extents[1] + 40) * itemsize), behind)
+    assert_copies_as_reference([box], [source], [target], choice)
+    return list(copy_pieces(copy_nest(0, box)))
+
+
+def test_example():
+    results = doctest.testmod(module)
+    assert results.attempted >= 4
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("seed", range(500))
+def test_random_tables(seed):
+    draw = random.Random(seed)
+    boxes, needed, filled = random_copy_boxes(draw, 1 if seed % 10 else 4)
+    behind = [draw.choice((0, 0, 0, 1, 2, 4, 8)) for _ in range(4)]
+    sources = [behind_alignment(random_bytes(num_bytes), past) for num_bytes, past in zip(needed, behind, strict=False)]
+    targets = [behind_alignment(random_bytes(end + 40), past) for end, past in zip(filled, behind[2:], strict=False)]
+    assert_copies_as_reference(boxes, sources, targets)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("num_dims", range(1, 9))
+def test_every_width_and_number_of_dims(width, num_dims):
+    # Gaps everywhere, so that no two loops merge, and every element is a unit.
+    lengths = (3 if num_dims < 6 else 2,) * num_dims
+    strides = tuple(4**dim for dim in reversed(range(num_dims)))
+    (piece,) = assert_one_box(width, lengths, tuple(2 * stride for stride in strides), strides)
+    assert len(piece.lengths) == num_dims
+    assert (piece.kind, piece.width) == (Kind.RUNS, width)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_groups(width):
+    (piece,) = assert_one_box(width, (3, 5, 121), (1300, 123, 1), (1101, 125, 1))
+    assert (piece.kind, piece.width) == (Kind.GROUPS, width)
+    # Several tiles of 4 groups each, by fewer programs.
+    assert_one_box(width, (3, 5, 121), (1300, 123, 1), (1101, 125, 1), choice=Choice(64, 1, 2))
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "num_rows", "num_columns"), [(Kind.TILES, 41, 67), (Kind.TILES, 9, 8), (Kind.WIDE_TILES, 80, 48)]
+)
+def test_tiles(width, kind, num_rows, num_columns):
+    pieces = assert_one_box(width, (num_rows, num_columns), (1, num_rows), (num_columns, 1))
+    assert {piece.kind for piece in pieces} == {kind}
+    # Loops around the tiles, walked differently on both sides.
+    step = num_rows * num_columns
+    assert_one_box(
+        width, (2, num_rows, 3, num_columns), (step, 1, 2 * step, num_rows), (3 * step, 3 * num_columns, num_columns, 1)
+    )
+
+
+@pytest.mark.parametrize("max_ctas", [1, 3, 1000])
+def test_programs_share_the_tiles(max_ctas):
+    boxes = [
+        CopyBox(0, 0, start, start, 1, (length,), (1,), (1,)) for start, length in ((3, 700), (800, 1), (810, 900))
+    ]
+    source, target = random_bytes(2000), random_bytes(2000)
+    assert_copies_as_reference(boxes, [source], [target], Choice(64, 1, max_ctas))
+
+
+def test_a_table_of_many_tensors():
+    sources = [random_bytes(12) for _ in range(40)]
+    target = random_bytes(40 * 12 + 5)
+    boxes = [CopyBox(number, 0, 0, 3 * number, 4, (3,), (1,), (1,)) for number in range(40)]
+    assert_copies_as_reference(boxes, sources, [target])
+    assert DeviceCopyTable(boxes, "cpu").num_launches == 2
+
+
+def test_nothing_to_copy():
+    copy_boxes([], [], [])
+    target = random_bytes(8)
+    expected = target.clone()
+    copy_boxes([torch.ones(0)], [target], [CopyBox(0, 0, 0, 0, 4, (3, 0), (1, 1), (1, 1))])
+    assert_close(target, expected, rtol=0, atol=0)
+    for boxes in ([], [CopyBox(5, 5, 0, 0, 2, (3, 0), (1, 1), (1, 1))]):
+        table = DeviceCopyTable(boxes, "cpu")
+        table.run([], [])
+        assert (table.num_boxes, table.num_bytes, table.num_dims, table.num_launches) == (0, 0, 0, 0)
+
+
+def test_sizes():
+    boxes = [
+        CopyBox(0, 0, 0, 0, 2, (3, 4), (4, 1), (4, 1)),
+        CopyBox(5, 5, 0, 0, 2, (3, 0), (1, 1), (1, 1)),
+        CopyBox(0, 0, 12, 12, 2, (2, 3, 4), (100, 10, 1), (12, 4, 1)),
+    ]
+    table = DeviceCopyTable(boxes, "cpu")
+    assert (table.num_boxes, table.num_bytes, table.num_dims, table.num_launches) == (2, 72, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "box", "sentence"),
+    [
+        ([torch.ones(3)], [torch.ones(3, device="meta")], None, r"source 0 lies on cpu and target 0 on meta"),
+        (
+            [torch.ones(3)],
+            [torch.ones(3)],
+            CopyBox(0, 0, 1, 0, 4, (3,), (1,), (1,)),
+            r"box 1 reaches from byte 4 to 16",
+        ),
+        ([torch.ones(3)], [torch.ones(3)], CopyBox(0, 0, 0, 0, 4, (1,), (1,), (1,)), r"boxes 0 and 1 write the same"),
+        ([torch.ones(3)], [torch.ones(3)], CopyBox(0, 0, 0, 0, 5, (1,), (1,), (1,)), r"box 1: itemsize 5"),
+    ],
+)
+def test_copies_that_are_refused(sources, targets, box, sentence):
+    boxes = [CopyBox(0, 0, 0, 0, 4, (2,), (1,), (1,)), *([box] if box else [])]
+    before = targets[0].clone()
+    with pytest.raises(ValueError, match=sentence):
+        copy_boxes(sources, targets, boxes)
+    if not targets[0].is_meta:
+        assert_close(targets[0], before, rtol=0, atol=0)

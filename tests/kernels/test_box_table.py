@@ -1,0 +1,141 @@
+"""Tables as numbers: what a kernel divides by, how pieces are grouped, where each begins."""
+
+import random
+
+import pytest
+
+from tests.kernels.random_boxes import random_copy_boxes, random_reduce_boxes
+from tritondt.kernels.box_table import (
+    HEAD_CELLS,
+    LOOP_CELLS,
+    MAX_POINTERS,
+    SLOT_HEAD_CELLS,
+    Pointer,
+    box_table,
+    by_pointers,
+    division,
+    mode,
+    num_tiles,
+)
+from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.loop_nest import copy_nest, reduce_nest
+from tritondt.kernels.pieces import Kind, copy_pieces, reduce_pieces
+
+
+def copies(*boxes):
+    return [piece for position, box in enumerate(boxes) for piece in copy_pieces(copy_nest(position, box))]
+
+
+def run(source, target, itemsize, offset, length):
+    return CopyBox(source, target, offset, offset, itemsize, (length,), (1,), (1,))
+
+
+@pytest.mark.parametrize("divisor", [*range(1, 70), 2**16 - 1, 2**16, 2**16 + 1, 2**31 - 1, 2**31 - 2, 3 * 2**29 + 1])
+def test_division_is_exact_below_31_bits(divisor):
+    draw = random.Random(divisor)
+    factor, shift = division(divisor)
+    assert factor < 2**32
+    values = [draw.randrange(2**31) for _ in range(300)] + [0, 1, 2**31 - 1, divisor - 1, divisor, 2 * divisor - 1]
+    for value in values:
+        if value < 2**31:
+            high = value * factor >> 32
+            assert high + value < 2**32
+            assert (high + value) >> shift == value // divisor
+
+
+def test_modes_differ():
+    kinds = [(Kind.RUNS, (1, 2, 4, 8, 16)), (Kind.GROUPS, (1, 2, 4)), (Kind.TILES, (1, 2, 4, 8))]
+    kinds += [(Kind.WIDE_TILES, (1, 2, 4, 8))]
+    modes = [mode(kind, width) for kind, widths in kinds for width in widths]
+    assert modes == list(range(16))
+
+
+def test_one_odd_shard_does_not_narrow_the_others():
+    # Three aligned runs and one that starts a byte off: the widest come first, and only it is moved byte by byte.
+    pieces = copies(run(0, 0, 4, 0, 400), run(0, 0, 1, 2001, 31), run(0, 0, 4, 1000, 404), run(0, 0, 2, 5000, 8))
+    ((pointers, members),) = by_pointers(pieces)
+    assert [(piece.width, piece.num_units) for piece in members] == [(16, 100), (16, 101), (16, 1), (1, 31)]
+    table = box_table(pointers, members, 64)
+    assert table.modes == 1 << mode(Kind.RUNS, 16) | 1 << mode(Kind.RUNS, 1)
+    cells = HEAD_CELLS + LOOP_CELLS + SLOT_HEAD_CELLS + 1
+    assert [table.cells[number * cells] for number in range(4)] == [0, 2, 4, 5]
+    assert (table.num_pieces, table.num_tiles, table.num_dims) == (4, 6, 1)
+
+
+def test_a_table_holds_what_the_pieces_say():
+    box = CopyBox(4, 3, 5, 6, 4, (3, 5), (7, 1), (11, 1))
+    ((pointers, members),) = by_pointers(copies(run(4, 9, 16, 2, 8), box))
+    assert pointers == (Pointer(True, 9), Pointer(False, 4), Pointer(True, 3))
+    table = box_table(pointers, members, 512)
+    wide, narrow = table.cells[:20], table.cells[20:]
+    assert wide == (
+        *(0, 0, 32, mode(Kind.RUNS, 16), 8, 8, 1, 40),  # tile, target, offset, mode, rows, run, slots, next slot
+        *(8, *division(8), 1),
+        *(1, *division(1), 0),
+        *(1, 32, 1, 0),
+    )
+    assert narrow == (
+        *(1, 2, 24, mode(Kind.RUNS, 4), 15, 5, 1, 40),
+        *(5, *division(5), 1),
+        *(3, *division(3), 11),
+        *(1, 20, 1, 7),
+    )
+
+
+def test_groups_are_loops_over_64_units():
+    ((pointers, members),) = by_pointers(copies(CopyBox(0, 0, 1, 0, 2, (10, 120), (121, 1), (125, 1))))
+    (piece,) = members
+    assert (piece.kind, piece.lengths) == (Kind.GROUPS, (120, 10))
+    table = box_table(pointers, members, 128)
+    # A program takes 128 / 16 groups: 20 of them are 3 tiles.
+    assert table.num_tiles == num_tiles(piece, 128) == 3
+    assert table.cells[4:6] == (20, 120)
+    assert table.cells[8:12] == (2, *division(2), 64)
+    assert table.cells[-2:] == (64, 121)
+
+
+def test_later_slots_lie_behind_the_pieces():
+    box = ReduceBox(0, 2, (6,), (1,), (Slot(0, 0, (1,)), Slot(0, 40, (2,)), Slot(1, 80, (-1,))))
+    pieces = list(reduce_pieces(reduce_nest(0, box, 8)))
+    ((pointers, members),) = by_pointers(pieces * 2)
+    table = box_table(pointers, members, 512)
+    assert table.max_slots == 3
+    cells = HEAD_CELLS + LOOP_CELLS + SLOT_HEAD_CELLS + 1
+    for number in range(2):
+        piece = table.cells[number * cells : (number + 1) * cells]
+        assert piece[6:8] == (3, 2 * cells + number * 6)
+        assert piece[-3:] == (1, 0, 1)
+        assert table.cells[piece[7] : piece[7] + 6] == (1, 320, 2, 2, 640, -1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_of_random_tables_cover_all_units(seed):
+    draw = random.Random(seed)
+    boxes, _, _ = random_copy_boxes(draw, 6)
+    pieces = copies(*boxes)
+    if not pieces:
+        return
+    ((pointers, members),) = by_pointers(pieces)
+    table = box_table(pointers, members, 256)
+    assert table.num_tiles == sum(num_tiles(piece, 256) for piece in members)
+    assert sorted(map(id, members)) == sorted(map(id, pieces))
+    assert len(table.cells) == table.num_pieces * (HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims)
+
+
+def test_tables_of_many_tensors_take_several_launches():
+    pieces = copies(*(run(number, 0, 4, 10 * number, 5) for number in range(3 * MAX_POINTERS)))
+    groups = by_pointers(pieces)
+    assert [len(pointers) for pointers, _ in groups] == [32, 32, 32, 4]
+    assert sum(len(members) for _, members in groups) == len(pieces)
+    for pointers, members in groups:
+        table = box_table(pointers, members, 512)
+        assert table.num_pieces == len(members)
+
+
+def test_one_box_of_too_many_tensors_is_refused():
+    draw = random.Random(0)
+    boxes, _, _ = random_reduce_boxes(draw, 1, 10)
+    slots = tuple(boxes[0].slots[0]._replace(source=number) for number in range(MAX_POINTERS))
+    pieces = list(reduce_pieces(reduce_nest(0, boxes[0]._replace(slots=slots), 4)))
+    with pytest.raises(ValueError, match=r"a box touches 33 tensors; a kernel takes up to 32, the target included"):
+        by_pointers(pieces)

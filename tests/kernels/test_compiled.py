@@ -1,0 +1,99 @@
+"""The kernels as the compiler makes them for Hopper (sm_90) and Blackwell (sm_100): wide, without spills."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from tests.kernels.compiled import compile_copy, compile_reduction
+from tritondt.kernels.pieces import Kind
+from tritondt.kernels.reductions import DTYPES
+
+MAX_REGISTERS = 64
+
+
+def assert_lean(compiled, num_dims):
+    assert compiled.spilled_bytes == 0
+    if num_dims <= 4:
+        assert compiled.registers <= MAX_REGISTERS
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("num_dims", [1, 2, 3, 4, 8])
+def test_wide_runs(num_dims, architecture):
+    compiled = compile_copy(Kind.RUNS, 16, num_dims, architecture)
+    assert_lean(compiled, num_dims)
+    # Every load and store of the 512 units, two per thread.
+    assert compiled.wide_loads == compiled.wide_stores == 2
+    assert len(re.findall(r"st\.global", compiled.ptx)) == 2
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_dims", [1, 3, 4])
+def test_narrow_runs(width, num_dims):
+    compiled = compile_copy(Kind.RUNS, width, num_dims, 90)
+    assert_lean(compiled, num_dims)
+    name = "v2.b32" if width == 8 else f"b{8 * width}"
+    assert re.search(rf"ld\.global(\.\w+)*\.{name}", compiled.ptx)
+    assert re.search(rf"st\.global(\.\w+)*\.{name}", compiled.ptx)
+    assert compiled.wide_loads == compiled.wide_stores == 0
+
+
+@pytest.mark.parametrize(("width", "architecture"), [(1, 90), (2, 90), (2, 100), (4, 90)])
+@pytest.mark.parametrize("num_dims", [1, 2, 4])
+def test_groups(width, num_dims, architecture):
+    assert_lean(compile_copy(Kind.GROUPS, width, num_dims, architecture), num_dims)
+
+
+@pytest.mark.parametrize(("width", "architecture"), [(1, 90), (2, 90), (4, 90), (4, 100), (8, 90)])
+@pytest.mark.parametrize("num_dims", [2, 4])
+def test_tiles(width, num_dims, architecture):
+    assert_lean(compile_copy(Kind.TILES, width, num_dims, architecture), num_dims)
+    wide = compile_copy(Kind.WIDE_TILES, width, num_dims, architecture)
+    assert_lean(wide, num_dims)
+    # Of bytes a tile holds fewer than 16 per thread.
+    assert (wide.wide_loads > 0) == (wide.wide_stores > 0) == (width > 1)
+
+
+@pytest.mark.parametrize("num_dims", [2, 4])
+def test_wide_units_stay_wide_beside_narrow_ones(num_dims):
+    compiled = compile_copy(Kind.RUNS, 16, num_dims, 90, (Kind.RUNS, 4), (Kind.GROUPS, 2), (Kind.RUNS, 1))
+    assert_lean(compiled, num_dims)
+    assert compiled.wide_loads == compiled.wide_stores == 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_reductions(dtype):
+    for op in DTYPES[dtype].ops:
+        compiled = compile_reduction(dtype, op, Kind.RUNS, 16, 2, 90)
+        assert_lean(compiled, 2)
+        # The first slot, and four more in the loop.
+        assert compiled.wide_loads == 5 * compiled.wide_stores > 0
+        assert "fma" not in compiled.ptx
+        assert "ftz" not in compiled.ptx
+
+
+@pytest.mark.parametrize("num_dims", [1, 3, 4])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_reductions_by_dims(dtype, num_dims):
+    for kind, width in ((Kind.RUNS, 16), (Kind.RUNS, 4), (Kind.GROUPS, 4)):
+        compiled = compile_reduction(dtype, "sum", kind, width, num_dims, 90)
+        assert_lean(compiled, num_dims)
+        assert (compiled.wide_loads > 0) == (width == 16)
+
+
+def test_reductions_on_blackwell():
+    for dtype in ("bfloat16", "float32"):
+        for num_dims in (1, 4):
+            compiled = compile_reduction(dtype, "sum", Kind.RUNS, 16, num_dims, 100)
+            assert_lean(compiled, num_dims)
+            assert compiled.wide_loads == 5 * compiled.wide_stores > 0
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype, found in DTYPES.items() if found.divides])
+def test_averages_divide_once_and_correctly(dtype):
+    compiled = compile_reduction(dtype, "sum", Kind.RUNS, 16, 2, 90, divides=True)
+    precise = "f64" if dtype in ("float64", "complex128") else "f32"
+    assert set(re.findall(r"\bdiv\.[.\w]*f\d\d", compiled.ptx)) == {f"div.rn.{precise}"}
+    assert_lean(compiled, 2)

@@ -1,0 +1,100 @@
+"""What reaches Triton's launcher, which a recording driver stands in for."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from triton.runtime.driver import driver
+
+from tests.kernels.recording_driver import STREAM, RecordingDriver
+from tritondt.kernels.box_table import box_table, by_pointers
+from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.copy_boxes import DeviceCopyTable, copy_boxes, copy_kernel
+from tritondt.kernels.device_table import Kernel, Launch
+from tritondt.kernels.loop_nest import copy_nest, reduce_nest
+from tritondt.kernels.pieces import copy_pieces, reduce_pieces
+from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
+from tritondt.kernels.tuning import Choice
+
+CHOICE = Choice(512, 4, 10)
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Triton with a driver that records; what it compiles is forgotten, for no GPU could run it."""
+    double = RecordingDriver()
+    monkeypatch.setattr(driver, "_active", double)
+    for kernel in (copy_kernel, reduce_kernel):
+        kernel.device_caches.clear()
+    yield double
+    for kernel in (copy_kernel, reduce_kernel):
+        kernel.device_caches.clear()
+
+
+def made_launch(kernel, pieces):
+    ((pointers, members),) = by_pointers(pieces)
+    table = box_table(pointers, members, CHOICE.block)
+    return table, Launch(kernel, table, range(len(pointers)), torch.device("cpu"), CHOICE)
+
+
+def test_a_copy_is_launched_with_its_arguments_in_order(recording):
+    boxes = [CopyBox(0, 0, 0, 16 * k, 16, (9,), (1,), (1,)) for k in range(3)]
+    pieces = [piece for box in boxes for piece in copy_pieces(copy_nest(0, box))]
+    table, launch = made_launch(Kernel(copy_kernel, "copy", (), {}, {}), pieces)
+    assert recording.launches == []
+    addresses = [1 << 45, 1 << 46]
+    launch.run(addresses)
+    (found,) = recording.launches
+    assert found.pop("table").tolist() == list(table.cells)
+    assert found == {
+        "grid": (3, 1, 1),
+        "stream": STREAM,
+        "pointers": tuple(addresses),
+        "num_pieces": 3,
+        "num_bisections": 2,
+        "num_tiles": 3,
+        "NUM_POINTERS": 2,
+        "NUM_DIMS": 1,
+        "MODES": 16,
+        "BLOCK": 512,
+    }
+
+
+def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
+    box = ReduceBox(0, 0, (4 * 512 * 11,), (1,), (Slot(0, 0, (1,)), Slot(1, 0, (1,))))
+    constants = {"UNROLL": 1, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
+    kernel = Kernel(reduce_kernel, "reduce 4", (3,), constants, {"enable_fp_fusion": False})
+    _, launch = made_launch(kernel, list(reduce_pieces(reduce_nest(0, box, 4))))
+    launch.run([1 << 45, 1 << 46, 1 << 47])
+    (found,) = recording.launches
+    assert found["grid"] == (CHOICE.max_ctas, 1, 1)
+    # Three pointers are padded to four.
+    assert found["pointers"] == (1 << 45, 1 << 46, 1 << 47, 1 << 45)
+    assert (found["divisor"], found["num_pieces"], found["num_bisections"], found["num_tiles"]) == (3, 1, 0, 11)
+    assert {name: found[name] for name in constants} == constants
+
+
+def test_launches_again_without_touching_a_tensor(recording):
+    (piece,) = copy_pieces(copy_nest(0, CopyBox(0, 0, 0, 0, 16, (9,), (1,), (1,))))
+    _, launch = made_launch(Kernel(copy_kernel, "copy", (), {}, {}), [piece])
+    launch.run([1 << 45, 1 << 46])
+
+    class NoTorch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} was called")
+
+    with NoTorch():
+        launch.run([1 << 46, 1 << 47])
+    first, second = recording.launches
+    assert first["table"] is second["table"]
+    assert second["pointers"] == (1 << 46, 1 << 47)
+
+
+def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted():
+    boxes = [CopyBox(0, 0, 0, 0, 4, (3,), (1,), (1,))]
+    with pytest.raises(ValueError, match=r"a device table on cpu; Triton's kernels run on cuda, and on cpu only in"):
+        DeviceCopyTable(boxes, "cpu")
+    with pytest.raises(ValueError, match=r"a device table on cpu"):
+        copy_boxes([torch.ones(3)], [torch.ones(3)], boxes)
+    copy_boxes([], [], [])
