@@ -50,6 +50,7 @@ class LazyGroup(click.Group):
         "bench": "tritondt.cli.main:bench",
         "plan": "tritondt.cli.plan:plan",
         "doctor": "tritondt.cli.doctor:doctor",
+        "tune": "tritondt.cli.tune:tune",
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )

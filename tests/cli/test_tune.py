@@ -1,0 +1,77 @@
+"""`python -m tritondt tune`: what it times, what it records, and what it says where there is no GPU."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tritondt.cli import tune
+from tritondt.cli.main import main
+from tritondt.kernels.loop_nest import copy_nest, reduce_nest
+from tritondt.kernels.pieces import copy_pieces, reduce_pieces
+from tritondt.kernels.tuning import Choice
+
+
+def test_without_a_gpu_it_ends_with_an_error(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["tune", "--output", str(tmp_path / "tuning.json")])
+    assert result.exit_code == 1
+    assert f"tune needs a CUDA device, and torch {torch.__version__} sees none" in result.output
+    assert not (tmp_path / "tuning.json").exists()
+
+
+@pytest.mark.parametrize(("kernel", "width", "num_dims"), [("copy", *case) for case in tune.cases("copy")])
+def test_copies_that_are_timed_are_what_they_are_recorded_as(kernel, width, num_dims):
+    (piece,) = copy_pieces(copy_nest(0, tune.copy_box(width, num_dims, 1 << 22)))
+    assert (piece.width, len(piece.lengths)) == (width, num_dims)
+    assert piece.num_bytes == pytest.approx(1 << 22, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "width", "num_dims"),
+    [(itemsize, *case) for itemsize in (1, 2, 4, 8) for case in tune.cases(f"reduce {itemsize}")],
+)
+def test_reductions_that_are_timed_are_what_they_are_recorded_as(itemsize, width, num_dims):
+    (piece,) = reduce_pieces(reduce_nest(0, tune.reduce_box(width, num_dims, itemsize, 1 << 22), itemsize))
+    assert (piece.width, len(piece.lengths)) == (width, num_dims)
+    assert piece.num_bytes == pytest.approx(1 << 22, rel=0.05)
+    assert len(piece.operands) == 9
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch):
+    """A GPU of which only the name and the number of processors are real; 512 units are its fastest block."""
+    properties = SimpleNamespace(name="Pretended GPU", multi_processor_count=10)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+
+    def timer(kernel, width, num_dims, num_bytes):
+        return lambda choice: 1e-3 + abs(choice.block - 512) + num_dims * abs(choice.max_ctas - 80)
+
+    monkeypatch.setattr(tune, "_timer", timer)
+
+
+def test_the_fastest_choices_are_recorded_beside_other_devices(pretended_gpu, tmp_path):
+    path = tmp_path / "tuning.json"
+    path.write_text('{"default": {}}')
+    result = CliRunner().invoke(main, ["tune", "--kernel", "reduce 8", "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "reduce 8, 16 bytes, 4 dims: " in result.output
+    assert f"recorded for Pretended GPU in {path}" in result.output
+    found = json.loads(path.read_text())
+    assert list(found) == ["default", "Pretended GPU"]
+    best = Choice(512, 4, 80)._asdict()
+    assert found["Pretended GPU"] == {
+        "reduce 8": [{"width": width, "max_dims": dims, **best} for width in (16, 8) for dims in (1, 2, 17)]
+    }
+
+
+def test_a_device_that_is_not_there_is_refused(pretended_gpu):
+    result = CliRunner().invoke(main, ["tune", "--device", "3"])
+    assert result.exit_code == 2
+    assert "3; this machine has devices 0..0" in result.output

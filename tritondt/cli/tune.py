@@ -1,0 +1,156 @@
+"""`tune`: finds how each kernel is best cut into programs on this GPU, and records it in tuning.json."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+import click
+import torch
+
+from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.device_time import device_seconds
+from tritondt.kernels.tuning import PATH, Choice, Entry, record
+
+# What is tuned at so many dims holds for up to so many more.
+_DIMS = {1: 1, 2: 2, 4: 17}
+_WIDTHS = (16, 8, 4, 2, 1)
+_BLOCKS = (256, 512, 1024, 2048)
+_NUM_WARPS = (4, 8)
+_PROGRAMS_PER_PROCESSOR = (2, 4, 8, 16)
+_NUM_SLOTS = 8
+# The kernel of each name, and a dtype whose elements it reduces.
+_DTYPES = {"reduce 1": "int8", "reduce 2": "bfloat16", "reduce 4": "float32", "reduce 8": "float64"}
+_KERNELS = ("copy", *_DTYPES)
+
+Timer = Callable[[Choice], float]
+
+
+@click.command()
+@click.option("--device", type=int, default=0, show_default=True, help="Number of the CUDA device.")
+@click.option("--kernel", "kernels", multiple=True, type=click.Choice(_KERNELS), help="Only this one.  [default: all]")
+@click.option("--mebibytes", type=click.IntRange(1), default=256, show_default=True, help="What one run writes.")
+@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=PATH, help="The file to change.")
+def tune(device: int, kernels: tuple[str, ...], mebibytes: int, output: Path) -> None:
+    """Time the kernels on a GPU under every choice, and record the fastest.
+
+    They are recorded under the name of the device in the file that ships with the package, or in --output;
+    what other devices have there stays. Takes minutes, most of them for compiling.
+    """
+    if not torch.cuda.is_available():
+        raise click.ClickException(f"tune needs a CUDA device, and torch {torch.__version__} sees none")
+    if not 0 <= device < torch.cuda.device_count():
+        count = torch.cuda.device_count()
+        raise click.BadParameter(f"{device}; this machine has devices 0..{count - 1}", param_hint="--device")
+    with torch.cuda.device(device):
+        properties = torch.cuda.get_device_properties(device)
+        candidates = [properties.multi_processor_count * count for count in _PROGRAMS_PER_PROCESSOR]
+        found: dict[str, list[Entry]] = {}
+        for kernel in kernels or _KERNELS:
+            found[kernel] = []
+            for width, num_dims in cases(kernel):
+                timer = _timer(kernel, width, num_dims, mebibytes << 20)
+                choice, seconds = fastest(timer, candidates)
+                found[kernel].append(Entry(width, _DIMS[num_dims], choice))
+                moved = (mebibytes << 20) * (2 if kernel == "copy" else _NUM_SLOTS + 1) / seconds / 1e9
+                click.echo(f"{kernel}, {width} bytes, {num_dims} dims: {moved:.0f} GB/s read and written, {choice}")
+    record(properties.name, found, output)
+    click.echo(f"recorded for {properties.name} in {output}")
+
+
+def cases(kernel: str) -> Iterator[tuple[int, int]]:
+    """Widths and numbers of dims that a kernel is tuned for.
+
+    >>> list(cases("reduce 8"))
+    [(16, 1), (16, 2), (16, 4), (8, 1), (8, 2), (8, 4)]
+    """
+    narrowest = 1 if kernel == "copy" else int(kernel.split()[1])
+    for width in _WIDTHS:
+        if width >= narrowest:
+            yield from ((width, num_dims) for num_dims in _DIMS)
+
+
+def fastest(seconds_of: Timer, candidates: Sequence[int]) -> tuple[Choice, float]:
+    """The fastest choice and its time: first block and warps, then the number of programs.
+
+    >>> fastest(lambda choice: abs(choice.block - 512) + choice.num_warps + choice.max_ctas, [264, 528])
+    (Choice(block=512, num_warps=4, max_ctas=264), 268)
+    """
+    first = [Choice(block, num_warps, candidates[-1]) for block in _BLOCKS for num_warps in _NUM_WARPS]
+    best = min(first, key=seconds_of)
+    times = {choice: seconds_of(choice) for choice in (best._replace(max_ctas=count) for count in candidates)}
+    choice = min(times, key=lambda one: times[one])
+    return choice, times[choice]
+
+
+def copy_box(width: int, num_dims: int, num_bytes: int) -> CopyBox:
+    """A box of so many dims, and about so many bytes, that is copied in units of exactly `width` bytes."""
+    lengths, source_strides, target_strides = _shape(num_dims, num_bytes // width)
+    # One side starts a unit later, so that nothing wider fits.
+    return CopyBox(0, 0, 0 if width == 16 else 1, 0, width, lengths, source_strides, target_strides)
+
+
+def reduce_box(width: int, num_dims: int, itemsize: int, num_bytes: int) -> ReduceBox:
+    """A box of so many dims, with slots of about so many bytes each, that is reduced in units of exactly `width`."""
+    per_unit = width // itemsize
+    lengths, source_strides, target_strides = _shape(num_dims, num_bytes // width)
+    lengths = (*lengths[:-1], lengths[-1] * per_unit)
+    steps, target_steps = ((*(n * per_unit for n in strides[:-1]), 1) for strides in (source_strides, target_strides))
+    extent = -(-_extent(lengths, steps) // 16) * 16
+    start = 0 if width == 16 else per_unit
+    slots = tuple(Slot(0, start + number * extent, steps) for number in range(_NUM_SLOTS))
+    return ReduceBox(0, 0, lengths, target_steps, slots)
+
+
+def _shape(num_dims: int, num_units: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Lengths, source and target strides in units; all loops but the innermost have gaps in the source."""
+    inner = (5, 3, 1000)[-(num_dims - 1) :] if num_dims > 1 else ()
+    lengths = (max(num_units // prod(inner), 1), *inner)
+    source_strides, target_strides = [1], [1]
+    for length in reversed(lengths[1:]):
+        source_strides.insert(0, source_strides[0] * length + 3)
+        target_strides.insert(0, target_strides[0] * length)
+    return lengths, tuple(source_strides), tuple(target_strides)
+
+
+def _extent(lengths: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+
+
+def _timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
+    """Times a table of one box, made anew for every choice."""
+    make = _copy_timer if kernel == "copy" else _reduce_timer
+    return make(kernel, width, num_dims, num_bytes)
+
+
+def _copy_timer(_: str, width: int, num_dims: int, num_bytes: int) -> Timer:
+    box = copy_box(width, num_dims, num_bytes)
+    source, target = (
+        torch.empty((offset + _extent(box.lengths, strides)) * width, dtype=torch.uint8, device="cuda")
+        for offset, strides in ((box.source_offset, box.source_strides), (box.target_offset, box.target_strides))
+    )
+    module = importlib.import_module("tritondt.kernels.copy_boxes")
+
+    def seconds_of(choice: Choice) -> float:
+        table = module.DeviceCopyTable([box], "cuda", choice=choice)
+        return device_seconds(lambda: table.run([source.data_ptr()], [target.data_ptr()]))
+
+    return seconds_of
+
+
+def _reduce_timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
+    name = _DTYPES[kernel]
+    dtype = getattr(torch, name)
+    box = reduce_box(width, num_dims, dtype.itemsize, num_bytes)
+    last = box.slots[-1]
+    source = torch.ones(last.offset + _extent(box.lengths, last.strides), dtype=dtype, device="cuda")
+    target = torch.empty(_extent(box.lengths, box.target_strides), dtype=dtype, device="cuda")
+    module = importlib.import_module("tritondt.kernels.reduce_slots")
+
+    def seconds_of(choice: Choice) -> float:
+        table = module.DeviceReduceTable([box], "sum", name, 1, "cuda", choice=choice)
+        return device_seconds(lambda: table.run([source.data_ptr()], [target.data_ptr()]))
+
+    return seconds_of
