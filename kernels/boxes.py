@@ -1,4 +1,4 @@
-"""Tables of boxes: what a copy or a reduction does, as plain values.
+"""Tables of boxes: what a copy, a cast or a reduction does, as plain values.
 
 A box is a set of nested loops. `source` and `target` are positions in the two lists of tensors that a
 table is run on; offsets and strides count elements from a tensor's first element (`data_ptr()`).
@@ -17,6 +17,18 @@ class CopyBox(NamedTuple):
     source_offset: int
     target_offset: int
     itemsize: int
+    lengths: tuple[int, ...]
+    source_strides: tuple[int, ...]
+    target_strides: tuple[int, ...]
+
+
+class CastBox(NamedTuple):
+    """Moves one box from one dtype to another; both are those of the tensors that the table is run on."""
+
+    source: int
+    target: int
+    source_offset: int
+    target_offset: int
     lengths: tuple[int, ...]
     source_strides: tuple[int, ...]
     target_strides: tuple[int, ...]

@@ -2,15 +2,29 @@
 
 The arithmetic is spelled out where torch leaves it open. On CPU, `torch.mul` of complex numbers and
 `torch.maximum` of -0.0 and 0.0 give other bits in the last few elements of a tensor than in the rest
-(torch 2.13), so neither is used here; nor is `torch.add` of complex numbers, which mixes their parts.
+(torch 2.13), so neither is used here; nor is `torch.add` of complex numbers, which mixes their parts. The NaN
+that a cast makes of a NaN has other bits with other strides or vector instructions, so here it is always the
+same one: positive, quiet, without payload.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from tritondt.kernels.boxes import CopyBox, ReduceBox
+from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
+_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
+# What may become what.
+_CASTS = {
+    "cast": (_FLOATS, _FLOATS),
+    "quantize": (_EXACT_IN_FLOAT32, _FP8_DTYPES),
+    "dequantize": (_FP8_DTYPES, _EXACT_IN_FLOAT32),
+}
+_FP8_NAN_BITS = 0x7F
+_SMALLEST_SCALE = 2.0**-126
 _ACCUMULATION_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
 _Reducer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,6 +50,98 @@ def copy_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
             )
         )
         target.copy_(source)
+
+
+def cast_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], boxes: Sequence[CastBox]) -> None:
+    """Copies every box from its source's dtype to its target's, rounding to nearest, ties to even.
+
+    The dtypes are float32, float64, bfloat16 and float16, and differ. As in torch's `.to()`, what is too
+    large becomes an infinity, subnormals are kept, and float64 goes to the half types by way of float32.
+    Every NaN becomes the NaN of `float("nan")`.
+
+    Example: 2 rows of a 2x3 tensor to bfloat16, transposed.
+
+    >>> source = torch.tensor([[1.0, 1.00390625, 65535.0], [float("nan"), 1.01171875, 3.4e38]])
+    >>> target = torch.full((7,), -1.0, dtype=torch.bfloat16)
+    >>> cast_boxes([source], [target], [CastBox(0, 0, 0, 1, (2, 3), (3, 1), (1, 2))])
+    >>> target.tolist()
+    [-1.0, 1.0, nan, 1.0, 1.015625, 65536.0, inf]
+    """
+    for box in boxes:
+        _check_dtypes("cast", sources[box.source].dtype, targets[box.target].dtype)
+    for box in boxes:
+        target = targets[box.target]
+        source = _view(sources[box.source], box.source_offset, box.lengths, box.source_strides)
+        _write(target, box, source.to(target.dtype))
+
+
+def quantize_boxes(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    scales: torch.Tensor,
+    boxes: Sequence[CastBox],
+) -> None:
+    """Casts every box to 8 bits with a scale of its own; element = fp8(x / scale), rounded once, to nearest even.
+
+    `scales` (float32, one per box) is written: the smallest power of two, 2**-126 or more, with which the
+    box's largest finite magnitude divided by it is at most the format's largest value (448 of
+    float8_e4m3fn, 57344 of float8_e5m2); 1.0 where that magnitude is 0 or there is no element. Sources
+    are float32, bfloat16 or float16. Division by such a scale is exact but for quotients so small that
+    they are 0 in fp8; zeros keep their signs. Infinities stay infinite in e5m2. In e4m3fn, which has
+    none, they become NaN: made finite, as torch 2.13 casts them, they would hide an overflow. Every NaN
+    has the bits 0x7f.
+
+    Example: 500 / 2 lies between 240 and 256, 0.3 / 2 between 0.140625 and 0.15625.
+
+    >>> source = torch.tensor([1.0, -3.0, 500.0, 0.3, 0.0, 0.0])
+    >>> target = torch.zeros(6).to(torch.float8_e4m3fn)
+    >>> scales = torch.empty(2)
+    >>> boxes = [CastBox(0, 0, 0, 0, (4,), (1,), (1,)), CastBox(0, 0, 4, 4, (2,), (1,), (1,))]
+    >>> quantize_boxes([source], [target], scales, boxes)
+    >>> target.float().tolist(), scales.tolist()
+    ([0.5, -1.5, 256.0, 0.15625, 0.0, 0.0], [2.0, 1.0])
+    """
+    _check_scales(scales, len(boxes))
+    for box in boxes:
+        _check_dtypes("quantize", sources[box.source].dtype, targets[box.target].dtype)
+    for i, box in enumerate(boxes):
+        target = targets[box.target]
+        x = _view(sources[box.source], box.source_offset, box.lengths, box.source_strides).float()
+        scale = _scale(x, torch.finfo(target.dtype).max)
+        scales[i] = scale
+        bits = (x / scale).to(target.dtype).view(torch.uint8)
+        becomes_nan = x.isnan() if target.dtype == torch.float8_e5m2 else ~x.isfinite()
+        _write(target.view(torch.uint8), box, torch.where(becomes_nan, _FP8_NAN_BITS, bits))
+
+
+def dequantize_boxes(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    scales: torch.Tensor,
+    boxes: Sequence[CastBox],
+) -> None:
+    """Casts every box back from 8 bits; element = dtype(fp8 * scale), multiplied in float32.
+
+    `scales` (float32, one per box) is read. Targets are float32, bfloat16 or float16. With the scales of
+    `quantize_boxes` the product is exact, but where rounding to fp8 went beyond the dtype's largest
+    value: it is an infinity then. Every NaN becomes the NaN of `float("nan")`.
+
+    Example: what the example of `quantize_boxes` made.
+
+    >>> source = torch.tensor([0.5, -1.5, 256.0, 0.15625, 0.0, 0.0]).to(torch.float8_e4m3fn)
+    >>> target = torch.empty(6, dtype=torch.float16)
+    >>> boxes = [CastBox(0, 0, 0, 0, (4,), (1,), (1,)), CastBox(0, 0, 4, 4, (2,), (1,), (1,))]
+    >>> dequantize_boxes([source], [target], torch.tensor([2.0, 1.0]), boxes)
+    >>> target.tolist()
+    [1.0, -3.0, 512.0, 0.3125, 0.0, 0.0]
+    """
+    _check_scales(scales, len(boxes))
+    for box in boxes:
+        _check_dtypes("dequantize", sources[box.source].dtype, targets[box.target].dtype)
+    for i, box in enumerate(boxes):
+        source, target = sources[box.source], targets[box.target]
+        x = _view(source, box.source_offset, box.lengths, box.source_strides).float()
+        _write(target, box, (x * scales[i]).to(target.dtype))
 
 
 def reduce_slots(
@@ -83,6 +189,45 @@ def _view(x: torch.Tensor, offset: int, lengths: Sequence[int], strides: Sequenc
         start += sum((lengths[dim] - 1) * strides[dim] for dim in backward_dims)
     view = x.as_strided(lengths, [abs(stride) for stride in strides], start)
     return view.flip(backward_dims) if backward_dims else view
+
+
+def _write(target: torch.Tensor, box: CastBox, values: torch.Tensor) -> None:
+    """Writes the box's values, any NaN among them as the one that is defined."""
+    if values.dtype.is_floating_point:
+        values = torch.where(values.isnan(), float("nan"), values)
+    _view(target, box.target_offset, box.lengths, box.target_strides).copy_(values)
+
+
+def _scale(x: torch.Tensor, largest: float) -> float:
+    """The power of two that brings the finite elements of a float32 box to magnitudes of `largest` or less."""
+    finite = x[x.isfinite()]
+    largest_magnitude = float(finite.abs().max()) if finite.numel() else 0.0
+    if largest_magnitude == 0.0:
+        return 1.0
+    fraction, exponent = math.frexp(largest_magnitude / largest)  # fraction is in [0.5, 1)
+    return max(math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent), _SMALLEST_SCALE)
+
+
+def _check_dtypes(verb: str, source: torch.dtype, target: torch.dtype) -> None:
+    sources, targets = _CASTS[verb]
+    if source in sources and target in targets and source != target:
+        return
+    allowed = (
+        f"two different ones of {_names(sources)}" if sources == targets else f"{_names(sources)} to {_names(targets)}"
+    )
+    raise ValueError(f"{verb} from {source} to {target}; allowed are {allowed}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _check_scales(scales: torch.Tensor, num_boxes: int) -> None:
+    if scales.dtype != torch.float32 or scales.shape != (num_boxes,):
+        raise ValueError(
+            f"scales are {scales.dtype} of shape {tuple(scales.shape)} for {num_boxes} boxes; "
+            f"they are torch.float32 of shape ({num_boxes},), one per box"
+        )
 
 
 def _byte_view(
