@@ -119,6 +119,17 @@ def test_a_strided_box_is_cast_and_nothing_else():
 
 
 @pytest.mark.parametrize("dtype", FP8)
+def test_a_box_walked_backwards_there_and_back(dtype):
+    x = torch.tensor([1.0, 2.0, 3.0, 448.0])
+    codes, scales, back = torch.zeros(4).to(dtype), torch.zeros(1), torch.zeros(4)
+    backwards = [CastBox(0, 0, 3, 0, (4,), (-1,), (1,))]
+    reference.quantize_boxes([x], [codes], scales, backwards)
+    assert codes.float().tolist() == [448.0 / scales.item(), *(value / scales.item() for value in (3.0, 2.0, 1.0))]
+    reference.dequantize_boxes([codes], [back], scales, backwards)
+    assert back.tolist() == x.tolist()
+
+
+@pytest.mark.parametrize("dtype", FP8)
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 def test_scale_is_the_smallest_power_of_two_that_fits(dtype, source):
     largest = torch.finfo(dtype).max
