@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritondt.kernels import box_table, checks
+from tritondt.kernels import box_table
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.device_table import DeviceTable, Kernel
+from tritondt.kernels.given_tensors import check_tensors, common_device
 from tritondt.kernels.indexing import (
     HEAD,
     LOOP,
@@ -91,10 +92,9 @@ def copy_boxes(
     >>> target.tolist()
     [-1, 1, 2, 4, 5]
     """
-    device = checks.common_device(sources, targets)
+    device = common_device(sources, targets)
     nests = [copy_nest(position, box) for position, box in enumerate(boxes)]
-    checks.check_inside(sources, targets, nests)
-    checks.check_disjoint(targets, nests)
+    check_tensors(sources, targets, boxes)
     if not any(nest.num_bytes for nest in nests):
         return
     table = DeviceCopyTable(boxes, device, max_ctas=max_ctas, choice=choice)

@@ -6,9 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritondt.kernels import box_table, checks
+from tritondt.kernels import box_table
 from tritondt.kernels.boxes import ReduceBox
 from tritondt.kernels.device_table import DeviceTable, Kernel
+from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
     HEAD,
     LOOP,
@@ -122,15 +123,14 @@ def reduce_slots(
     >>> target.tolist()
     [-1.0, 1.5, 2.0, 6.0]
     """
-    device = checks.common_device(sources, targets)
-    dtype = checks.common_dtype(sources, targets)
+    device = common_device(sources, targets)
+    dtype = common_dtype(sources, targets)
     if dtype is None:
         return
     name = str(dtype).removeprefix("torch.")
     itemsize = find_dtype(name, op, divisor).itemsize
     nests = [reduce_nest(position, box, itemsize) for position, box in enumerate(boxes)]
-    checks.check_inside(sources, targets, nests)
-    checks.check_disjoint(targets, nests)
+    check_tensors(sources, targets, boxes)
     if not any(nest.num_bytes for nest in nests):
         return
     table = DeviceReduceTable(boxes, op, name, divisor, device, max_ctas=max_ctas, choice=choice)

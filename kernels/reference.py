@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
-from tritondt.kernels.checking import Box, check_boxes
+from tritondt.kernels.given_tensors import check_tensors
 
 _FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -42,7 +42,7 @@ def copy_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
     >>> target.tolist()
     [-1, 1, 2, 4, 5]
     """
-    _check(sources, targets, boxes)
+    check_tensors(sources, targets, boxes)
     for box in boxes:
         source, target = (
             _byte_view(tensor, offset, box.itemsize, box.lengths, strides)
@@ -69,7 +69,7 @@ def cast_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
     >>> target.tolist()
     [-1.0, 1.0, nan, 1.0, 1.015625, 65536.0, inf]
     """
-    _check(sources, targets, boxes)
+    check_tensors(sources, targets, boxes)
     for box in boxes:
         _check_dtypes("cast", sources[box.source].dtype, targets[box.target].dtype)
     for box in boxes:
@@ -104,7 +104,7 @@ def quantize_boxes(
     >>> target.float().tolist(), scales.tolist()
     ([0.5, -1.5, 256.0, 0.15625, 0.0, 0.0], [2.0, 1.0])
     """
-    _check(sources, targets, boxes)
+    check_tensors(sources, targets, boxes)
     _check_scales(scales, len(boxes))
     for box in boxes:
         _check_dtypes("quantize", sources[box.source].dtype, targets[box.target].dtype)
@@ -139,7 +139,7 @@ def dequantize_boxes(
     >>> target.tolist()
     [1.0, -3.0, 512.0, 0.3125, 0.0, 0.0]
     """
-    _check(sources, targets, boxes)
+    check_tensors(sources, targets, boxes)
     _check_scales(scales, len(boxes))
     for box in boxes:
         _check_dtypes("dequantize", sources[box.source].dtype, targets[box.target].dtype)
@@ -174,7 +174,7 @@ def reduce_slots(
     >>> target.tolist()
     [-1.0, 1.5, 2.0, 6.0]
     """
-    _check(sources, targets, boxes)
+    check_tensors(sources, targets, boxes)
     for box in boxes:
         target = targets[box.target]
         reducer = _reducer(op, target.dtype, divisor)
@@ -186,20 +186,6 @@ def reduce_slots(
         if divisor != 1:
             total = _divide(total, divisor)
         _view(target, box.target_offset, box.lengths, box.target_strides).copy_(total)
-
-
-def _check(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], boxes: Sequence[Box]) -> None:
-    """Refuses boxes outside their tensors or on top of each other, before anything is written."""
-    counts_bytes = bool(boxes) and isinstance(boxes[0], CopyBox)
-    check_boxes(boxes, *([_reach(x, counts_bytes) for x in tensors] for tensors in (sources, targets)))
-
-
-def _reach(x: torch.Tensor, counts_bytes: bool) -> int:
-    """Elements, or bytes, from the first element of `x` to its last."""
-    if x.numel() == 0:
-        return 0
-    reach = 1 + sum((length - 1) * stride for length, stride in zip(x.shape, x.stride(), strict=True))
-    return reach * x.element_size() if counts_bytes else reach
 
 
 def _view(x: torch.Tensor, offset: int, lengths: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -138,9 +138,14 @@ def test_sizes():
             [torch.ones(3)],
             [torch.ones(3)],
             CopyBox(0, 0, 1, 0, 4, (3,), (1,), (1,)),
-            r"box 1 reaches from byte 4 to 16",
+            r"box 1: bytes 4 to 15 of source 0, which",
         ),
-        ([torch.ones(3)], [torch.ones(3)], CopyBox(0, 0, 0, 0, 4, (1,), (1,), (1,)), r"boxes 0 and 1 write the same"),
+        (
+            [torch.ones(3)],
+            [torch.ones(3)],
+            CopyBox(0, 0, 0, 0, 4, (1,), (1,), (1,)),
+            r"boxes 0 and 1 write byte 0 of target 0",
+        ),
         ([torch.ones(3)], [torch.ones(3)], CopyBox(0, 0, 0, 0, 5, (1,), (1,), (1,)), r"box 1: itemsize 5"),
     ],
 )

@@ -179,7 +179,7 @@ ONE = torch.ones(3)
     [
         ([ONE], [torch.ones(3, device="meta")], "sum", 1, r"source 0 lies on cpu and target 0 on meta"),
         ([ONE], [ONE.half()], "sum", 1, r"source 0 is torch.float32 and target 0 is torch.float16"),
-        ([ONE[:2]], [ONE], "sum", 1, r"box 0 reaches from byte 0 to 12 of source 0, which has 8"),
+        ([ONE[:2]], [ONE], "sum", 1, r"box 0: elements 0 to 2 of source 0, which has 2"),
         ([ONE.to(torch.float8_e5m2)], [ONE.to(torch.float8_e5m2)], "sum", 1, r"dtype 'float8_e5m2' has no reductions"),
         ([ONE.bool()], [ONE.bool()], "sum", 1, r"op 'sum' on dtype 'bool'; allowed on it are max, min"),
         ([ONE.int()], [ONE.int()], "sum", 2, r"divisor 2 with op 'sum' on dtype 'int32'"),
@@ -192,5 +192,5 @@ def test_reductions_that_are_refused(sources, targets, op, divisor, sentence):
 
 def test_targets_that_overlap_are_refused():
     box = ReduceBox(0, 0, (2,), (1,), (Slot(0, 0, (1,)),))
-    with pytest.raises(ValueError, match=r"boxes 0 and 1 write the same bytes"):
+    with pytest.raises(ValueError, match=r"boxes 0 and 1 write element 1 of target 0"):
         reduce_slots([ONE], [ONE], [box, box._replace(target_offset=1)], "sum", 1)
