@@ -8,7 +8,7 @@ import triton.language as tl
 
 from tritondt.kernels import box_table
 from tritondt.kernels.boxes import CopyBox
-from tritondt.kernels.device_table import DeviceTable, Kernel
+from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
 from tritondt.kernels.given_tensors import check_tensors, common_device
 from tritondt.kernels.indexing import (
     HEAD,
@@ -55,7 +55,7 @@ class DeviceCopyTable(DeviceTable):
             Kernel(copy_kernel, "copy", (), {}, {}),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
-            alignment=1,
+            sides=Sides(),
             is_aligned=is_aligned,
             choice=choice,
             max_ctas=max_ctas,

@@ -33,6 +33,13 @@ class Kernel(NamedTuple):
     options: Mapping[str, Any]
 
 
+class Sides(NamedTuple):
+    """Of targets and of sources: multiples of how many bytes their addresses are, and bytes in what a nest counts."""
+
+    alignments: tuple[int, int] = (1, 1)
+    units: tuple[int, int] = (1, 1)
+
+
 class Launch:
     """One table on its device and the kernel compiled for it."""
 
@@ -80,7 +87,7 @@ class Launch:
 
 
 class DeviceTable:
-    """What tables of copies and of reductions share; see DeviceCopyTable and DeviceReduceTable."""
+    """What tables of copies, casts and reductions share; see DeviceCopyTable, DeviceCastTable, DeviceReduceTable."""
 
     def __init__(
         self,
@@ -88,14 +95,15 @@ class DeviceTable:
         nests: Sequence[LoopNest],
         device: torch.device,
         *,
-        alignment: int,
+        sides: Sides,
         is_aligned: bool,
         choice: Choice | None,
         max_ctas: int | None,
     ) -> None:
         self._device = _resolved(device, kernel)
         self._kernel, self.nests = kernel, tuple(nests)
-        self._alignment, self._is_aligned = WIDEST if is_aligned else alignment, is_aligned
+        self._alignments = (WIDEST, WIDEST) if is_aligned else sides.alignments
+        self._units, self._is_aligned = sides.units, is_aligned
         self._choice, self._max_ctas = choice, max_ctas
         self._used = tuple(
             dict.fromkeys(
@@ -148,16 +156,17 @@ class DeviceTable:
         return max(map(len, self._variants.values()), default=0)
 
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
-        """The pieces of some nests."""
+        """The pieces of some nests, with offsets in bytes."""
         raise NotImplementedError
 
     def _check(self, addresses: Sequence[int]) -> None:
         for pointer, address in zip(self._used, addresses, strict=True):
-            if address == 0 or address % self._alignment:
+            alignment = self._alignments[not pointer.is_target]
+            if address == 0 or address % alignment:
                 made_for = "; the table was made for aligned tensors only" if self._is_aligned else ""
                 raise ValueError(
-                    f"a box uses {_name(pointer)}, whose address is {address}; it must be a multiple of "
-                    f"{self._alignment} and not null{made_for}"
+                    f"a box uses {_name(pointer)}, whose address is {address}; it must be a multiple of {alignment} "
+                    f"and not null{made_for}"
                 )
 
     def _missing(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]) -> ValueError:
@@ -170,7 +179,10 @@ class DeviceTable:
 
     def _variant(self, behind: tuple[int, ...]) -> tuple[Launch, ...]:
         """Launches for tensors that start so many bytes behind multiples of 16."""
-        past = dict(zip(self._used, behind, strict=True))
+        past = {
+            pointer: num_bytes // self._units[not pointer.is_target]
+            for pointer, num_bytes in zip(self._used, behind, strict=True)
+        }
         moved = [
             nest._replace(
                 operands=tuple(

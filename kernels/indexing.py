@@ -85,7 +85,8 @@ def rows_of_tile(tile, IS_GROUPED: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def elements_at(address, units, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, IS_GROUPED: tl.constexpr):
     """Pointers to the elements of rows; what makes loads and stores wide is seen in them without a hint on strides."""
-    pointer = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), WIDTH)
+    # Tensors are known to start at multiples of 16 bytes, and no load is wider.
+    pointer = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), WIDTH if WIDTH < 16 else 16)
     PARTS: tl.constexpr = WIDTH * 8 // ELEMENT.primitive_bitwidth
     LANES: tl.constexpr = PARTS * LANES_IN_GROUP if IS_GROUPED else PARTS
     if LANES > 1:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from tritondt.kernels.boxes import CopyBox, ReduceBox
+from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
 MAX_DIMS = 16
 _ITEMSIZES = (1, 2, 4, 8, 16)
@@ -20,7 +20,10 @@ class Operand(NamedTuple):
 
 
 class LoopNest(NamedTuple):
-    """Loops, outermost first; the innermost steps through bytes. Operand 0 is the target, the others are sources."""
+    """Loops, outermost first; the innermost steps through bytes. Operand 0 is the target, the others are sources.
+
+    Of a cast, whose elements have two sizes, everything counts elements in place of bytes.
+    """
 
     lengths: tuple[int, ...]
     operands: tuple[Operand, ...]
@@ -53,6 +56,13 @@ def copy_nest(position: int, box: CopyBox) -> LoopNest:
     target = Operand(box.target, box.target_offset, box.target_strides)
     source = Operand(box.source, box.source_offset, box.source_strides)
     return _nest(position, box.itemsize, box.lengths, {"target": target, "source": source})
+
+
+def cast_nest(position: int, box: CastBox) -> LoopNest:
+    """Box number `position` of a table of casts as loops over elements; ValueError where it cannot be."""
+    target = Operand(box.target, box.target_offset, box.target_strides)
+    source = Operand(box.source, box.source_offset, box.source_strides)
+    return _nest(position, 1, box.lengths, {"target": target, "source": source})
 
 
 def reduce_nest(position: int, box: ReduceBox, itemsize: int) -> LoopNest:

@@ -1,7 +1,7 @@
 """Boxes turned into what a GPU moves well: pieces of one unit width, aligned by construction.
 
-A unit is what one lane, or four of them together, loads at once: 1, 2, 4, 8 or 16 bytes. A piece counts its
-lengths and strides in units; every address that it touches is a multiple of the width, provided that
+A unit is what one lane, or several of them together, loads at once: 1, 2, 4, 8 or 16 bytes; of a cast, elements. A
+piece counts its lengths and strides in units; every address that it touches is a multiple of the width, provided that
 each tensor starts at a multiple of 16 bytes. (Where one does not, its offset from there goes into the nest.)
 """
 
@@ -22,6 +22,8 @@ _MIN_TILE_SIDE = 8
 GROUP_UNITS = 64
 _MIN_FILLED = 0.75
 _MAX_WORDS = 2**31
+# Units of more bytes are wide enough to be indexed one by one.
+_MAX_GROUPED_BYTES = 4
 
 
 class Kind(Enum):
@@ -31,6 +33,17 @@ class Kind(Enum):
     GROUPS = "groups"  # so too, but narrow ones of long runs share the arithmetic of 64
     TILES = "tiles"  # in squares, read along the source's dense loop and written along the target's
     WIDE_TILES = "wide tiles"  # squares whose both sides are read and written 16 bytes at a time
+
+
+class Grain(NamedTuple):
+    """How a kernel moves units: at most `widest` of what a nest counts in, indexed in words of `word` of them.
+
+    `num_bytes` is the most that one of them takes in any tensor: 1 where a nest counts bytes.
+    """
+
+    widest: int = WIDEST
+    word: int = 4
+    num_bytes: int = 1
 
 
 class Piece(NamedTuple):
@@ -58,7 +71,7 @@ class Piece(NamedTuple):
 def copy_pieces(nest: LoopNest) -> Iterator[Piece]:
     """The pieces of a copy: transposing tiles where it transposes, else runs as wide as they can be.
 
-    Two rows of 11 floats between aligned places 64 bytes apart are 2 x 2 units of 16 bytes and 2 x 3 of 4.
+    Two rows of 19 floats between aligned places 128 bytes apart are 2 x 4 units of 16 bytes and 2 x 3 of 4.
 
     >>> from tritondt.kernels.boxes import CopyBox
     >>> from tritondt.kernels.loop_nest import copy_nest
@@ -67,28 +80,27 @@ def copy_pieces(nest: LoopNest) -> Iterator[Piece]:
     [(16, (4, 2)), (4, (3, 2))]
     """
     nest = coalesce(nest)
-    if nest.num_bytes == 0:
-        return
-    tiles = _tiles(nest)
-    for part in [nest] if tiles else _peeled(nest):
-        if _reaches_too_far(part):
-            for half in halves(part):
-                yield from copy_pieces(half)
-        else:
-            yield tiles or _runs(part)
+    tiles = _tiles(nest) if nest.num_bytes else None
+    if tiles is None:
+        yield from run_pieces(nest, Grain())
+    elif _reaches_too_far(nest, Grain()):
+        for half in halves(nest):
+            yield from copy_pieces(half)
+    else:
+        yield tiles
 
 
-def reduce_pieces(nest: LoopNest) -> Iterator[Piece]:
-    """The pieces of a reduction: runs as wide as they can be in all operands at once."""
+def run_pieces(nest: LoopNest, grain: Grain) -> Iterator[Piece]:
+    """Runs as wide as they can be in all operands at once."""
     nest = coalesce(nest)
     if nest.num_bytes == 0:
         return
-    for part in _peeled(nest):
-        if _reaches_too_far(part):
+    for part in _peeled(nest, grain):
+        if _reaches_too_far(part, grain):
             for half in halves(part):
-                yield from reduce_pieces(half)
+                yield from run_pieces(half, grain)
         else:
-            yield _runs(part)
+            yield _runs(part, grain)
 
 
 def _outer_strides(nest: LoopNest) -> Iterator[int]:
@@ -98,40 +110,41 @@ def _outer_strides(nest: LoopNest) -> Iterator[int]:
         yield from operand.strides[:end]
 
 
-def _width(nest: LoopNest) -> int:
+def _width(nest: LoopNest, grain: Grain) -> int:
     offsets = (operand.offset for operand in nest.operands)
-    return gcd(WIDEST, nest.run_bytes, *offsets, *_outer_strides(nest))
+    return gcd(grain.widest, nest.run_bytes, *offsets, *_outer_strides(nest))
 
 
-def _peeled(nest: LoopNest) -> Sequence[LoopNest]:
+def _peeled(nest: LoopNest, grain: Grain) -> Sequence[LoopNest]:
     """Head, body and tail of the runs, where the body can be moved in wider units than the whole."""
     run, start = nest.run_bytes, nest.operands[0].offset
     apart = (operand.offset - start for operand in nest.operands)
-    reach = gcd(WIDEST, *apart, *_outer_strides(nest))
+    reach = gcd(grain.widest, *apart, *_outer_strides(nest))
     head = -start % reach
     body = (run - head) // reach * reach
-    if reach == _width(nest) or body < _MIN_BODY_UNITS * reach:
+    if reach == _width(nest, grain) or body < _MIN_BODY_UNITS * reach:
         return [nest]
     ends = (0, head, head + body, run)
     dim = len(nest.lengths) - 1
     return [cut(nest, dim, start, stop) for start, stop in pairwise(ends) if start < stop]
 
 
-def _runs(nest: LoopNest) -> Piece:
-    width, run = _width(nest), nest.run_bytes
+def _runs(nest: LoopNest, grain: Grain) -> Piece:
+    width, run = _width(nest, grain), nest.run_bytes
     loops = list(zip(nest.lengths, *(operand.strides for operand in nest.operands), strict=True))
     if run > 1:
         loops.pop()
     inner_to_outer = [(length, *(stride // width for stride in strides)) for length, *strides in reversed(loops)]
     if run > width or not inner_to_outer:
         inner_to_outer.insert(0, (run // width, *(1 for _ in nest.operands)))
-    return _piece(_kind_of_runs(width, run // width), width, inner_to_outer, nest.operands)
+    kind = _kind_of_runs(width * grain.num_bytes, run // width)
+    return _piece(kind, width, inner_to_outer, nest.operands)
 
 
-def _kind_of_runs(width: int, run_units: int) -> Kind:
+def _kind_of_runs(unit_bytes: int, run_units: int) -> Kind:
     num_groups = -(-run_units // GROUP_UNITS)
     is_filled = run_units >= _MIN_FILLED * GROUP_UNITS * num_groups
-    return Kind.GROUPS if width <= 4 and is_filled else Kind.RUNS
+    return Kind.GROUPS if unit_bytes <= _MAX_GROUPED_BYTES and is_filled else Kind.RUNS
 
 
 def _piece(kind: Kind, width: int, loops: Sequence[tuple[int, ...]], operands: Sequence[Operand]) -> Piece:
@@ -143,7 +156,7 @@ def _piece(kind: Kind, width: int, loops: Sequence[tuple[int, ...]], operands: S
 def _tiles(nest: LoopNest) -> Piece | None:
     """The nest in transposing tiles; None where target and source are dense along one loop, or nearly so."""
     width = nest.run_bytes
-    if width not in (1, 2, 4, 8) or width != _width(nest):
+    if width not in (1, 2, 4, 8) or width != _width(nest, Grain()):
         return None
     target, source = nest.operands
     loops = list(zip(nest.lengths, target.strides, source.strides, strict=True))
@@ -171,9 +184,8 @@ def _has_wide_sides(piece: Piece) -> bool:
     )
 
 
-def _reaches_too_far(nest: LoopNest) -> bool:
+def _reaches_too_far(nest: LoopNest, grain: Grain) -> bool:
     """Whether an index of a word in the nest could need more than 31 bits."""
-    word = min(_width(nest), 4)
-    return any(span_bytes(nest, operand) > (_MAX_WORDS - WIDEST) * word for operand in nest.operands) or (
-        nest.num_bytes > (_MAX_WORDS - WIDEST) * word
-    )
+    word = min(_width(nest, grain), grain.word)
+    reaches = (span_bytes(nest, operand) for operand in nest.operands)
+    return max(nest.num_bytes, *reaches) > (_MAX_WORDS - WIDEST) * word

@@ -8,7 +8,8 @@ import triton.language as tl
 
 from tritondt.kernels import box_table
 from tritondt.kernels.boxes import ReduceBox
-from tritondt.kernels.device_table import DeviceTable, Kernel
+from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
+from tritondt.kernels.floats import to_bfloat16_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
     HEAD,
@@ -23,7 +24,7 @@ from tritondt.kernels.indexing import (
     walk,
 )
 from tritondt.kernels.loop_nest import LoopNest, coalesce, reduce_nest
-from tritondt.kernels.pieces import Piece, reduce_pieces
+from tritondt.kernels.pieces import Grain, Piece, run_pieces
 from tritondt.kernels.reductions import find_dtype
 from tritondt.kernels.tuning import Choice
 
@@ -66,6 +67,7 @@ class DeviceReduceTable(DeviceTable):
         choice: Choice | None = None,
     ) -> None:
         found = find_dtype(dtype, op, divisor)
+        self._element_bytes = found.element_bytes
         nests = [reduce_nest(position, box, found.itemsize) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes * (len(nest.operands) - 1) for nest in nests)
         later_slots = max((len(box.slots) - 1 for box in boxes), default=0)
@@ -82,7 +84,7 @@ class DeviceReduceTable(DeviceTable):
             Kernel(reduce_kernel, f"reduce {found.element_bytes}", (divisor,), constants, options),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
-            alignment=found.itemsize,
+            sides=Sides(alignments=(found.itemsize, found.itemsize)),
             is_aligned=is_aligned,
             choice=choice,
             max_ctas=max_ctas,
@@ -95,7 +97,8 @@ class DeviceReduceTable(DeviceTable):
 
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
         """Runs as wide as they can be."""
-        return [piece for nest in nests for piece in reduce_pieces(nest)]
+        grain = Grain(word=self._element_bytes)
+        return [piece for nest in nests for piece in run_pieces(nest, grain)]
 
 
 def reduce_slots(
@@ -232,23 +235,18 @@ def _reduce_if(
 @triton.jit
 def _widen(x, DTYPE: tl.constexpr):
     """What is accumulated of an element in memory: float32 of half types, 0 or 1 of bool."""
-    if DTYPE == "bfloat16":
-        x = (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif DTYPE == "float16":
-        x = x.to(tl.float32)
-    elif DTYPE == "bool":
+    if DTYPE == "bool":
         x = (x != 0).to(tl.uint8)
+    elif DTYPE == "bfloat16" or DTYPE == "float16":
+        x = to_float32(x, DTYPE)
     return x
 
 
 @triton.jit
 def _narrow(x, DTYPE: tl.constexpr):
-    """The element in memory of what was accumulated, to nearest, ties to even; every NaN of bfloat16 is 0x7fc0."""
+    """The element in memory of what was accumulated."""
     if DTYPE == "bfloat16":
-        # By hand: Triton's interpreter (3.6 to 3.9) cuts the lower bits off, and a GPU's NaN is 0x7fff.
-        bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        x = tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
+        x = to_bfloat16_bits(x)
     elif DTYPE == "float16":
         x = x.to(tl.float16)
     return x

@@ -1,0 +1,195 @@
+"""Copies of strided boxes from one floating-point dtype to another, packed or unpacked in one launch."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from tritondt.kernels import box_table
+from tritondt.kernels.boxes import CastBox
+from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
+from tritondt.kernels.floats import cast_bits
+from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
+from tritondt.kernels.indexing import (
+    HEAD,
+    LOOP,
+    SLOT_HEAD,
+    address_at,
+    elements_at,
+    elements_inside,
+    find_piece,
+    rows_of_tile,
+    split_rows,
+    walk,
+)
+from tritondt.kernels.loop_nest import LoopNest, cast_nest, coalesce
+from tritondt.kernels.pieces import WIDEST, Grain, Piece, run_pieces
+from tritondt.kernels.tuning import Choice
+
+GROUPS = tl.constexpr(box_table.GROUPS)
+TILES = tl.constexpr(box_table.TILES)
+
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+# How an element is read, and the bits that are written.
+_READ = {"float32": tl.float32, "float64": tl.float64, "bfloat16": tl.uint16, "float16": tl.float16}
+_WRITTEN = {"float32": tl.uint32, "float64": tl.uint64, "bfloat16": tl.uint16, "float16": tl.uint16}
+
+
+class DeviceCastTable(DeviceTable):
+    """Boxes to cast on a device, prepared once and run many times.
+
+    Tensors must be aligned to their elements; `is_aligned`, `max_ctas` and `choice` are those of DeviceCopyTable.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[CastBox],
+        source_dtype: str,
+        target_dtype: str,
+        device: torch.device | str,
+        *,
+        is_aligned: bool = False,
+        max_ctas: int | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        _check_dtypes(source_dtype, target_dtype)
+        self._bytes = (_BYTES[target_dtype], _BYTES[source_dtype])
+        nests = [cast_nest(position, box) for position, box in enumerate(boxes)]
+        self._num_bytes = sum(nest.num_bytes for nest in nests) * sum(self._bytes)
+        constants = {
+            "SOURCE": source_dtype,
+            "TARGET": target_dtype,
+            "READ": _READ[source_dtype],
+            "WRITTEN": _WRITTEN[target_dtype],
+        }
+        super().__init__(
+            Kernel(cast_kernel, "cast", (), constants, {"enable_fp_fusion": False}),
+            [coalesce(nest) for nest in nests if nest.num_bytes],
+            torch.device(device),
+            sides=Sides(alignments=self._bytes, units=self._bytes),
+            is_aligned=is_aligned,
+            choice=choice,
+            max_ctas=max_ctas,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one run reads and writes."""
+        return self._num_bytes
+
+    def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+        """Runs of as many elements at a time as fill 16 bytes on the narrower side."""
+        grain = Grain(widest=WIDEST // min(self._bytes), word=1, num_bytes=max(self._bytes))
+        return [self._in_bytes(piece) for nest in nests for piece in run_pieces(nest, grain)]
+
+    def _in_bytes(self, piece: Piece) -> Piece:
+        target, source = (
+            operand._replace(offset=operand.offset * num_bytes)
+            for operand, num_bytes in zip(piece.operands, self._bytes, strict=True)
+        )
+        return piece._replace(operands=(target, source))
+
+
+def cast_boxes(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    boxes: Sequence[CastBox],
+    *,
+    max_ctas: int | None = None,
+    choice: Choice | None = None,
+) -> None:
+    """Copies every box from the sources' dtype to the targets', to the bits of `tritondt.kernels.reference`.
+
+    All sources have one dtype and all targets another. Refuses what copy_boxes refuses. To run the same boxes again,
+    make a DeviceCastTable.
+
+    Example: 2 rows of a 2x3 tensor to bfloat16, transposed.
+
+    >>> source = torch.tensor([[1.0, 1.00390625, 65535.0], [float("nan"), 1.01171875, 3.4e38]])
+    >>> target = torch.full((7,), -1.0, dtype=torch.bfloat16)
+    >>> cast_boxes([source], [target], [CastBox(0, 0, 0, 1, (2, 3), (3, 1), (1, 2))])
+    >>> target.tolist()
+    [-1.0, 1.0, nan, 1.0, 1.015625, 65536.0, inf]
+    """
+    device = common_device(sources, targets)
+    dtypes = [common_dtype(sources, []), common_dtype([], targets)]
+    nests = [cast_nest(position, box) for position, box in enumerate(boxes)]
+    check_tensors(sources, targets, boxes)
+    if not any(nest.num_bytes for nest in nests):
+        return
+    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    table = DeviceCastTable(boxes, *names, device, max_ctas=max_ctas, choice=choice)
+    table.run([tensor.data_ptr() for tensor in sources], [tensor.data_ptr() for tensor in targets])
+
+
+def _check_dtypes(source: str, target: str) -> None:
+    if source not in _BYTES or target not in _BYTES or source == target:
+        allowed = ", ".join(_BYTES)
+        raise ValueError(f"cast from {source} to {target}; allowed are two different ones of {allowed}")
+
+
+@triton.jit(do_not_specialize=("num_pieces", "num_bisections", "num_tiles"))
+def cast_kernel(
+    table,
+    pointers,
+    num_pieces,
+    num_bisections,
+    num_tiles,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    READ: tl.constexpr,
+    WRITTEN: tl.constexpr,
+):
+    """Casts tile after tile of the pieces in `table`, whose widths count elements."""
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        slot = piece + HEAD + NUM_DIMS * LOOP
+        own_tile = tile - tl.load(piece).to(tl.int32)
+        target = address_at(pointers, piece + 1, NUM_POINTERS)
+        source = address_at(pointers, slot, NUM_POINTERS)
+        mode = tl.load(piece + 3)
+        for candidate in tl.static_range(TILES):
+            if (MODES >> candidate) & 1:
+                _cast_if(
+                    *(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target),
+                    *(NUM_DIMS, BLOCK, SOURCE, TARGET, READ, WRITTEN),
+                )
+
+
+@triton.jit
+def _cast_if(
+    mode,
+    MODE: tl.constexpr,
+    piece,
+    slot_strides,
+    tile,
+    source,
+    target,
+    NUM_DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    READ: tl.constexpr,
+    WRITTEN: tl.constexpr,
+):
+    """Casts a tile if it has the mode MODE, units in the order of the target."""
+    if mode == MODE:
+        IS_GROUPED: tl.constexpr = MODE >= GROUPS
+        LANES: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE)
+        READ_BYTES: tl.constexpr = LANES * READ.primitive_bitwidth // 8
+        WRITTEN_BYTES: tl.constexpr = LANES * WRITTEN.primitive_bitwidth // 8
+        rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
+        indices = split_rows(rows, piece + HEAD, NUM_DIMS)
+        count = tl.load(piece + 4).to(tl.int32)
+        run = tl.load(piece + 5).to(tl.int32)
+        inside = elements_inside(rows, count, indices[0], run, before, READ, READ_BYTES, IS_GROUPED)
+        source_units = walk(indices, before, slot_strides, 1, NUM_DIMS)
+        target_units = walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
+        sources = elements_at(source, source_units, READ, READ_BYTES, IS_GROUPED)
+        targets = elements_at(target, target_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
+        tl.store(targets, cast_bits(tl.load(sources, mask=inside), SOURCE, TARGET), mask=inside)
