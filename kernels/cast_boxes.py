@@ -32,8 +32,8 @@ TILES = tl.constexpr(box_table.TILES)
 
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 # How an element is read, and the bits that are written.
-_READ = {"float32": tl.float32, "float64": tl.float64, "bfloat16": tl.uint16, "float16": tl.float16}
-_WRITTEN = {"float32": tl.uint32, "float64": tl.uint64, "bfloat16": tl.uint16, "float16": tl.uint16}
+READ = {"float32": tl.float32, "float64": tl.float64, "bfloat16": tl.uint16, "float16": tl.float16}
+WRITTEN = {"float32": tl.uint32, "float64": tl.uint64, "bfloat16": tl.uint16, "float16": tl.uint16}
 
 
 class DeviceCastTable(DeviceTable):
@@ -60,8 +60,8 @@ class DeviceCastTable(DeviceTable):
         constants = {
             "SOURCE": source_dtype,
             "TARGET": target_dtype,
-            "READ": _READ[source_dtype],
-            "WRITTEN": _WRITTEN[target_dtype],
+            "READ": READ[source_dtype],
+            "WRITTEN": WRITTEN[target_dtype],
         }
         super().__init__(
             Kernel(cast_kernel, "cast", (), constants, {"enable_fp_fusion": False}),

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tritondt.cli import tune
 from tritondt.cli.main import main
 from tritondt.kernels.loop_nest import copy_nest, reduce_nest
-from tritondt.kernels.pieces import copy_pieces, reduce_pieces
+from tritondt.kernels.pieces import Grain, copy_pieces, run_pieces
 from tritondt.kernels.tuning import Choice
 
 
@@ -35,7 +35,7 @@ def test_copies_that_are_timed_are_what_they_are_recorded_as(kernel, width, num_
     [(itemsize, *case) for itemsize in (1, 2, 4, 8) for case in tune.cases(f"reduce {itemsize}")],
 )
 def test_reductions_that_are_timed_are_what_they_are_recorded_as(itemsize, width, num_dims):
-    (piece,) = reduce_pieces(reduce_nest(0, tune.reduce_box(width, num_dims, itemsize, 1 << 22), itemsize))
+    (piece,) = run_pieces(reduce_nest(0, tune.reduce_box(width, num_dims, itemsize, 1 << 22), itemsize), Grain())
     assert (piece.width, len(piece.lengths)) == (width, num_dims)
     assert piece.num_bytes == pytest.approx(1 << 22, rel=0.05)
     assert len(piece.operands) == 9

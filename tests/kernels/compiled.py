@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritondt.kernels.box_table import mode
+from tritondt.kernels.cast_boxes import READ, WRITTEN, cast_kernel
 from tritondt.kernels.copy_boxes import copy_kernel
 from tritondt.kernels.pieces import Kind
 from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
@@ -39,6 +40,23 @@ def compile_copy(kind: Kind, width: int, num_dims: int, architecture: int, *more
         modes |= 1 << mode(*one)
     constants = {"NUM_POINTERS": 2, "NUM_DIMS": num_dims, "MODES": modes, "BLOCK": choice.block}
     return _compile(copy_kernel, constants, architecture, {"num_warps": choice.num_warps})
+
+
+def compile_cast(source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int) -> Compiled:
+    """The cast kernel as it is launched for pieces of so many elements at a time."""
+    choice = choose("default", "cast", lanes, num_dims)
+    constants = {
+        "NUM_POINTERS": 2,
+        "NUM_DIMS": num_dims,
+        "MODES": 1 << mode(kind, lanes),
+        "BLOCK": choice.block,
+        "SOURCE": source,
+        "TARGET": target,
+        "READ": READ[source],
+        "WRITTEN": WRITTEN[target],
+    }
+    options = {"num_warps": choice.num_warps, "enable_fp_fusion": False}
+    return _compile(cast_kernel, constants, architecture, options)
 
 
 def compile_reduction(

@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
 
 ITEMSIZES = (1, 2, 4, 8, 16)
 # Lengths as cuts leave them: short, odd, a multiple of 16, and one that fills a group of units.
@@ -66,11 +66,13 @@ def _source(lengths: Sequence[int], draw: Random, base: Sequence[int]) -> tuple[
     return tuple(changed), offset, end
 
 
-def random_copy_boxes(draw: Random, num_boxes: int) -> tuple[list[CopyBox], list[int], list[int]]:
+def random_copy_boxes(
+    draw: Random, num_boxes: int, itemsizes: Sequence[int] = ITEMSIZES
+) -> tuple[list[CopyBox], list[int], list[int]]:
     """Boxes between two sources and two targets, and the bytes that each needs."""
     boxes, filled, needed = [], [0, 0], [0, 0]
     for _ in range(num_boxes):
-        itemsize = draw.choice(ITEMSIZES)
+        itemsize = draw.choice(itemsizes)
         lengths = random_lengths(draw)
         base = draw.sample(range(len(lengths)), len(lengths)) if draw.random() < 0.3 else range(len(lengths))[::-1]
         target_strides, target_extent = nested_strides(lengths, draw, base)
@@ -81,6 +83,12 @@ def random_copy_boxes(draw: Random, num_boxes: int) -> tuple[list[CopyBox], list
         filled[target] = (start + target_extent) * itemsize
         needed[source] = max(needed[source], end * itemsize)
     return boxes, needed, filled
+
+
+def random_cast_boxes(draw: Random, num_boxes: int) -> tuple[list[CastBox], list[int], list[int]]:
+    """Boxes between two sources and two targets, and the elements that each needs."""
+    boxes, needed, filled = random_copy_boxes(draw, num_boxes, (1,))
+    return [CastBox(*box[:4], *box[5:]) for box in boxes], needed, filled
 
 
 def random_reduce_boxes(
@@ -135,6 +143,13 @@ def random_values(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
     specials = torch.tensor(special, dtype=dtype)[torch.randint(len(special), (num_elements,))]
     values = (torch.randn(num_elements) * 2.0 ** torch.randint(-8, 8, (num_elements,))).to(dtype)
     return torch.where(torch.rand(num_elements) < 0.125, specials, values)
+
+
+def values_behind(num_elements: int, dtype: torch.dtype, draw: Random) -> torch.Tensor:
+    """Random values that start where an element may, not always at a multiple of 16 bytes."""
+    values = random_values(num_elements, dtype)
+    itemsize = values.element_size()
+    return behind_alignment(values.view(torch.uint8), itemsize * draw.choice((0, 0, 1, 2)) % 16).view(dtype)
 
 
 def same_nan(x: torch.Tensor) -> torch.Tensor:

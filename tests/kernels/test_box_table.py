@@ -19,7 +19,7 @@ from tritondt.kernels.box_table import (
 )
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.loop_nest import copy_nest, reduce_nest
-from tritondt.kernels.pieces import Kind, copy_pieces, reduce_pieces
+from tritondt.kernels.pieces import Grain, Kind, copy_pieces, run_pieces
 
 
 def copies(*boxes):
@@ -96,7 +96,7 @@ def test_groups_are_loops_over_64_units():
 
 def test_later_slots_lie_behind_the_pieces():
     box = ReduceBox(0, 2, (6,), (1,), (Slot(0, 0, (1,)), Slot(0, 40, (2,)), Slot(1, 80, (-1,))))
-    pieces = list(reduce_pieces(reduce_nest(0, box, 8)))
+    pieces = list(run_pieces(reduce_nest(0, box, 8), Grain()))
     ((pointers, members),) = by_pointers(pieces * 2)
     table = box_table(pointers, members, 512)
     assert table.max_slots == 3
@@ -136,6 +136,6 @@ def test_one_box_of_too_many_tensors_is_refused():
     draw = random.Random(0)
     boxes, _, _ = random_reduce_boxes(draw, 1, 10)
     slots = tuple(boxes[0].slots[0]._replace(source=number) for number in range(MAX_POINTERS))
-    pieces = list(reduce_pieces(reduce_nest(0, boxes[0]._replace(slots=slots), 4)))
+    pieces = list(run_pieces(reduce_nest(0, boxes[0]._replace(slots=slots), 4), Grain()))
     with pytest.raises(ValueError, match=r"a box touches 33 tensors; a kernel takes up to 32, the target included"):
         by_pointers(pieces)

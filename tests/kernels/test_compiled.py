@@ -1,12 +1,13 @@
 """The kernels as the compiler makes them for Hopper (sm_90) and Blackwell (sm_100): wide, without spills."""
 
+import itertools
 import re
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.kernels.compiled import compile_copy, compile_reduction
+from tests.kernels.compiled import compile_cast, compile_copy, compile_reduction
 from tritondt.kernels.pieces import Kind
 from tritondt.kernels.reductions import DTYPES
 
@@ -97,3 +98,26 @@ def test_averages_divide_once_and_correctly(dtype):
     precise = "f64" if dtype in ("float64", "complex128") else "f32"
     assert set(re.findall(r"\bdiv\.[.\w]*f\d\d", compiled.ptx)) == {f"div.rn.{precise}"}
     assert_lean(compiled, 2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), list(itertools.permutations(("float32", "float64", "bfloat16", "float16"), 2))
+)
+def test_wide_casts(source, target):
+    sizes = [8 if name == "float64" else 4 if name == "float32" else 2 for name in (source, target)]
+    lanes = 16 // min(sizes)
+    for num_dims in (1, 4):
+        compiled = compile_cast(source, target, Kind.RUNS, lanes, num_dims, 90)
+        assert_lean(compiled, num_dims)
+        # Two units per thread, each of as many 16-byte words as its elements fill.
+        assert compiled.wide_loads == 2 * lanes * sizes[0] // 16
+        assert compiled.wide_stores == 2 * lanes * sizes[1] // 16
+        assert "ftz" not in compiled.ptx
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_casts_by_dims(source, target, architecture):
+    for num_dims in (2, 3):
+        for kind, lanes in ((Kind.RUNS, 8), (Kind.RUNS, 1), (Kind.GROUPS, 1)):
+            assert_lean(compile_cast(source, target, kind, lanes, num_dims, architecture), num_dims)

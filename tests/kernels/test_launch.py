@@ -13,7 +13,7 @@ from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.copy_boxes import DeviceCopyTable, copy_boxes, copy_kernel
 from tritondt.kernels.device_table import Kernel, Launch
 from tritondt.kernels.loop_nest import copy_nest, reduce_nest
-from tritondt.kernels.pieces import copy_pieces, reduce_pieces
+from tritondt.kernels.pieces import Grain, copy_pieces, run_pieces
 from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
 from tritondt.kernels.tuning import Choice
 
@@ -65,7 +65,7 @@ def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
     box = ReduceBox(0, 0, (4 * 512 * 11,), (1,), (Slot(0, 0, (1,)), Slot(1, 0, (1,))))
     constants = {"UNROLL": 1, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
     kernel = Kernel(reduce_kernel, "reduce 4", (3,), constants, {"enable_fp_fusion": False})
-    _, launch = made_launch(kernel, list(reduce_pieces(reduce_nest(0, box, 4))))
+    _, launch = made_launch(kernel, list(run_pieces(reduce_nest(0, box, 4), Grain())))
     launch.run([1 << 45, 1 << 46, 1 << 47])
     (found,) = recording.launches
     assert found["grid"] == (CHOICE.max_ctas, 1, 1)

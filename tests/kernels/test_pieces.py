@@ -6,9 +6,9 @@ import pytest
 
 from tests.kernels.bytes_of import bytes_of, bytes_of_pieces
 from tests.kernels.random_boxes import random_copy_boxes, random_reduce_boxes
-from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.loop_nest import LoopNest, copy_nest, reduce_nest
-from tritondt.kernels.pieces import Kind, copy_pieces, reduce_pieces
+from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
+from tritondt.kernels.loop_nest import LoopNest, cast_nest, copy_nest, reduce_nest
+from tritondt.kernels.pieces import Grain, Kind, copy_pieces, run_pieces
 
 
 def pieces_of(itemsize, lengths, source_strides, target_strides, *, source_offset=0, target_offset=0):
@@ -48,7 +48,7 @@ def test_pieces_of_random_reductions_are_the_box(seed):
     itemsize = draw.choice((1, 2, 4, 8))
     boxes, _, _ = random_reduce_boxes(draw, 1, 400)
     nest = reduce_nest(0, boxes[0], itemsize)
-    pieces = list(reduce_pieces(nest))
+    pieces = list(run_pieces(nest, Grain()))
     assert bytes_of_pieces(pieces) == bytes_of(nest)
     assert_aligned(pieces)
     assert all(piece.width % itemsize == 0 and piece.kind in (Kind.RUNS, Kind.GROUPS) for piece in pieces)
@@ -146,11 +146,30 @@ def test_split_boxes_write_every_byte_once():
     assert all(piece.operands[1].offset == piece.operands[0].offset + 1 for piece in pieces)
 
 
-def test_large_reductions_are_split():
-    box = ReduceBox(0, 0, (2**32,), (1,), (Slot(0, 0, (1,)), Slot(0, 2**32, (1,))))
-    pieces = list(reduce_pieces(reduce_nest(0, box, 4)))
-    assert sum(piece.num_bytes for piece in pieces) == 2**34
-    assert all(piece.width == 16 and piece.num_units * 4 < 2**31 for piece in pieces)
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_large_reductions_are_split_by_their_elements(itemsize):
+    num_elements = 2**32
+    box = ReduceBox(0, 0, (num_elements,), (1,), (Slot(0, 0, (1,)), Slot(0, num_elements, (1,))))
+    pieces = list(run_pieces(reduce_nest(0, box, itemsize), Grain(word=itemsize)))
+    assert sum(piece.num_bytes for piece in pieces) == num_elements * itemsize
+    # The kernel's indices count elements.
+    assert all(piece.width == 16 and piece.num_bytes // itemsize < 2**31 for piece in pieces)
+
+
+def test_casts_count_elements():
+    # To elements half as long: eight at a time fill 16 bytes on the narrower side.
+    grain = Grain(widest=8, word=1, num_bytes=4)
+    box = CastBox(0, 0, 3, 3, (5, 90), (96, 1), (128, 1))
+    pieces = list(run_pieces(cast_nest(0, box), grain))
+    assert shapes(pieces) == [(Kind.RUNS, 1, (5, 5)), (Kind.RUNS, 8, (10, 5)), (Kind.RUNS, 1, (5, 5))]
+    assert bytes_of_pieces(pieces) == bytes_of(cast_nest(0, box))
+    # One at a time moves 4 bytes at most, so that the arithmetic of long runs is shared; two move 8.
+    for stride, kind, width in ((97, Kind.GROUPS, 1), (98, Kind.RUNS, 2)):
+        odd = box._replace(source_offset=0, target_offset=0, lengths=(5, 64), source_strides=(stride, 1))
+        assert shapes(run_pieces(cast_nest(0, odd), grain)) == [(kind, width, (64 // width, 5))]
+    long = list(run_pieces(cast_nest(0, CastBox(0, 0, 0, 0, (2**32,), (1,), (1,))), grain))
+    assert sum(piece.num_bytes for piece in long) == 2**32
+    assert all(piece.num_bytes < 2**31 for piece in long)
 
 
 def test_nothing_is_left_of_empty_boxes():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.kernels.random_boxes import behind_alignment, random_reduce_boxes, random_values, same_nan
+from tests.kernels.random_boxes import random_reduce_boxes, random_values, same_nan, values_behind
 from tritondt.kernels import reduce_slots as module
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import ReduceBox, Slot
@@ -47,14 +47,6 @@ def reduce_rows(rows, op, divisor=1):
     target = random_values(length + 2, rows.dtype)
     assert_reduces_as_reference([ReduceBox(0, 1, (length,), (1,), slots)], [rows], [target], op, divisor)
     return target[1:-1]
-
-
-def values_behind(num_elements, dtype, draw):
-    """Random values that start where an element may, not always at a multiple of 16 bytes."""
-    values = random_values(num_elements, dtype)
-    itemsize = values.element_size()
-    past = itemsize * draw.choice((0, 0, 1, 2)) % 16
-    return behind_alignment(values.view(torch.uint8), past).view(dtype)
 
 
 def test_example():
