@@ -118,8 +118,8 @@ def cast_boxes(
     check_tensors(sources, targets, boxes)
     if not any(nest.num_bytes for nest in nests):
         return
-    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    table = DeviceCastTable(boxes, *names, device, max_ctas=max_ctas, choice=choice)
+    source_dtype, target_dtype = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    table = DeviceCastTable(boxes, source_dtype, target_dtype, device, max_ctas=max_ctas, choice=choice)
     table.run([tensor.data_ptr() for tensor in sources], [tensor.data_ptr() for tensor in targets])
 
 

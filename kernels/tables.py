@@ -1,7 +1,8 @@
 """Tables of boxes for the memory they run on: C++ on the CPU, Triton on CUDA devices."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -28,33 +29,88 @@ class Table(Protocol):
         """Boxes that hold anything."""
 
 
+class Maker(Protocol):
+    """What makes the tables of one type of device."""
+
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        """A table of copies."""
+
+    def reduce_table(
+        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+    ) -> Table:
+        """A table of reductions."""
+
+
+class CppMaker:
+    """Tables of the extension, for the CPU."""
+
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        """A table of copies."""
+        return CopyTable(boxes)
+
+    def reduce_table(
+        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+    ) -> Table:
+        """A table of reductions."""
+        return ReduceTable(boxes, op, dtype, divisor)
+
+
+class TritonMaker:
+    """Tables of Triton's kernels, for CUDA devices; for the CPU too, where Triton interprets.
+
+    Triton is imported with the first table: it takes 0.3 s, and the CPU never needs it.
+    """
+
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        """A table of copies."""
+        table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
+        return table
+
+    def reduce_table(
+        self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
+    ) -> Table:
+        """A table of reductions."""
+        table: Table = _triton_module("reduce_slots").DeviceReduceTable(boxes, op, dtype, divisor, device)
+        return table
+
+
+_makers: dict[str, Maker] = {"cpu": CppMaker(), "cuda": TritonMaker()}
+
+
 def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
     """A table of copies for tensors on `device`, cpu or cuda.
 
     >>> copy_table([CopyBox(0, 0, 0, 0, 4, (3,), (1,), (1,))], torch.device("cpu")).num_bytes
     12
     """
-    if device.type == "cpu":
-        return CopyTable(boxes)
-    _check_device(device)
-    table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
-    return table
+    return _maker(device).copy_table(boxes, device)
 
 
 def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device) -> Table:
     """A table of reductions for tensors on `device`, cpu or cuda."""
-    if device.type == "cpu":
-        return ReduceTable(boxes, op, dtype, divisor)
-    _check_device(device)
-    table: Table = _triton_module("reduce_slots").DeviceReduceTable(boxes, op, dtype, divisor, device)
-    return table
+    return _maker(device).reduce_table(boxes, op, dtype, divisor, device)
 
 
-def _check_device(device: torch.device) -> None:
-    if device.type != "cuda":
+@contextmanager
+def made_by(maker: Maker, device_type: str) -> Iterator[None]:
+    """Has the tables of a type of device made by `maker` until the end, in all threads; tables that are there stay.
+
+    For tests: the interpreter runs Triton's kernels on the CPU's memory.
+    """
+    before = _makers[device_type]
+    _makers[device_type] = maker
+    try:
+        yield
+    finally:
+        _makers[device_type] = before
+
+
+def _maker(device: torch.device) -> Maker:
+    found = _makers.get(device.type)
+    if found is None:
         raise ValueError(f"a table of boxes on {device}; there are tables for cpu and for cuda")
+    return found
 
 
-# Imported on first use: Triton takes 0.3 s, and the CPU never needs it.
 def _triton_module(name: str) -> Any:
     return importlib.import_module(f"tritondt.kernels.{name}")

@@ -1,14 +1,36 @@
-"""What holds for tensors on a GPU."""
+"""What holds for tensors on a GPU; the ranks are threads that share it."""
 
 import pytest
 import torch
 
 import tritondt as T
-from tritondt.comm.threads import run_ranks
+from tests.oracle.cases import check_cases, random_case
+from tritondt.comm.threads import ThreadCommunicator, run_ranks
+
+pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.gpu
-def test_a_transport_for_the_cpu_refuses_cuda_tensors():
+@pytest.mark.parametrize("chunk", range(20))
+@pytest.mark.timeout(600)
+def test_random_redistributions(chunk):
+    world_size = (8, 4, 6, 4, 5)[chunk % 5]
+    seeds = range(800_000 + 20 * chunk, 800_020 + 20 * chunk)
+    check_cases([random_case(seed, world_size) for seed in seeds], world_size, device_type="cuda")
+
+
+def test_distributing_a_tensor():
+    whole = torch.arange(77.0, device="cuda").view(7, 11)
+
+    def body(rank):
+        mesh = T.Mesh((4,), device_type="cuda")
+        return T.distribute_tensor(whole, mesh, [T.Shard(1)]).to_local()
+
+    assert torch.equal(torch.cat(run_ranks(4, body), 1), whole)
+
+
+def test_a_transport_for_the_cpu_refuses_cuda_tensors(monkeypatch):
+    monkeypatch.setattr(ThreadCommunicator, "device_types", ("cpu",))
+
     def body(rank):
         mesh = T.Mesh((2,), device_type="cuda")
         meta = T.TensorMeta.contiguous((5, 3))

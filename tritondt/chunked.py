@@ -14,18 +14,18 @@ from typing import NamedTuple
 import torch
 
 from tritondt import events
-from tritondt._C import ReduceTable
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator, Traffic, Transfer
 from tritondt.comm.work import Work
 from tritondt.kernels.boxes import ReduceBox, Slot
+from tritondt.kernels.tables import Table, reduce_table
 from tritondt.memory import allocate
 from tritondt.placement import Shard
 from tritondt.planning.chunks import by_distance, in_pieces
 from tritondt.planning.exchange import Exchange, Part
 from tritondt.planning.geometry import Block, joint_boxes, message_block
 from tritondt.planning.plan import Step
-from tritondt.runnable import compiled
+from tritondt.runnable import Runnable, compiled
 from tritondt.spec import DTensorSpec
 
 # Computes positions [start, stop) of the dim.
@@ -58,7 +58,7 @@ class Sum(NamedTuple):
     """Adds what chunks number `arrivals` brought to the own product, in coordinate order."""
 
     arrivals: tuple[int, ...]
-    table: ReduceTable | None
+    table: Table | None
 
 
 def shared_dim(spec: DTensorSpec) -> int:
@@ -70,10 +70,14 @@ def shared_dim(spec: DTensorSpec) -> int:
 
 @lru_cache(maxsize=1024)
 def chunked_gather(
-    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], shares: tuple[int, ...]
+    source: DTensorSpec,
+    target: DTensorSpec,
+    strides: tuple[int, ...],
+    shares: tuple[int, ...],
+    device: torch.device,
 ) -> Chunked | None:
     """From Shard to Replicate on a mesh of one axis; None where that is no single exchange."""
-    found = _divided(source, target, strides, source, shares)
+    found = _divided(compiled(source, target, strides, device), source, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -85,9 +89,11 @@ def chunked_gather(
 
 
 @lru_cache(maxsize=1024)
-def chunked_scatter(source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...]) -> Chunked | None:
+def chunked_scatter(
+    source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...], device: torch.device
+) -> Chunked | None:
     """From Partial to Shard on a mesh of one axis, the farthest first; None where that is no single exchange."""
-    found = _divided(source, target, source.tensor_meta.stride, target, shares)
+    found = _divided(compiled(source, target, source.tensor_meta.stride, device), target, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -107,10 +113,9 @@ def chunked_scatter(source: DTensorSpec, target: DTensorSpec, shares: tuple[int,
 
 
 def _divided(
-    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], cut: DTensorSpec, shares: tuple[int, ...]
+    steps: Sequence[Runnable], cut: DTensorSpec, shares: tuple[int, ...]
 ) -> tuple[Chunked, Transfer, list[Exchange]] | None:
     """The step without chunks, its transfer, and the exchanges of those: distance by distance, piece by piece."""
-    steps = compiled(source, target, strides)
     if len(steps) != 1 or steps[0].communicator is None or steps[0].transfer is None:
         return None
     step, transfer, communicator = steps[0][:3]
@@ -120,7 +125,7 @@ def _divided(
     dim = shared_dim(cut)
     intervals = cut.layout.region(cut.coordinate)[dim]
     own = (intervals[0][0], intervals[-1][1]) if intervals else (0, 0)
-    place = communicator.ranks.index(source.mesh.identity.rank)
+    place = communicator.ranks.index(cut.mesh.identity.rank)
     distances = by_distance(transfer.exchange, place, len(communicator.ranks))[1:]
     parts = [piece for distance in distances for piece in in_pieces(distance, dim, shares)]
     return Chunked(step, communicator, dim, own, ()), transfer, parts
@@ -150,6 +155,7 @@ def _chunk(
         reductions=(None,),
         fingerprint=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
         description=f"chunk {number + 1} of {num_chunks} of {transfer.description}",
+        device=transfer.device,
     )
     return Chunk(made, _only_part(exchange, "sends"), _only_part(exchange, "receives"))
 
@@ -170,7 +176,8 @@ def _sum(transfer: Transfer, piece: Exchange, chunks: Sequence[Chunk], arrivals:
     for lengths, ((offset, strides), *places) in joint_boxes(sides, kept.region):
         slots = tuple(Slot(term[1], *place) for term, place in zip(terms, places, strict=True))
         boxes.append(ReduceBox(0, offset, lengths, strides, slots))
-    return Sum(tuple(arrivals), ReduceTable(boxes, "sum", str(transfer.dtypes[0]).removeprefix("torch."), 1))
+    dtype = str(transfer.dtypes[0]).removeprefix("torch.")
+    return Sum(tuple(arrivals), reduce_table(boxes, "sum", dtype, 1, transfer.device))
 
 
 def gather(

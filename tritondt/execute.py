@@ -37,7 +37,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
         return _traced(local, source, target)
     local = _with_memory(local)
-    steps = compiled(source, target, local.stride())
+    steps = compiled(source, target, local.stride(), local.device)
     if len(steps) == 1:
         return _run_step(steps[0], local, local)[0]
     communicator = next((step.communicator for step in steps if step.communicator is not None), None)
@@ -61,7 +61,7 @@ def issue_local(
             before.wait()
         return redistribute_local(local, source, target), None
     held = _with_memory(local)
-    steps = compiled(source, target, held.stride())
+    steps = compiled(source, target, held.stride(), held.device)
     communicator = next((step.communicator for step in steps if step.communicator is not None), None)
     if communicator is None:
         if before is not None:

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from tritondt import region as regions
-from tritondt._C import CopyTable
 from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator, Reduction, Transfer
 from tritondt.comm.packing import packed_transfer
 from tritondt.errors import LayoutError, MeshError
+from tritondt.kernels.tables import Table
 from tritondt.layout import Coordinate, Layout
 from tritondt.placement import Partial, ReduceOp
 from tritondt.planning.cost import step_cost
@@ -37,7 +37,7 @@ class Runnable(NamedTuple):
     step: Step
     transfer: Transfer | None
     communicator: Communicator | None
-    keep: CopyTable | None
+    keep: Table | None
     target_shape: tuple[int, ...]
     piece: tuple[int, int] | None
     fill: float | int | bool | None
@@ -85,14 +85,16 @@ def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
 
 
 @lru_cache(maxsize=4096)
-def compiled(source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...]) -> tuple[Runnable, ...]:
-    """The steps of this rank for a pair of specs and a local tensor of these strides."""
+def compiled(
+    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], device: torch.device
+) -> tuple[Runnable, ...]:
+    """The steps of this rank for a pair of specs and a local tensor of these strides on this device."""
     plan = plan_for(source, target)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
     return tuple(
-        _runnable(step, number, plan, source, strides if number == 1 else None, communicator)
+        _runnable(step, number, plan, source, (strides if number == 1 else None, device), communicator)
         for number, step in enumerate(plan.steps, 1)
     )
 
@@ -102,9 +104,10 @@ def _runnable(
     number: int,
     plan: Plan,
     spec: DTensorSpec,
-    strides: tuple[int, ...] | None,
+    held: tuple[tuple[int, ...] | None, torch.device],
     communicator: Communicator | None,
 ) -> Runnable:
+    """`held` are strides and device of the tensor that the step starts from."""
     coordinate = spec.coordinate
     assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
     shape = step.target_layout.local_shape(coordinate)
@@ -113,6 +116,7 @@ def _runnable(
     found = step.exchange(coordinate)
     if step.kind == "gather":  # what this rank reduced lies in the target already
         found = replace(found, keeps=())
+    strides, device = held
     source_blocks, target_blocks = step_blocks(step, coordinate, strides)
     dtype = str(spec.dtype).removeprefix("torch.")
     description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype}"
@@ -124,6 +128,7 @@ def _runnable(
         reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, step.divisor),),
         fingerprint=_fingerprint(plan, number, spec),
         description=description,
+        device=device,
     )
     moves = bool(step.moving_axes)
     return Runnable(

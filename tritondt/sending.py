@@ -45,8 +45,8 @@ def send_from(
     sends = target.layout.position(target.coordinate) in positions
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
-    found = _compiled(source, positions, target, local.stride() if sends else None, in_place and sends)
     whole = local if in_place and sends else allocate(target.local_shape, target.dtype, torch.device(mesh.device_type))
+    found = _compiled(source, positions, target, local.stride() if sends else None, in_place and sends, whole.device)
     if found.fill is not None:
         whole.fill_(found.fill)
     communicator = world.current().communicator(mesh.ranks, mesh.device_type)
@@ -72,7 +72,12 @@ def send_from(
 
 @lru_cache(maxsize=1024)
 def _compiled(
-    source: Layout, positions: tuple[int, ...], target: DTensorSpec, strides: tuple[int, ...] | None, in_place: bool
+    source: Layout,
+    positions: tuple[int, ...],
+    target: DTensorSpec,
+    strides: tuple[int, ...] | None,
+    in_place: bool,
+    device: torch.device,
 ) -> _Sending:
     coordinate, layout = target.coordinate, target.layout
     assert coordinate is not None, f"{target} is compiled on a rank outside its mesh"
@@ -91,6 +96,7 @@ def _compiled(
         reductions=(None,),
         fingerprint=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
         description=f"sending {target} from rank {', '.join(str(target.mesh.ranks[place]) for place in positions)}",
+        device=device,
     )
     return _Sending(transfer, _fill(Route(source, layout, positions, everybody), target))
 

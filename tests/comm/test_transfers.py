@@ -1,6 +1,7 @@
 """Lists of tensors, and meshes that differ, through a communicator: the same exchange with more boxes."""
 
 import random
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -115,3 +116,22 @@ def test_a_tensor_moves_from_one_mesh_to_another(op: str | None, seed: int) -> N
         torch.testing.assert_close(result, wanted, rtol=0, atol=0)
 
     run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize(
+    ("compiled_for", "given_on", "sentence"),
+    [
+        ("cpu", "meta", r"ThreadCommunicator was given a tensor on meta; it carries tensors on cpu and cuda only"),
+        ("cuda:1", "cpu", r"^the test's exchange was compiled for tensors on cuda:1 and given one on cpu$"),
+    ],
+)
+def test_tensors_on_another_device_are_refused(compiled_for: str, given_on: str, sentence: str) -> None:
+    nothing = transfer(Exchange((), (), (), (1,)), [()], [()], [torch.float32], [None])
+    nothing = replace(nothing, device=torch.device(compiled_for))
+
+    def body(rank: int) -> None:
+        communicator, local = world.current().communicator(range(2)), torch.empty(0, device=given_on)
+        with pytest.raises(T.TransportError, match=sentence):
+            communicator.exchange([local], [local], nothing)
+
+    run_ranks(2, body)

@@ -101,8 +101,16 @@ def test_random_boxes_against_all_elements(seed):
     [
         (reference.copy_boxes, [COPY, COPY._replace(target_offset=5)], torch.float32),
         (reference.cast_boxes, [CAST, CAST._replace(target_offset=5)], torch.float64),
-        (lambda *a: reference.quantize_boxes(*a[:2], torch.ones(2), a[2]), [CAST] * 2, torch.float8_e5m2),
-        (lambda *a: reference.reduce_slots(*a, "sum", 1), [REDUCE, REDUCE], torch.float32),
+        (
+            lambda sources, targets, boxes: reference.quantize_boxes(sources, targets, torch.ones(2), boxes),
+            [CAST] * 2,
+            torch.float8_e5m2,
+        ),
+        (
+            lambda sources, targets, boxes: reference.reduce_slots(sources, targets, boxes, "sum", 1),
+            [REDUCE, REDUCE],
+            torch.float32,
+        ),
     ],
 )
 def test_the_reference_refuses_before_it_writes(run, boxes, target_dtype):

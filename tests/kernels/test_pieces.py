@@ -174,7 +174,7 @@ def test_casts_count_elements():
 
 def test_nothing_is_left_of_empty_boxes():
     assert pieces_of(4, (3, 0), (1, 1), (1, 1)) == []
-    assert list(reduce_pieces(reduce_nest(0, ReduceBox(0, 0, (0,), (1,), (Slot(0, 0, (1,)),)), 4))) == []
+    assert list(run_pieces(reduce_nest(0, ReduceBox(0, 0, (0,), (1,), (Slot(0, 0, (1,)),)), 4), Grain())) == []
 
 
 def test_a_box_without_dims_is_one_unit():

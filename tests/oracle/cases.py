@@ -144,32 +144,34 @@ def _whole(case: Case, generator: torch.Generator) -> torch.Tensor:
     return arithmetic.whole_tensor((1, *case.shape[1:]), case.torch_dtype, generator).expand(case.shape)
 
 
-def run_case(case: Case, inputs: Inputs, rank: int) -> Outcome:
+def run_case(case: Case, inputs: Inputs, rank: int, device_type: str = "cpu") -> Outcome:
     """This rank's part of a case, and what must hold on every rank: no alias, and the input as it was."""
-    mesh = T.Mesh(case.mesh_shape, ranks=case.ranks)
+    mesh = T.Mesh(case.mesh_shape, ranks=case.ranks, device_type=device_type)
     meta = T.TensorMeta.contiguous(case.shape, case.torch_dtype)
     source = T.DTensorSpec(mesh, parsed(case.source), meta, case.source_order)
     target = T.DTensorSpec(mesh, parsed(case.target), meta, case.target_order)
     if rank not in case.ranks:
         assert mesh.coordinate is None, f"rank {rank} is outside {mesh} and yet at {mesh.coordinate}"
-        result = T.redistribute(torch.empty(0, dtype=case.torch_dtype), source, target)
+        result = T.redistribute(torch.empty(0, dtype=case.torch_dtype, device=device_type), source, target)
         assert result.shape == (0,), f"rank {rank} outside the mesh got {result}"
         return Outcome(result, None)
     assert mesh.coordinate is not None
-    given = inputs.locals[mesh.coordinate]
+    given = inputs.locals[mesh.coordinate].to(device_type)
     local = stored(given, case.storage).requires_grad_(case.differentiable)
     if not case.differentiable:
         result, grad = T.redistribute(local, source, target), None
     else:
         placements = None if case.grad is None else parsed(case.grad)
         result = T.redistribute(local, source, target, grad_placements=placements)
-        (grad,) = torch.autograd.grad(result, local, stored(inputs.local_grads[mesh.coordinate], case.storage))
+        arriving = inputs.local_grads[mesh.coordinate].to(device_type)
+        (grad,) = torch.autograd.grad(result, local, stored(arriving, case.storage))
+        grad = grad.cpu()
     assert torch.equal(local.detach(), given), "the input has changed"
     if source is not target and result.numel():
         assert result.untyped_storage().data_ptr() != local.untyped_storage().data_ptr(), (
             "the result aliases the source"
         )
-    return Outcome(result.detach(), grad)
+    return Outcome(result.detach().cpu(), grad)
 
 
 def stored(local: torch.Tensor, storage: str) -> torch.Tensor:
@@ -212,7 +214,9 @@ def failure_text(case: Case) -> str:
     return f"run it again with tests.oracle.cases.check_case({case!r}, world_size={max(case.ranks) + 1})"
 
 
-def check_cases(cases: Sequence[Case], world_size: int, costs: CostTable | None = None) -> None:
+def check_cases(
+    cases: Sequence[Case], world_size: int, costs: CostTable | None = None, device_type: str = "cpu"
+) -> None:
     """Runs cases one after another on thread ranks and checks every one."""
     inputs = [inputs_of(case) for case in cases]
 
@@ -220,7 +224,7 @@ def check_cases(cases: Sequence[Case], world_size: int, costs: CostTable | None 
         found = []
         for case, given in zip(cases, inputs, strict=True):
             try:
-                found.append(run_case(case, given, rank))
+                found.append(run_case(case, given, rank, device_type))
             except PeerError:  # the rank that failed says why
                 raise
             except BaseException as error:

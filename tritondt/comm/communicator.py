@@ -18,6 +18,8 @@ from tritondt.placement import ReduceOp
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.geometry import Block
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
@@ -33,7 +35,7 @@ class Transfer:
 
     `exchange` names peers by their place in the communicator; `source_blocks[i]` and `target_blocks[i]` say
     where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
-    exchange and differs between exchanges; `description` is what error messages say.
+    exchange and differs between exchanges; `description` is what error messages say. All tensors are on `device`.
     """
 
     exchange: Exchange
@@ -43,6 +45,7 @@ class Transfer:
     reductions: tuple[Reduction | None, ...]
     fingerprint: int
     description: str
+    device: torch.device = CPU
 
 
 @dataclass(slots=True)

@@ -185,13 +185,13 @@ class PackedCommunicator(ABC):
     ) -> None:
         if self.failure is not None:
             self._check_usable(transfer.description)
-        self._check_devices(sources)
+        self._check_devices(sources, transfer)
         plan, errand = self._plan(transfer)
         if self._compares:
             self._compare(errand, site)
         self._begin(errand, site)
         try:
-            self._move(sources, targets, plan, errand)
+            self._move(sources, targets, plan, errand, transfer.device)
         except BaseException as error:
             self._record_failure(errand, error)
             raise
@@ -260,13 +260,18 @@ class PackedCommunicator(ABC):
         run(*arguments)
 
     def _move(
-        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], plan: PackedTransfer, errand: Errand
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        plan: PackedTransfer,
+        errand: Errand,
+        device: torch.device,
     ) -> None:
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
         threads, set_state, record = torch.get_num_threads(), self._recorder.state, errand.record
         try:
-            staging, buffer = _buffer(plan.staged_bytes), _buffer(plan.packed_bytes)
+            staging, buffer = (_buffer(n, device) for n in (plan.staged_bytes, plan.packed_bytes))
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
@@ -337,12 +342,17 @@ class PackedCommunicator(ABC):
             "tritondt.abort() on every rank, or initialise torch.distributed again"
         ) from self.failure
 
-    def _check_devices(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _check_devices(self, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
         for tensor in tensors:
             if tensor.device.type not in self.device_types:
                 raise TransportError(
                     f"{type(self).__name__} was given a tensor on {tensor.device}; it carries tensors on "
                     f"{' and '.join(self.device_types)} only"
+                )
+            if tensor.device != transfer.device:
+                raise TransportError(
+                    f"{transfer.description} was compiled for tensors on {transfer.device} and given one on "
+                    f"{tensor.device}"
                 )
 
 
@@ -352,5 +362,5 @@ def _nothing() -> None: ...
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 
-def _buffer(num_bytes: int) -> torch.Tensor:
-    return allocate((num_bytes,), torch.uint8) if num_bytes else _NO_BYTES
+def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return allocate((num_bytes,), torch.uint8, device) if num_bytes else _NO_BYTES

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tritondt._C import CopyTable, ReduceTable
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.tables import Table, copy_table, reduce_table
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.geometry import Block, contiguous_offset, joint_boxes, message_block
 
@@ -39,10 +39,10 @@ class PackedTransfer(NamedTuple):
     received_bytes: int
     packed_bytes: int
     staged_bytes: int
-    pack: CopyTable | None
-    keep: CopyTable | None
-    unpack: CopyTable | None
-    reduces: tuple[ReduceTable, ...]
+    pack: Table | None
+    keep: Table | None
+    unpack: Table | None
+    reduces: tuple[Table, ...]
 
 
 class _Arrival(NamedTuple):
@@ -57,9 +57,10 @@ def packed_transfer(transfer: Transfer) -> PackedTransfer:
     exchange = transfer.exchange
     sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, landing=False)
     receives, staged_bytes, arrived = _slices(transfer, exchange.receives, transfer.target_blocks, landing=True)
-    pack = [box for found in leaving for box in _pack(transfer, found)]
-    keep = [box for part in exchange.keeps if _moves(transfer, part) for box in _keep(transfer, part)]
-    unpack = [box for found in arrived if _moves(transfer, found.part) for box in _unpack(transfer, found)]
+    packs = [box for found in leaving for box in _pack(transfer, found)]
+    keeps = [box for part in exchange.keeps if _moves(transfer, part) for box in _keep(transfer, part)]
+    unpacks = [box for found in arrived if _moves(transfer, found.part) for box in _unpack(transfer, found)]
+    pack, keep, unpack = (copy_table(boxes, transfer.device) if boxes else None for boxes in (packs, keeps, unpacks))
     return PackedTransfer(
         sends,
         receives,
@@ -67,9 +68,9 @@ def packed_transfer(transfer: Transfer) -> PackedTransfer:
         sum(found.num_bytes for found in receives),
         packed_bytes,
         staged_bytes,
-        CopyTable(pack) if pack else None,
-        CopyTable(keep) if keep else None,
-        CopyTable(unpack) if unpack else None,
+        pack,
+        keep,
+        unpack,
         _reduce_tables(transfer, arrived),
     )
 
@@ -139,7 +140,7 @@ def _unpack(transfer: Transfer, found: _Arrival) -> Iterator[CopyBox]:
     return _copies(transfer, found.part, (_in_buffer(transfer, found), transfer.target_blocks[tensor]), (0, tensor))
 
 
-def _reduce_tables(transfer: Transfer, arrived: Sequence[_Arrival]) -> tuple[ReduceTable, ...]:
+def _reduce_tables(transfer: Transfer, arrived: Sequence[_Arrival]) -> tuple[Table, ...]:
     """One table per dtype and reduction; a box's slots are its terms in coordinate order."""
     terms: dict[tuple[int, object], list[tuple[int, int, Blocks]]] = defaultdict(list)
     regions = {}
@@ -161,7 +162,8 @@ def _reduce_tables(transfer: Transfer, arrived: Sequence[_Arrival]) -> tuple[Red
         dtype = str(transfer.dtypes[part.tensor]).removeprefix("torch.")
         tables[dtype, reduction] += _reduced_boxes(transfer, part, sorted(terms[key], key=lambda term: term[0]))
     return tuple(
-        ReduceTable(boxes, reduction.op, dtype, reduction.divisor) for (dtype, reduction), boxes in tables.items()
+        reduce_table(boxes, reduction.op, dtype, reduction.divisor, transfer.device)
+        for (dtype, reduction), boxes in tables.items()
     )
 
 

@@ -96,7 +96,9 @@ class ThreadMembership(NamedTuple):
 
 
 class ThreadCommunicator(PackedCommunicator):
-    """Rank threads that leave messages for each other on a switchboard."""
+    """Rank threads that leave messages for each other on a switchboard; on CUDA devices, all on one stream of each."""
+
+    device_types = ("cpu", "cuda")
 
     def __init__(self, member: ThreadMembership, switchboard: Switchboard) -> None:
         self._owner = switchboard.parties[member.rank]

@@ -136,7 +136,7 @@ def gathered_product(
     out = allocate((*target.shape[:-1], matrix.shape[1]), local.dtype, local.device)
     single = len(target.mesh.ranks) == 1
     overlaps = travel.shares and not single
-    chunked = chunked_gather(source, target, local.stride(), travel.shares) if overlaps else None
+    chunked = chunked_gather(source, target, local.stride(), travel.shares, local.device) if overlaps else None
     if chunked is None:
         whole = local.contiguous() if single else redistribute_local(local, source, target)
         _multiply(_folded(whole, 0), matrix, _folded(out, 0), bias)
@@ -163,7 +163,7 @@ def scattered_product(
     source, target = travel.terms, travel.shards
     single = len(target.mesh.ranks) == 1
     overlaps = travel.shares and not single
-    chunked = chunked_scatter(source, target, travel.shares[::-1]) if overlaps else None
+    chunked = chunked_scatter(source, target, travel.shares[::-1], local.device) if overlaps else None
     product = allocate((*local.shape[:-1], matrix.shape[1]), local.dtype, local.device)
     if chunked is None:
         _multiply(_folded(local, 0), matrix, _folded(product, 0))

@@ -33,8 +33,8 @@ def assert_casts_as_reference(boxes, sources, targets, choice=LARGE):
     """On equal random targets, so that an element outside the boxes shows up too."""
     expected = [target.clone() for target in targets]
     reference.cast_boxes(sources, expected, boxes)
-    dtypes = [str(tensors[0].dtype).removeprefix("torch.") for tensors in (sources, targets)]
-    table = DeviceCastTable(boxes, *dtypes, "cpu", choice=choice)
+    source, target = (str(tensors[0].dtype).removeprefix("torch.") for tensors in (sources, targets))
+    table = DeviceCastTable(boxes, source, target, "cpu", choice=choice)
     table.run([source.data_ptr() for source in sources], [target.data_ptr() for target in targets])
     for target, wanted in zip(targets, expected, strict=True):
         assert_close(bits(target), bits(wanted), rtol=0, atol=0)
