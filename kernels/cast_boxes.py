@@ -1,6 +1,7 @@
 """Copies of strided boxes from one floating-point dtype to another, packed or unpacked in one launch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -9,7 +10,7 @@ import triton.language as tl
 from tritondt.kernels import box_table
 from tritondt.kernels.boxes import CastBox
 from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
-from tritondt.kernels.floats import cast_bits
+from tritondt.kernels.floats import to_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
     HEAD,
@@ -30,10 +31,49 @@ from tritondt.kernels.tuning import Choice
 GROUPS = tl.constexpr(box_table.GROUPS)
 TILES = tl.constexpr(box_table.TILES)
 
-_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
+_FLOATS = ("float32", "float64", "bfloat16", "float16")
+_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 # How an element is read, and the bits that are written.
-READ = {"float32": tl.float32, "float64": tl.float64, "bfloat16": tl.uint16, "float16": tl.float16}
-WRITTEN = {"float32": tl.uint32, "float64": tl.uint64, "bfloat16": tl.uint16, "float16": tl.uint16}
+WRITTEN_AS = {dtype: _BITS[num_bytes] for dtype, num_bytes in _BYTES.items()}
+READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64, "float16": tl.float16}
+# What a kernel does with scales: 0 nothing, 1 multiplies by them, 2 divides by them.
+NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
+_DIVIDES = tl.constexpr(DIVIDES)
+
+
+class DtypePair(NamedTuple):
+    """Dtypes of sources and of targets of a cast."""
+
+    source: str
+    target: str
+
+    @property
+    def element_bytes(self) -> tuple[int, int]:
+        """Of targets and of sources."""
+        return _BYTES[self.target], _BYTES[self.source]
+
+    def constants(self, scales: int) -> dict[str, Any]:
+        """What the kernel is compiled for."""
+        return {
+            "SOURCE": self.source,
+            "TARGET": self.target,
+            "READ": READ_AS[self.source],
+            "WRITTEN": WRITTEN_AS[self.target],
+            "SCALES": scales,
+        }
+
+    def pieces(self, nest: LoopNest) -> Iterator[Piece]:
+        """Runs of as many elements at a time as fill 16 bytes on the narrower side, with offsets in bytes."""
+        target_bytes, source_bytes = self.element_bytes
+        narrower, wider = sorted(self.element_bytes)
+        for piece in run_pieces(nest, Grain(widest=WIDEST // narrower, word=1, num_bytes=wider)):
+            target, source = piece.operands
+            in_bytes = (
+                target._replace(offset=target.offset * target_bytes),
+                source._replace(offset=source.offset * source_bytes),
+            )
+            yield piece._replace(operands=in_bytes)
 
 
 class DeviceCastTable(DeviceTable):
@@ -54,20 +94,15 @@ class DeviceCastTable(DeviceTable):
         choice: Choice | None = None,
     ) -> None:
         _check_dtypes(source_dtype, target_dtype)
-        self._bytes = (_BYTES[target_dtype], _BYTES[source_dtype])
+        self._dtypes = DtypePair(source_dtype, target_dtype)
+        element_bytes = self._dtypes.element_bytes
         nests = [cast_nest(position, box) for position, box in enumerate(boxes)]
-        self._num_bytes = sum(nest.num_bytes for nest in nests) * sum(self._bytes)
-        constants = {
-            "SOURCE": source_dtype,
-            "TARGET": target_dtype,
-            "READ": READ[source_dtype],
-            "WRITTEN": WRITTEN[target_dtype],
-        }
+        self._num_bytes = sum(nest.num_bytes for nest in nests) * max(element_bytes)
         super().__init__(
-            Kernel(cast_kernel, "cast", (), constants, {"enable_fp_fusion": False}),
+            Kernel(cast_kernel, "cast", (), self._dtypes.constants(NO_SCALES), {"enable_fp_fusion": False}),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
-            sides=Sides(alignments=self._bytes, units=self._bytes),
+            sides=Sides(alignments=element_bytes, units=element_bytes),
             is_aligned=is_aligned,
             choice=choice,
             max_ctas=max_ctas,
@@ -75,20 +110,12 @@ class DeviceCastTable(DeviceTable):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one run reads and writes."""
+        """Bytes that one run moves, of the wider side."""
         return self._num_bytes
 
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
-        """Runs of as many elements at a time as fill 16 bytes on the narrower side."""
-        grain = Grain(widest=WIDEST // min(self._bytes), word=1, num_bytes=max(self._bytes))
-        return [self._in_bytes(piece) for nest in nests for piece in run_pieces(nest, grain)]
-
-    def _in_bytes(self, piece: Piece) -> Piece:
-        target, source = (
-            operand._replace(offset=operand.offset * num_bytes)
-            for operand, num_bytes in zip(piece.operands, self._bytes, strict=True)
-        )
-        return piece._replace(operands=(target, source))
+        """Runs as wide as they can be."""
+        return [piece for nest in nests for piece in self._dtypes.pieces(nest)]
 
 
 def cast_boxes(
@@ -124,8 +151,8 @@ def cast_boxes(
 
 
 def _check_dtypes(source: str, target: str) -> None:
-    if source not in _BYTES or target not in _BYTES or source == target:
-        allowed = ", ".join(_BYTES)
+    if source not in _FLOATS or target not in _FLOATS or source == target:
+        allowed = ", ".join(_FLOATS)
         raise ValueError(f"cast from {source} to {target}; allowed are two different ones of {allowed}")
 
 
@@ -144,20 +171,24 @@ def cast_kernel(
     TARGET: tl.constexpr,
     READ: tl.constexpr,
     WRITTEN: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
-    """Casts tile after tile of the pieces in `table`, whose widths count elements."""
+    """Casts tile after tile of the pieces in `table`, whose widths count elements; a second slot is a box's scale."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
         slot = piece + HEAD + NUM_DIMS * LOOP
         own_tile = tile - tl.load(piece).to(tl.int32)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
+        factor = 1.0
+        if SCALES:
+            factor = _factor(address_at(pointers, table + tl.load(piece + 7), NUM_POINTERS), SCALES)
         mode = tl.load(piece + 3)
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _cast_if(
-                    *(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target),
-                    *(NUM_DIMS, BLOCK, SOURCE, TARGET, READ, WRITTEN),
+                    *(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target, factor),
+                    *(NUM_DIMS, BLOCK, SOURCE, TARGET, READ, WRITTEN, SCALES),
                 )
 
 
@@ -170,12 +201,14 @@ def _cast_if(
     tile,
     source,
     target,
+    factor,
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     READ: tl.constexpr,
     WRITTEN: tl.constexpr,
+    SCALES: tl.constexpr,
 ):
     """Casts a tile if it has the mode MODE, units in the order of the target."""
     if mode == MODE:
@@ -192,4 +225,20 @@ def _cast_if(
         target_units = walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
         sources = elements_at(source, source_units, READ, READ_BYTES, IS_GROUPED)
         targets = elements_at(target, target_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
-        tl.store(targets, cast_bits(tl.load(sources, mask=inside), SOURCE, TARGET), mask=inside)
+        values = to_float32(tl.load(sources, mask=inside), SOURCE)
+        if SCALES:
+            values = values * factor
+        tl.store(targets, to_bits(values, TARGET), mask=inside)
+
+
+@triton.jit
+def _factor(address, SCALES: tl.constexpr):
+    """A box's scale, or its reciprocal, which is exact for powers of two; 0 stands for 1 and becomes it."""
+    scale = address.to(tl.pointer_type(tl.int32))
+    bits = tl.load(scale)
+    if SCALES == _DIVIDES:
+        if bits == 0:
+            # All programs of the box may write it, and none reads anything but 0 and 1.
+            tl.store(scale, 0x3F800000)
+        bits = tl.where(bits == 0, 0x3F800000, (254 << 23) - bits)
+    return bits.to(tl.float32, bitcast=True)

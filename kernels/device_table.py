@@ -18,6 +18,8 @@ from tritondt.kernels.tuning import DEFAULT, Choice, choose
 # Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
 _ANY_ADDRESS = (1 << 40) + 1
 _MAX_VARIANTS = 16
+_FEW_DIMS = 4
+_MAX_REGISTERS = 128
 
 
 class Kernel(NamedTuple):
@@ -33,11 +35,40 @@ class Kernel(NamedTuple):
     options: Mapping[str, Any]
 
 
+# The tensor that holds the scales of boxes: a source of its own. Its offset in a nest counts bytes.
+SCALES = -1
+SCALE_BYTES = 4
+
+
 class Sides(NamedTuple):
     """Of targets and of sources: multiples of how many bytes their addresses are, and bytes in what a nest counts."""
 
     alignments: tuple[int, int] = (1, 1)
     units: tuple[int, int] = (1, 1)
+
+
+def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) -> dict[str, Any]:
+    """What a kernel with these options of its own is compiled with.
+
+    To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
+    bound is given it takes what it needs, 48.
+    """
+    bound = {"maxnreg": _MAX_REGISTERS} if num_dims > _FEW_DIMS else {}
+    return {"num_warps": choice.num_warps, **bound, **options}
+
+
+class Shared:
+    """Numbers on a device that launches read on any stream."""
+
+    def __init__(self, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.tensor(numbers, dtype=dtype).to(device)
+        self._streams: set[int] = set()
+
+    def is_read_on(self, stream: torch.cuda.Stream) -> None:
+        """Has the allocator give them to nobody else before all that this stream will have launched is done."""
+        if stream.cuda_stream not in self._streams:
+            self.values.record_stream(stream)
+            self._streams.add(stream.cuda_stream)
 
 
 class Launch:
@@ -46,9 +77,8 @@ class Launch:
     def __init__(
         self, kernel: Kernel, table: BoxTable, places: Sequence[int], device: torch.device, choice: Choice
     ) -> None:
-        self._cells = torch.tensor(table.cells, dtype=torch.int64).to(device)
+        self._cells = Shared(table.cells, torch.int64, device)
         self._device = device if device.type == "cuda" else None
-        self._streams: set[int] = set()
         num_pointers = max(2, 1 << (len(places) - 1).bit_length())
         self._places = (*places, *[places[0]] * (num_pointers - len(places)))
         bisections = (table.num_pieces - 1).bit_length()
@@ -62,12 +92,11 @@ class Launch:
         self._arguments = (*kernel.arguments, table.num_pieces, bisections, table.num_tiles, *constants.values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
         compiled = kernel.function.warmup(
-            self._cells,
+            self._cells.values,
             (_ANY_ADDRESS,) * num_pointers,
             *self._arguments,
             grid=grid,
-            num_warps=choice.num_warps,
-            **kernel.options,
+            **compiler_options(kernel.options, table.num_dims, choice),
         )
         # Triton's interpreter compiles nothing.
         self._start = (kernel.function if compiled is None else compiled)[grid]
@@ -76,14 +105,11 @@ class Launch:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
         pointers = tuple([addresses[place] for place in self._places])
         if self._device is None:
-            self._start(self._cells, pointers, *self._arguments)
+            self._start(self._cells.values, pointers, *self._arguments)
             return
         stream = torch.cuda.current_stream(self._device)
-        if stream.cuda_stream not in self._streams:
-            # The allocator gives the cells to nobody else before all that this stream will have launched is done.
-            self._cells.record_stream(stream)
-            self._streams.add(stream.cuda_stream)
-        self._start(self._cells, pointers, *self._arguments, stream=stream.cuda_stream)
+        self._cells.is_read_on(stream)
+        self._start(self._cells.values, pointers, *self._arguments, stream=stream.cuda_stream)
 
 
 class DeviceTable:
@@ -102,8 +128,8 @@ class DeviceTable:
     ) -> None:
         self._device = _resolved(device, kernel)
         self._kernel, self.nests = kernel, tuple(nests)
-        self._alignments = (WIDEST, WIDEST) if is_aligned else sides.alignments
-        self._units, self._is_aligned = sides.units, is_aligned
+        self._alignments = (*((WIDEST, WIDEST) if is_aligned else sides.alignments), SCALE_BYTES)
+        self._units, self._is_aligned = (*sides.units, 1), is_aligned
         self._choice, self._max_ctas = choice, max_ctas
         self._used = tuple(
             dict.fromkeys(
@@ -119,8 +145,14 @@ class DeviceTable:
 
         `num_threads` is for the CPU's tables, which this one stands in for.
         """
+        self.launch(*self.prepared(source_ptrs, target_ptrs))
+
+    def prepared(
+        self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]
+    ) -> tuple[tuple[Launch, ...], Sequence[int]]:
+        """What `launch` takes; ValueError where a pointer is missing or not what the table was made for."""
         if not self._used:
-            return
+            return (), ()
         try:
             addresses = [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in self._used]
         except IndexError:
@@ -132,6 +164,10 @@ class DeviceTable:
             launches = self._variant(behind)
         if any(behind):
             addresses = [address - past for address, past in zip(addresses, behind, strict=True)]
+        return launches, addresses
+
+    def launch(self, launches: Sequence[Launch], addresses: Sequence[int]) -> None:
+        """Launches on the current stream of the table's device."""
         if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 for launch in launches:
@@ -139,6 +175,11 @@ class DeviceTable:
         else:
             for launch in launches:
                 launch.run(addresses)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table lies."""
+        return self._device
 
     @property
     def num_boxes(self) -> int:
@@ -161,7 +202,7 @@ class DeviceTable:
 
     def _check(self, addresses: Sequence[int]) -> None:
         for pointer, address in zip(self._used, addresses, strict=True):
-            alignment = self._alignments[not pointer.is_target]
+            alignment = self._alignments[_side(pointer)]
             if address == 0 or address % alignment:
                 made_for = "; the table was made for aligned tensors only" if self._is_aligned else ""
                 raise ValueError(
@@ -180,7 +221,7 @@ class DeviceTable:
     def _variant(self, behind: tuple[int, ...]) -> tuple[Launch, ...]:
         """Launches for tensors that start so many bytes behind multiples of 16."""
         past = {
-            pointer: num_bytes // self._units[not pointer.is_target]
+            pointer: num_bytes // self._units[_side(pointer)]
             for pointer, num_bytes in zip(self._used, behind, strict=True)
         }
         moved = [
@@ -232,5 +273,12 @@ def _resolved(device: torch.device, kernel: Kernel) -> torch.device:
     return device
 
 
+def _side(pointer: Pointer) -> int:
+    """0 of targets, 1 of sources, 2 of scales."""
+    return 2 if pointer.tensor == SCALES else int(not pointer.is_target)
+
+
 def _name(pointer: Pointer) -> str:
+    if pointer.tensor == SCALES:
+        return "scales"
     return f"{'target' if pointer.is_target else 'source'} {pointer.tensor}"

@@ -1,4 +1,8 @@
-"""Floating-point dtypes as kernels convert them: to nearest, ties to even, on every device and in the interpreter."""
+"""Floating-point dtypes as kernels convert them: to nearest, ties to even, on every device and in the interpreter.
+
+Elements of 8 bits, and bfloat16, are loaded and stored as bits: Triton's interpreter (3.6 to 3.9) cuts what it should
+round, and of fp8 the dtypes differ from one architecture to another.
+"""
 
 import triton
 import triton.language as tl
@@ -6,37 +10,83 @@ import triton.language as tl
 
 @triton.jit
 def to_float32(x, DTYPE: tl.constexpr):
-    """Of an element as it is loaded, bfloat16 as bits; exact but for float64."""
+    """Of an element as it is loaded; exact but for float64."""
     if DTYPE == "bfloat16":
         x = (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    elif DTYPE == "float8_e4m3fn" or DTYPE == "float8_e5m2":
+        x = _from_fp8(x.to(tl.uint32), DTYPE)
     elif DTYPE != "float32":
         x = x.to(tl.float32)
     return x
 
 
 @triton.jit
-def to_bfloat16_bits(x):
-    """Of float32; every NaN becomes 0x7fc0.
+def to_bits(x, DTYPE: tl.constexpr):
+    """The bits of a float32 in another dtype. A NaN becomes that of float("nan"), of fp8 0x7f."""
+    if DTYPE == "float64":
+        x = x.to(tl.float64)
+        bits = tl.where(x != x, 0x7FF8000000000000, x.to(tl.uint64, bitcast=True))
+    elif DTYPE == "bfloat16":
+        bits = to_bfloat16_bits(x)
+    elif DTYPE == "float16":
+        bits = tl.where(x != x, 0x7E00, x.to(tl.float16).to(tl.uint16, bitcast=True)).to(tl.uint16)
+    elif DTYPE == "float8_e4m3fn" or DTYPE == "float8_e5m2":
+        bits = _to_fp8(x, DTYPE)
+    else:
+        bits = tl.where(x != x, 0x7FC00000, x.to(tl.uint32, bitcast=True)).to(tl.uint32)
+    return bits
 
-    By hand: Triton's interpreter (3.6 to 3.9) cuts the lower bits off, and a GPU's NaN is 0x7fff.
-    """
+
+@triton.jit
+def to_bfloat16_bits(x):
+    """Of float32; every NaN becomes 0x7fc0 (a GPU's own is 0x7fff)."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
 
 
 @triton.jit
-def cast_bits(x, SOURCE: tl.constexpr, TARGET: tl.constexpr):
-    """The bits of an element in another dtype; half types by way of float32. A NaN becomes that of float("nan")."""
-    if TARGET == "float64":
-        wide = to_float32(x, SOURCE).to(tl.float64)
-        bits = tl.where(wide != wide, 0x7FF8000000000000, wide.to(tl.uint64, bitcast=True))
+def scale_bits(magnitude, DTYPE: tl.constexpr):
+    """Of the smallest power of two, 2**-126 or more, that fits a magnitude into fp8; both are float32 as int32."""
+    # The largest values are 1.75 * 2**8 and 1.75 * 2**15: a larger mantissa takes one more power of two.
+    LARGEST_POWER: tl.constexpr = 8 if DTYPE == "float8_e4m3fn" else 15
+    exponent = (magnitude + 0x1FFFFF) >> 23
+    return tl.maximum(exponent - LARGEST_POWER, 1) << 23
+
+
+@triton.jit
+def _from_fp8(code, DTYPE: tl.constexpr):
+    MANTISSA_BITS: tl.constexpr = 3 if DTYPE == "float8_e4m3fn" else 2
+    # The exponent is put in place, and then made what it says: subnormal numbers come out right too.
+    BIAS: tl.constexpr = 2.0**120 if DTYPE == "float8_e4m3fn" else 2.0**112
+    shifted = ((code & 0x7F) << (23 - MANTISSA_BITS)).to(tl.float32, bitcast=True)
+    bits = (shifted * BIAS).to(tl.uint32, bitcast=True) | (code & 0x80) << 24
+    if DTYPE == "float8_e4m3fn":
+        bits = tl.where((code & 0x7F) == 0x7F, 0x7FC00000, bits).to(tl.uint32)
     else:
-        wide = to_float32(x, SOURCE)
-        if TARGET == "bfloat16":
-            bits = to_bfloat16_bits(wide)
-        elif TARGET == "float16":
-            bits = tl.where(wide != wide, 0x7E00, wide.to(tl.float16).to(tl.uint16, bitcast=True)).to(tl.uint16)
-        else:
-            bits = tl.where(wide != wide, 0x7FC00000, wide.to(tl.uint32, bitcast=True)).to(tl.uint32)
-    return bits
+        bits = tl.where((code & 0x7F) == 0x7C, 0x7F800000 | (code & 0x80) << 24, bits).to(tl.uint32)
+        bits = tl.where((code & 0x7F) > 0x7C, 0x7FC00000, bits).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_fp8(x, DTYPE: tl.constexpr):
+    """Of what is at most the format's largest value, or not finite; e4m3fn has no infinities, they become NaN."""
+    MANTISSA_BITS: tl.constexpr = 3 if DTYPE == "float8_e4m3fn" else 2
+    BIAS: tl.constexpr = 7 if DTYPE == "float8_e4m3fn" else 15
+    SHIFT: tl.constexpr = 23 - MANTISSA_BITS
+    # A number whose last bit is worth as much as that of subnormal fp8: float32's own addition rounds there.
+    LAST_BIT: tl.constexpr = 2.0**14 if DTYPE == "float8_e4m3fn" else 2.0**7
+    LAST_BIT_BITS: tl.constexpr = (127 + 24 - BIAS - MANTISSA_BITS) << 23
+    bits = x.to(tl.uint32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    small = (magnitude.to(tl.float32, bitcast=True) + LAST_BIT).to(tl.uint32, bitcast=True) - LAST_BIT_BITS
+    rounded = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT
+    normal = rounded - ((127 - BIAS) << MANTISSA_BITS)
+    code = tl.where(magnitude < (128 - BIAS) << 23, small, normal) | (bits >> 24) & 0x80
+    if DTYPE == "float8_e4m3fn":
+        code = tl.where(magnitude >= 0x7F800000, 0x7F, code)
+    else:
+        code = tl.where(magnitude == 0x7F800000, (bits >> 24) & 0x80 | 0x7C, code)
+        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return code.to(tl.uint8)

@@ -11,11 +11,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritondt.kernels.box_table import mode
-from tritondt.kernels.cast_boxes import READ, WRITTEN, cast_kernel
+from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, WRITTEN_AS, cast_kernel
 from tritondt.kernels.copy_boxes import copy_kernel
+from tritondt.kernels.device_table import compiler_options
 from tritondt.kernels.pieces import Kind
+from tritondt.kernels.quantize_boxes import scale_kernel
 from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
-from tritondt.kernels.tuning import choose
+from tritondt.kernels.tuning import Choice, choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Two loads of 8 bytes side by side are one instruction too.
@@ -39,24 +41,41 @@ def compile_copy(kind: Kind, width: int, num_dims: int, architecture: int, *more
     for one in ((kind, width), *more):
         modes |= 1 << mode(*one)
     constants = {"NUM_POINTERS": 2, "NUM_DIMS": num_dims, "MODES": modes, "BLOCK": choice.block}
-    return _compile(copy_kernel, constants, architecture, {"num_warps": choice.num_warps})
+    return _compile(copy_kernel, constants, architecture, choice, {})
 
 
-def compile_cast(source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int) -> Compiled:
+def compile_cast(
+    source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int, *, scales: int = NO_SCALES
+) -> Compiled:
     """The cast kernel as it is launched for pieces of so many elements at a time."""
     choice = choose("default", "cast", lanes, num_dims)
     constants = {
-        "NUM_POINTERS": 2,
+        "NUM_POINTERS": 4 if scales else 2,
         "NUM_DIMS": num_dims,
         "MODES": 1 << mode(kind, lanes),
         "BLOCK": choice.block,
         "SOURCE": source,
         "TARGET": target,
-        "READ": READ[source],
-        "WRITTEN": WRITTEN[target],
+        "READ": READ_AS[source],
+        "WRITTEN": WRITTEN_AS[target],
+        "SCALES": scales,
     }
-    options = {"num_warps": choice.num_warps, "enable_fp_fusion": False}
-    return _compile(cast_kernel, constants, architecture, options)
+    return _compile(cast_kernel, constants, architecture, choice, {"enable_fp_fusion": False})
+
+
+def compile_scale(source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int) -> Compiled:
+    """The kernel that finds the scales of boxes that become fp8."""
+    choice = choose("default", "cast", lanes, num_dims)
+    constants = {
+        "NUM_POINTERS": 4,
+        "NUM_DIMS": num_dims,
+        "MODES": 1 << mode(kind, lanes),
+        "BLOCK": choice.block,
+        "SOURCE": source,
+        "TARGET": target,
+        "READ": READ_AS[source],
+    }
+    return _compile(scale_kernel, constants, architecture, choice, {})
 
 
 def compile_reduction(
@@ -75,16 +94,21 @@ def compile_reduction(
         "OP": op,
         "DIVIDES": divides,
     }
-    options = {"num_warps": choice.num_warps, "enable_fp_fusion": False}
-    return _compile(reduce_kernel, constants, architecture, options)
+    return _compile(reduce_kernel, constants, architecture, choice, {"enable_fp_fusion": False})
 
 
-def _compile(kernel: Any, constants: dict[str, Any], architecture: int, options: dict[str, Any]) -> Compiled:
-    arguments = dict.fromkeys(kernel.arg_names, "i32") | {"table": "*i64", "pointers": ("i64", "i64")}
+def _compile(
+    kernel: Any, constants: dict[str, Any], architecture: int, choice: Choice, options: dict[str, Any]
+) -> Compiled:
+    arguments = dict.fromkeys(kernel.arg_names, "i32") | {
+        "table": "*i64",
+        "pointers": ("i64",) * constants["NUM_POINTERS"],
+    }
     signature = {name: "constexpr" if name in constants else arguments[name] for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     # The table starts at a multiple of 16, as all that the allocator gives does.
     source = ASTSource(kernel, signature, places, {(0,): [["tt.divisibility", 16]]})
+    options = compiler_options(options, constants["NUM_DIMS"], choice)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     ptx = made.asm["ptx"]
     usage = _resource_usage(made.asm["cubin"])

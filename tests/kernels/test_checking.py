@@ -96,21 +96,21 @@ def test_random_boxes_against_all_elements(seed):
             check_boxes(boxes, [1], [1000])
 
 
+def quantize(sources, targets, boxes):
+    reference.quantize_boxes(sources, targets, torch.ones(len(boxes)), boxes)
+
+
+def add(sources, targets, boxes):
+    reference.reduce_slots(sources, targets, boxes, "sum", 1)
+
+
 @pytest.mark.parametrize(
     ("run", "boxes", "target_dtype"),
     [
         (reference.copy_boxes, [COPY, COPY._replace(target_offset=5)], torch.float32),
         (reference.cast_boxes, [CAST, CAST._replace(target_offset=5)], torch.float64),
-        (
-            lambda sources, targets, boxes: reference.quantize_boxes(sources, targets, torch.ones(2), boxes),
-            [CAST] * 2,
-            torch.float8_e5m2,
-        ),
-        (
-            lambda sources, targets, boxes: reference.reduce_slots(sources, targets, boxes, "sum", 1),
-            [REDUCE, REDUCE],
-            torch.float32,
-        ),
+        (quantize, [CAST] * 2, torch.float8_e5m2),
+        (add, [REDUCE, REDUCE], torch.float32),
     ],
 )
 def test_the_reference_refuses_before_it_writes(run, boxes, target_dtype):

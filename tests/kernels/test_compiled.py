@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.kernels.compiled import compile_cast, compile_copy, compile_reduction
+from tests.kernels.compiled import compile_cast, compile_copy, compile_reduction, compile_scale
+from tritondt.kernels.cast_boxes import DIVIDES, MULTIPLIES
 from tritondt.kernels.pieces import Kind
 from tritondt.kernels.reductions import DTYPES
 
@@ -21,7 +22,7 @@ def assert_lean(compiled, num_dims):
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
-@pytest.mark.parametrize("num_dims", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_dims", range(1, 9))
 def test_wide_runs(num_dims, architecture):
     compiled = compile_copy(Kind.RUNS, 16, num_dims, architecture)
     assert_lean(compiled, num_dims)
@@ -30,10 +31,11 @@ def test_wide_runs(num_dims, architecture):
     assert len(re.findall(r"st\.global", compiled.ptx)) == 2
 
 
+@pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-@pytest.mark.parametrize("num_dims", [1, 3, 4])
-def test_narrow_runs(width, num_dims):
-    compiled = compile_copy(Kind.RUNS, width, num_dims, 90)
+@pytest.mark.parametrize("num_dims", range(1, 9))
+def test_narrow_runs(width, num_dims, architecture):
+    compiled = compile_copy(Kind.RUNS, width, num_dims, architecture)
     assert_lean(compiled, num_dims)
     name = "v2.b32" if width == 8 else f"b{8 * width}"
     assert re.search(rf"ld\.global(\.\w+)*\.{name}", compiled.ptx)
@@ -42,13 +44,13 @@ def test_narrow_runs(width, num_dims):
 
 
 @pytest.mark.parametrize(("width", "architecture"), [(1, 90), (2, 90), (2, 100), (4, 90)])
-@pytest.mark.parametrize("num_dims", [1, 2, 4])
+@pytest.mark.parametrize("num_dims", [1, 2, 4, 8])
 def test_groups(width, num_dims, architecture):
     assert_lean(compile_copy(Kind.GROUPS, width, num_dims, architecture), num_dims)
 
 
 @pytest.mark.parametrize(("width", "architecture"), [(1, 90), (2, 90), (4, 90), (4, 100), (8, 90)])
-@pytest.mark.parametrize("num_dims", [2, 4])
+@pytest.mark.parametrize("num_dims", [2, 4, 8])
 def test_tiles(width, num_dims, architecture):
     assert_lean(compile_copy(Kind.TILES, width, num_dims, architecture), num_dims)
     wide = compile_copy(Kind.WIDE_TILES, width, num_dims, architecture)
@@ -75,21 +77,23 @@ def test_wide_reductions(dtype):
         assert "ftz" not in compiled.ptx
 
 
-@pytest.mark.parametrize("num_dims", [1, 3, 4])
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("num_dims", range(1, 9))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_reductions_by_dims(dtype, num_dims):
+def test_reductions_by_dims(dtype, num_dims, architecture):
     for kind, width in ((Kind.RUNS, 16), (Kind.RUNS, 4), (Kind.GROUPS, 4)):
-        compiled = compile_reduction(dtype, "sum", kind, width, num_dims, 90)
+        compiled = compile_reduction(dtype, "sum", kind, width, num_dims, architecture)
         assert_lean(compiled, num_dims)
         assert (compiled.wide_loads > 0) == (width == 16)
+        if width == 16:
+            assert compiled.wide_loads == 5 * compiled.wide_stores
 
 
-def test_reductions_on_blackwell():
-    for dtype in ("bfloat16", "float32"):
-        for num_dims in (1, 4):
-            compiled = compile_reduction(dtype, "sum", Kind.RUNS, 16, num_dims, 100)
-            assert_lean(compiled, num_dims)
-            assert compiled.wide_loads == 5 * compiled.wide_stores > 0
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reductions_on_blackwell(dtype):
+    compiled = compile_reduction(dtype, DTYPES[dtype].ops[0], Kind.RUNS, 16, 4, 100)
+    assert_lean(compiled, 4)
+    assert compiled.wide_loads == 5 * compiled.wide_stores > 0
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype, found in DTYPES.items() if found.divides])
@@ -118,6 +122,27 @@ def test_wide_casts(source, target):
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_casts_by_dims(source, target, architecture):
-    for num_dims in (2, 3):
-        for kind, lanes in ((Kind.RUNS, 8), (Kind.RUNS, 1), (Kind.GROUPS, 1)):
-            assert_lean(compile_cast(source, target, kind, lanes, num_dims, architecture), num_dims)
+    for num_dims in range(1, 9):
+        wide = compile_cast(source, target, Kind.RUNS, 8, num_dims, architecture)
+        assert_lean(wide, num_dims)
+        assert (wide.wide_loads, wide.wide_stores) == ((4, 2) if source == "float32" else (2, 4))
+    for num_dims in (2, 4):
+        for kind in (Kind.RUNS, Kind.GROUPS):
+            assert_lean(compile_cast(source, target, kind, 1, num_dims, architecture), num_dims)
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("wide", ["float32", "bfloat16", "float16"])
+def test_casts_to_and_from_fp8(wide, fp8, architecture):
+    wide_bytes = 4 if wide == "float32" else 2
+    for num_dims in (1, 4):
+        there = compile_cast(wide, fp8, Kind.RUNS, 16, num_dims, architecture, scales=DIVIDES)
+        back = compile_cast(fp8, wide, Kind.RUNS, 16, num_dims, architecture, scales=MULTIPLIES)
+        scale = compile_scale(wide, fp8, Kind.RUNS, 16, num_dims, architecture)
+        for compiled in (there, back, scale):
+            assert_lean(compiled, num_dims)
+            assert "ftz" not in compiled.ptx
+        assert (there.wide_loads, there.wide_stores) == (wide_bytes, 1)
+        assert (back.wide_loads, back.wide_stores) == (1, wide_bytes)
+        assert (scale.wide_loads, scale.wide_stores) == (wide_bytes, 0)
