@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tritondt.cli import tune
 from tritondt.cli.main import main
-from tritondt.kernels.loop_nest import copy_nest, reduce_nest
+from tritondt.kernels.loop_nest import cast_nest, copy_nest, reduce_nest
 from tritondt.kernels.pieces import Grain, copy_pieces, run_pieces
 from tritondt.kernels.tuning import Choice
 
@@ -39,6 +39,14 @@ def test_reductions_that_are_timed_are_what_they_are_recorded_as(itemsize, width
     assert (piece.width, len(piece.lengths)) == (width, num_dims)
     assert piece.num_bytes == pytest.approx(1 << 22, rel=0.05)
     assert len(piece.operands) == 9
+
+
+@pytest.mark.parametrize(("width", "num_dims"), list(tune.cases("cast")))
+def test_casts_that_are_timed_are_what_they_are_recorded_as(width, num_dims):
+    grain = Grain(widest=8, word=1, num_bytes=4)
+    (piece,) = run_pieces(cast_nest(0, tune.cast_box(width, num_dims, 1 << 22)), grain)
+    assert (piece.width, len(piece.lengths)) == (width, num_dims)
+    assert piece.num_bytes * 2 == pytest.approx(1 << 22, rel=0.05)  # it counts elements
 
 
 @pytest.fixture

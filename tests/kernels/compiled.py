@@ -15,8 +15,8 @@ from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, WRITTEN_AS, cast_ker
 from tritondt.kernels.copy_boxes import copy_kernel
 from tritondt.kernels.device_table import compiler_options
 from tritondt.kernels.pieces import Kind
-from tritondt.kernels.quantize_boxes import scale_kernel
 from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
+from tritondt.kernels.scales import scale_kernel
 from tritondt.kernels.tuning import Choice, choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,14 +1,27 @@
 """The kernels on a GPU, against the reference on the CPU; see tests/kernels/interpreted for the same without one."""
 
+import itertools
 import random
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.kernels.random_boxes import random_bytes, random_copy_boxes, random_reduce_boxes, random_values, same_nan
+from tests.kernels.random_boxes import (
+    random_bytes,
+    random_cast_boxes,
+    random_copy_boxes,
+    random_reduce_boxes,
+    random_values,
+    same_nan,
+)
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.cast_boxes import cast_boxes
+from tritondt.kernels.quantize_boxes import dequantize_boxes, quantize_boxes
 from tritondt.kernels.reductions import DTYPES
 from tritondt.kernels.tables import copy_table, reduce_table
 
@@ -21,6 +34,7 @@ REDUCTIONS = [
     for divisor in ((1, 2, 3, 1000) if op == "sum" and found.divides else (1,))
 ]
 CUDA = torch.device("cuda")
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def on_gpu(x, past=0):
@@ -76,6 +90,46 @@ def test_random_reductions(dtype, op, divisor):
         table.run(pointers(own_sources), pointers(own_targets), 1)
         for target, wanted in zip(own_targets, expected, strict=True):
             assert_close(same_nan(target.cpu()), same_nan(wanted), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(FLOATS, 2)))
+@pytest.mark.timeout(600)
+def test_random_casts(source, target):
+    for seed in range(20):
+        draw = random.Random(f"{source} {target} {seed}")
+        boxes, needed, filled = random_cast_boxes(draw, draw.randint(1, 3))
+        sources = [random_values(num_elements, source) for num_elements in needed]
+        targets = [random_values(end + 5, target) for end in filled]
+        expected = [x.clone() for x in targets]
+        reference.cast_boxes(sources, expected, boxes)
+        own_sources = [on_gpu(x, source.itemsize * draw.choice((0, 0, 1)) % 16) for x in sources]
+        own_targets = [on_gpu(x) for x in targets]
+        cast_boxes(own_sources, own_targets, boxes)
+        for x, wanted in zip(own_targets, expected, strict=True):
+            assert_close(x.cpu().view(torch.uint8), wanted.view(torch.uint8), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("wide", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.timeout(600)
+def test_random_boxes_to_fp8_and_back(wide, fp8):
+    for seed in range(20):
+        draw = random.Random(f"{wide} {fp8} {seed}")
+        boxes, needed, filled = random_cast_boxes(draw, draw.randint(1, 3))
+        sources = [random_values(n, wide) * 2.0 ** draw.randint(-60, 60) for n in needed]
+        targets = [random_bytes(end + 5).view(fp8) for end in filled]
+        backs = [torch.zeros(end, dtype=wide) for end in filled]
+        scales = torch.full((len(boxes),), float("nan"))
+        given = [[on_gpu(x) for x in tensors] for tensors in (sources, targets, [scales], backs)]
+        quantize_boxes(given[0], given[1], given[2][0], boxes)
+        again = [box._replace(source=box.target, source_offset=box.target_offset) for box in boxes]
+        again = [box._replace(source_strides=box.target_strides) for box in again]
+        dequantize_boxes(given[1], given[3], given[2][0], again)
+        reference.quantize_boxes(sources, targets, scales, boxes)
+        reference.dequantize_boxes(targets, backs, scales, again)
+        for found, expected in zip(given[1:], (targets, [scales], backs), strict=True):
+            for x, wanted in zip(found, expected, strict=True):
+                assert_close(x.cpu().view(torch.uint8), wanted.view(torch.uint8), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16])

@@ -11,12 +11,8 @@ from tests.kernels.random_boxes import behind_alignment, random_bytes, random_ca
 from tritondt.kernels import quantize_boxes as module
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CastBox
-from tritondt.kernels.quantize_boxes import (
-    DeviceDequantizeTable,
-    DeviceQuantizeTable,
-    dequantize_boxes,
-    quantize_boxes,
-)
+from tritondt.kernels.fp8_tables import DeviceDequantizeTable, DeviceQuantizeTable
+from tritondt.kernels.quantize_boxes import dequantize_boxes, quantize_boxes
 from tritondt.kernels.tuning import Choice
 
 # numpy, which interprets the kernel, warns of the infinities and NaN that are put in on purpose.
@@ -44,11 +40,9 @@ def pointers(tensors):
 def assert_as_reference(kind, boxes, sources, targets, scales, choice=LARGE):
     """On equal random targets, so that an element outside the boxes shows up too."""
     expected, expected_scales = [target.clone() for target in targets], scales.clone()
-    refer, make = {
-        "quantize": (reference.quantize_boxes, DeviceQuantizeTable),
-        "dequantize": (reference.dequantize_boxes, DeviceDequantizeTable),
-    }[kind]
+    refer = reference.quantize_boxes if kind == "quantize" else reference.dequantize_boxes
     refer(sources, expected, expected_scales, boxes)
+    make = DeviceQuantizeTable if kind == "quantize" else DeviceDequantizeTable
     table = make(boxes, name(sources[0].dtype), name(targets[0].dtype), "cpu", choice=choice)
     table.run(pointers(sources), pointers(targets), scales.data_ptr())
     for target, wanted in zip(targets, expected, strict=True):
