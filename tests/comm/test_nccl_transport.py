@@ -131,7 +131,7 @@ def take_a_tensor_of_another_device(rank: int) -> str:
     mesh = T.Mesh((2,))
     communicator: Any = world.current().communicator(mesh.ranks)
     with pytest.raises(T.TransportError) as told:
-        communicator._check_devices([torch.empty(2, device="meta")])
+        communicator._check_devices([torch.empty(2, device="meta")], None)
     return str(told.value)
 
 

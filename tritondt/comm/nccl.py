@@ -176,7 +176,7 @@ class NcclCommunicator(PackedCommunicator):
     def _bytes_of(self, content: bytes) -> torch.Tensor:
         return super()._bytes_of(content).to(self._streams.device)
 
-    def _check_devices(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _check_devices(self, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
         for tensor in tensors:
             if tensor.device != self._streams.device:
                 raise TransportError(
