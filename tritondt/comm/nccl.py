@@ -72,8 +72,7 @@ class NcclCommunicator(PackedCommunicator):
         self._reap()
         own = Errand(errand.fingerprint, errand.text, errand.label, errand.recorder, errand.site, errand.record)
         wait = Wait(self._key, self.sequence, own, self._ranks, lambda: self._break_off(wait), self._timeout_s)
-        peers = sorted({letter.peer for letters in (receives, sends) for letter in letters.slices})
-        wait.peers = tuple(self._ranks[peer] for peer in peers)
+        wait.letters = receives.slices, sends.slices
         under_way = UnderWay(wait, errand.record)
         wait.is_over, wait.trouble = under_way.is_over, self._trouble
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for

@@ -7,12 +7,13 @@ the wait interrupted; without a reason that happens at the timeout.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tritondt.comm.communicator import Errand
 from tritondt.comm.notices import Notices, Waiting
+from tritondt.comm.packing import Slice
 from tritondt.comm.store_line import SilentStoreError, StoreLine
 from tritondt.errors import MismatchError, PeerError
 
@@ -25,9 +26,10 @@ GRACE_S = 1.0
 class Wait:
     """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
 
-    `peer` is the rank that is waited for right now, where the transport knows it, and else one of `peers`; `interrupt`
-    makes the waiting call return with an error. Where nobody waits on the host, `is_over` tells that it has ended, and
-    `trouble` what the transport has met in the background.
+    `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `letters`
+    name, and of those the `silent`, once it is known who has not said that it waits as well. `interrupt` makes the
+    waiting call return with an error. Where nobody waits on the host, `is_over` tells that it has ended, and `trouble`
+    what the transport has met in the background.
     """
 
     key: str
@@ -38,7 +40,8 @@ class Wait:
     timeout_s: float
     is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
-    peers: tuple[int, ...] = ()
+    letters: tuple[Sequence[Slice], ...] = ()
+    silent: tuple[int, ...] = ()
     is_over: Callable[[], bool] = lambda: False
     trouble: Callable[[], str | None] = lambda: None
     is_troubled: bool = False
@@ -56,15 +59,24 @@ class Wait:
         return self.errand.description
 
     @property
-    def awaited(self) -> str:
-        """Who is waited for.
+    def peers(self) -> tuple[int, ...]:
+        """Who may be waited for."""
+        if self.peer >= 0 or self.silent:
+            return self.silent or (self.peer,)
+        places = {letter.peer for letters in self.letters for letter in letters}
+        return tuple(self.ranks[place] for place in sorted(places))
 
-        >>> Wait("key", 1, None, (0, 1, 2), print, 1.0, peers=(1, 2)).awaited
-        'ranks 1, 2'
+    @property
+    def awaited(self) -> str:
+        """Who is waited for, in an error message.
+
+        >>> Wait("key", 1, None, (0, 4, 5), print, 1.0, letters=([Slice(2, 0, 0, 8), Slice(1, 0, 0, 8)],)).awaited
+        'ranks 4, 5'
+        >>> Wait("key", 1, None, (0, 1, 2), print, 1.0, peer=2).awaited
+        'rank 2'
         """
-        if self.peer >= 0 or len(self.peers) == 1:
-            return f"rank {self.peer if self.peer >= 0 else self.peers[0]}"
-        return f"ranks {', '.join(map(str, self.peers))}"
+        peers = self.peers
+        return f"rank{'' if len(peers) == 1 else 's'} {', '.join(map(str, peers))}"
 
 
 class Watch:
@@ -190,16 +202,16 @@ class Watch:
 
     def _peer_waits(self, wait: Wait) -> bool:
         """Whether whoever is waited for has said that it waits as well: it knows who is at fault."""
-        return not set(wait.peers if wait.peer < 0 else (wait.peer,)) - self._waiting(wait)
+        return not set(wait.peers) - self._waiting(wait)
 
     def _narrow(self, wait: Wait) -> None:
         """Where one of several is waited for: those that have not said that they wait as well, if there are any."""
         if wait.peer < 0:
-            wait.peers = tuple(sorted(set(wait.peers) - self._waiting(wait))) or wait.peers
+            wait.silent = tuple(sorted(set(wait.peers) - self._waiting(wait)))
 
     def _waiting(self, wait: Wait) -> set[int]:
         """Of those that are waited for, who has said that it waits, at this exchange or before."""
-        said = self._notices.waiting(wait.key, wait.peers if wait.peer < 0 else (wait.peer,))
+        said = self._notices.waiting(wait.key, wait.peers)
         return {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
 
     def _met(self, wait: Wait) -> PeerError | None:
