@@ -31,35 +31,42 @@ HostStream::~HostStream() {
   queue_->changed.notify_all();
 }
 
-void HostStream::enqueue(std::function<void()> operation) {
+void HostStream::put(Entry entry) {
   const std::lock_guard<std::mutex> lock(queue_->mutex);
-  queue_->operations.push_back(std::move(operation));
+  queue_->entries.push_back(std::move(entry));
   queue_->changed.notify_all();
 }
 
+void HostStream::enqueue(std::function<void()> operation) { put({std::move(operation), nullptr}); }
+
 std::shared_ptr<Latch> HostStream::mark() {
   auto latch = std::make_shared<Latch>();
-  enqueue([latch] { latch->set(); });
+  put({nullptr, latch});
   return latch;
 }
 
 bool HostStream::is_idle() {
   const std::lock_guard<std::mutex> lock(queue_->mutex);
-  return queue_->operations.empty();
+  return queue_->entries.empty();
 }
 
 void HostStream::run(const std::shared_ptr<Queue>& queue) {
   std::unique_lock<std::mutex> lock(queue->mutex);
   while (true) {
-    queue->changed.wait(lock, [&] { return queue->is_closed || !queue->operations.empty(); });
-    if (queue->operations.empty()) return;
+    queue->changed.wait(lock, [&] { return queue->is_closed || !queue->entries.empty(); });
+    if (queue->entries.empty()) return;
     // Taken out only when it has run: a stream that runs something is not idle.
-    std::function<void()> operation = std::move(queue->operations.front());
+    Entry entry = std::move(queue->entries.front());
     lock.unlock();
-    operation();
-    operation = nullptr;  // what it holds goes before others hear that it is over
+    if (entry.operation != nullptr) entry.operation();
+    entry.operation = nullptr;  // what it holds goes before others hear that it is over
     lock.lock();
-    queue->operations.pop_front();
+    queue->entries.pop_front();
+    if (entry.mark == nullptr) continue;
+    // After it has gone: a stream that somebody has waited for is idle.
+    lock.unlock();
+    entry.mark->set();
+    lock.lock();
   }
 }
 

@@ -38,13 +38,19 @@ class HostStream {
   bool is_idle();
 
  private:
+  // An operation, or a mark, which is set when it is no longer in the queue.
+  struct Entry {
+    std::function<void()> operation;
+    std::shared_ptr<Latch> mark;
+  };
   // Outlives the stream until its queue has run dry.
   struct Queue {
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::function<void()>> operations;  // the first one is the one that runs
+    std::deque<Entry> entries;  // the first one is the one that runs
     bool is_closed = false;
   };
+  void put(Entry entry);
   static void run(const std::shared_ptr<Queue>& queue);
 
   const int device_;
