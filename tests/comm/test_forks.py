@@ -122,6 +122,11 @@ def test_a_fork_is_refused_and_its_parent_goes_on(ranks: GlooRanks) -> None:
     assert ranks.run(fork_and_use) == [(0, True), (0, True)]
 
 
+def test_a_fork_is_refused_by_nccl() -> None:
+    with ranks_on("nccl", 2, TRITONDT_TIMEOUT="20") as found:
+        assert found.run(fork_and_use) == [(0, True), (0, True)]
+
+
 def fork_before_the_first_use(rank: int) -> int:
     """torch.distributed is initialised, but nothing of tritondt has run."""
     return status_of_fork(_expect_refusal, rank)

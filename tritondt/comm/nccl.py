@@ -62,6 +62,8 @@ class NcclCommunicator(PackedCommunicator):
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
     ) -> None:
         """Puts this rank's side into the stream; what the current stream is given next comes after it."""
+        if self._is_inherited:
+            self._check_usable(transfer.description)
         site = self._recorder.site()
         with self._in_stream.joined():
             self._exchange(sources, targets, transfer, site)
@@ -205,7 +207,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def abort(self) -> None:
         """Ends what is in the stream without waiting for the others."""
-        if self._is_inherited:  # a device, and what runs on it, belongs to one process
+        if self._is_inherited:  # the device is the parent's
             return
         self._end("aborted")
         for found in tuple(self._under_way):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from tritondt.comm import reading
-from tritondt.comm.forked import ForkedError
 from tritondt.comm.streams import Event, Stream, Streams
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
@@ -34,7 +33,9 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """Whether it has run, well or not."""
-        return self._finished or (self.event is not None and self.event.query())
+        if self._finished or self.event is None or self._queue.is_disowned:
+            return self._finished
+        return self.event.query()
 
     def check_sources(self) -> None:
         """Fails where what it reads was written to without a wait."""
@@ -98,8 +99,7 @@ class StreamQueue(IssueQueue):
     def wait_for(self, work: Work) -> None:
         """Lets the calling thread's current stream wait for `work`."""
         assert isinstance(work, StreamWork), "work of a queue of streams"
-        if self._disowned is not None:
-            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
+        self._check_owned(work)
         if work.event is None:
             return  # it asks for itself while it is put into the stream
         work.check_sources()
@@ -133,9 +133,10 @@ class StreamQueue(IssueQueue):
 
     def close(self) -> None:
         """Returns when all that was issued has run."""
-        if self._disowned is None:
-            self.stream.synchronize()
-            self.let_go()
+        if self.is_disowned:
+            return
+        self.stream.synchronize()
+        self.let_go()
 
     def joined(self) -> "Joined":
         """Operators within go to the stream, after those before; those after it wait for them."""

@@ -19,7 +19,6 @@ from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import Errand, tag_of
 from tritondt.comm.flight import Flight
-from tritondt.comm.forked import ForkedError
 from tritondt.comm.inherited import InheritedWorld
 from tritondt.comm.letters import Letters
 from tritondt.comm.packed import PackedCommunicator
@@ -47,14 +46,13 @@ class TurnQueue(IssueQueue):
 
     def wait_for(self, work: Work) -> None:
         """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
-        if self._disowned is not None:
-            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
+        self._check_owned(work)
         self._switchboard.wait_until(self._switchboard.parties[identity.current().rank], work.is_completed)
 
     def close(self) -> None:
         """Ends the thread when all that was submitted has run."""
         party, self._closing = self._party, True
-        if party is not None and self._disowned is None:
+        if party is not None and not self.is_disowned:
             self._switchboard.wait_until(self._owner, lambda: party.done)
 
     def interrupt(self, error: BaseException) -> None:

@@ -119,6 +119,15 @@ class IssueQueue(ABC):
         """Raises `error` wherever somebody would wait: the thread stayed behind in the process it was forked from."""
         self._disowned = error
 
+    @property
+    def is_disowned(self) -> bool:
+        """Whether this process was forked from that of the queue."""
+        return self._disowned is not None
+
+    def _check_owned(self, work: Work) -> None:
+        if self._disowned is not None:
+            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
+
     def is_own_thread(self) -> bool:
         """Whether the calling thread is that of the queue."""
         return threading.get_ident() == self._thread_id
@@ -214,15 +223,14 @@ class ThreadQueue(IssueQueue):
 
     def wait_for(self, work: Work) -> None:
         """Returns when `work` has run; signals are handled meanwhile."""
-        if self._disowned is not None:
-            raise ForkedError(f"{work.description} is under way, but {self._disowned}")
+        self._check_owned(work)
         with self._changed:
             while not work.is_completed():
                 self._changed.wait()
 
     def close(self) -> None:
         """Ends the thread when all that was submitted has run."""
-        if self._thread is not None and not self.is_own_thread() and self._disowned is None:
+        if self._thread is not None and not self.is_own_thread() and not self.is_disowned:
             self._waiting.put(None)
             self._thread.join()
             self._thread = None
