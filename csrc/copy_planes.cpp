@@ -8,8 +8,6 @@
 namespace tritondt {
 namespace {
 
-constexpr std::int64_t kCacheLineBytes = 64;
-
 // A run whose length is known to the compiler becomes a few moves, without a call.
 template <std::int64_t kRunBytes>
 void copy_fixed_runs(const Plane& plane, char* target, const char* source) {
@@ -184,6 +182,18 @@ CopyPlane choose_copy_plane(const Plane& plane, bool is_transposed) {
       return choose_fixed<64>(plane, is_transposed);
     default:
       return is_transposed && plane.run_bytes < kCacheLineBytes ? copy_tiles<copy_runs> : copy_runs;
+  }
+}
+
+void append_runs(const Plane& plane, char* target, const char* source, LineWriter* writer) {
+  for (std::int64_t row = 0; row < plane.num_rows; ++row) {
+    char* to = target + row * plane.target_row_stride;
+    const char* from = source + row * plane.source_row_stride;
+    for (std::int64_t column = 0; column < plane.num_columns; ++column) {
+      writer->append(to, from, plane.run_bytes);
+      to += plane.target_column_stride;
+      from += plane.source_column_stride;
+    }
   }
 }
 

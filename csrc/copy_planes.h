@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "line_writer.h"
+
 namespace tritondt {
 
 // Two nested loops around a run of `run_bytes` bytes; strides in bytes.
@@ -20,5 +22,8 @@ using CopyPlane = void (*)(const Plane& plane, char* target, const char* source)
 // The fastest way to copy planes with the strides and the run of `plane`, whatever their lengths.
 // `is_transposed`: the source is denser along the rows than along the columns.
 CopyPlane choose_copy_plane(const Plane& plane, bool is_transposed);
+
+// Run by run through a writer, for runs that are not much shorter than a cache line.
+void append_runs(const Plane& plane, char* target, const char* source, LineWriter* writer);
 
 }  // namespace tritondt

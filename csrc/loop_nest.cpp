@@ -96,21 +96,23 @@ std::int64_t LoopNest::num_elements() const {
   return std::accumulate(lengths.begin(), lengths.end(), std::int64_t{1}, std::multiplies<>());
 }
 
-LoopNest make_loop_nest(std::size_t position, std::int64_t itemsize, const char* source_name,
+LoopNest make_loop_nest(std::size_t position, Itemsizes itemsizes, const char* source_name,
                         std::vector<std::int64_t> lengths, std::vector<Operand> operands) {
   check_lengths(position, lengths);
   for (std::size_t k = 0; k < operands.size(); ++k) {
     const std::string number = operands.size() > 2 ? " " + std::to_string(k - 1) : "";
     check_operand(position, k == 0 ? "target" : source_name + number, operands[k], lengths);
   }
-  check_target_strides(position, operands[0], lengths);
-
   const bool is_empty = std::find(lengths.begin(), lengths.end(), 0) != lengths.end();
-  std::int64_t num_bytes = itemsize;
+  if (!is_empty) check_target_strides(position, operands[0], lengths);
+
+  std::int64_t num_bytes = std::max(itemsizes.target, itemsizes.source);
   for (const std::int64_t length : lengths) {
     if (!is_empty) num_bytes = checked_product(position, num_bytes, length);
   }
-  for (Operand& operand : operands) {
+  for (std::size_t k = 0; k < operands.size(); ++k) {
+    Operand& operand = operands[k];
+    const std::int64_t itemsize = k == 0 ? itemsizes.target : itemsizes.source;
     operand.offset = checked_product(position, operand.offset, itemsize);
     for (std::size_t dim = 0; dim < lengths.size(); ++dim) {
       operand.strides[dim] = checked_product(position, operand.strides[dim], itemsize);
@@ -177,12 +179,14 @@ std::size_t longest_dim(const LoopNest& nest) {
   return static_cast<std::size_t>(longest - nest.lengths.begin());
 }
 
-void check_pointers(const LoopNest& nest, std::size_t alignment,
+void check_pointers(const LoopNest& nest, Itemsizes alignments,
                     const std::vector<std::uintptr_t>& sources,
                     const std::vector<std::uintptr_t>& targets) {
   for (std::size_t k = 0; k < nest.operands.size(); ++k) {
     const std::vector<std::uintptr_t>& pointers = k == 0 ? targets : sources;
     const std::size_t tensor = static_cast<std::size_t>(nest.operands[k].tensor);
+    const std::size_t alignment =
+        static_cast<std::size_t>(k == 0 ? alignments.target : alignments.source);
     if (tensor < pointers.size() && pointers[tensor] != 0 && pointers[tensor] % alignment == 0) {
       continue;
     }

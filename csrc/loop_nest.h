@@ -24,9 +24,15 @@ struct LoopNest {
   std::int64_t num_elements() const;
 };
 
+// Bytes of an element on either side.
+struct Itemsizes {
+  std::int64_t target;
+  std::int64_t source;
+};
+
 // Checks a box and turns elements into bytes. Throws std::invalid_argument that names box
 // `position` and, for operands other than the target, `source_name`.
-LoopNest make_loop_nest(std::size_t position, std::int64_t itemsize, const char* source_name,
+LoopNest make_loop_nest(std::size_t position, Itemsizes itemsizes, const char* source_name,
                         std::vector<std::int64_t> lengths, std::vector<Operand> operands);
 
 // The same box with as few loops as possible: no loop of length 1, loops ordered by falling target
@@ -47,8 +53,8 @@ LoopNest slice(const LoopNest& nest, std::size_t dim, std::int64_t begin, std::i
 std::size_t longest_dim(const LoopNest& nest);
 
 // Throws std::invalid_argument where the nest uses a tensor that is not in its list, is null, or
-// does not lie at a multiple of `alignment` bytes.
-void check_pointers(const LoopNest& nest, std::size_t alignment,
+// does not lie at a multiple of its side's alignment.
+void check_pointers(const LoopNest& nest, Itemsizes alignments,
                     const std::vector<std::uintptr_t>& sources,
                     const std::vector<std::uintptr_t>& targets);
 

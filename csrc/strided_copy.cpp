@@ -10,6 +10,9 @@ namespace {
 // A run is cut among threads by whole pages.
 constexpr std::int64_t kRunSliceBytes = 4096;
 
+// Shorter runs are copied faster than a writer puts lines together from them.
+constexpr std::int64_t kLeastAppendedBytes = 64;
+
 void check_itemsize(std::size_t position, std::int64_t itemsize) {
   for (const std::int64_t allowed : {1, 2, 4, 8, 16}) {
     if (itemsize == allowed) return;
@@ -49,6 +52,7 @@ CopyPiece make_piece(LoopNest nest, std::int64_t run_bytes) {
   const std::int64_t longest = nest.lengths[longest_dim(nest)];
   const std::int64_t num_run_slices = (run_bytes - 1) / kRunSliceBytes + 1;
   piece.is_cut_along_run = num_run_slices > longest;
+  piece.may_advance_with_others = !is_transposed && !piece.is_cut_along_run;
   piece.slices = piece.is_cut_along_run
                      ? Slices{num_bytes, num_run_slices, num_bytes / num_run_slices}
                      : Slices{num_bytes, longest, num_bytes / longest};
@@ -68,26 +72,16 @@ CopyPiece cut(const CopyPiece& piece, std::int64_t first, std::int64_t end) {
   return part;
 }
 
-void copy_loops(const CopyPiece& piece, const Plane& plane, std::size_t dim, char* target,
-                const char* source) {
-  if (dim + 2 == piece.nest.lengths.size()) {
+void copy_plane(const CopyPiece& piece, std::int64_t num_rows, std::int64_t num_columns,
+                char* target, const char* source, LineWriter* writer) {
+  Plane plane = inner_plane(piece.nest, piece.run_bytes);
+  plane.num_rows = num_rows;
+  plane.num_columns = num_columns;
+  if (writer != nullptr && plane.run_bytes >= kLeastAppendedBytes) {
+    append_runs(plane, target, source, writer);
+  } else {
     piece.copy_plane(plane, target, source);
-    return;
   }
-  for (std::int64_t i = 0; i < piece.nest.lengths[dim]; ++i) {
-    copy_loops(piece, plane, dim + 1, target, source);
-    target += piece.nest.operands[0].strides[dim];
-    source += piece.nest.operands[1].strides[dim];
-  }
-}
-
-void copy_piece(const CopyPiece& piece, const std::vector<std::uintptr_t>& sources,
-                const std::vector<std::uintptr_t>& targets) {
-  const Operand& target = piece.nest.operands[0];
-  const Operand& source = piece.nest.operands[1];
-  copy_loops(piece, inner_plane(piece.nest, piece.run_bytes), 0,
-             reinterpret_cast<char*>(targets[target.tensor]) + target.offset,
-             reinterpret_cast<const char*>(sources[source.tensor]) + source.offset);
 }
 
 }  // namespace
@@ -96,7 +90,7 @@ CopyTable::CopyTable(const std::vector<CopyBox>& boxes) {
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     const CopyBox& box = boxes[i];
     check_itemsize(i, box.itemsize);
-    LoopNest nest = make_loop_nest(i, box.itemsize, "source", box.lengths,
+    LoopNest nest = make_loop_nest(i, {box.itemsize, box.itemsize}, "source", box.lengths,
                                    {{box.target, box.target_offset, box.target_strides},
                                     {box.source, box.source_offset, box.source_strides}});
     if (nest.num_elements() == 0) continue;
@@ -106,19 +100,14 @@ CopyTable::CopyTable(const std::vector<CopyBox>& boxes) {
     pieces_.push_back(make_piece(std::move(nest), run_bytes));
     num_bytes_ += pieces_.back().slices.num_bytes;
   }
+  sweeps_ = make_sweeps_of(pieces_);
 }
 
 void CopyTable::run(const std::vector<std::uintptr_t>& sources,
                     const std::vector<std::uintptr_t>& targets, int num_threads) const {
-  for (const CopyPiece& piece : pieces_) check_pointers(piece.nest, 1, sources, targets);
-  run_in_threads(pieces_, num_bytes_, num_threads,
-                 [&](const CopyPiece& piece, std::int64_t first, std::int64_t end) {
-                   if (first == 0 && end == piece.slices.num_slices) {
-                     copy_piece(piece, sources, targets);
-                   } else {
-                     copy_piece(cut(piece, first, end), sources, targets);
-                   }
-                 });
+  for (const CopyPiece& piece : pieces_) check_pointers(piece.nest, {1, 1}, sources, targets);
+  run_sweeps(pieces_, sweeps_, num_bytes_, goes_past_cache(num_bytes_), num_threads, sources,
+             targets, cut, [] { return copy_plane; });
 }
 
 }  // namespace tritondt

@@ -5,7 +5,7 @@
 
 #include "copy_planes.h"
 #include "loop_nest.h"
-#include "parallel.h"
+#include "sweep.h"
 
 namespace tritondt {
 
@@ -21,13 +21,11 @@ struct CopyBox {
   std::vector<std::int64_t> target_strides;
 };
 
-// A box as it is run: loops around a run of bytes that is contiguous on both sides.
-struct CopyPiece {
-  LoopNest nest;  // operands: target, source; at least two loops
+// The loops are around a run of bytes that is contiguous on both sides.
+struct CopyPiece : Piece {
   std::int64_t run_bytes;
   CopyPlane copy_plane;
   bool is_cut_along_run;  // else along the longest loop
-  Slices slices;
 };
 
 // A list of boxes to copy, prepared once and run many times, each time on other tensors.
@@ -49,6 +47,7 @@ class CopyTable {
 
  private:
   std::vector<CopyPiece> pieces_;
+  std::vector<Sweep> sweeps_;
   std::int64_t num_bytes_ = 0;
   std::size_t num_dims_ = 0;
 };

@@ -16,7 +16,7 @@ LoopNest make_nest(std::size_t position, const ReduceBox& box, std::int64_t item
   }
   std::vector<Operand> operands = {{box.target, box.target_offset, box.target_strides}};
   for (const Slot& slot : box.slots) operands.push_back({slot.source, slot.offset, slot.strides});
-  return make_loop_nest(position, itemsize, "slot", box.lengths, std::move(operands));
+  return make_loop_nest(position, {itemsize, itemsize}, "slot", box.lengths, std::move(operands));
 }
 
 ReducePiece make_piece(LoopNest nest, std::int64_t itemsize) {
@@ -77,9 +77,8 @@ ReduceTable::ReduceTable(const std::vector<ReduceBox>& boxes, const std::string&
 
 void ReduceTable::run(const std::vector<std::uintptr_t>& sources,
                       const std::vector<std::uintptr_t>& targets, int num_threads) const {
-  const std::size_t alignment = static_cast<std::size_t>(kernel_.alignment);
   for (const ReducePiece& piece : pieces_) {
-    check_pointers(piece.nest, alignment, sources, targets);
+    check_pointers(piece.nest, {kernel_.alignment, kernel_.alignment}, sources, targets);
   }
   const auto reduce = [&](const LoopNest& nest, bool is_transposed) {
     PlaneReducer plane_reducer(nest, kernel_, divisor_, is_transposed);

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.csrc.drawing import nested_strides
 from tritondt import _C
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox
@@ -14,21 +15,12 @@ from tritondt.kernels.boxes import CopyBox
 ITEMSIZES = (1, 2, 4, 8, 16)
 
 
-def dense_strides(lengths, draw, widest_gap):
-    """Strides of elements that do not overlap, dims nested in random order with gaps between them."""
-    strides = [1] * len(lengths)
-    extent = draw.randint(1, 1 + widest_gap)
-    for dim in draw.sample(range(len(lengths)), len(lengths)):
-        strides[dim] = extent
-        extent = extent * max(lengths[dim], 1) + draw.randint(0, widest_gap)
-    return strides, extent
-
-
 def random_box(draw, itemsize, source_elements, target_start):
     """A box whose target lies behind `target_start`, and the first element behind that target."""
     lengths = tuple(draw.choice((0, 1, 2, 3, 3, 5, 8)) for _ in range(draw.randint(0, 6)))
-    target_strides, target_extent = dense_strides(lengths, draw, draw.choice((0, 0, 2)))
-    source_strides, source_extent = dense_strides(lengths, draw, draw.choice((0, 0, 2)))
+    target_strides, target_extent = nested_strides(lengths, draw, draw.choice((0, 0, 2)))
+    strides, source_extent = nested_strides(lengths, draw, draw.choice((0, 0, 2)))
+    source_strides = list(strides)
     if draw.random() < 0.3:
         source_strides = list(target_strides)
         source_extent = target_extent
@@ -48,7 +40,7 @@ def random_box(draw, itemsize, source_elements, target_start):
         itemsize=itemsize,
         lengths=lengths,
         source_strides=tuple(source_strides),
-        target_strides=tuple(target_strides),
+        target_strides=target_strides,
     )
     fits = 10 + source_extent <= source_elements
     return (box, target_start + target_extent) if fits else (None, target_start)
@@ -149,6 +141,45 @@ def test_many_boxes_are_shared_among_threads(num_threads):
     assert_copies_as_reference(boxes, [source], starts[-1] + 5, num_threads)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 16])
+@pytest.mark.parametrize("widths", [(513, 512, 0, 1, 300, 64), (16, 15, 17), (700, 700)])
+@pytest.mark.parametrize("num_bytes", [1 << 20, 34 << 20])
+def test_columns_of_several_peers(num_bytes, widths, itemsize, num_threads):
+    """Packed and unpacked; the larger size is written past the cache."""
+    columns = sum(widths)
+    num_rows = num_bytes // (columns * itemsize)
+    packs, unpacks, start = [], [], 0
+    for width in widths:
+        matrix, buffer = (start + 1, (columns + 1, 1)), (num_rows * start + 3, (width, 1))
+        for boxes, ((source_offset, source_strides), (target_offset, target_strides)) in (
+            (packs, (matrix, buffer)),
+            (unpacks, (buffer, matrix)),
+        ):
+            lengths = (num_rows, width)
+            boxes.append(CopyBox(0, 0, source_offset, target_offset, itemsize, lengths, source_strides, target_strides))
+        start += width
+    size = (num_rows * (columns + 1) + 4) * itemsize
+    for boxes in (packs, unpacks):
+        table = assert_copies_as_reference(boxes, [random_bytes(size)], size, num_threads)
+        assert table.num_boxes == len(widths) - widths.count(0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "source_strides", "target_strides"),
+    [
+        ((35_000_001,), (1,), (1,)),
+        ((3, 1200, 10_001), (12_005_000, 10_002, 1), (12_003_600, 10_003, 1)),
+        ((50_000, 7, 101), (707, 101, 1), (707, 1, 7)),
+        ((7, 50_000, 101), (101, 707, 1), (50_000 * 101, 101, 1)),
+        ((5_001, 7_001), (1, 5_001), (7_001, 1)),
+    ],
+)
+def test_large_boxes_are_written_past_the_cache(lengths, source_strides, target_strides):
+    for num_threads in (1, 3):
+        assert_one_box(1, lengths, source_strides, target_strides, num_threads)
+
+
 @pytest.mark.parametrize(
     ("lengths", "source_strides", "target_strides", "num_dims"),
     [
@@ -171,7 +202,7 @@ def test_dims_are_coalesced(lengths, source_strides, target_strides, num_dims):
 
 def test_sizes_and_empty_boxes():
     boxes = [
-        CopyBox(5, 5, 0, 0, 2, (3, 0), (1, 1), (1, 1)),
+        CopyBox(5, 5, 0, 0, 2, (3, 0), (1, 1), (0, 1)),
         CopyBox(0, 0, 0, 0, 2, (3, 4), (4, 1), (4, 1)),
         CopyBox(0, 0, 12, 12, 2, (), (), ()),
     ]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.csrc.drawing import nested_strides
 from tritondt import _C
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import ReduceBox, Slot
@@ -50,16 +51,6 @@ def assert_equal_bits(actual, expected):
             parts = parts.view(integers[parts.element_size()])
         bits.append(parts)
     assert_close(bits[0], bits[1], rtol=0, atol=0)
-
-
-def nested_strides(lengths, draw, widest_gap):
-    """Strides of elements that do not overlap, dims nested in random order with gaps between them."""
-    strides = [1] * len(lengths)
-    extent = draw.randint(1, 1 + widest_gap)
-    for dim in draw.sample(range(len(lengths)), len(lengths)):
-        strides[dim] = extent
-        extent = extent * max(lengths[dim], 1) + draw.randint(0, widest_gap)
-    return tuple(strides), extent
 
 
 def random_slot(draw, lengths, source_elements):
