@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "half.h"
+#include "small_floats.h"
 
 namespace tritondt::nccl {
 namespace {
@@ -132,7 +132,8 @@ std::uint64_t element_of(const Factor& factor, ncclDataType_t dtype) {
     case ncclUint64:
       return integer_of<std::uint64_t>(factor);
     case ncclFloat16:
-      return bits_of_element(float_to_float16(static_cast<float>(real_of(factor))));
+      return bits_of_element(
+          static_cast<std::uint16_t>(Float16Bits::from_float(static_cast<float>(real_of(factor)))));
     case ncclFloat32:
       return bits_of_element(static_cast<float>(real_of(factor)));
     case ncclFloat64:

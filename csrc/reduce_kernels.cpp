@@ -1,5 +1,6 @@
 #include "reduce_kernels.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <vector>
 
@@ -18,6 +19,33 @@ template <typename Type, bool kDivides>
   }
 }
 
+// Elements [first, first + kBlockElements), converted together.
+template <typename Type, typename Op, bool kIsFirst, bool kIsLast, bool kDivides, int kSlots>
+[[gnu::always_inline]] inline void run_block(const typename Type::Storage* const* slots,
+                                             float* accumulators, typename Type::Storage* target,
+                                             std::int64_t first, std::int64_t divisor) {
+  float totals[kBlockElements];
+  float values[kBlockElements];
+  Type::Blocks::load_block(slots[0] + first, totals);
+  if constexpr (!kIsFirst) {
+    for (std::int64_t i = 0; i < kBlockElements; ++i) {
+      totals[i] = Op::apply(accumulators[first + i], totals[i]);
+    }
+  }
+  for (int k = 1; k < kSlots; ++k) {
+    Type::Blocks::load_block(slots[k] + first, values);
+    for (std::int64_t i = 0; i < kBlockElements; ++i) totals[i] = Op::apply(totals[i], values[i]);
+  }
+  if constexpr (kIsLast) {
+    if constexpr (kDivides) {
+      for (float& total : totals) total = Type::divide(total, static_cast<float>(divisor));
+    }
+    Type::Blocks::store_block(totals, target + first);
+  } else {
+    std::copy(totals, totals + kBlockElements, accumulators + first);
+  }
+}
+
 // The slots are added in their order, whatever kSlots: ((a + b) + c) + d.
 template <typename Type, typename Op, bool kIsFirst, bool kIsLast, bool kDivides, int kSlots>
 [[gnu::always_inline]] inline void run_loop(const ReducePass& pass) {
@@ -32,9 +60,17 @@ template <typename Type, typename Op, bool kIsFirst, bool kIsLast, bool kDivides
   Storage* const target = reinterpret_cast<Storage*>(pass.target);
   const std::int64_t num_elements = pass.num_elements;
   const std::int64_t divisor = pass.divisor;
+  std::int64_t first = 0;
+  if constexpr (Type::kHasBlocks) {
+    const Storage* const slots[] = {a, b, c, d};
+    for (; first + kBlockElements <= num_elements; first += kBlockElements) {
+      run_block<Type, Op, kIsFirst, kIsLast, kDivides, kSlots>(slots, accumulators, target, first,
+                                                               divisor);
+    }
+  }
   // A target that is one of the slots depends on its own element alone.
 #pragma GCC ivdep
-  for (std::int64_t i = 0; i < num_elements; ++i) {
+  for (std::int64_t i = first; i < num_elements; ++i) {
     Accumulator total = Type::load(a[i]);
     if constexpr (!kIsFirst) total = Op::apply(accumulators[i], total);
     if constexpr (kSlots > 1) total = Op::apply(total, Type::load(b[i]));
@@ -81,10 +117,11 @@ void run_baseline(const ReducePass& pass) {
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
-// ... and for AVX2. The bits of a result are the same: no operation is fused with another.
+// ... and for AVX2 with F16C. The bits of a result are the same: no operation is fused with
+// another.
 template <typename Type, typename Op, bool kDivides>
-[[gnu::target("avx2")]] void run_avx2(const ReducePass& pass) {
-  run_pass<Type, Op, kDivides>(pass);
+[[gnu::target("avx2,f16c")]] void run_avx2(const ReducePass& pass) {
+  run_pass<typename WithInstructions<Type>::Found, Op, kDivides>(pass);
 }
 #endif
 
@@ -95,7 +132,7 @@ ReduceKernel make_kernel() {
                 sizeof(Storage) * kAccumulatorBytes);
   ReduceKernel kernel = {sizeof(Storage), alignof(Storage), run_baseline<Type, Op, kDivides>};
 #if defined(__x86_64__) && defined(__GNUC__)
-  if (__builtin_cpu_supports("avx2")) kernel.run = run_avx2<Type, Op, kDivides>;
+  if (has_instructions()) kernel.run = run_avx2<Type, Op, kDivides>;
 #endif
   return kernel;
 }
@@ -146,8 +183,8 @@ void add_complex(std::vector<Entry>* entries, const char* dtype) {
 std::vector<Entry> make_entries() {
   std::vector<Entry> entries;
   add_floating_point<Number<float>>(&entries, "float32");
-  add_floating_point<BFloat16>(&entries, "bfloat16");
-  add_floating_point<Float16>(&entries, "float16");
+  add_floating_point<Half<BFloat16Storage>>(&entries, "bfloat16");
+  add_floating_point<Half<Float16Storage>>(&entries, "float16");
   add_floating_point<Number<double>>(&entries, "float64");
   add_integer<Number<std::int8_t>>(&entries, "int8");
   add_integer<Number<std::uint8_t>>(&entries, "uint8");

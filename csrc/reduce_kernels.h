@@ -3,16 +3,14 @@
 #include <cstdint>
 #include <string>
 
+#include "batches.h"
+
 namespace tritondt {
 
 // One pass over a batch reads this many slots at most: fewer passes over the accumulators cost less
 // than a further stream of loads. Sums of 16 slots of fp32: 60 GB/s with 4, 7 with 1 (Zen 3, in
 // cache).
 constexpr std::int64_t kMaxGroupSlots = 4;
-
-// Bytes of one slot that are reduced at a time: the accumulators stay in the first-level cache, and
-// it is one tile of a transposing copy.
-constexpr std::int64_t kBatchBytes = 4096;
 
 // float16 and bfloat16 accumulate in twice their size, nothing in more.
 constexpr std::int64_t kAccumulatorBytes = 2 * kBatchBytes;

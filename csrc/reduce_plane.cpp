@@ -1,18 +1,8 @@
 #include "reduce_plane.h"
 
 #include <algorithm>
-#include <cstdlib>
-
-#include "copy_planes.h"
 
 namespace tritondt {
-namespace {
-
-// With rows of kBatchBytes / 64 columns, a tile of a transposing copy: one cache line by 64
-// columns.
-constexpr std::int64_t kTransposedColumns = 64;
-
-}  // namespace
 
 PlaneReducer::PlaneReducer(const LoopNest& nest, const ReduceKernel& kernel, std::int64_t divisor,
                            bool is_transposed)
@@ -25,14 +15,8 @@ PlaneReducer::PlaneReducer(const LoopNest& nest, const ReduceKernel& kernel, std
   for (const Operand& operand : nest.operands) {
     strides_.push_back({operand.strides[rows], operand.strides[columns]});
   }
-  const std::int64_t batch_elements = kBatchBytes / kernel.itemsize;
-  if (is_one_pass()) {
-    max_batch_columns_ = num_columns_;
-  } else {
-    max_batch_columns_ =
-        std::min(is_transposed ? kTransposedColumns : batch_elements, num_columns_);
-  }
-  max_batch_rows_ = std::max<std::int64_t>(1, batch_elements / max_batch_columns_);
+  largest_ = is_one_pass() ? Batch{1, num_columns_}
+                           : largest_batch(num_columns_, kernel.itemsize, is_transposed);
 }
 
 // Arrays on all sides and few enough of them: no buffer is used, and so its size is no limit.
@@ -43,24 +27,22 @@ bool PlaneReducer::is_one_pass() const {
 }
 
 void PlaneReducer::run(const std::vector<char*>& addresses) {
-  for (std::int64_t column = 0; column < num_columns_; column += max_batch_columns_) {
-    batch_columns_ = std::min(max_batch_columns_, num_columns_ - column);
-    for (std::int64_t row = 0; row < num_rows_; row += max_batch_rows_) {
-      batch_rows_ = std::min(max_batch_rows_, num_rows_ - row);
-      run_batch(addresses, row, column);
-    }
-  }
+  for_each_batch(num_rows_, num_columns_, largest_,
+                 [&](const Batch& batch, std::int64_t row, std::int64_t column) {
+                   run_batch(batch, addresses, row, column);
+                 });
 }
 
-void PlaneReducer::run_batch(const std::vector<char*>& addresses, std::int64_t row,
-                             std::int64_t column) {
+void PlaneReducer::run_batch(const Batch& batch, const std::vector<char*>& addresses,
+                             std::int64_t row, std::int64_t column) {
+  const std::int64_t itemsize = kernel_.itemsize;
   const auto address = [&](std::size_t k) {
     return addresses[k] + row * strides_[k].row + column * strides_[k].column;
   };
-  const bool target_is_array = is_array(strides_[0]);
+  const bool target_is_array = batch.is_array(strides_[0], itemsize);
   char* const target = target_is_array ? address(0) : scattered_;
   ReducePass pass = {};
-  pass.num_elements = batch_rows_ * batch_columns_;
+  pass.num_elements = batch.num_elements();
   pass.accumulators = accumulators_;
   pass.divisor = divisor_;
   const std::int64_t num_slots = static_cast<std::int64_t>(addresses.size()) - 1;
@@ -68,44 +50,15 @@ void PlaneReducer::run_batch(const std::vector<char*>& addresses, std::int64_t r
     pass.num_slots = std::min(kMaxGroupSlots, num_slots - first);
     for (std::int64_t k = 0; k < pass.num_slots; ++k) {
       const std::size_t operand = static_cast<std::size_t>(1 + first + k);
-      pass.slots[k] = gather(address(operand), strides_[operand], gathered_[k]);
+      pass.slots[k] = batch.as_array(address(operand), strides_[operand], itemsize, gathered_[k]);
     }
     pass.is_first = first == 0;
     pass.target = first + pass.num_slots == num_slots ? target : nullptr;
     kernel_.run(pass);
   }
-  if (!target_is_array) copy_batch(address(0), strides_[0], scattered_, array_strides());
-}
-
-// The batch of one slot as an array: where it lies, or copied to `buffer`.
-const char* PlaneReducer::gather(const char* slot, Strides strides, char* buffer) const {
-  if (is_array(strides)) return slot;
-  copy_batch(buffer, array_strides(), slot, strides);
-  return buffer;
-}
-
-bool PlaneReducer::is_array(Strides strides) const {
-  const Strides array = array_strides();
-  return strides.column == array.column && (batch_rows_ == 1 || strides.row == array.row);
-}
-
-void PlaneReducer::copy_batch(char* target, Strides target_strides, const char* source,
-                              Strides source_strides) const {
-  const std::int64_t itemsize = kernel_.itemsize;
-  Plane plane = {batch_rows_,
-                 batch_columns_,
-                 target_strides.row,
-                 target_strides.column,
-                 source_strides.row,
-                 source_strides.column,
-                 itemsize};
-  if (target_strides.column == itemsize && source_strides.column == itemsize) {
-    plane = {
-        1, batch_rows_, 0, target_strides.row, 0, source_strides.row, batch_columns_ * itemsize};
+  if (!target_is_array) {
+    batch.copy(itemsize, address(0), strides_[0], scattered_, batch.array_strides(itemsize));
   }
-  const bool is_transposed = std::llabs(source_strides.row) < std::llabs(source_strides.column) ||
-                             target_strides.row < target_strides.column;
-  choose_copy_plane(plane, is_transposed)(plane, target, source);
 }
 
 }  // namespace tritondt

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "half.h"
+#include "number_types.h"
 
 // What a reduction does with one element, per dtype (Storage in memory, Accumulator while it lasts)
 // and per op. Templates that reduce_kernels.cpp puts together.
@@ -15,21 +15,25 @@ struct Number {
   using Storage = T;
   using Accumulator = T;
   using Real = T;  // what a divisor is converted to
+  static constexpr bool kHasBlocks = false;
   [[gnu::always_inline]] static T load(T x) { return x; }
   [[gnu::always_inline]] static T store(T x) { return x; }
   [[gnu::always_inline]] static T divide(T x, T divisor) { return x / divisor; }
 };
 
-struct BFloat16 : Number<float> {
-  using Storage = std::uint16_t;
-  [[gnu::always_inline]] static float load(Storage x) { return bfloat16_to_float(x); }
-  [[gnu::always_inline]] static Storage store(float x) { return float_to_bfloat16(x); }
+// Of 16 bits: read to float32, and rounded to `Stored` once.
+template <typename Stored>
+struct Half : Number<float> {
+  using Storage = typename Stored::Storage;
+  using Blocks = Stored;
+  static constexpr bool kHasBlocks = Stored::kHasBlocks;
+  [[gnu::always_inline]] static float load(Storage x) { return Stored::load(x); }
+  [[gnu::always_inline]] static Storage store(float x) { return Stored::store(x); }
 };
 
-struct Float16 : Number<float> {
-  using Storage = std::uint16_t;
-  [[gnu::always_inline]] static float load(Storage x) { return float16_to_float(x); }
-  [[gnu::always_inline]] static Storage store(float x) { return float_to_float16(x); }
+template <typename Stored>
+struct WithInstructions<Half<Stored>> {
+  using Found = Half<typename WithInstructions<Stored>::Found>;
 };
 
 // Any byte but 0 is true; true is written as 1. max is or, min is and.
