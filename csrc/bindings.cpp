@@ -12,6 +12,7 @@
 #include "bind_sockets.h"
 #include "call_key.h"
 #include "huge_pages.h"
+#include "strided_cast.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
 
@@ -25,11 +26,12 @@ namespace {
 constexpr std::int64_t kReleaseGilBytes = 64 * 1024;
 
 using Integers = std::vector<std::int64_t>;
-using Pointers = std::vector<std::uintptr_t>;
 
 // The named tuples of tritondt.kernels.boxes, field by field.
 using CopyBoxFields = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t,
                                  std::int64_t, Integers, Integers, Integers>;
+using CastBoxFields = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, Integers,
+                                 Integers, Integers>;
 using SlotFields = std::tuple<std::int64_t, std::int64_t, Integers>;
 using ReduceBoxFields =
     std::tuple<std::int64_t, std::int64_t, Integers, Integers, std::vector<SlotFields>>;
@@ -43,6 +45,19 @@ CopyTable make_copy_table(const std::vector<CopyBoxFields>& boxes) {
                          source_strides, target_strides});
   }
   return CopyTable(converted);
+}
+
+template <typename Table>
+Table make_cast_table(const std::vector<CastBoxFields>& boxes, const std::string& source_dtype,
+                      const std::string& target_dtype) {
+  std::vector<CastBox> converted;
+  converted.reserve(boxes.size());
+  for (const auto& [source, target, source_offset, target_offset, lengths, source_strides,
+                    target_strides] : boxes) {
+    converted.push_back(
+        {source, target, source_offset, target_offset, lengths, source_strides, target_strides});
+  }
+  return Table(converted, source_dtype, target_dtype);
 }
 
 ReduceTable make_reduce_table(const std::vector<ReduceBoxFields>& boxes, const std::string& op,
@@ -73,28 +88,58 @@ Pointers read_pointers(const py::list& list) {
   return pointers;
 }
 
-template <typename Table>
+// `scales` is there for the tables that take them.
+template <typename Table, typename... Scales>
 void run_table(const Table& table, const py::list& source_ptrs, const py::list& target_ptrs,
-               int num_threads) {
+               Scales... scales, int num_threads) {
   const Pointers sources = read_pointers(source_ptrs);
   const Pointers targets = read_pointers(target_ptrs);
   if (table.num_bytes() < kReleaseGilBytes) {
-    table.run(sources, targets, num_threads);
+    table.run(sources, targets, scales..., num_threads);
     return;
   }
   const py::gil_scoped_release released;
-  table.run(sources, targets, num_threads);
+  table.run(sources, targets, scales..., num_threads);
+}
+
+template <typename Table>
+void bind_sizes(py::class_<Table>* table) {
+  table->def_property_readonly("num_bytes", &Table::num_bytes)
+      .def_property_readonly("num_boxes", &Table::num_boxes)
+      .def_property_readonly("num_dims", &Table::num_dims);
 }
 
 template <typename Table>
 void bind_run(py::class_<Table>* table) {
-  table
-      ->def("run", &run_table<Table>, py::arg("source_ptrs"), py::arg("target_ptrs"),
-            py::arg("num_threads"),
-            "Runs every box on the tensors whose first elements lie at the given addresses.")
-      .def_property_readonly("num_bytes", &Table::num_bytes)
-      .def_property_readonly("num_boxes", &Table::num_boxes)
-      .def_property_readonly("num_dims", &Table::num_dims);
+  table->def("run", &run_table<Table>, py::arg("source_ptrs"), py::arg("target_ptrs"),
+             py::arg("num_threads"),
+             "Runs every box on the tensors whose first elements lie at the given addresses.");
+  bind_sizes(table);
+}
+
+template <typename Table>
+void bind_scaled_table(py::module_* module, const char* name, const char* doc) {
+  py::class_<Table> table(*module, name, doc);
+  table.def(py::init(&make_cast_table<Table>), py::arg("boxes"), py::arg("source_dtype"),
+            py::arg("target_dtype"));
+  table.def("run", &run_table<Table, std::uintptr_t>, py::arg("source_ptrs"),
+            py::arg("target_ptrs"), py::arg("scales_ptr"), py::arg("num_threads"),
+            "As CopyTable.run, with the address of one float32 per box.");
+  bind_sizes(&table);
+}
+
+void bind_cast_tables(py::module_* module) {
+  py::class_<CastTable> table(*module, "CastTable",
+                              "Boxes to cast on the CPU, prepared once and run many times.");
+  table.def(py::init(&make_cast_table<CastTable>), py::arg("boxes"), py::arg("source_dtype"),
+            py::arg("target_dtype"));
+  bind_run(&table);
+  bind_scaled_table<QuantizeTable>(
+      module, "QuantizeTable",
+      "Boxes to cast to 8 bits on the CPU, each with a scale that is written.");
+  bind_scaled_table<DequantizeTable>(
+      module, "DequantizeTable",
+      "Boxes to cast from 8 bits on the CPU, each with a scale that is read.");
 }
 
 void bind_copy_table(py::module_* module) {
@@ -119,6 +164,7 @@ PYBIND11_MODULE(_C, module) {
   module.doc() =
       "Data movement on the CPU and by NCCL, by raw address; and keys of operator calls.";
   tritondt::bind_copy_table(&module);
+  tritondt::bind_cast_tables(&module);
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
   tritondt::bind_flight_recorder(&module);

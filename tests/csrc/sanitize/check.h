@@ -13,6 +13,9 @@
   } while (false)
 
 void check_copies();
+void check_line_writer();
+void check_sweeps();
+void check_casts();
 void check_reductions();
 void check_socket_groups();
 void check_recorder();

@@ -9,6 +9,9 @@ int main() {
     const char* name;
     void (*run)();
   } parts[] = {{"copies", check_copies},
+               {"line writer", check_line_writer},
+               {"sweeps", check_sweeps},
+               {"casts", check_casts},
                {"reductions", check_reductions},
                {"socket groups", check_socket_groups},
                {"flight recorder", check_recorder},
