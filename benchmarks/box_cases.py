@@ -26,6 +26,7 @@ from tritondt.memory import allocate
 CHUNK_CAT = "torch chunk + cat"
 _PEERS = 8
 _SLOTS = 8
+_GAP_THAT_IS_FETCHED = 512
 
 
 def box_cases(num_bytes: int, num_threads: int) -> Iterator[Recipe]:
@@ -45,7 +46,7 @@ def box_cases(num_bytes: int, num_threads: int) -> Iterator[Recipe]:
         yield recipe(_half_of_the_columns, f"pack, every second run of {run_bytes} bytes", run_bytes // 4)
     yield recipe(_transpose, "transpose, float32")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        yield recipe(_sum, f"sum, {dtype_name(dtype)}", dtype)
+        yield recipe(_sum, f"sum of {dtype_name(dtype)}", dtype)
 
 
 def _whole_copy(title: str, num_bytes: int, num_threads: int) -> Case:
@@ -104,7 +105,9 @@ def _unpack(title: str, num_bytes: int, num_threads: int, widths: Sequence[int],
     """The way back: what peers sent, into the columns of a matrix."""
     columns = sum(widths)
     rows = num_bytes // (columns * dtype.itemsize)
-    source, target = random_values(rows * columns, dtype), allocate((rows, columns), dtype)
+    # On huge pages, as messages are received.
+    source, target = allocate((rows * columns,), dtype), allocate((rows, columns), dtype)
+    source.copy_(random_values(rows * columns, dtype))
     starts = starts_of(widths)
     boxes = [
         CopyBox(0, 0, rows * start, start, dtype.itemsize, (rows, width), (width, 1), (columns, 1))
@@ -138,7 +141,11 @@ def _half_of_the_columns(title: str, num_bytes: int, num_threads: int, width: in
         "torch narrow + copy_": lambda: target.copy_(source.narrow(1, 0, width)),
         "torch index_select": lambda: torch.index_select(source, 1, index, out=target),
     }
-    return Case(title, rows * width * 4, sides, {TORCH: 0.95, MEMCPY: 0.8}, target)
+    limits = {TORCH: 0.95}
+    # The processor fetches half of a gap of 512 bytes too, unasked: that alone makes 0.65 of memcpy's speed.
+    if width * 4 > _GAP_THAT_IS_FETCHED:
+        limits[MEMCPY] = 0.8
+    return Case(title, rows * width * 4, sides, limits, target)
 
 
 def _transpose(title: str, num_bytes: int, num_threads: int) -> Case:

@@ -1,6 +1,6 @@
 """Boxes copied, cast and reduced on the CPU, against memcpy and against torch's own ways to the same bytes.
 
-    python -m benchmarks.copy_boxes [--rounds N] [--json [FILE]]
+    python -m benchmarks.copy_boxes [--rounds N] [--only GLOB] [--json [FILE]]
 
 Before it is timed, a side must give the bytes that the others give. Then all sides of a case take turns, in an
 order that turns too; a speed is that of the median round, a ratio one of medians.
@@ -11,11 +11,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import chain
-from typing import Any
 
 import click
 import torch
@@ -79,25 +78,16 @@ def measure(case: Case, threads: int, rounds: int) -> Measured:
     return Measured(threads, case.title, speeds, ratios, case.limits)
 
 
-def worst(found: Sequence[Measured]) -> list[dict[str, Any]]:
-    """The lowest ratio to each side that has a limit, by number of threads, subject and limit."""
-    lowest: dict[tuple[int, str, str, float], Measured] = {}
+def worst(found: Sequence[Measured]) -> dict[str, tuple[float, float, str]]:
+    """By subject, other side and threads: the lowest ratio to a side that has a limit, the limit, the case."""
+    lowest: dict[str, tuple[float, float, str]] = {}
     for item in found:
+        subject = item.title.partition(",")[0]
         for side, limit in item.limits.items():
-            key = (item.threads, item.title.partition(",")[0], side, limit)
-            if key not in lowest or item.ratios[side] < lowest[key].ratios[side]:
-                lowest[key] = item
-    return [
-        {
-            "threads": threads,
-            "subject": subject,
-            "over": side,
-            "ratio": item.ratios[side],
-            "limit": limit,
-            "case": item.title,
-        }
-        for (threads, subject, side, limit), item in lowest.items()
-    ]
+            name = f"{subject} over {side}, {item.threads} threads"
+            if name not in lowest or item.ratios[side] / limit < lowest[name][0] / lowest[name][1]:
+                lowest[name] = (item.ratios[side], limit, item.title)
+    return lowest
 
 
 def _report(console: Console, found: Sequence[Measured]) -> None:
@@ -116,47 +106,56 @@ def _report(console: Console, found: Sequence[Measured]) -> None:
     console.print(table)
 
 
+def _measure_all(
+    console: Console, rounds: int, mib: int, threads: Sequence[int], only: Sequence[str]
+) -> Iterator[Measured]:
+    for num_threads in threads:
+        torch.set_num_threads(num_threads)
+        for recipe in chain(box_cases(mib << 20, num_threads), cast_cases(mib << 20, num_threads)):
+            if not any(fnmatch(recipe.title, pattern) for pattern in only):
+                continue
+            console.print(f"{recipe.title}, {num_threads} threads", highlight=False)
+            case = recipe()
+            check(case)
+            yield measure(case, num_threads, rounds)
+
+
 @click.command(context_settings={"show_default": True})
 @click.option("--rounds", type=click.IntRange(min=9), default=25, help="Times that each side runs.")
 @click.option("--mib", type=click.IntRange(min=1), default=64, help="Size of a case in MiB.")
 @click.option("--threads", type=click.IntRange(min=1), multiple=True, default=(1, 2), help="Threads; may be repeated.")
-@click.option("--only", default="*", help="Cases to run, as a glob of subject and name, such as 'pack*'.")
+@click.option("--only", multiple=True, default=("*",), help="Cases to run, a glob such as 'pack*'; may be repeated.")
 @json_option
-def copy_boxes(rounds: int, mib: int, threads: tuple[int, ...], only: str, json_to: str | None) -> None:
-    """Time tables of boxes on the CPU against memcpy and torch."""
+@click.pass_context
+def copy_boxes(
+    context: click.Context, rounds: int, mib: int, threads: tuple[int, ...], only: tuple[str, ...], json_to: str | None
+) -> None:
+    """Time tables of boxes on the CPU against memcpy and torch; exit with 1 where a ratio is below its limit."""
     console = Console(stderr=is_printed(json_to))
     if not console.is_terminal:  # a file or a pipe has no width
         console = Console(stderr=is_printed(json_to), width=_FILE_COLUMNS)
-    found = []
     gc.disable()
-    for num_threads in threads:
-        torch.set_num_threads(num_threads)
-        for make in chain(box_cases(mib << 20, num_threads), cast_cases(mib << 20, num_threads)):
-            if not fnmatch(make.title, only):
-                continue
-            case = make()
-            check(case)
-            found.append(measure(case, num_threads, rounds))
+    found = list(_measure_all(console, rounds, mib, threads, only))
     if not found:
-        raise click.UsageError(f"--only {only!r} names no case")
+        raise click.UsageError(f"--only {' '.join(only)} names no case")
     _report(console, found)
     lowest = worst(found)
-    for item in lowest:
-        console.print(
-            f"{item['subject']} over {item['over']}, {item['threads']} threads: {item['ratio']:.2f} "
-            f"(at least {item['limit']}; {item['case']})",
-            highlight=False,
-        )
+    for name, (ratio, limit, case) in lowest.items():
+        console.print(f"{name}: {ratio:.2f} (at least {limit}; {case})", highlight=False)
+    holds = all(item.holds() for item in found)
     result = {
         "benchmark": "copy_boxes",
         **surroundings(),
         "rounds": rounds,
         "mib": mib,
         "cases": [asdict(item) for item in found],
-        "ratios": lowest,
-        "holds": all(item.holds() for item in found),
+        "ratios": {name: ratio for name, (ratio, _, _) in lowest.items()},
+        "limits": {name: limit for name, (_, limit, _) in lowest.items()},
+        "holds": holds,
     }
     write_json(result, json_to)
+    if not holds:
+        context.exit(1)
 
 
 if __name__ == "__main__":

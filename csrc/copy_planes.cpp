@@ -5,6 +5,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#endif
+
 namespace tritondt {
 namespace {
 
@@ -32,6 +36,55 @@ void copy_runs(const Plane& plane, char* target, const char* source) {
       from += plane.source_column_stride;
     }
   }
+}
+
+#if defined(__x86_64__) && defined(__GNUC__)
+// Runs of a vector or more, each from its front to its end, the last vector overlapping the one
+// before.
+template <typename Vector>
+[[gnu::always_inline]] inline void copy_runs_by(const Plane& plane, char* target,
+                                                const char* source) {
+  constexpr std::int64_t kVectorBytes = sizeof(Vector);
+  const std::int64_t last = plane.run_bytes - kVectorBytes;
+  const auto move = [](char* to, const char* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof vector);
+    std::memcpy(to, &vector, sizeof vector);
+  };
+  for (std::int64_t row = 0; row < plane.num_rows; ++row) {
+    char* to = target + row * plane.target_row_stride;
+    const char* from = source + row * plane.source_row_stride;
+    for (std::int64_t column = 0; column < plane.num_columns; ++column) {
+      for (std::int64_t i = 0; i < last; i += kVectorBytes) move(to + i, from + i);
+      move(to + last, from + last);
+      to += plane.target_column_stride;
+      from += plane.source_column_stride;
+    }
+  }
+}
+
+[[gnu::target("avx")]] void copy_runs_by_32(const Plane& plane, char* target, const char* source) {
+  copy_runs_by<__m256i>(plane, target, source);
+}
+
+[[gnu::target("avx512f")]] void copy_runs_by_64(const Plane& plane, char* target,
+                                                const char* source) {
+  copy_runs_by<__m512i>(plane, target, source);
+}
+#endif
+
+// From this length on, memcpy is as fast. Runs of 1 and 2 KiB in 64 MB: 7 and 4 GB/s by memcpy,
+// which begins at the end of a run or by an instruction that starts slowly; 9 by vectors (Zen 4).
+constexpr std::int64_t kMemcpyBytes = 4096;
+
+CopyPlane choose_runs(std::int64_t run_bytes) {
+#if defined(__x86_64__) && defined(__GNUC__)
+  if (run_bytes >= kCacheLineBytes && run_bytes < kMemcpyBytes) {
+    if (__builtin_cpu_supports("avx512f")) return copy_runs_by_64;
+    if (__builtin_cpu_supports("avx")) return copy_runs_by_32;
+  }
+#endif
+  return copy_runs;
 }
 
 // Copies tile by tile, so that a cache line which one row of a tile loads is still there for the
@@ -181,7 +234,8 @@ CopyPlane choose_copy_plane(const Plane& plane, bool is_transposed) {
     case 64:
       return choose_fixed<64>(plane, is_transposed);
     default:
-      return is_transposed && plane.run_bytes < kCacheLineBytes ? copy_tiles<copy_runs> : copy_runs;
+      return is_transposed && plane.run_bytes < kCacheLineBytes ? copy_tiles<copy_runs>
+                                                                : choose_runs(plane.run_bytes);
   }
 }
 

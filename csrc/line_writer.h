@@ -1,11 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
-
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
 
 namespace tritondt {
 
@@ -16,94 +11,47 @@ constexpr std::int64_t kCacheLineBytes = 64;
 // each begins where the last one ended, lines are put together from several of them.
 class LineWriter {
  public:
-#if defined(__SSE2__)
-  static constexpr bool kGoesPastCache = true;
-#else
-  static constexpr bool kGoesPastCache = false;
-#endif
+  LineWriter();
 
   // Nothing is certain to lie at `target` before finish().
   void append(char* target, const char* source, std::int64_t num_bytes) {
     if (target != line_ + end_) move_to(target);
-    if (end_ + num_bytes < kCacheLineBytes) {
-      keep(source, num_bytes);
-      return;
-    }
-    if (end_ > 0) {
-      const std::int64_t missing = kCacheLineBytes - end_;
-      keep(source, missing);
-      source += missing;
-      num_bytes -= missing;
-      if (begin_ == 0) {
-        write_lines(line_, buffer_, kCacheLineBytes);
-      } else {
-        write_kept();
-      }
-      line_ += kCacheLineBytes;
-      begin_ = 0;
-      end_ = 0;
-    }
-    const std::int64_t whole = num_bytes - num_bytes % kCacheLineBytes;
-    write_lines(line_, source, whole);
-    line_ += whole;
-    keep(source + whole, num_bytes - whole);
+    add_(this, source, num_bytes);
   }
 
   // Writes what is left of a line. The caller's thread may then hand the memory to another one.
-  void finish() {
-    write_kept();
-    line_ = nullptr;
-    begin_ = 0;
-    end_ = 0;
-#if defined(__SSE2__)
-    _mm_sfence();
-#endif
-  }
+  void finish();
 
  private:
-  void keep(const char* source, std::int64_t num_bytes) {
-    std::memcpy(buffer_ + end_, source, static_cast<std::size_t>(num_bytes));
-    end_ += num_bytes;
-  }
+  // A line that was put together from several pieces, and where it belongs, unless it was written.
+  struct Line {
+    alignas(kCacheLineBytes) char bytes[kCacheLineBytes];
+    char* target;
+  };
+  static constexpr std::int64_t kLines = 4;
 
-  void write_kept() {
-    if (end_ > begin_) {
-      std::memcpy(line_ + begin_, buffer_ + begin_, static_cast<std::size_t>(end_ - begin_));
-    }
-  }
+  using Add = void (*)(LineWriter* writer, const char* source, std::int64_t num_bytes);
+  static Add choose_add();
+  template <typename Words>
+  static void add_by(LineWriter* writer, const char* source, std::int64_t num_bytes);
+  static void add_by_masks(LineWriter* writer, const char* source, std::int64_t num_bytes);
 
-  void move_to(char* target) {
-    write_kept();
-    begin_ = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(target) % kCacheLineBytes);
-    end_ = begin_;
-    line_ = target - begin_;
-  }
+  char* bytes() { return lines_[current_].bytes; }
+  void move_to(char* target);
+  void write_kept();
+  // Puts a line off that is full, for which the one that was put off longest is written.
+  template <typename Words>
+  void put_off();
 
-  // Whole lines, at a multiple of a line.
-  static void write_lines(char* target, const char* source, std::int64_t num_bytes) {
-#if defined(__SSE2__)
-    for (std::int64_t i = 0; i < num_bytes; i += kCacheLineBytes) {
-      __m128i words[4];
-      std::memcpy(words, source + i, sizeof words);
-      for (int k = 0; k < 4; ++k) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(target + i) + k, words[k]);
-      }
-    }
-#else
-    std::memcpy(target, source, static_cast<std::size_t>(num_bytes));
-#endif
-  }
-
-  alignas(kCacheLineBytes) char buffer_[kCacheLineBytes];
-  char* line_ = nullptr;    // the line that is being put together, of which the buffer holds
-  std::int64_t begin_ = 0;  // bytes from begin_
-  std::int64_t end_ = 0;    // to end_
+  Line lines_[kLines];
+  std::int64_t current_ = 0;  // the line that is being put together
+  char* line_ = nullptr;      // where it belongs; of it are kept
+  std::int64_t begin_ = 0;    // bytes from begin_
+  std::int64_t end_ = 0;      // to end_
+  Add add_;
 };
 
 // Whether a table that moves so many bytes should write past the cache: they would not stay there.
-inline bool goes_past_cache(std::int64_t num_bytes) {
-  constexpr std::int64_t kPastCacheBytes = std::int64_t{32} << 20;
-  return LineWriter::kGoesPastCache && num_bytes >= kPastCacheBytes;
-}
+bool goes_past_cache(std::int64_t num_bytes);
 
 }  // namespace tritondt

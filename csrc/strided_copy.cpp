@@ -43,10 +43,10 @@ Plane inner_plane(const LoopNest& nest, std::int64_t run_bytes) {
 
 CopyPiece make_piece(LoopNest nest, std::int64_t run_bytes) {
   CopyPiece piece;
-  piece.run_bytes = run_bytes;
   const bool is_transposed = bring_source_dim_inward(&nest);
   pad_to_plane(&nest);
-  piece.copy_plane = choose_copy_plane(inner_plane(nest, run_bytes), is_transposed);
+  piece.plane = inner_plane(nest, run_bytes);
+  piece.copy_plane = choose_copy_plane(piece.plane, is_transposed);
 
   const std::int64_t num_bytes = nest.num_elements() * run_bytes;
   const std::int64_t longest = nest.lengths[longest_dim(nest)];
@@ -67,14 +67,20 @@ CopyPiece cut(const CopyPiece& piece, std::int64_t first, std::int64_t end) {
     return part;
   }
   const std::int64_t begin_byte = first * kRunSliceBytes;
-  part.run_bytes = std::min(end * kRunSliceBytes, piece.run_bytes) - begin_byte;
+  part.plane.run_bytes = std::min(end * kRunSliceBytes, piece.plane.run_bytes) - begin_byte;
   for (Operand& operand : part.nest.operands) operand.offset += begin_byte;
   return part;
 }
 
+// The plane is made beforehand: taking it from the nest for every run halved the speed of unpacking
+// runs of 2 KiB, for it is work that keeps the processor from reading ahead.
 void copy_plane(const CopyPiece& piece, std::int64_t num_rows, std::int64_t num_columns,
                 char* target, const char* source, LineWriter* writer) {
-  Plane plane = inner_plane(piece.nest, piece.run_bytes);
+  if (writer != nullptr && num_rows * num_columns == 1) {
+    writer->append(target, source, piece.plane.run_bytes);
+    return;
+  }
+  Plane plane = piece.plane;
   plane.num_rows = num_rows;
   plane.num_columns = num_columns;
   if (writer != nullptr && plane.run_bytes >= kLeastAppendedBytes) {

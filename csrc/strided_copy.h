@@ -23,7 +23,7 @@ struct CopyBox {
 
 // The loops are around a run of bytes that is contiguous on both sides.
 struct CopyPiece : Piece {
-  std::int64_t run_bytes;
+  Plane plane;  // the two innermost loops
   CopyPlane copy_plane;
   bool is_cut_along_run;  // else along the longest loop
 };
