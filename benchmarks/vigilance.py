@@ -51,9 +51,9 @@ def careless(communicator: Any) -> Iterator[None]:
     recorder = communicator._recorder
 
     def exchange(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
-        communicator._check_devices(sources)
+        communicator._check_devices(sources, transfer)
         plan, errand = communicator._plan(transfer)
-        communicator._move(sources, targets, plan, errand)
+        communicator._move(sources, targets, plan, errand, transfer.device)
 
     communicator._recorder, communicator.exchange = NoRecorder(), exchange
     try:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ CASTS = [("cast", *pair) for pair in itertools.permutations(FLOATS, 2)]
 QUANTIZATIONS = [("quantize", *pair) for pair in itertools.product(WIDE, FP8)]
 DEQUANTIZATIONS = [("dequantize", *pair) for pair in itertools.product(FP8, WIDE)]
 NARROW = tuple(name for name in (*FLOATS, *FP8) if getattr(torch, name).itemsize <= 2)
-TABLES = {"cast": _C.CastTable, "quantize": _C.QuantizeTable, "dequantize": _C.DequantizeTable}
+TABLES: dict[str, Any] = {"cast": _C.CastTable, "quantize": _C.QuantizeTable, "dequantize": _C.DequantizeTable}
 
 
 def source_values(num_elements, dtype_name):

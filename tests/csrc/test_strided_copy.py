@@ -149,7 +149,9 @@ def test_columns_of_several_peers(num_bytes, widths, itemsize, num_threads):
     """Packed and unpacked; the larger size is written past the cache."""
     columns = sum(widths)
     num_rows = num_bytes // (columns * itemsize)
-    packs, unpacks, start = [], [], 0
+    packs: list[CopyBox] = []
+    unpacks: list[CopyBox] = []
+    start = 0
     for width in widths:
         matrix, buffer = (start + 1, (columns + 1, 1)), (num_rows * start + 3, (width, 1))
         for boxes, ((source_offset, source_strides), (target_offset, target_strides)) in (
