@@ -175,7 +175,7 @@ class NcclCommunicator(PackedCommunicator):
         return told.cpu()
 
     def _bytes_of(self, content: bytes) -> torch.Tensor:
-        return super()._bytes_of(content).to(self._streams.device)
+        return super()._bytes_of(content).to(self._streams.device, copy=True)
 
     def _check_devices(self, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
         for tensor in tensors:
