@@ -46,7 +46,7 @@ class ShardingPropagator:
         self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None
     ) -> None:
         """Lets `rule` decide about all axes of a call at once, in place of what was registered before."""
-        self._forget(op)
+        self.forget(op)
         self.op_to_rules[op] = rule
         self.op_to_schema_info[op] = schema_info or _BY_VALUE
 
@@ -61,13 +61,14 @@ class ShardingPropagator:
 
         `localize` gives what runs on local tensors where that is not `op` itself.
         """
-        self._forget(op)
+        self.forget(op)
         self.op_strategy_funcs[op] = strategy
         self.op_to_schema_info[op] = schema_info or _BY_VALUE
         if localize is not None:
             self.op_to_localize[op] = localize
 
-    def _forget(self, op: OpOverload) -> None:
+    def forget(self, op: OpOverload) -> None:
+        """Takes back what was registered for `op`."""
         for table in (self.op_to_rules, self.op_strategy_funcs, self.op_to_schema_info, self.op_to_localize):
             table.pop(op, None)
         for callback in self._on_registration:

@@ -1,0 +1,227 @@
+"""One call of one operator on distributed tensors, on thread ranks, held against the same call on one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+import tritondt as T
+from benchmarks.op_coverage.operators import Operator, leaves_of
+from benchmarks.op_coverage.placing import placed, random_placement
+from tritondt import events, identity
+from tritondt.comm.threads import run_ranks
+
+RIGHT, RAISES, WRONG = "right", "raises", "wrong"
+
+
+class NotMeasuredError(Exception):
+    """A sample that one device refuses too."""
+
+
+class Expected(NamedTuple):
+    """What one device gives: results, arguments afterwards, the gradients' seeds and the arguments' gradients."""
+
+    results: list[Any]
+    tensors: list[torch.Tensor]
+    written: list[bool]
+    seeds: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+
+class Case(NamedTuple):
+    """A sample, which of its leaves are tensors, and what it gives on one device."""
+
+    operator: Operator
+    sample: Any
+    tensors: list[torch.Tensor]
+    expected: Expected
+
+
+class Outcome(NamedTuple):
+    """How a call ended, in words where it did not end well, and what the call (not its gradients) sent and moved."""
+
+    verdict: str
+    text: str = ""
+    sent_bytes: int = 0
+    num_moved: int = 0
+
+
+def made_case(operator: Operator, sample: Any) -> Case:
+    """The sample run on one device; NotMeasuredError where that fails."""
+    tensors = [leaf.detach().clone(memory_format=torch.contiguous_format) for leaf in _tensors(sample)]
+    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+    wanted = [leaf.requires_grad for leaf in _tensors(sample)]
+    mine = [tensor.clone().requires_grad_(grad) for tensor, grad in zip(tensors, wanted, strict=True)]
+    versions = [tensor._version for tensor in mine]
+    try:
+        results = call(operator, sample, mine)
+        differentiable = _differentiable(operator, sample, results)
+        generator = torch.Generator().manual_seed(1)
+        seeds = [torch.randn(item.shape, generator=generator, dtype=item.dtype) for item in differentiable]
+        if differentiable:
+            torch.autograd.backward(differentiable, seeds)
+    except Exception as error:
+        raise NotMeasuredError(f"one device raises {error}") from error
+    written = [tensor._version != version for tensor, version in zip(mine, versions, strict=True)]
+    expected = Expected(tree_leaves(results), mine, written, seeds, [tensor.grad for tensor in mine])
+    return Case(operator, sample, tensors, expected)
+
+
+def call(operator: Operator, sample: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The operator on a sample with other tensors in place of its own."""
+    leaves, form = tree_flatten((sample.input, sample.args, sample.kwargs))
+    given = iter(tensors)
+    replaced = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    first, args, kwargs = tree_unflatten(replaced, form)
+    return operator.info.op(first, *args, **kwargs)
+
+
+def _tensors(sample: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves_of(sample) if isinstance(leaf, torch.Tensor)]
+
+
+def _differentiable(operator: Operator, sample: Any, results: Any) -> list[torch.Tensor]:
+    """What is differentiated: what torch's own tests differentiate, where only a part of a result has a gradient."""
+    if not operator.is_differentiable:
+        return []
+    found = sample.output_process_fn_grad(results)
+    return [item for item in tree_leaves(found) if isinstance(item, torch.Tensor) and item.requires_grad]
+
+
+class _Counts:
+    """Bytes sent and arguments moved by each rank thread while it says so."""
+
+    def __init__(self) -> None:
+        self.sent_bytes, self.num_moved = Counter[int](), Counter[int]()
+        self._open: set[int] = set()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        rank = identity.current().rank
+        self._open.add(rank)
+        try:
+            yield
+        finally:
+            self._open.discard(rank)
+
+    def step(self, event: events.StepRan) -> None:
+        if identity.is_assumed() and identity.current().rank in self._open:
+            self.sent_bytes[identity.current().rank] += event.sent_bytes
+
+    def moved(self, event: events.InputMoved) -> None:
+        if identity.is_assumed() and identity.current().rank in self._open:
+            self.num_moved[identity.current().rank] += 1
+
+
+def run_trial(case: Case, placements: Sequence[T.Placement], num_ranks: int, *, seed: int, gradients: bool) -> Outcome:
+    """The call on `num_ranks` ranks with the tensors so placed."""
+    counts = _Counts()
+    ends = [events.subscribe(counts.step), events.subscribe(counts.moved, events.InputMoved)]
+
+    def body(rank: int) -> Outcome:
+        try:
+            return _on_rank(case, placements, num_ranks, seed, counts, gradients=gradients)
+        except T.PeerError as error:
+            return Outcome(RAISES, f"ranks went different ways: {error}")
+
+    try:
+        outcomes = run_ranks(num_ranks, body)
+    finally:
+        for end in ends:
+            end()
+    bad = [outcome for verdict in (WRONG, RAISES) for outcome in outcomes if outcome.verdict == verdict]
+    worst = bad[0] if bad else outcomes[0]
+    return worst._replace(sent_bytes=counts.sent_bytes.total(), num_moved=counts.num_moved.total())
+
+
+def _on_rank(
+    case: Case, placements: Sequence[T.Placement], num_ranks: int, seed: int, counts: _Counts, *, gradients: bool
+) -> Outcome:
+    mesh, expected = T.Mesh((num_ranks,)), case.expected
+    mine = [placed(tensor, mesh, placement) for tensor, placement in zip(case.tensors, placements, strict=True)]
+    for tensor, of in zip(mine, expected.tensors, strict=True):
+        tensor.requires_grad_(gradients and of.requires_grad)
+
+    def forward() -> Any:
+        with counts.counting():
+            return call(case.operator, case.sample, mine)
+
+    results, failure = _attempt(forward)
+    if failure is not None:
+        return failure
+    exact, leaves = case.operator.is_movement, tree_leaves(results)
+    if len(leaves) != len(expected.results):
+        return Outcome(WRONG, f"{len(leaves)} results, expected {len(expected.results)}")
+    for place, (found, of) in enumerate(zip(leaves, expected.results, strict=True)):
+        difference = _difference(found, of, exact=exact)
+        if difference:
+            return Outcome(WRONG, f"result {place}: {difference}")
+    for place, (tensor, of) in enumerate(zip(mine, expected.tensors, strict=True)):
+        difference = _difference(tensor, of, exact=exact) if expected.written[place] else ""
+        if difference:
+            return Outcome(WRONG, f"argument {place} afterwards: {difference}")
+    return _gradients_on_rank(case, mine, results, mesh, seed) if gradients else Outcome(RIGHT)
+
+
+def _gradients_on_rank(case: Case, mine: Sequence[Any], results: Any, mesh: T.Mesh, seed: int) -> Outcome:
+    expected = case.expected
+    differentiable = _differentiable(case.operator, case.sample, results)
+    if len(differentiable) != len(expected.seeds):
+        return Outcome(WRONG, f"{len(differentiable)} results have a gradient, expected {len(expected.seeds)}")
+    if not differentiable:
+        return Outcome(RIGHT)
+    random = case.operator.random("seeds", seed)
+    seeds = [
+        placed(item, mesh, random_placement(item, mesh.shape[0], random, is_written=False)) for item in expected.seeds
+    ]
+    _, failure = _attempt(lambda: torch.autograd.backward(differentiable, seeds))
+    if failure is not None:
+        return failure._replace(text=f"backward: {failure.text}")
+    for place, (tensor, gradient) in enumerate(zip(mine, expected.gradients, strict=True)):
+        if (tensor.grad is None) != (gradient is None):
+            return Outcome(WRONG, f"gradient {place} is {tensor.grad}, expected {gradient}")
+        difference = "" if gradient is None else _difference(tensor.grad, gradient, exact=False)
+        if difference:
+            return Outcome(WRONG, f"gradient {place}: {difference}")
+    return Outcome(RIGHT)
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, Outcome | None]:
+    """What a function gives, or the outcome that it raises."""
+    try:
+        return function(), None
+    except Exception as error:  # noqa: BLE001  whatever the operator raises is what is measured
+        return None, Outcome(RAISES, _text(error))
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _difference(found: Any, expected: Any, *, exact: bool) -> str:
+    """How a result differs from that of one device; empty where it does not."""
+    if not isinstance(expected, torch.Tensor):
+        if isinstance(expected, float):
+            return "" if found == expected or abs(found - expected) <= 1e-7 else f"{found}, expected {expected}"
+        return "" if found == expected else f"{found}, expected {expected}"
+    if not isinstance(found, T.DTensor):
+        return f"a {type(found).__name__}, expected a distributed tensor"
+    spec, local = found._spec, found._local_tensor
+    if tuple(local.shape) != spec.local_shape:
+        return f"a local tensor of shape {tuple(local.shape)} under {spec}, which has {spec.local_shape} here"
+    try:
+        torch.testing.assert_close(
+            found.detach().full_tensor(),
+            expected.detach(),
+            rtol=0 if exact else None,
+            atol=0 if exact else None,
+            equal_nan=True,
+        )
+    except AssertionError as error:
+        return f"{spec}: {error}"
+    return ""
