@@ -140,7 +140,7 @@ def cumulative():
     library.impl("doubled", lambda x: x * 2, "CPU")
     library.impl("doubled", lambda x: torch.empty_like(x), "Meta")
     yield torch.ops.tritondt_test.doubled.default
-    propagator._forget(torch.ops.tritondt_test.doubled.default)
+    propagator.forget(torch.ops.tritondt_test.doubled.default)
     library._destroy()
 
 

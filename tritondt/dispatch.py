@@ -19,7 +19,7 @@ from tritondt.ops.propagator import ShardingPropagator
 from tritondt.ops.schema import LocalOp, OpSchema, specs_in
 from tritondt.ops.selection import written_positions
 from tritondt.placement import Replicate
-from tritondt.signature import Compiled, Signature, Wrap, WrapAll
+from tritondt.signature import Compiled, Follow, Signature, Wrap, WrapAll
 from tritondt.spec import DTensorSpec, TensorMeta
 
 # Signatures kept per operator; the oldest goes first. 1,024 signatures of a binary operator take about 1 MB.
@@ -48,9 +48,15 @@ class Dispatcher:
     """
 
     def __init__(
-        self, tensor_class: type[torch.Tensor], wrap: Wrap, wrap_all: WrapAll, propagator: ShardingPropagator
+        self,
+        tensor_class: type[torch.Tensor],
+        wrap: Wrap,
+        wrap_all: WrapAll,
+        follow: Follow,
+        propagator: ShardingPropagator,
     ) -> None:
-        self._class, self._wrap, self._wrap_all, self._propagator = tensor_class, wrap, wrap_all, propagator
+        self._class, self._wrap, self._wrap_all, self._follow = tensor_class, wrap, wrap_all, follow
+        self._propagator = propagator
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_registration(self._operators.clear)
@@ -179,10 +185,11 @@ class Dispatcher:
         decision = self._propagator.propagate(schema)
         local: LocalOp = decision.local or op._op
         written = written_positions(schema)
-        runs_as_it_is = schema.mesh.coordinate is not None and not decision.needs_redistribute and not written
+        runs_as_it_is = schema.mesh.coordinate is not None and not written
+        runs_as_it_is &= not decision.needs_redistribute and not decision.follows
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             return local, decision.output_spec
-        return Signature(schema, decision, local, written, self._wrap, self._wrap_all).run, None
+        return Signature(schema, decision, local, written, self._wrap, self._wrap_all, self._follow).run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs for tensors; refuses what cannot be in one call."""

@@ -17,6 +17,7 @@ from tritondt.comm.work import Work
 from tritondt.dispatch import Dispatcher
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.execute import trace_with
+from tritondt.following import followed
 from tritondt.local_spec import spec_of_local
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.ops import propagator
@@ -290,7 +291,7 @@ def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec
 
 
 _construct_plain = partial(construct, DTensor, requires_grad=False)
-dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, propagator)
+dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, followed, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 

@@ -12,6 +12,7 @@ import torch
 
 from tritondt.comm.work import Work
 from tritondt.execute import issue_local, redistribute_local
+from tritondt.following import versions
 from tritondt.signature import Wrap
 from tritondt.spec import DTensorSpec
 
@@ -119,26 +120,18 @@ class _Prefetched(dict[DTensorSpec, tuple[tuple[int, int], torch.Tensor]]):
 def put_ahead(distributed: Any, wrap: Wrap, target: DTensorSpec) -> None:
     """Issues the move to `target` for whoever asks for it next."""
     held = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
-    if target in held and held[target][0] == _versions(distributed):
+    now = versions(distributed, _local_now(distributed))
+    if target in held and held[target][0] == now:
         return
-    held[target] = (_versions(distributed), moved(distributed, wrap, target, async_op=True))
-
-
-def _versions(distributed: Any) -> tuple[int, int]:
-    """Operators on the distributed tensor count in the one, writes to its local tensor in the other."""
-    local = _local_now(distributed)
-    return (
-        -1 if distributed.is_inference() else distributed._version,
-        -1 if local.is_inference() else local._version,
-    )
+    held[target] = (now, moved(distributed, wrap, target, async_op=True))
 
 
 def _taken(distributed: Any, target: DTensorSpec) -> torch.Tensor | None:
     held = distributed.__dict__.get(_PREFETCHED)
     if held is None or target not in held:
         return None
-    versions, found = held.pop(target)
-    if versions == _versions(distributed):
+    then, found = held.pop(target)
+    if then == versions(distributed, _local_now(distributed)):
         result: torch.Tensor = found
         return result
     return None  # written to since: what was moved is of the past

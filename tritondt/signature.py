@@ -26,6 +26,13 @@ class WrapAll(Protocol):
         """The distributed tensors."""
 
 
+class Follow(Protocol):
+    """Makes the results of a view that had to move follow its argument."""
+
+    def __call__(self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
+        """The results."""
+
+
 # Runs a signature: positional and keyword arguments with local tensors in place, then the arguments as they came.
 Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[str, Any]], Any]
 
@@ -41,8 +48,10 @@ class Signature:
         written: Sequence[int],
         wrap: Wrap,
         wrap_all: WrapAll,
+        follow: Follow,
     ) -> None:
         self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
+        self._follow = follow if decision.follows else None
         self._outputs = decision.output_spec
         self._in_mesh = schema.mesh.coordinate is not None
         self._moves = (
@@ -75,7 +84,8 @@ class Signature:
         if self._writes:
             given = [_argument(args, kwargs, place, name) for place, name in self._returns]
             return given[0] if len(given) == 1 else tuple(given) if given else None
-        return self._wrapped(result, self._outputs)
+        wrapped = self._wrapped(result, self._outputs)
+        return wrapped if self._follow is None else self._follow(wrapped, self._op, args, kwargs)
 
     def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
         """Messages may be on their way out of the memory that is about to be written to."""

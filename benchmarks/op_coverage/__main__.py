@@ -64,7 +64,7 @@ def _again(names: Sequence[str], trial: int) -> None:
         click.echo(f"{name}, trial {trial}: {outcome.verdict} {outcome.text}")
         for tensor, placement in zip(case.tensors, placements, strict=True):
             click.echo(f"    {placement} of {tuple(tensor.shape)} {tensor.dtype}")
-        click.echo(f"    {case.sample}")
+        click.echo(f"    {case.sample.summary()}")
 
 
 @click.command(context_settings={"show_default": True})

@@ -89,7 +89,13 @@ class Operator(NamedTuple):
         """The first samples with a tensor among their arguments, alike in every process."""
         torch.manual_seed(0)
         found = islice(self.info.sample_inputs("cpu", self.dtype, requires_grad=self.is_differentiable), _NUM_SAMPLES)
-        return [sample for sample in found if any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(sample))]
+        return [sample for sample in found if _is_measured(sample)]
+
+
+def _is_measured(sample: Any) -> bool:
+    """Whether a sample has a tensor, and gives the same values at every call."""
+    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in leaves_of(sample))
+    return has_tensor and not sample.kwargs.get("dropout_p")
 
 
 def leaves_of(sample: Any) -> list[Any]:

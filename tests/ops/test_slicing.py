@@ -46,9 +46,8 @@ def test_gradients_of_slices_come_back_as_what_was_sliced():
         for text in ("S0", "S0(unit=3)", "S0(repeats=3)"):
             for cut in (lambda x: x[1:], lambda x: x[:-2], lambda x: x[6:9]):
                 x = distribute(numbers(9, 2), mesh, text).requires_grad_()
-                try:
-                    part = cut(x)
-                except T.PropagationError:
+                part = cut(x)
+                if not placements_of(part)[0].is_shard(0):
                     assert "repeats" in text
                     continue
                 (grad,) = torch.autograd.grad(part, x, torch.ones_like(part))

@@ -102,7 +102,7 @@ def gather(schema: OpSchema) -> list[AxisStrategy]:
     along = _indexed_dim(schema)
     found = [
         AxisStrategy((Shard(dim), Shard(dim)), (Shard(dim),))
-        for dim in range(index.ndim)
+        for dim in range(min(index.ndim, source.ndim))
         if dim != along and source.shape[dim] == index.shape[dim]
     ]
     if index.ndim:

@@ -132,12 +132,14 @@ class OutputSharding:
     """What propagation decides about a call.
 
     `input_specs` are the specs that the tensor arguments must have, None where they have them already; `local`
-    replaces the operator on local tensors where it needs local sizes or offsets.
+    replaces the operator on local tensors where it needs local sizes or offsets. `follows` says that the outputs are
+    views that had to move: copies, which are to be copied again when the first argument is written to.
     """
 
     output_spec: OutputSpecs
     input_specs: tuple[DTensorSpec, ...] | None = None
     local: LocalOp | None = None
+    follows: bool = False
 
     @property
     def needs_redistribute(self) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from tritondt.cut import Cut
+from tritondt.errors import LayoutError
 from tritondt.layout import Layout
+from tritondt.moving import move_input
 from tritondt.ops.meta import propagate_tensor_meta
 from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.view_layouts import (
@@ -35,9 +37,46 @@ aten = torch.ops.aten
 
 @rule_of([aten.select.int])
 def selection(schema: OpSchema) -> OutputSharding:
-    """One index of a dim that is whole on every rank."""
+    """One index of a dim that is whole on every rank; of a dim that is cut, whoever holds the index sends it to all."""
+    dim, spec = dim_of(schema, 1, "dim"), schema.args_spec[0]
+    meta = meta_of_view(schema)
+    index = schema.argument(2, "index") % spec.shape[dim]
+    try:
+        selected(spec.layout, dim)
+    except LayoutError:
+        sent = _sent_to_all(spec, dim, index)
+    else:
+        sent = None
+    if sent is None:
+        return view_of(schema, lambda layout: selected(layout, dim))
+    layout = selected(sent[1].layout, dim)
+    output = DTensorSpec(spec.mesh, layout.placements, meta, layout.order)
+    return OutputSharding(output, None, _local_selection(schema, *sent, index), follows=True)
+
+
+def _sent_to_all(spec: DTensorSpec, dim: int, index: int) -> tuple[DTensorSpec, DTensorSpec] | None:
+    """How one index of a cut dim is held, as a dim of length 1, and the same on all ranks that cut the dim.
+
+    None where several axes cut it so that no layout says who holds the index.
+    """
+    try:
+        held = sliced(spec.layout, dim, index, index + 1, 1)
+    except LayoutError:
+        return None
+    shape = (*spec.shape[:dim], 1, *spec.shape[dim + 1 :])
+    part = DTensorSpec(spec.mesh, held.placements, TensorMeta(shape, spec.tensor_meta.stride, spec.dtype), held.order)
+    return part, part.with_placements([Replicate() if p.is_shard(dim) else p for p in part.placements])
+
+
+def _local_selection(schema: OpSchema, part: DTensorSpec, whole: DTensorSpec, index: int) -> LocalOp:
     dim = dim_of(schema, 1, "dim")
-    return view_of(schema, lambda layout: selected(layout, dim))
+    first, end = local_slice(_held(schema.args_spec[0], dim), range(index, index + 1))
+
+    def select(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        own = aten.slice.Tensor(local, dim, first, end)
+        return move_input(schema.op, own, part, whole).select(dim, 0)
+
+    return select
 
 
 @rule_of([aten.unbind.int])

@@ -1,10 +1,11 @@
-"""What the rules of views have in common: the decision about a call, and the refusal that says what would make it run.
+"""What the rules of views have in common: the decision about a call, and what has to move where the shards cannot stay.
 
-A view aliases its argument on every rank, so that nothing may move: its layout follows from the argument's, or the call
-is refused.
+A view aliases its argument on every rank: its layout follows from the argument's. Where it has none the argument moves
+by the cheapest way to a layout that has one, and the result is a copy that follows the argument.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations, product
 from math import lcm
 
@@ -15,7 +16,7 @@ from tritondt.layout import Layout
 from tritondt.ops.meta import propagate_tensor_meta
 from tritondt.ops.propagator import propagator
 from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding, RuleFunction
-from tritondt.placement import Placement, Replicate, Shard, placements_code
+from tritondt.placement import Placement, Replicate, Shard
 from tritondt.runnable import received_bytes
 from tritondt.spec import DTensorSpec, TensorMeta
 
@@ -28,15 +29,37 @@ ViewUnits = Callable[[Layout, int], Sequence[int]]
 MAX_TRIED = 256
 
 
+class _NoLayoutError(Exception):
+    """A view that has no layout: its argument would have to be under `source`."""
+
+    def __init__(self, source: DTensorSpec) -> None:
+        super().__init__(source)
+        self.source = source
+
+
 def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorates the rule of these operators."""
+    """Decorates the rule of these operators; where a view has no layout it is asked again with the argument moved."""
 
     def register(rule: RuleFunction) -> RuleFunction:
+        def decide(schema: OpSchema) -> OutputSharding:
+            try:
+                return rule(schema)
+            except _NoLayoutError as missing:
+                specs = (missing.source, *schema.args_spec[1:])
+            decision = rule(schema.with_specs(specs))
+            return replace(decision, input_specs=specs, follows=is_view(schema.op))
+
         for op in ops:
-            propagator.register_sharding_prop_rule(op, rule)
+            propagator.register_sharding_prop_rule(op, decide)
         return rule
 
     return register
+
+
+def is_view(op: OpOverload) -> bool:
+    """Whether the results of `op` share memory with its first argument."""
+    alias = op._schema.arguments[0].alias_info
+    return alias is not None and not alias.is_write
 
 
 def dim_of(schema: OpSchema, position: int, name: str, default: int = 0, ndim: int | None = None) -> int:
@@ -56,12 +79,18 @@ def meta_of_view(schema: OpSchema) -> TensorMeta:
 def spec_of_view(
     schema: OpSchema, meta: TensorMeta, lay_out: ViewLayout, units: ViewUnits | None = None
 ) -> DTensorSpec:
-    """The spec of a result; PropagationError, with the cheapest call that helps, where it can have none."""
+    """The spec of a result; where it can have none the argument is sent the cheapest way to where it can.
+
+    PropagationError where there is no such way.
+    """
     spec = schema.args_spec[0]
     try:
         layout = lay_out(spec.layout)
     except LayoutError as error:
-        raise PropagationError(_refusal(schema, lay_out, units, error)) from None
+        found = cheapest_move(spec, lay_out, units)
+        if found is None:
+            raise PropagationError(f"{schema} has no layout: {error}") from None
+        raise _NoLayoutError(found) from None
     return DTensorSpec(spec.mesh, layout.placements, meta, layout.order)
 
 
@@ -76,39 +105,23 @@ def view_of(
     return OutputSharding(spec, None, None if local is None else local(spec))
 
 
-def _refusal(schema: OpSchema, lay_out: ViewLayout, units: ViewUnits | None, reason: LayoutError) -> str:
-    spec = schema.args_spec[0]
-    numbers = [str(argument) for argument in schema.args_schema[1:]]
-    numbers += [f"{name}={value}" for name, value in schema.kwargs_schema.items()]
-    text = f"{schema.op}({', '.join([str(spec), *numbers])}) would have to move data, which a view never does: {reason}"
-    found = cheapest_move(spec, lay_out, units)
-    if found is None:
-        return text
-    placements, num_bytes = found
-    call = f"x.redistribute(placements={placements_code(placements)})"
-    return f"{text}. Ask for it first: {call}, which moves up to {num_bytes:,} bytes to a rank"
-
-
-def cheapest_move(
-    spec: DTensorSpec, lay_out: ViewLayout, units: ViewUnits | None = None
-) -> tuple[tuple[Placement, ...], int] | None:
-    """Placements under which the view can be had with the fewest bytes to any rank, and these bytes.
+def cheapest_move(spec: DTensorSpec, lay_out: ViewLayout, units: ViewUnits | None = None) -> DTensorSpec | None:
+    """The spec under which the view can be had that takes the fewest bytes to any rank, the first among equals.
 
     As few axes as possible change: to Replicate, to another dim, or to another unit.
     """
     sharding = [axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Shard)]
     for count in range(1, len(sharding) + 1):
-        found: list[tuple[int, tuple[Placement, ...]]] = []
+        found: list[tuple[int, DTensorSpec]] = []
         for axes in combinations(sharding, count):
             for placements in _alternatives(spec.layout, axes, units):
                 target = _fitting(spec, placements, lay_out)
                 if target is not None:
-                    found.append((received_bytes(spec, target), target.placements))
+                    found.append((received_bytes(spec, target), target))
                 if len(found) == MAX_TRIED:
                     break
         if found:
-            num_bytes, best = min(found, key=lambda option: option[0])
-            return best, num_bytes
+            return min(found, key=lambda option: option[0])[1]
     return None
 
 

@@ -6,8 +6,10 @@ The local tensor is replaced by its view; whoever runs the call gives the distri
 import torch
 from torch._ops import OpOverload
 
+from tritondt.errors import PropagationError
 from tritondt.ops.propagator import propagator
 from tritondt.ops.schema import OpSchema, OutputSharding
+from tritondt.placement import placements_code
 
 aten = torch.ops.aten
 
@@ -24,9 +26,15 @@ _VIEW_OF: dict[OpOverload, OpOverload] = {
 
 
 def changed_in_place(schema: OpSchema) -> OutputSharding:
-    """The decision about the view of the same arguments."""
+    """The decision about the view of the same arguments; PropagationError where elements would have to move.
+
+    Others may know the tensor's memory, which it would leave.
+    """
     view = _VIEW_OF[schema.op]
     decision = propagator.propagate(OpSchema(view, schema.args_schema, schema.kwargs_schema))
+    if decision.input_specs is not None:
+        call = f"x.redistribute(placements={placements_code(decision.input_specs[0].placements)})"
+        raise PropagationError(f"{schema} would have to move what it changes in place; ask for it first: x = {call}")
     return OutputSharding(decision.output_spec, None, decision.local or view._op)
 
 
