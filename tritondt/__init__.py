@@ -24,6 +24,7 @@ from tritondt.errors import (
 from tritondt.factories import empty, full, ones, rand, randn, zeros
 from tritondt.layout import Layout
 from tritondt.mesh import Mesh, init_device_mesh
+from tritondt.mixing import implicit_replication
 from tritondt.moving import explicit_redistribution
 from tritondt.placement import Partial, Placement, Replicate, Shard, parse_placements
 from tritondt.runnable import explain
@@ -64,6 +65,7 @@ __all__ = [
     "explain",
     "explicit_redistribution",
     "full",
+    "implicit_replication",
     "init_device_mesh",
     "ones",
     "parse_placements",

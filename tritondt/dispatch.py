@@ -13,10 +13,12 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.errors import MeshError, MixedTensorsError, PropagationError
+from tritondt.errors import MeshError, MixedTensorsError
+from tritondt.mixing import are_replicated, implicit_replication
+from tritondt.ops.fallback import decomposition_of, is_whole
 from tritondt.ops.meta import meta_of
 from tritondt.ops.propagator import ShardingPropagator
-from tritondt.ops.schema import LocalOp, OpSchema, specs_in
+from tritondt.ops.schema import LocalOp, OpSchema
 from tritondt.ops.selection import written_positions
 from tritondt.placement import Replicate
 from tritondt.signature import Compiled, Follow, Signature, Wrap, WrapAll
@@ -26,7 +28,6 @@ from tritondt.spec import DTensorSpec, TensorMeta
 MAX_SIGNATURES = 1024
 
 _NUMBERS = (int, float, complex)
-_NO_BACKWARD = -1
 _NOTHING: Mapping[str, Any] = {}
 
 
@@ -59,7 +60,7 @@ class Dispatcher:
         self._propagator = propagator
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
-        propagator.on_registration(self._operators.clear)
+        propagator.on_change(self._operators.clear)
         self.dispatch = self._made_dispatch()
 
     def num_signatures(self, op: OpOverload) -> int:
@@ -108,12 +109,14 @@ class Dispatcher:
             local_kwargs = dict(zip(names, values, strict=True))
         found = operator.signatures.get(tuple(key))
         if found is None:
-            if not self._propagator.knows(op) and _is_composite(op):
-                return _decomposed(op, args, kwargs)
-            adopted = self._with_zeros_of_autograd(args)
-            if adopted is not None:
-                return self._run_any(op, adopted, kwargs)
-            found = self._compile(op, args, kwargs)
+            if are_replicated() and any(map(self._is_plain, _flat((*args, *kwargs.values())))):
+                return self._run_any(op, *self._all_distributed(args, kwargs))
+            schema = self._schema(op, args, kwargs)
+            if not self._propagator.knows(op):
+                result = _taken_apart(schema, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            found = self._compile(schema)
             if len(operator.signatures) >= MAX_SIGNATURES:
                 del operator.signatures[next(iter(operator.signatures))]
             operator.signatures[tuple(key)] = found
@@ -122,26 +125,22 @@ class Dispatcher:
             return self._wrap(run(*local_args, **local_kwargs), spec)
         return run(local_args, local_kwargs, args, kwargs)
 
-    def _with_zeros_of_autograd(self, args: Sequence[Any]) -> Sequence[Any] | None:
-        """The arguments with plain zeros of a backward pass made distributed; None where there are none.
+    def _is_plain(self, argument: Any) -> bool:
+        """Whether an argument is a tensor of this rank alone, and no number."""
+        return isinstance(argument, torch.Tensor) and argument.ndim > 0 and not isinstance(argument, self._class)
 
-        For outputs that nobody used, autograd hands plain zeros to the backward of split, unbind and their like, in a
-        list with the gradients of those that were used.
-        """
-        if torch._C._current_graph_task_id() == _NO_BACKWARD:
-            return None
-        adopted = list(args)
-        for place, items in enumerate(args):
-            if not isinstance(items, list | tuple):
-                continue
-            specs = [item._spec for item in items if isinstance(item, self._class)]  # type: ignore[attr-defined]
-            if specs and any(_is_plain_zeros(item) for item in items):
-                adopted[place] = [self._replicated(item, specs[0]) if _is_plain_zeros(item) else item for item in items]
-        return adopted if any(new is not old for new, old in zip(adopted, args, strict=True)) else None
+    def _all_distributed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with plain tensors as replicated ones."""
+        given = _flat((*args, *kwargs.values()))
+        mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
+        whole = [Replicate()] * mesh.ndim
 
-    def _replicated(self, plain: torch.Tensor, model: DTensorSpec) -> torch.Tensor:
-        placements = [Replicate()] * model.mesh.ndim
-        return self._wrap(plain, DTensorSpec(model.mesh, placements, meta_of(plain)))
+        def distributed(argument: Any) -> Any:
+            if self._is_plain(argument):
+                return self._wrap(argument, DTensorSpec(mesh, whole, meta_of(argument)))
+            return [distributed(item) for item in argument] if isinstance(argument, list | tuple) else argument
+
+        return [*map(distributed, args)], {name: distributed(argument) for name, argument in kwargs.items()}
 
     def _operator(self, op: OpOverload) -> _Operator:
         found = self._operators.get(id(op))
@@ -176,14 +175,9 @@ class Dispatcher:
         key.append(len(items))
         return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
 
-    def _compile(
-        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]:
-        schema = self._schema(op, args, kwargs)
-        if not self._propagator.knows(op):
-            raise PropagationError(_unknown_text(schema))
+    def _compile(self, schema: OpSchema) -> tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]:
         decision = self._propagator.propagate(schema)
-        local: LocalOp = decision.local or op._op
+        local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
         runs_as_it_is = schema.mesh.coordinate is not None and not written
         runs_as_it_is &= not decision.needs_redistribute and not decision.follows
@@ -220,10 +214,6 @@ class Dispatcher:
         return OpSchema(op, tuple(map(spec_of, args)), named)
 
 
-def _is_plain_zeros(item: Any) -> bool:
-    return type(item) is torch.Tensor and item.ndim > 0 and not item.count_nonzero()
-
-
 def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
     """What of an argument that is no distributed tensor tells signatures apart."""
     if argument is None or isinstance(argument, bool):
@@ -241,6 +231,16 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
     )
 
 
+def _taken_apart(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives in terms of others; NotImplemented where nobody says how, or it is not needed."""
+    # Plain tensors that come up on the way are made of shapes and numbers: no other came with the arguments.
+    with implicit_replication():
+        if _is_composite(schema.op):
+            return _decomposed(schema.op, args, kwargs)
+        decomposition = None if is_whole(schema) else decomposition_of(schema.op)
+        return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+
+
 def _is_composite(op: OpOverload) -> bool:
     return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
@@ -255,14 +255,6 @@ def _decomposed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return op.decompose(*args, **kwargs)
     with torch._C._SetExcludeDispatchKeyGuard(key, False):
         return op.decompose(*args, **kwargs)
-
-
-def _unknown_text(schema: OpSchema) -> str:
-    specs = ", ".join(map(str, specs_in((*schema.args_schema, *schema.kwargs_schema.values()))))
-    return (
-        f"{schema.op} has no strategy for distributed tensors; it was called with {specs}. Register one with "
-        f"tritondt.ops.register_op_strategy({schema.op}, ...), or run it on every rank on x.full_tensor()"
-    )
 
 
 def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:

@@ -1,14 +1,16 @@
 """Runs a call that moves arguments, writes to them, or gives several tensors or none, as propagation decided."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch._ops import OpOverload
 
 from tritondt.comm import reading
 from tritondt.moving import move_input
+from tritondt.ops.meta import meta_of
 from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
+from tritondt.placement import Replicate
 from tritondt.spec import DTensorSpec
 
 
@@ -37,6 +39,18 @@ class Follow(Protocol):
 Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
+class _Move(NamedTuple):
+    """Where an argument is and where the operator needs it; what is written there is brought back."""
+
+    source: DTensorSpec
+    target: DTensorSpec
+    is_written: bool
+
+
+# This rank's part of an argument, what stands for it while the operator writes, and the move between both.
+_Away = tuple[torch.Tensor, torch.Tensor, _Move]
+
+
 class Signature:
     """A signature that moves arguments, writes to them, or gives several tensors or none."""
 
@@ -52,11 +66,9 @@ class Signature:
     ) -> None:
         self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
         self._follow = follow if decision.follows else None
-        self._outputs = decision.output_spec
-        self._in_mesh = schema.mesh.coordinate is not None
-        self._moves = (
-            () if decision.input_specs is None else tuple(zip(schema.args_spec, decision.input_specs, strict=True))
-        )
+        self._outputs, self._as_found = decision.output_spec, decision.as_found
+        self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
+        self._moves = () if decision.input_specs is None else tuple(_moves(schema, decision.input_specs, written))
         # One list: of several results each may be missing, as the gradient of what needs none.
         self._gives_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
         self._names = tuple(schema.kwargs_schema)
@@ -71,20 +83,25 @@ class Signature:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Moves what has to move, runs, and wraps."""
-        if self._moves:
-            moves = iter(self._moves)
-            local_args = [self._moved(argument, moves, given) for argument, given in zip(local_args, args, strict=True)]
-            local_kwargs = {name: self._moved(local_kwargs[name], moves, kwargs[name]) for name in self._names}
+        """Moves what has to move, runs, brings back what was written elsewhere than where it is, and wraps."""
         if self._writes and reading.readers:
             self._wait_for_readers(local_args, local_kwargs)
+        away: list[_Away] = []
+        if self._moves:
+            moves = iter(self._moves)
+            local_args = [
+                self._moved(argument, moves, given, away) for argument, given in zip(local_args, args, strict=True)
+            ]
+            local_kwargs = {name: self._moved(local_kwargs[name], moves, kwargs[name], away) for name in self._names}
         result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
+        for own, moved, move in away:
+            own.copy_(move_input(self._op, moved, move.target, move.source))
         if self._reshapes:
             return self._reshaped(result, args, kwargs)
         if self._writes:
             given = [_argument(args, kwargs, place, name) for place, name in self._returns]
             return given[0] if len(given) == 1 else tuple(given) if given else None
-        wrapped = self._wrapped(result, self._outputs)
+        wrapped = self._whole(result) if self._as_found else self._wrapped(result, self._outputs)
         return wrapped if self._follow is None else self._follow(wrapped, self._op, args, kwargs)
 
     def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
@@ -102,13 +119,18 @@ class Signature:
             distributed._local_tensor = local
         return distributed
 
-    def _moved(self, argument: Any, moves: Iterator[tuple[DTensorSpec, DTensorSpec]], given: Any) -> Any:
+    def _moved(self, argument: Any, moves: "Iterator[_Move]", given: Any, away: "list[_Away]") -> Any:
         if isinstance(given, list | tuple):
-            return [self._moved(item, moves, of) for item, of in zip(argument, given, strict=True)]
+            return [self._moved(item, moves, of, away) for item, of in zip(argument, given, strict=True)]
         if not isinstance(given, torch.Tensor):
             return argument
-        source, target = next(moves)
-        return argument if source is target else move_input(self._op, argument, source, target)
+        move = next(moves)
+        if move.source is move.target:
+            return argument
+        moved = move_input(self._op, argument, move.source, move.target)
+        if move.is_written:
+            away.append((argument, moved, move))
+        return moved
 
     def _wrapped(self, result: Any, specs: OutputSpecs) -> Any:
         if isinstance(specs, DTensorSpec):
@@ -121,6 +143,21 @@ class Signature:
             return tuple(None if spec is None else self._wrap(_empty(spec), spec) for spec in specs)
         pairs = zip(result, specs, strict=True)
         return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
+
+    def _whole(self, result: Any) -> Any:
+        """Results whole on every rank, as they are; a rank outside the mesh knows no shapes and gets empty tensors."""
+        if not self._in_mesh:
+            count = len(self._op._schema.returns)
+            result = tuple(torch.empty((0,), device=self._mesh.device_type) for _ in range(count))
+            result = result[0] if count == 1 else result
+        if isinstance(result, torch.Tensor):
+            return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
+        return tuple(map(self._whole, result)) if isinstance(result, list | tuple) else result
+
+
+def _moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> "Iterator[_Move]":
+    for place, (source, target) in enumerate(zip(schema.args_spec, targets, strict=True)):
+        yield _Move(source, target, place in written)
 
 
 def _empty(spec: DTensorSpec) -> torch.Tensor:

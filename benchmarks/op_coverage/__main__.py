@@ -1,6 +1,6 @@
 """How many of torch's operators run on distributed tensors, where, and whether they are right.
 
-    python -m benchmarks.op_coverage [--ops PATTERN] [--trials N] [--json [FILE]]
+    python -m benchmarks.op_coverage [--ops PATTERN] [--trials N] [--fallback raise|replicate] [--json [FILE]]
     python -m benchmarks.op_coverage --ops NAME --trial K    # that one trial again, in this process
 
 Every operator of torch's own database (op_db) that takes a tensor and is neither random nor sparse, on 2 and 3 ranks in
@@ -27,10 +27,15 @@ from benchmarks.op_coverage.workers import measure_all
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import num_cores
 from tritondt.cli.surroundings import surroundings
+from tritondt.ops import set_fallback
+from tritondt.ops.fallback import MODES, Mode
 
 _ALWAYS = "right always"
 # What the benchmark is to show.
-_TARGETS = {"right always": 560, "sends_nothing": 480}
+_TARGETS: dict[Mode, dict[str, int]] = {
+    "raise": {"right always": 560, "sends_nothing": 480},
+    "replicate": {"right always": 600},
+}
 
 
 def _tell(console: Console, found: Measured) -> None:
@@ -70,28 +75,33 @@ def _again(names: Sequence[str], trial: int) -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--ops", "pattern", default="*", help="Operators to measure, as a pattern such as 'linalg.*'.")
 @click.option("--trials", type=click.IntRange(min=1), default=10, help="Random trials of each operator.")
+@click.option("--fallback", type=click.Choice(MODES), default="raise", help="What runs without a strategy.")
 @click.option("--processes", type=click.IntRange(min=1), default=num_cores(), help="Processes that measure.")
 @click.option("--limit", type=float, default=120, help="Seconds for one operator, after which it is given up.")
 @click.option("--trial", type=int, default=None, help="Run this one trial again, in this process, and print it.")
 @json_option
-def main(pattern: str, trials: int, processes: int, limit: float, trial: int | None, json_to: str | None) -> None:
+def main(
+    pattern: str, trials: int, fallback: Mode, processes: int, limit: float, trial: int | None, json_to: str | None
+) -> None:
     """Run torch's operators on distributed tensors and hold them against one device."""
     torch.set_num_threads(1)
     names = matching(pattern)
     if not names:
         raise click.UsageError(f"--ops {pattern!r} names no operator")
     if trial is not None:
+        set_fallback(fallback)
         _again(names, trial)
         return
     console, started = Console(stderr=is_printed(json_to)), time.monotonic()
     found = measure_all(
         names,
         trials,
+        fallback,
         num_processes=processes,
         limit_s=limit,
         on_measured=lambda measured: _tell(console, measured),
     )
-    counts, targets = _summary(found), _TARGETS
+    counts, targets = _summary(found), _TARGETS[fallback]
     table = Table("of torch's operators", "count", "at least")
     for name, number in counts.items():
         table.add_row(name, str(number), str(targets[name]) if name in targets else "")
@@ -100,6 +110,7 @@ def main(pattern: str, trials: int, processes: int, limit: float, trial: int | N
         "benchmark": "op_coverage",
         **surroundings(),
         "trials": trials,
+        "fallback": fallback,
         "seconds": round(time.monotonic() - started, 1),
         "counts": counts,
         "targets": targets,

@@ -18,6 +18,7 @@ from tritondt.comm.threads import run_ranks
 
 RIGHT, RAISES, WRONG = "right", "raises", "wrong"
 _MIXED_TOLERANCE = 1e-4
+_PLAIN = "the right values on every rank, but no distributed tensor:"
 
 
 class NotMeasuredError(Exception):
@@ -161,7 +162,7 @@ def _on_rank(
     for place, (found, of) in enumerate(zip(leaves, expected.results, strict=True)):
         difference = _difference(found, of, tolerance)
         if difference:
-            return Outcome(WRONG, f"result {place}: {difference}")
+            return _failure(f"result {place}: {difference}")
     for place, (tensor, of) in enumerate(zip(mine, expected.tensors, strict=True)):
         difference = _difference(tensor, of, tolerance) if expected.written[place] else ""
         if difference:
@@ -188,7 +189,7 @@ def _gradients_on_rank(case: Case, mine: Sequence[Any], results: Any, mesh: T.Me
             return Outcome(WRONG, f"gradient {place} is {tensor.grad}, expected {gradient}")
         difference = "" if gradient is None else _difference(tensor.grad, gradient, _tolerance(case, exact=False))
         if difference:
-            return Outcome(WRONG, f"gradient {place}: {difference}")
+            return _failure(f"gradient {place}: {difference}")
     return Outcome(RIGHT)
 
 
@@ -202,6 +203,11 @@ def _attempt(function: Callable[[], Any]) -> tuple[Any, Outcome | None]:
 
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _failure(text: str) -> Outcome:
+    """A plain tensor of the right values is not right, but nor is it silently wrong: what meets it next raises."""
+    return Outcome(RAISES if _PLAIN in text else WRONG, text)
 
 
 def _tolerance(case: Case, *, exact: bool = True) -> float | None:
@@ -220,7 +226,8 @@ def _difference(found: Any, expected: Any, tolerance: float | None) -> str:
             return "" if found == expected or abs(found - expected) <= 1e-7 else f"{found}, expected {expected}"
         return "" if found == expected else f"{found}, expected {expected}"
     if not isinstance(found, T.DTensor):
-        return f"a {type(found).__name__}, expected a distributed tensor"
+        same = isinstance(found, torch.Tensor) and torch.equal(found, expected)
+        return f"{_PLAIN if same else 'other values, and'} a {type(found).__name__}"
     spec, local = found._spec, found._local_tensor
     if tuple(local.shape) != spec.local_shape:
         return f"a local tensor of shape {tuple(local.shape)} under {spec}, which has {spec.local_shape} here"

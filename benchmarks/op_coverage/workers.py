@@ -12,6 +12,8 @@ import torch
 from benchmarks.op_coverage.measuring import Measured, measure
 from benchmarks.op_coverage.operators import operators
 from benchmarks.op_coverage.trial import RAISES, Outcome
+from tritondt.ops import set_fallback
+from tritondt.ops.fallback import Mode
 
 _READY = "ready"
 
@@ -19,8 +21,8 @@ _READY = "ready"
 class _Worker:
     """A process that measures one operator at a time, started anew when it had to be stopped."""
 
-    def __init__(self, num_trials: int) -> None:
-        self._arguments = (num_trials,)
+    def __init__(self, num_trials: int, fallback: str) -> None:
+        self._arguments = (num_trials, fallback)
         self.name: str | None = None
         self._start()
 
@@ -60,8 +62,9 @@ class _Worker:
         self.connection.close()
 
 
-def _serve(connection: Connection, num_trials: int) -> None:
+def _serve(connection: Connection, num_trials: int, fallback: Mode) -> None:
     torch.set_num_threads(1)
+    set_fallback(fallback)
     known = operators()
     connection.send(_READY)
     while True:
@@ -71,6 +74,7 @@ def _serve(connection: Connection, num_trials: int) -> None:
 def measure_all(
     names: Sequence[str],
     num_trials: int,
+    fallback: str,
     *,
     num_processes: int,
     limit_s: float,
@@ -78,12 +82,7 @@ def measure_all(
 ) -> list[Measured]:
     """All operators, each within `limit_s` seconds, in the order of `names`."""
     left, found = list(reversed(names)), dict[str, Measured]()
-    workers = [
-        _Worker(
-            num_trials,
-        )
-        for _ in range(min(num_processes, len(names)))
-    ]
+    workers = [_Worker(num_trials, fallback) for _ in range(min(num_processes, len(names)))]
     while left or any(worker.name for worker in workers):
         for worker in workers:
             if worker.name is None and left:

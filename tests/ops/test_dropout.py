@@ -121,10 +121,12 @@ def test_native_dropout_and_its_gradient_use_one_mask(text):
         torch.testing.assert_close(grad, mask / 0.75)
 
 
-def test_terms_of_a_sum_cannot_be_filled():
+def test_terms_of_a_sum_are_filled_with_what_adds_up_to_the_numbers():
     def body(rank):
-        with pytest.raises(T.PropagationError, match="no layout leaves what the operator writes to as it is"):
-            ones((2,), "P").uniform_()
+        terms = ones((2,), "P").uniform_()
+        assert terms.placements == (T.Partial(),)
+        assert whole(terms).min() > 0
+        assert whole(terms).max() < 1
         assert FILLED["rand_like"](ones((2,), "P")).placements == (T.Replicate(),)
 
     run_ranks(2, body)

@@ -152,8 +152,10 @@ def test_pending_sums_pass_through_what_is_linear():
             for tensor in found:
                 assert any(placement.is_partial() for placement in tensor.placements) is stays
             compare(list(found), list(expected))
-        with pytest.raises(T.PropagationError, match=r"_foreach_sqrt_.*no layout leaves what the operator writes to"):
-            torch._foreach_sqrt_(x)
+        before = [tensor.placements for tensor in x]
+        torch._foreach_exp_(x)
+        assert [tensor.placements for tensor in x] == before
+        compare(list(x), list(torch._foreach_exp(first)))
 
     run_ranks(4, body)
 

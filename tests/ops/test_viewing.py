@@ -1,4 +1,4 @@
-"""Views whose shards cannot stay: they move the cheapest way, are refused where nothing may, and follow their tensor."""
+"""Views whose shards cannot stay: they move the cheapest way, are refused where nothing may, follow their tensor."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ MOVED = [
 @pytest.mark.parametrize(("function", "shape", "text", "needed"), MOVED)
 def test_what_has_to_move_goes_the_cheapest_way_and_is_counted(function, shape, text, needed):
     check(function, Case((4,), (numbers(*shape),), (text,)), exact=True)
-    moved = []
+    moved: list[events.InputMoved] = []
     unsubscribe = events.subscribe(moved.append, events.InputMoved)
     try:
         run_ranks(4, lambda rank: function(distribute(numbers(*shape), T.Mesh((4,)), text)))

@@ -33,6 +33,7 @@ from tritondt.ops.schema import (
 
 register_op_strategy = propagator.register_op_strategy
 register_sharding_prop_rule = propagator.register_sharding_prop_rule
+set_fallback = propagator.fallback.set
 
 __all__ = [
     "AxisStrategy",
@@ -48,4 +49,5 @@ __all__ = [
     "propagator",
     "register_op_strategy",
     "register_sharding_prop_rule",
+    "set_fallback",
 ]

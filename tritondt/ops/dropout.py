@@ -55,12 +55,13 @@ def _seeded(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     localize=_seeded,
 )
 def filled(schema: OpSchema) -> list[AxisStrategy]:
-    """Every part draws its own numbers; terms of a sum are not drawn, and as a target they are refused."""
-    return [
+    """Every part draws its own numbers; terms of a sum are not drawn."""
+    found = [
         AxisStrategy((placement,), (Replicate() if isinstance(placement, Partial) else placement,), exact=True)
         for placement in dict.fromkeys(schema.args_spec[0].placements)
         if not (schema.is_inplace and isinstance(placement, Partial))
     ]
+    return [*found, AxisStrategy((Replicate(),), (Replicate(),))]
 
 
 @strategy_of(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
+from tritondt.ops.fallback import Fallback
 from tritondt.ops.pointwise import is_pointwise, pointwise_strategy
 from tritondt.ops.schema import (
     LocalizeFunction,
@@ -36,11 +37,16 @@ class ShardingPropagator:
         self.op_strategy_funcs: dict[OpOverload, StrategyFunction] = {}
         self.op_to_schema_info: dict[OpOverload, RuntimeSchemaInfo] = {}
         self.op_to_localize: dict[OpOverload, LocalizeFunction] = {}
-        self._on_registration: list[Callable[[], None]] = []
+        self.fallback = Fallback(self._changed)
+        self._on_change: list[Callable[[], None]] = []
 
-    def on_registration(self, callback: Callable[[], None]) -> None:
-        """Calls back at every registration: whoever keeps decisions drops them then."""
-        self._on_registration.append(callback)
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Calls back when decisions may change, as at every registration: whoever keeps decisions drops them then."""
+        self._on_change.append(callback)
+
+    def _changed(self) -> None:
+        for callback in self._on_change:
+            callback()
 
     def register_sharding_prop_rule(
         self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None
@@ -71,8 +77,7 @@ class ShardingPropagator:
         """Takes back what was registered for `op`."""
         for table in (self.op_to_rules, self.op_strategy_funcs, self.op_to_schema_info, self.op_to_localize):
             table.pop(op, None)
-        for callback in self._on_registration:
-            callback()
+        self._changed()
 
     def knows(self, op: OpOverload) -> bool:
         """Whether there is a strategy or a rule for `op`, or torch says that it is pointwise."""
@@ -87,6 +92,8 @@ class ShardingPropagator:
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
         """The decision about a call; PropagationError where the operator cannot be laid out as asked."""
+        if not self.knows(schema.op):
+            return self.fallback.decide(schema)
         rule = self.op_to_rules.get(schema.op)
         if rule is not None:
             return rule(schema)

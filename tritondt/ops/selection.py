@@ -64,11 +64,11 @@ def select_for_axis(
     strategies: Sequence[AxisStrategy],
     specs: Sequence[DTensorSpec],
     axis: int,
-    fixed: Sequence[int],
+    fixed: Sequence[int] = (),
 ) -> AxisStrategy | None:
     """The cheapest strategy for one axis, the first among equals; None where there is none.
 
-    Arguments whose positions are in `fixed` are written to and must stay as they are.
+    Arguments whose positions are in `fixed` must stay as they are.
     """
     current = tuple(spec.placements[axis] for spec in specs)
     size = specs[0].mesh.shape[axis] if specs else 1
@@ -101,15 +101,19 @@ def common_order(specs: Sequence[DTensorSpec]) -> tuple[int, ...] | None:
 def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> OutputSharding:
     """Lays out a call by the strategies offered for each axis; PropagationError where none fits.
 
-    Where the cuts chosen on several axes do not nest in one dim, strategies that shard an argument are left out.
+    What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
+    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out.
     """
     specs = schema.args_spec
     order = common_order(specs)
     fixed = written_positions(schema)
-    chosen = [select_for_axis(offered, specs, axis, fixed) for axis, offered in enumerate(strategies)]
+    chosen = [
+        select_for_axis(offered, specs, axis, fixed) or select_for_axis(offered, specs, axis)
+        for axis, offered in enumerate(strategies)
+    ]
     found = [strategy for strategy in chosen if strategy is not None]
     if len(found) < len(chosen):
-        raise PropagationError(_nothing_fits(schema, chosen.index(None), fixed))
+        raise PropagationError(f"{schema}: no strategy fits axis {chosen.index(None)}")
     try:
         wanted = _wanted(specs, found, order)
         placements = tuple(zip(*(strategy.outputs for strategy in found), strict=True))
@@ -125,15 +129,6 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
 
 def _shards(strategy: AxisStrategy) -> bool:
     return any(isinstance(placement, Shard) for placement in strategy.inputs)
-
-
-def _nothing_fits(schema: OpSchema, axis: int, fixed: Sequence[int]) -> str:
-    if fixed:
-        return (
-            f"{schema}: on axis {axis} no layout leaves what the operator writes to as it is; redistribute it first, "
-            "or use the operator that makes a new tensor"
-        )
-    return f"{schema}: no strategy fits axis {axis}"
 
 
 def _wanted(

@@ -1,0 +1,52 @@
+"""Which plain tensors may stand beside distributed ones: those that are surely alike on every rank."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+_NO_BACKWARD = -1
+_PACKAGE = __name__.partition(".")[0]
+
+_allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=False)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Takes plain tensors beside distributed ones, within, for replicated: every rank must hold the same.
+
+    Nothing is checked. Elsewhere only plain tensors without dims are taken so, others raise MixedTensorsError. Holds
+    for the calling thread.
+
+        with tritondt.implicit_replication():
+            y = x + torch.arange(x.shape[-1])
+    """
+    token = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def are_replicated() -> bool:
+    """Whether plain tensors of the call that is dispatched count as replicated.
+
+    Within `implicit_replication()`, and where autograd itself calls: what its formulas make, they make of shapes and
+    numbers.
+    """
+    return _allowed.get() or _is_called_by_autograd()
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether no Python code stands between autograd's engine and the dispatch of an operator."""
+    if torch._C._current_graph_task_id() == _NO_BACKWARD:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+        frame = frame.f_back
+    # Engine threads of devices have no Python below.
+    return frame is None or frame.f_code is _engine_run_backward.__code__
