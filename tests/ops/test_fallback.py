@@ -46,9 +46,9 @@ def test_without_a_strategy_the_call_is_named_that_makes_it_run(unknown):
             unknown.turned(x)
         assert str(caught.value) == (
             "tritondt_unknown.turned.default has no strategy for distributed tensors; it was called with (S0) of "
-            "(4, 6) float64. Register one with tritondt.ops.register_op_strategy(tritondt_unknown.turned.default, ...), or "
-            "gather its arguments, each by x.redistribute(placements=[Replicate()]), or let that happen for every such "
-            "operator: tritondt.ops.set_fallback('replicate')"
+            "(4, 6) float64. Register one with tritondt.ops.register_op_strategy(tritondt_unknown.turned.default, "
+            "...), or gather its arguments, each by x.redistribute(placements=[Replicate()]), or let that happen for "
+            "every such operator: tritondt.ops.set_fallback('replicate')"
         )
         torch.testing.assert_close(whole(unknown.turned(x.redistribute(placements=[T.Replicate()]))), X.flip(0))
 
