@@ -2,7 +2,9 @@
 
 # Importing a family registers its operators.
 from tritondt.ops import (  # noqa: F401
+    along_one_dim,
     attention,
+    batched_linalg,
     completed_reductions,
     dropout,
     foreach,
@@ -16,6 +18,8 @@ from tritondt.ops import (  # noqa: F401
     normalization,
     reductions,
     slicing,
+    spatial,
+    spectral,
     views,
     views_in_place,
 )

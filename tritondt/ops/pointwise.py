@@ -3,7 +3,8 @@
 A dim may be sharded wherever an argument is; a Partial passes through what is linear in it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch._ops import OpOverload
@@ -19,24 +20,40 @@ _LINEAR_IN_FIRST: frozenset[OpOverload] = frozenset({
     *(aten.neg.default, aten.neg_.default),
     *(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar),
     *(aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar),
-    *(aten.real.default, aten.imag.default),
+    *(aten.real.default, aten.imag.default, aten.positive.default, aten.conj_physical.default),
 })  # fmt: skip
 _LINEAR_IN_SECOND: frozenset[OpOverload] = frozenset({aten.mul.Tensor})
 # All together: terms of the one add to terms of the other.
 _ADDITIVE: frozenset[OpOverload] = frozenset({
     *(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor),
+})  # fmt: skip
+_TOGETHER: Mapping[OpOverload, tuple[tuple[int, ...], ...]] = {
+    aten.where.self: ((1, 2),),
+    **dict.fromkeys((aten.lerp.Scalar, aten.lerp_.Scalar, aten.complex.default), ((0, 1),)),
+}
 
+
+# Treat every element alike, though torch 2.13 does not tag them.
+_UNTAGGED = frozenset({
+    *("_add_relu", "_conj_copy", "_masked_scale", "_prelu_kernel", "_prelu_kernel_backward", "_standard_gamma_grad"),
+    *("complex", "copy", "elu_backward", "floor_divide", "hardshrink_backward", "hardsigmoid_backward", "hardswish"),
+    *("hardswish_backward", "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward"),
+    *("log_sigmoid_backward", "polar", "rrelu_with_noise_backward", "rsub", "softplus_backward"),
+    *("softshrink_backward", "isin.Tensor_Scalar", "isin.Scalar_Tensor", "masked_fill.Tensor", "fill"),
 })  # fmt: skip
 
 
+@lru_cache(maxsize=4096)
 def is_pointwise(op: OpOverload) -> bool:
-    """Whether torch tags `op` as pointwise, or the operator that it is the in-place form of.
+    """Whether torch tags `op` as pointwise, or the operator that it is the in-place form of, or we know that it is.
 
-    torch 2.13 leaves the tag off 25 of the latter, masked_fill_ among them.
+    torch 2.13 leaves the tag off 25 of the former, masked_fill_ among them.
     """
     if torch.Tag.pointwise in op.tags:
         return True
     namespace, _, name = op._schema.name.partition("::")
+    if namespace == "aten" and not _UNTAGGED.isdisjoint((name, f"{name}.{op._overloadname}")):
+        return True
     if not name.endswith("_") or name.endswith("__"):
         return False
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
@@ -87,7 +104,9 @@ def pointwise_strategies(
 
 def linear_groups(op: OpOverload, num_tensors: int) -> list[Sequence[int]]:
     """Which arguments of `op` may be Partial together, the result being Partial alike."""
-    groups: list[Sequence[int]] = []
+    groups: list[Sequence[int]] = list(_TOGETHER.get(op, ()))
+    if op._schema.name.endswith("_backward") and op._schema.arguments[0].name.startswith("grad"):
+        groups.append((0,))
     # A number that is added belongs to one term only: with a single tensor nothing passes through.
     if op in _ADDITIVE and num_tensors > 1:
         groups.append(range(num_tensors))
@@ -101,4 +120,5 @@ def linear_groups(op: OpOverload, num_tensors: int) -> list[Sequence[int]]:
 def pointwise_strategy(schema: OpSchema) -> list[AxisStrategy]:
     """What `propagator` uses for every operator that torch tags as pointwise."""
     specs = schema.args_spec
-    return pointwise_strategies(specs, linear_in=linear_groups(schema.op, len(specs)))
+    groups = linear_groups(schema.op, len(specs))
+    return pointwise_strategies(specs, linear_in=groups, num_outputs=len(schema.op._schema.returns))
