@@ -164,6 +164,11 @@ def test_users_register_rules_and_a_registration_replaces_what_was_decided(cumul
     found = []
     register_sharding_prop_rule(cumulative, pointwise_rule)
     alone(lambda mesh: found.append(cumulative(sharded(mesh)).placements))
+    with pytest.raises(
+        T.PropagationError, match=r"was given pointwise_rule \(.*rules.py:\d+\) already and is given .*lambda"
+    ):
+        register_op_strategy(cumulative, lambda schema: [])
+    propagator.forget(cumulative)
     register_sharding_prop_rule(cumulative, lambda schema: einop_rule("ij->ij", schema, enforce_sharding={"i": -1}))
     alone(lambda mesh: found.append(cumulative(sharded(mesh)).placements))
     assert found == [(T.Shard(0),)] * 2 + [(T.Replicate(),)] * 2

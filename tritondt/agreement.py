@@ -1,6 +1,7 @@
 """Checks that all ranks mean the same tensor, before they build on it."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
@@ -94,3 +95,14 @@ def _below_terms(placement: Placement) -> Placement:
     if isinstance(placement, Partial):
         return Shard(0)
     return replace(placement, dim=placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
+def lengths_on_all(mesh: Mesh, own: Sequence[int]) -> list[list[int]]:
+    """A few numbers of every rank of the mesh, by its position: a collective call."""
+    if mesh.coordinate is None:
+        return [list(own)] * len(mesh.ranks)
+    placements: list[Placement] = [Shard(0)] * mesh.ndim
+    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.int64))
+    local = torch.tensor([list(own)], dtype=torch.int64, device=mesh.device_type)
+    found: list[list[int]] = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim)).tolist()
+    return found

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tritondt import events, identity
+from tritondt.checking import check_against_single_device
 from tritondt.comm import world
 from tritondt.dtensor import DTensor
 from tritondt.events import InputMoved, StepRan
@@ -29,6 +30,7 @@ from tritondt.placement import Placement, placements_text
 __all__ = [
     "CommDebugMode",
     "Count",
+    "check_against_single_device",
     "explicit_redistribution",
     "sharding_text",
     "visualize_sharding",

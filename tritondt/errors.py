@@ -49,5 +49,9 @@ class ImplicitRedistributionError(PropagationError):
     """A redistribution that was not asked for, within `explicit_redistribution()`."""
 
 
+class DifferenceError(TritondtError, AssertionError):
+    """An operator that gives other values on distributed tensors than on one device."""
+
+
 class ParallelizeError(TritondtError, ValueError):
     """A plan that does not fit its module or mesh; names the module, what was found and what is allowed."""

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import _engine_run_backward
 
 _NO_BACKWARD = -1
-_PACKAGE = __name__.partition(".")[0]
+_OWN = (__name__.partition(".")[0], "torch")
 
 _allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=False)
 
@@ -42,11 +42,17 @@ def are_replicated() -> bool:
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether no Python code stands between autograd's engine and the dispatch of an operator."""
+    """Whether no code of the user's stands between autograd's engine and the dispatch of an operator.
+
+    Dispatch modes may: they are handed what the engine asks for.
+    """
     if torch._C._current_graph_task_id() == _NO_BACKWARD:
         return False
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == _PACKAGE:
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _OWN and frame.f_code.co_name != "__torch_dispatch__":
+            return False
         frame = frame.f_back
     # Engine threads of devices have no Python below.
-    return frame is None or frame.f_code is _engine_run_backward.__code__
+    return True

@@ -72,7 +72,9 @@ class Signature:
         # One list: of several results each may be missing, as the gradient of what needs none.
         self._gives_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
         self._names = tuple(schema.kwargs_schema)
-        self._writes, self._written = bool(written), frozenset(written)
+        self._written = frozenset(written)
+        # An operator may write to arguments and give new tensors, as batch norm does.
+        self._gives_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
         self._reshapes = torch.Tag.inplace_view in schema.op.tags
         self._returns = tuple(_returned(schema.op))
 
@@ -84,7 +86,7 @@ class Signature:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Moves what has to move, runs, brings back what was written elsewhere than where it is, and wraps."""
-        if self._writes and reading.readers:
+        if self._written and reading.readers:
             self._wait_for_readers(local_args, local_kwargs)
         away: list[_Away] = []
         if self._moves:
@@ -98,7 +100,7 @@ class Signature:
             own.copy_(move_input(self._op, moved, move.target, move.source))
         if self._reshapes:
             return self._reshaped(result, args, kwargs)
-        if self._writes:
+        if self._gives_arguments:
             given = [_argument(args, kwargs, place, name) for place, name in self._returns]
             return given[0] if len(given) == 1 else tuple(given) if given else None
         wrapped = self._whole(result) if self._as_found else self._wrapped(result, self._outputs)

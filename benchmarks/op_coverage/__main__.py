@@ -73,7 +73,7 @@ def _again(names: Sequence[str], trial: int) -> None:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--ops", "pattern", default="*", help="Operators to measure, as a pattern such as 'linalg.*'.")
+@click.option("--ops", "pattern", default="*", help="Operators to measure, as patterns: 'linalg.*,einsum'.")
 @click.option("--trials", type=click.IntRange(min=1), default=10, help="Random trials of each operator.")
 @click.option("--fallback", type=click.Choice(MODES), default="raise", help="What runs without a strategy.")
 @click.option("--processes", type=click.IntRange(min=1), default=num_cores(), help="Processes that measure.")

@@ -109,9 +109,9 @@ def operators() -> dict[str, Operator]:
     return {operator.name: operator for operator in _measured()}
 
 
-def matching(pattern: str) -> list[str]:
-    """The names that match a pattern such as 'linalg.*'."""
-    return [name for name in operators() if fnmatch(name, pattern)]
+def matching(patterns: str) -> list[str]:
+    """The names that match one of several patterns, such as 'linalg.*,einsum'."""
+    return [name for name in operators() if any(fnmatch(name, pattern) for pattern in patterns.split(","))]
 
 
 def _measured() -> Iterator[Operator]:

@@ -86,6 +86,20 @@ def test_what_is_written_to_is_brought_back(unknown):
             check(lambda x: unknown.turn_(x.clone()), Case((2,), (X,), (text,)), expect=text)
 
 
+def test_what_writes_goes_by_what_makes_a_new_tensor():
+    for text in ("S0", "S1", "P"):
+        check(lambda x: x.clone().cumsum_(1), Case((2,), (X,), (text,)), expect=text)
+        check(lambda x: torch.mm(x, x.T, out=x.new_zeros(4, 4)), Case((2,), (X,), (text,)))
+        check(lambda x: torch.cumsum(x, 0, out=x.clone()), Case((2,), (X,), (text,)), expect=text)
+
+    def body(rank):
+        x = distribute(X, T.Mesh((2,)), "S0")
+        with pytest.raises(T.PropagationError, match=r"gives shape \(4, 4\), and writes it to one of \(4, 6\)"):
+            torch.mm(x, x.T, out=x.clone())
+
+    run_ranks(2, body)
+
+
 def test_a_fallback_that_is_not_known():
     with pytest.raises(T.PropagationError, match="'gather' is not known; allowed are 'raise' and 'replicate'"):
         set_fallback("gather")  # type: ignore[arg-type]

@@ -1,29 +1,7 @@
 """How operators act on distributed tensors: strategies, rules and the propagator that chooses among them."""
 
-# Importing a family registers its operators.
-from tritondt.ops import (  # noqa: F401
-    along_one_dim,
-    attention,
-    batched_linalg,
-    completed_reductions,
-    dropout,
-    foreach,
-    foreach_reductions,
-    fused,
-    identity,
-    indexing,
-    joining,
-    loss,
-    matrix,
-    normalization,
-    reductions,
-    slicing,
-    spatial,
-    spectral,
-    views,
-    views_in_place,
-)
 from tritondt.ops.propagator import ShardingPropagator, propagator
+from tritondt.ops.registration import register_sharding
 from tritondt.ops.rules import einop_rule, pointwise_rule
 from tritondt.ops.schema import (
     AxisStrategy,
@@ -52,6 +30,7 @@ __all__ = [
     "pointwise_rule",
     "propagator",
     "register_op_strategy",
+    "register_sharding",
     "register_sharding_prop_rule",
     "set_fallback",
 ]

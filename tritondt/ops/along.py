@@ -56,10 +56,12 @@ def along_strategies(
     given = [(name, spec) for name, spec in zip(names, tensors, strict=True) if spec is not None]
     num_dims, num_outputs = given[0][1].ndim, len(schema.op._schema.returns)
     places = places_of_kept(dims, num_dims, not reduces or _keeps_dims(schema))
+    along = [spec for name, spec in given if name not in whole]
     found = []
     for dim, place in places.items():
-        length = max((spec.shape[dim - num_dims] for _, spec in given if spec.ndim >= num_dims - dim), default=0)
-        inputs = tuple(Replicate() if name in whole else _aligned(spec, dim - num_dims, length) for name, spec in given)
+        from_end = dim - num_dims
+        length = max((spec.shape[from_end] for spec in along if spec.ndim >= -from_end), default=0)
+        inputs = tuple(Replicate() if name in whole else _aligned(spec, from_end, length) for name, spec in given)
         found.append(AxisStrategy(inputs, (Shard(place),) * num_outputs))
     everywhere: tuple[Placement, ...] = (Replicate(),) * len(given)
     for partial in partial_ops([spec for _, spec in given]):
@@ -106,7 +108,7 @@ def lay_out_along(
                 None if sizes is None else with_local_sizes(op, sizes, outputs)
             )
 
-        propagator.register_op_strategy(op, strategy, localize=localize)
+        propagator.set_strategy(op, strategy, localize=localize)
 
 
 def _overloads(name: str) -> list[OpOverload]:

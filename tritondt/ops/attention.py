@@ -109,7 +109,7 @@ def attention(schema: OpSchema) -> OutputSharding:
 def _register() -> None:
     for name in _RESULT_ROLES:
         if hasattr(aten, name):
-            propagator.register_sharding_prop_rule(getattr(aten, name).default, attention)
+            propagator.set_rule(getattr(aten, name).default, attention)
 
 
 _register()

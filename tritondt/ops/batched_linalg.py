@@ -22,7 +22,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("linalg_lu", "linalg_lu_factor_ex", "linalg_ldl_factor_ex"), "*.."),
     "linalg_pinv.atol_rtol_tensor": "*..,*,*",
     **dict.fromkeys(("linalg_householder_product", "lu_unpack"), "*..,*."),
-    **dict.fromkeys(("linalg_lstsq", "triangular_solve"), "*..,*.."),
+    "triangular_solve": "*..,*..",
     "ormqr": "*..,*.,*..",
 }
 # Those that are linear in the tensor at a place.
@@ -88,4 +88,4 @@ def _local_check(schema: OpSchema) -> LocalOp:
 
 
 _register()
-propagator.register_sharding_prop_rule(aten._linalg_check_errors.default, _checked)
+propagator.set_rule(aten._linalg_check_errors.default, _checked)

@@ -184,4 +184,4 @@ def _compared(schema: OpSchema) -> OutputSharding:
     return OutputSharding(None, None if wanted == (first, second) else wanted, equal)
 
 
-propagator.register_sharding_prop_rule(aten.equal.default, _compared)
+propagator.set_rule(aten.equal.default, _compared)

@@ -169,7 +169,7 @@ def lay_out(
     def localize(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
         return given_for_nothing(schema, outputs) or (None if sizes is None else with_local_sizes(op, sizes, outputs))
 
-    propagator.register_op_strategy(op, strategy, localize=localize)
+    propagator.set_strategy(op, strategy, localize=localize)
 
 
 def with_local_sizes(op: OpOverload, name: str, outputs: OutputSpecs) -> LocalOp | None:

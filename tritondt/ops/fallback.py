@@ -15,8 +15,9 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tritondt.errors import PropagationError
+from tritondt.ops.apart import DECOMPOSITIONS, written_by_functional
 from tritondt.ops.meta import propagate_tensor_meta
-from tritondt.ops.schema import OpSchema, OutputSharding
+from tritondt.ops.schema import OpSchema, OutputSharding, OutputSpecs
 from tritondt.placement import Replicate, placements_code
 from tritondt.spec import DTensorSpec, TensorMeta
 
@@ -54,7 +55,8 @@ class Fallback:
         """
         if is_whole(schema):
             return gathered(schema)
-        if self.mode == "raise":
+        # What changes its own shape would leave the memory that others know.
+        if self.mode == "raise" or torch.Tag.inplace_view in schema.op.tags:
             raise PropagationError(unknown_text(schema))
         if schema.op not in self._told:
             self._told.add(schema.op)
@@ -76,19 +78,21 @@ class Restored:
 
 
 def gathered(schema: OpSchema) -> OutputSharding:
-    """Every tensor whole on every rank, before and after."""
+    """Every tensor whole on every rank, before and after; views of what has to move for that follow it."""
     replicated = [Replicate()] * schema.mesh.ndim
     inputs = tuple(spec.with_placements(replicated) for spec in schema.args_spec)
     moved = None if inputs == schema.args_spec else inputs
+    follows = schema.is_view and moved is not None
     try:
         metas = propagate_tensor_meta(schema)
     except _SHAPES_UNKNOWN:
-        return OutputSharding(None, moved, as_found=True)
-    if metas is None or isinstance(metas, TensorMeta):
-        return OutputSharding(None if metas is None else DTensorSpec(schema.mesh, replicated, metas), moved)
-    return OutputSharding(
-        [None if meta is None else DTensorSpec(schema.mesh, replicated, meta) for meta in metas], moved
-    )
+        return OutputSharding(None, moved, as_found=True, follows=follows)
+    outputs: OutputSpecs = None
+    if isinstance(metas, TensorMeta):
+        outputs = DTensorSpec(schema.mesh, replicated, metas)
+    elif metas is not None:
+        outputs = [None if meta is None else DTensorSpec(schema.mesh, replicated, meta) for meta in metas]
+    return OutputSharding(outputs, moved, follows=follows)
 
 
 def is_whole(schema: OpSchema) -> bool:
@@ -99,9 +103,15 @@ def is_whole(schema: OpSchema) -> bool:
 
 @lru_cache(maxsize=1024)
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """What torch computes `op` by, in terms of other operators; None where there is nothing, and for views."""
+    """What `op` can be computed by, in terms of other operators; None where there is nothing, and for views.
+
+    Those of `apart` come first, then torch's. What writes to an argument is computed by the operator that does not.
+    """
+    own = DECOMPOSITIONS.get(op)
+    if own is not None:
+        return own
     if any(argument.alias_info is not None for argument in op._schema.arguments):
-        return None
+        return written_by_functional(op)
     # Loading them takes a second, which programs whose operators all have strategies save.
     found = import_module("torch._decomp").decomposition_table.get(op)
     return found if getattr(found, "__module__", None) in _DECOMPOSITIONS else None

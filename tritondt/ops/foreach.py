@@ -187,7 +187,7 @@ def _register() -> None:
         base, _, overload = name.removeprefix("aten::").partition(".")
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
         if "out" not in overload and _base_name(op) not in _OTHERS:
-            propagator.register_sharding_prop_rule(op, foreach_rule, NUMBERS_BY_TYPE)
+            propagator.set_rule(op, foreach_rule, NUMBERS_BY_TYPE)
 
 
 _register()

@@ -167,7 +167,7 @@ def _register() -> None:
     for name, overload in (("_foreach_norm", "Scalar"), ("_foreach_powsum", "Scalar"), ("_foreach_max", "default")):
         packet = getattr(aten, name, None)  # not every supported torch has all of them
         if packet is not None and overload in packet.overloads():
-            propagator.register_sharding_prop_rule(getattr(packet, overload), list_reduction_rule)
+            propagator.set_rule(getattr(packet, overload), list_reduction_rule)
 
 
 _register()

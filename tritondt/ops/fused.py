@@ -94,7 +94,7 @@ def _register() -> None:
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
             if not op._schema.returns:
-                propagator.register_sharding_prop_rule(op, fused_rule, NUMBERS_BY_TYPE)
+                propagator.set_rule(op, fused_rule, NUMBERS_BY_TYPE)
 
 
 _register()

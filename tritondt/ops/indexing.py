@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tritondt.errors import PropagationError
+from tritondt.ops.fallback import gathered
 from tritondt.ops.pointwise import pointwise_strategies
 from tritondt.ops.positions import check_indices, positions_among
 from tritondt.ops.registration import strategy_of
-from tritondt.ops.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs, RuntimeSchemaInfo
+from tritondt.ops.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs, RuntimeSchemaInfo, Strategies
 from tritondt.placement import Partial, Placement, Replicate, Shard
 from tritondt.region import total
 from tritondt.spec import DTensorSpec
@@ -127,6 +127,8 @@ def index_select(schema: OpSchema) -> list[AxisStrategy]:
     [
         *(aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value),
         *(aten.scatter_add.default, aten.scatter_add_.default),
+        *(aten.scatter_reduce.two, aten.scatter_reduce_.two),
+        *(aten.scatter.reduce, aten.scatter_.reduce, aten.scatter.value_reduce, aten.scatter_.value_reduce),
     ]
 )
 def scatter(schema: OpSchema) -> list[AxisStrategy]:
@@ -166,11 +168,6 @@ class _Advanced:
     def __init__(self, schema: OpSchema) -> None:
         source, indices = schema.args_spec[0], schema.args_schema[1]
         self.indices: list[DTensorSpec] = [index for index in indices if index is not None]
-        if any(index.dtype in (torch.bool, torch.uint8) for index in self.indices):
-            raise PropagationError(
-                f"{schema}: an index of {torch.bool} picks a number of elements that no rank knows alone; use "
-                "torch.where(mask, x, 0), x.masked_fill(mask, value), or full_tensor() first"
-            )
         indexed = [dim for dim, index in enumerate(indices) if index is not None]
         self.shape = tuple(torch.broadcast_shapes(*(index.shape for index in self.indices)))
         # Indexed dims that lie side by side are replaced where they are, others by dims in front.
@@ -204,9 +201,16 @@ def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
     return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 
 
-@strategy_of([aten.index.Tensor])
-def index(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded along dims that are not indexed, or as the indices are."""
+def _has_mask(schema: OpSchema) -> bool:
+    """Whether an index is a mask: how many elements it picks is known when all of it has been seen."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in schema.args_schema[1])
+
+
+@strategy_of([aten.index.Tensor, aten._unsafe_index.Tensor])
+def index(schema: OpSchema) -> Strategies:
+    """Sharded along dims that are not indexed, or as the indices are; masks gather."""
+    if _has_mask(schema):
+        return gathered(schema)
 
     def reading(of_source: Placement, of_indices: Sequence[Placement], of_picked: Placement) -> AxisStrategy:
         return AxisStrategy((of_source, *of_indices), (of_picked,))
@@ -225,7 +229,7 @@ def _fills_by_mask(schema: OpSchema) -> bool:
     return alone and indices[0].dtype is torch.bool and indices[0].shape == into.shape and not values.ndim
 
 
-@strategy_of([aten.index_put.default, aten.index_put_.default])
+@strategy_of([aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default])
 def index_put(schema: OpSchema) -> list[AxisStrategy]:
     """Along dims that are not indexed; where values are added, from all ranks."""
 
@@ -234,6 +238,8 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
 
     if _fills_by_mask(schema):
         return pointwise_strategies(schema.args_spec)
+    if _has_mask(schema):
+        return [_replicated(schema)]
     advanced = _Advanced(schema)
     values = schema.args_spec[-1]
     into = schema.args_spec[0]

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from tritondt.ops.pointwise import partial_ops
 from tritondt.ops.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.rules import einop_strategies
-from tritondt.ops.schema import AxisStrategy, OpSchema
+from tritondt.ops.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.placement import Placement, Replicate, Shard
 from tritondt.spec import DTensorSpec
 
@@ -46,8 +46,19 @@ def product(schema: OpSchema) -> list[AxisStrategy]:
     return _product_strategies(_PRODUCTS[_name(schema.op)], schema.args_spec)
 
 
+def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    """Without columns torch's kernel (2.13) gives what is added as it is, and forgets to expand it."""
+    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
+    if schema.op is not aten.addmv.default or schema.args_spec[1].local_shape[-1:] != (0,):
+        return None
+    op, shape = schema.op._op, outputs.local_shape
+    return lambda added, *factors, **options: op(added.expand(shape), *factors, **options)
+
+
 @strategy_of(
-    [*_overloads(_ADDED_PRODUCTS), *_overloads(f"{name}_" for name in _ADDED_PRODUCTS)], schema_info=NUMBERS_BY_TYPE
+    [*_overloads(_ADDED_PRODUCTS), *_overloads(f"{name}_" for name in _ADDED_PRODUCTS)],
+    schema_info=NUMBERS_BY_TYPE,
+    localize=_local_addmv,
 )
 def added_product(schema: OpSchema) -> list[AxisStrategy]:
     """As `product`; what is added is laid out like the product, and is a term where the product is terms."""

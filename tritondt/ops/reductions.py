@@ -148,4 +148,4 @@ def _whole_value(schema: OpSchema) -> OutputSharding:
     return OutputSharding(None, None if target is spec else (target,))
 
 
-propagator.register_sharding_prop_rule(aten._local_scalar_dense.default, _whole_value)
+propagator.set_rule(aten._local_scalar_dense.default, _whole_value)

@@ -54,6 +54,12 @@ class OpSchema:
         return self.op._schema.name[-1] == "_" and self.op._schema.name[-2] != "_"
 
     @property
+    def is_view(self) -> bool:
+        """Whether the operator gives aliases of its first argument, without writing to it."""
+        alias = self.op._schema.arguments[0].alias_info if self.op._schema.arguments else None
+        return alias is not None and not alias.is_write
+
+    @property
     def is_out_variant(self) -> bool:
         """Whether the operator writes into `out` arguments."""
         return any(argument.is_out for argument in self.op._schema.arguments)
@@ -149,8 +155,8 @@ class OutputSharding:
         return self.input_specs is not None
 
 
-# What a strategy function may return, and the functions themselves.
-Strategies: TypeAlias = "Sequence[AxisStrategy] | OpStrategy"
+# What a strategy function may return, and the functions themselves. It may decide the call itself.
+Strategies: TypeAlias = "Sequence[AxisStrategy] | OpStrategy | OutputSharding"
 StrategyFunction: TypeAlias = Callable[[OpSchema], Strategies]
 RuleFunction: TypeAlias = Callable[[OpSchema], OutputSharding]
 # Called once per signature with the schema as it will run and its outputs; None where the operator runs as it is.

@@ -57,8 +57,8 @@ def _register() -> None:
         image, grid = f"nc{'.' * n}", f"n{'.' * (n + 1)}"
         lay_out(f"grid_sampler_{n}d", f"{image},{grid}->{image}", linear_in=[(0,)])
         lay_out(f"grid_sampler_{n}d_backward", f"{image},{image},{grid}->{image},{grid}", linear_in=[(0,)])
-    propagator.register_op_strategy(aten.convolution.default, convolution, localize=given_for_nothing)
-    propagator.register_op_strategy(
+    propagator.set_strategy(aten.convolution.default, convolution, localize=given_for_nothing)
+    propagator.set_strategy(
         aten.convolution_backward.default, convolution_backward, localize=_local_convolution_backward
     )
 

@@ -47,19 +47,13 @@ def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]
             except _NoLayoutError as missing:
                 specs = (missing.source, *schema.args_spec[1:])
             decision = rule(schema.with_specs(specs))
-            return replace(decision, input_specs=specs, follows=is_view(schema.op))
+            return replace(decision, input_specs=specs, follows=schema.is_view)
 
         for op in ops:
-            propagator.register_sharding_prop_rule(op, decide)
+            propagator.set_rule(op, decide)
         return rule
 
     return register
-
-
-def is_view(op: OpOverload) -> bool:
-    """Whether the results of `op` share memory with its first argument."""
-    alias = op._schema.arguments[0].alias_info
-    return alias is not None and not alias.is_write
 
 
 def dim_of(schema: OpSchema, position: int, name: str, default: int = 0, ndim: int | None = None) -> int:

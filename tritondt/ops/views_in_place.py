@@ -39,4 +39,4 @@ def changed_in_place(schema: OpSchema) -> OutputSharding:
 
 
 for _op in _VIEW_OF:
-    propagator.register_sharding_prop_rule(_op, changed_in_place)
+    propagator.set_rule(_op, changed_in_place)
