@@ -1,6 +1,7 @@
 """How many of torch's operators run on distributed tensors, where, and whether they are right.
 
-    python -m benchmarks.op_coverage [--ops PATTERN] [--trials N] [--fallback raise|replicate] [--json [FILE]]
+    python -m benchmarks.op_coverage [--ops PATTERN] [--trials N] [--fallback raise|replicate] [--against torch]
+        [--json [FILE]]
     python -m benchmarks.op_coverage --ops NAME --trial K    # that one trial again, in this process
 
 Every operator of torch's own database (op_db) that takes a tensor and is neither random nor sparse, on 2 and 3 ranks in
@@ -76,12 +77,20 @@ def _again(names: Sequence[str], trial: int) -> None:
 @click.option("--ops", "pattern", default="*", help="Operators to measure, as patterns: 'linalg.*,einsum'.")
 @click.option("--trials", type=click.IntRange(min=1), default=10, help="Random trials of each operator.")
 @click.option("--fallback", type=click.Choice(MODES), default="raise", help="What runs without a strategy.")
+@click.option("--against", type=click.Choice(["torch"]), default=None, help="Run torch's DTensor in the same trials.")
 @click.option("--processes", type=click.IntRange(min=1), default=num_cores(), help="Processes that measure.")
 @click.option("--limit", type=float, default=120, help="Seconds for one operator, after which it is given up.")
 @click.option("--trial", type=int, default=None, help="Run this one trial again, in this process, and print it.")
 @json_option
 def main(
-    pattern: str, trials: int, fallback: Mode, processes: int, limit: float, trial: int | None, json_to: str | None
+    pattern: str,
+    trials: int,
+    fallback: Mode,
+    against: str | None,
+    processes: int,
+    limit: float,
+    trial: int | None,
+    json_to: str | None,
 ) -> None:
     """Run torch's operators on distributed tensors and hold them against one device."""
     torch.set_num_threads(1)
@@ -97,14 +106,18 @@ def main(
         names,
         trials,
         fallback,
+        with_torch=against is not None,
         num_processes=processes,
         limit_s=limit,
         on_measured=lambda measured: _tell(console, measured),
     )
     counts, targets = _summary(found), _TARGETS[fallback]
-    table = Table("of torch's operators", "count", "at least")
+    others = [item.other for item in found if item.other is not None]
+    of_torch = _summary(others) if others else {}
+    table = Table("of torch's operators", "count", "at least", *(["torch"] if others else []))
     for name, number in counts.items():
-        table.add_row(name, str(number), str(targets[name]) if name in targets else "")
+        of_other = [str(of_torch[name]) if "nothing" not in name and name != "gathers" else ""] if others else []
+        table.add_row(name, str(number), str(targets[name]) if name in targets else "", *of_other)
     console.print(table)
     result = {
         "benchmark": "op_coverage",
@@ -113,8 +126,12 @@ def main(
         "fallback": fallback,
         "seconds": round(time.monotonic() - started, 1),
         "counts": counts,
+        "torch_counts": of_torch,
         "targets": targets,
-        "cases": [{**asdict(item), "verdict": item.verdict} for item in found],
+        "cases": [
+            {**asdict(item), "verdict": item.verdict, "torch_verdict": item.other.verdict if item.other else None}
+            for item in found
+        ],
     }
     write_json(result, json_to)
     if any(item.counts[WRONG] for item in found):

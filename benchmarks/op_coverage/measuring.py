@@ -12,7 +12,9 @@ from typing import Any
 import tritondt as T
 from benchmarks.op_coverage.operators import Operator
 from benchmarks.op_coverage.placing import promising, random_placement
+from benchmarks.op_coverage.sides import Side
 from benchmarks.op_coverage.trial import (
+    OURS,
     RAISES,
     RIGHT,
     WRONG,
@@ -39,6 +41,8 @@ class Measured:
     sends_nothing: bool = False
     moves_nothing: bool = False
     texts: dict[str, str] = field(default_factory=dict)
+    # The other library in the same trials.
+    other: Measured | None = None
 
     @property
     def verdict(self) -> str:
@@ -63,9 +67,9 @@ class Measured:
         self.moves_nothing |= outcome.num_moved == 0
 
 
-def measure(operator: Operator, num_trials: int) -> Measured:
-    """`num_trials` random trials, the ranks' numbers in turns, and the search."""
-    found = Measured(operator.name)
+def measure(operator: Operator, num_trials: int, other: Side | None = None) -> Measured:
+    """`num_trials` random trials, the ranks' numbers in turns, and the search; the same trials with `other` as well."""
+    found = Measured(operator.name, other=None if other is None else Measured(operator.name))
     samples = operator.samples()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -75,6 +79,8 @@ def measure(operator: Operator, num_trials: int) -> Measured:
             except NotMeasuredError:
                 continue
             found.add(outcome, f"trial {number}")
+            if found.other is not None:
+                found.other.add(random_trial(operator, samples, number, other or OURS)[0], f"trial {number}")
             if outcome.verdict == RIGHT and _really_sharded(case, placements):
                 found.note(outcome)
             gc.collect(0)
@@ -83,7 +89,9 @@ def measure(operator: Operator, num_trials: int) -> Measured:
     return found
 
 
-def random_trial(operator: Operator, samples: list[Any], number: int) -> tuple[Outcome, list[T.Placement], Case]:
+def random_trial(
+    operator: Operator, samples: list[Any], number: int, side: Side = OURS
+) -> tuple[Outcome, list[T.Placement], Case]:
     """Trial `number` of an operator, the same in every process."""
     random = operator.random("trial", number)
     num_ranks = NUM_RANKS[number % len(NUM_RANKS)]
@@ -93,7 +101,8 @@ def random_trial(operator: Operator, samples: list[Any], number: int) -> tuple[O
         random_placement(tensor, num_ranks, random, is_written=is_written)
         for tensor, is_written in zip(case.tensors, written, strict=True)
     ]
-    return run_trial(case, placements, num_ranks, seed=number, gradients=operator.is_differentiable), placements, case
+    outcome = run_trial(case, placements, num_ranks, seed=number, gradients=operator.is_differentiable, side=side)
+    return outcome, placements, case
 
 
 def _measurable(operator: Operator, samples: list[Any], random: Random) -> Case:

@@ -37,17 +37,16 @@ def _has_terms(tensor: torch.Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.isfinite().all())
 
 
-def placed(full: torch.Tensor, mesh: T.Mesh, placement: T.Placement) -> T.DTensor:
-    """This rank's part of a whole tensor."""
-    spec = T.DTensorSpec(mesh, [placement], T.TensorMeta.contiguous(full.shape, full.dtype))
-    assert mesh.coordinate is not None, "every rank is in the mesh"
+def local_part(full: torch.Tensor, placement: T.Placement, num_ranks: int, rank: int) -> torch.Tensor:
+    """What a rank holds of a whole tensor on a mesh of one axis."""
     local = full.detach()
     if isinstance(placement, T.Shard):
-        ((start, stop),) = spec.layout.intervals(placement.dim % full.ndim, mesh.coordinate) or ((0, 0),)
+        layout = T.Layout((num_ranks,), [placement], full.shape)
+        ((start, stop),) = layout.intervals(placement.dim % full.ndim, (rank,)) or ((0, 0),)
         local = local.narrow(placement.dim, start, stop - start)
     elif isinstance(placement, T.Partial):
-        local = local * _factors(mesh.shape[0])[mesh.coordinate[0]]
-    return T.DTensor.from_local(local.clone(memory_format=torch.contiguous_format), mesh, [placement], shape=full.shape)
+        local = local * _factors(num_ranks)[rank]
+    return local.clone(memory_format=torch.contiguous_format)
 
 
 def _factors(num_ranks: int) -> list[int]:

@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import tritondt as T
 from benchmarks.op_coverage.operators import Operator, leaves_of
-from benchmarks.op_coverage.placing import placed, random_placement
+from benchmarks.op_coverage.placing import random_placement
+from benchmarks.op_coverage.sides import Ours, Side
 from tritondt import events, identity
-from tritondt.comm.threads import run_ranks
 
+OURS = Ours()
 RIGHT, RAISES, WRONG = "right", "raises", "wrong"
 _MIXED_TOLERANCE = 1e-4
 _PLAIN = "the right values on every rank, but no distributed tensor:"
@@ -120,77 +121,108 @@ class _Counts:
             self.num_moved[identity.current().rank] += 1
 
 
-def run_trial(case: Case, placements: Sequence[T.Placement], num_ranks: int, *, seed: int, gradients: bool) -> Outcome:
+def run_trial(
+    case: Case, placements: Sequence[T.Placement], num_ranks: int, *, seed: int, gradients: bool, side: Side = OURS
+) -> Outcome:
     """The call on `num_ranks` ranks with the tensors so placed."""
     counts = _Counts()
     ends = [events.subscribe(counts.step), events.subscribe(counts.moved, events.InputMoved)]
-
-    def body(rank: int) -> Outcome:
-        try:
-            return _on_rank(case, placements, num_ranks, seed, counts, gradients=gradients)
-        except T.PeerError as error:
-            return Outcome(RAISES, f"ranks went different ways: {error}")
-
+    trial = _Trial(case, placements, num_ranks, seed, gradients, side, counts)
     try:
-        outcomes = run_ranks(num_ranks, body)
+        ended = side.run(num_ranks, trial.on_rank)
     finally:
         for end in ends:
             end()
+    outcomes = [
+        item if isinstance(item, Outcome) else Outcome(RAISES, f"ranks went different ways: {item}") for item in ended
+    ]
     bad = [outcome for verdict in (WRONG, RAISES) for outcome in outcomes if outcome.verdict == verdict]
     worst = bad[0] if bad else outcomes[0]
     return worst._replace(sent_bytes=counts.sent_bytes.total(), num_moved=counts.num_moved.total())
 
 
-def _on_rank(
-    case: Case, placements: Sequence[T.Placement], num_ranks: int, seed: int, counts: _Counts, *, gradients: bool
-) -> Outcome:
-    mesh, expected = T.Mesh((num_ranks,)), case.expected
-    mine = [placed(tensor, mesh, placement) for tensor, placement in zip(case.tensors, placements, strict=True)]
-    for tensor, of in zip(mine, expected.tensors, strict=True):
-        tensor.requires_grad_(gradients and of.requires_grad)
+class _Trial(NamedTuple):
+    """A call with everything that it depends on."""
 
-    def forward() -> Any:
-        with counts.counting():
-            return call(case.operator, case.sample, mine)
+    case: Case
+    placements: Sequence[T.Placement]
+    num_ranks: int
+    seed: int
+    gradients: bool
+    side: Side
+    counts: _Counts
 
-    results, failure = _attempt(forward)
-    if failure is not None:
-        return failure
-    leaves, tolerance = tree_leaves(results), _tolerance(case)
-    if len(leaves) != len(expected.results):
-        return Outcome(WRONG, f"{len(leaves)} results, expected {len(expected.results)}")
-    for place, (found, of) in enumerate(zip(leaves, expected.results, strict=True)):
-        difference = _difference(found, of, tolerance)
-        if difference:
-            return _failure(f"result {place}: {difference}")
-    for place, (tensor, of) in enumerate(zip(mine, expected.tensors, strict=True)):
-        difference = _difference(tensor, of, tolerance) if expected.written[place] else ""
-        if difference:
-            return Outcome(WRONG, f"argument {place} afterwards: {difference}")
-    return _gradients_on_rank(case, mine, results, mesh, seed) if gradients else Outcome(RIGHT)
+    def on_rank(self, _: int) -> Outcome:
+        """The call and its gradients on one rank."""
+        case, expected, mesh = self.case, self.case.expected, self.side.mesh(self.num_ranks)
+        mine = [
+            self.side.placed(tensor, mesh, placement)
+            for tensor, placement in zip(case.tensors, self.placements, strict=True)
+        ]
+        for tensor, of in zip(mine, expected.tensors, strict=True):
+            tensor.requires_grad_(self.gradients and of.requires_grad)
 
+        def forward() -> Any:
+            with self.counts.counting():
+                return call(case.operator, case.sample, mine)
 
-def _gradients_on_rank(case: Case, mine: Sequence[Any], results: Any, mesh: T.Mesh, seed: int) -> Outcome:
-    expected = case.expected
-    differentiable = _differentiable(case.operator, case.sample, results)
-    if len(differentiable) != len(expected.seeds):
-        return Outcome(WRONG, f"{len(differentiable)} results have a gradient, expected {len(expected.seeds)}")
-    if not differentiable:
+        results, failure = _attempt(forward)
+        if failure is not None:
+            return failure
+        leaves, tolerance = tree_leaves(results), _tolerance(case)
+        if len(leaves) != len(expected.results):
+            return Outcome(WRONG, f"{len(leaves)} results, expected {len(expected.results)}")
+        for place, (found, of) in enumerate(zip(leaves, expected.results, strict=True)):
+            difference = self._difference(found, of, tolerance)
+            if difference:
+                return _failure(f"result {place}: {difference}")
+        for place, (tensor, of) in enumerate(zip(mine, expected.tensors, strict=True)):
+            difference = self._difference(tensor, of, tolerance) if expected.written[place] else ""
+            if difference:
+                return Outcome(WRONG, f"argument {place} afterwards: {difference}")
+        return self._gradients_on_rank(mine, results, mesh) if self.gradients else Outcome(RIGHT)
+
+    def _gradients_on_rank(self, mine: Sequence[Any], results: Any, mesh: Any) -> Outcome:
+        case, expected = self.case, self.case.expected
+        differentiable = _differentiable(case.operator, case.sample, results)
+        if len(differentiable) != len(expected.seeds):
+            return Outcome(WRONG, f"{len(differentiable)} results have a gradient, expected {len(expected.seeds)}")
+        if not differentiable:
+            return Outcome(RIGHT)
+        random = case.operator.random("seeds", self.seed)
+        seeds = [
+            self.side.placed(item, mesh, random_placement(item, self.num_ranks, random, is_written=False))
+            for item in expected.seeds
+        ]
+        _, failure = _attempt(lambda: torch.autograd.backward(differentiable, seeds))
+        if failure is not None:
+            return failure._replace(text=f"backward: {failure.text}")
+        for place, (tensor, gradient) in enumerate(zip(mine, expected.gradients, strict=True)):
+            if (tensor.grad is None) != (gradient is None):
+                return Outcome(WRONG, f"gradient {place} is {tensor.grad}, expected {gradient}")
+            tolerance = _tolerance(case, exact=False)
+            difference = "" if gradient is None else self._difference(tensor.grad, gradient, tolerance)
+            if difference:
+                return _failure(f"gradient {place}: {difference}")
         return Outcome(RIGHT)
-    random = case.operator.random("seeds", seed)
-    seeds = [
-        placed(item, mesh, random_placement(item, mesh.shape[0], random, is_written=False)) for item in expected.seeds
-    ]
-    _, failure = _attempt(lambda: torch.autograd.backward(differentiable, seeds))
-    if failure is not None:
-        return failure._replace(text=f"backward: {failure.text}")
-    for place, (tensor, gradient) in enumerate(zip(mine, expected.gradients, strict=True)):
-        if (tensor.grad is None) != (gradient is None):
-            return Outcome(WRONG, f"gradient {place} is {tensor.grad}, expected {gradient}")
-        difference = "" if gradient is None else _difference(tensor.grad, gradient, _tolerance(case, exact=False))
-        if difference:
-            return _failure(f"gradient {place}: {difference}")
-    return Outcome(RIGHT)
+
+    def _difference(self, found: Any, expected: Any, tolerance: float | None) -> str:
+        """How a result differs from that of one device; empty where it does not."""
+        if not isinstance(expected, torch.Tensor):
+            near = isinstance(expected, float) and abs(found - expected) <= 1e-7
+            return "" if found == expected or near else f"{found}, expected {expected}"
+        if not self.side.is_distributed(found):
+            same = isinstance(found, torch.Tensor) and torch.equal(found, expected)
+            return f"{_PLAIN if same else 'other values, and'} a {type(found).__name__}"
+        flaw = self.side.flaw(found)
+        if flaw:
+            return flaw
+        try:
+            whole = self.side.whole(found)
+            torch.testing.assert_close(whole, expected.detach(), rtol=tolerance, atol=tolerance, equal_nan=True)
+        except AssertionError as error:
+            return f"{getattr(found, '_spec', '')}: {error}"
+        return ""
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Outcome | None]:
@@ -217,28 +249,3 @@ def _tolerance(case: Case, *, exact: bool = True) -> float | None:
     low = any(tensor.dtype in (torch.float32, torch.complex64) for tensor in case.tensors)
     # Some samples mix types: what is computed in fp32 on the way is no nearer in a result of fp64.
     return _MIXED_TOLERANCE if low and case.operator.dtype is torch.float64 else None
-
-
-def _difference(found: Any, expected: Any, tolerance: float | None) -> str:
-    """How a result differs from that of one device; empty where it does not."""
-    if not isinstance(expected, torch.Tensor):
-        if isinstance(expected, float):
-            return "" if found == expected or abs(found - expected) <= 1e-7 else f"{found}, expected {expected}"
-        return "" if found == expected else f"{found}, expected {expected}"
-    if not isinstance(found, T.DTensor):
-        same = isinstance(found, torch.Tensor) and torch.equal(found, expected)
-        return f"{_PLAIN if same else 'other values, and'} a {type(found).__name__}"
-    spec, local = found._spec, found._local_tensor
-    if tuple(local.shape) != spec.local_shape:
-        return f"a local tensor of shape {tuple(local.shape)} under {spec}, which has {spec.local_shape} here"
-    try:
-        torch.testing.assert_close(
-            found.detach().full_tensor(),
-            expected.detach(),
-            rtol=tolerance,
-            atol=tolerance,
-            equal_nan=True,
-        )
-    except AssertionError as error:
-        return f"{spec}: {error}"
-    return ""

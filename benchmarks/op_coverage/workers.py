@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.op_coverage.measuring import Measured, measure
 from benchmarks.op_coverage.operators import operators
+from benchmarks.op_coverage.sides import Torchs
 from benchmarks.op_coverage.trial import RAISES, Outcome
 from tritondt.ops import set_fallback
 from tritondt.ops.fallback import Mode
@@ -21,8 +22,8 @@ _READY = "ready"
 class _Worker:
     """A process that measures one operator at a time, started anew when it had to be stopped."""
 
-    def __init__(self, num_trials: int, fallback: str) -> None:
-        self._arguments = (num_trials, fallback)
+    def __init__(self, num_trials: int, fallback: str, *, with_torch: bool) -> None:
+        self._arguments = (num_trials, fallback, with_torch)
         self.name: str | None = None
         self._start()
 
@@ -62,13 +63,14 @@ class _Worker:
         self.connection.close()
 
 
-def _serve(connection: Connection, num_trials: int, fallback: Mode) -> None:
+def _serve(connection: Connection, num_trials: int, fallback: Mode, with_torch: bool) -> None:
     torch.set_num_threads(1)
     set_fallback(fallback)
     known = operators()
+    other = Torchs() if with_torch else None
     connection.send(_READY)
     while True:
-        connection.send(measure(known[connection.recv()], num_trials))
+        connection.send(measure(known[connection.recv()], num_trials, other))
 
 
 def measure_all(
@@ -76,13 +78,14 @@ def measure_all(
     num_trials: int,
     fallback: str,
     *,
+    with_torch: bool,
     num_processes: int,
     limit_s: float,
     on_measured: Callable[[Measured], None],
 ) -> list[Measured]:
     """All operators, each within `limit_s` seconds, in the order of `names`."""
     left, found = list(reversed(names)), dict[str, Measured]()
-    workers = [_Worker(num_trials, fallback) for _ in range(min(num_processes, len(names)))]
+    workers = [_Worker(num_trials, fallback, with_torch=with_torch) for _ in range(min(num_processes, len(names)))]
     while left or any(worker.name for worker in workers):
         for worker in workers:
             if worker.name is None and left:
