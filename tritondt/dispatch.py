@@ -183,7 +183,8 @@ class Dispatcher:
         runs_as_it_is &= not decision.needs_redistribute and not decision.follows
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             return local, decision.output_spec
-        return Signature(schema, decision, local, written, self._wrap, self._wrap_all, self._follow).run, None
+        admit = self._propagator.fallback.admit
+        return Signature(schema, decision, local, written, self._wrap, self._wrap_all, self._follow, admit).run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs for tensors; refuses what cannot be in one call."""

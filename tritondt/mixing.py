@@ -38,10 +38,10 @@ def are_replicated() -> bool:
     Within `implicit_replication()`, and where autograd itself calls: what its formulas make, they make of shapes and
     numbers.
     """
-    return _allowed.get() or _is_called_by_autograd()
+    return _allowed.get() or is_called_by_autograd()
 
 
-def _is_called_by_autograd() -> bool:
+def is_called_by_autograd() -> bool:
     """Whether no code of the user's stands between autograd's engine and the dispatch of an operator.
 
     Dispatch modes may: they are handed what the engine asks for.

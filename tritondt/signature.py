@@ -35,6 +35,13 @@ class Follow(Protocol):
         """The results."""
 
 
+class Admit(Protocol):
+    """Raises what a decision says against the call, unless it may run all the same."""
+
+    def __call__(self, op: OpOverload, refusal: str, /) -> None:
+        """Nothing, or PropagationError."""
+
+
 # Runs a signature: positional and keyword arguments with local tensors in place, then the arguments as they came.
 Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[str, Any]], Any]
 
@@ -63,8 +70,10 @@ class Signature:
         wrap: Wrap,
         wrap_all: WrapAll,
         follow: Follow,
+        admit: Admit,
     ) -> None:
         self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
+        self._refusal, self._admit = decision.refusal, admit
         self._follow = follow if decision.follows else None
         self._outputs, self._as_found = decision.output_spec, decision.as_found
         self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
@@ -86,6 +95,8 @@ class Signature:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Moves what has to move, runs, brings back what was written elsewhere than where it is, and wraps."""
+        if self._refusal:
+            self._admit(self._op, self._refusal)
         if self._written and reading.readers:
             self._wait_for_readers(local_args, local_kwargs)
         away: list[_Away] = []

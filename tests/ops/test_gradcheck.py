@@ -48,7 +48,7 @@ FAMILIES: dict[str, Any] = {
         [numbers(1, 3, 2, 2), numbers(1, 3, 2, 2) * 2, numbers(1, 3, 2, 2) * 3],
         ["S1", "S1", "S1"],
     ),
-    "views that move": (lambda x: x.view(2, 3).pow(2)[:, 1].unbind()[0], [numbers(6)], ["S0"]),
+    "views that move": (lambda x: x[:, 1].pow(2).unbind()[0] * x[2].sin().unbind()[1], [numbers(6, 2)], ["S0"]),
     "inverse": (lambda x: torch.linalg.inv(x), [numbers(3, 2, 2)], ["S0"]),
     "cholesky": (lambda x: torch.linalg.cholesky(x @ x.mT), [numbers(3, 2, 2)], ["S0"]),
     "fft": (lambda x: torch.fft.rfft(x).abs(), [numbers(3, 4)], ["S0(sizes=0/3)"]),

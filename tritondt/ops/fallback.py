@@ -1,7 +1,9 @@
 """What happens to operators that nobody has laid out: they are taken apart, then refused or run on gathered tensors."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from tritondt.errors import PropagationError
+from tritondt.mixing import is_called_by_autograd
 from tritondt.ops.apart import DECOMPOSITIONS, written_by_functional
 from tritondt.ops.meta import propagate_tensor_meta
 from tritondt.ops.schema import OpSchema, OutputSharding, OutputSpecs
@@ -28,6 +31,8 @@ MODES: tuple[Mode, ...] = ("raise", "replicate")
 _SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 # Those of torch._refs go by way of operators (prims) that nobody lays out.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
+
+_is_admitted: ContextVar[bool] = ContextVar("what is refused may run", default=False)
 
 _logger = logging.getLogger("tritondt")
 
@@ -58,10 +63,38 @@ class Fallback:
         # What changes its own shape would leave the memory that others know.
         if self.mode == "raise" or torch.Tag.inplace_view in schema.op.tags:
             raise PropagationError(unknown_text(schema))
-        if schema.op not in self._told:
-            self._told.add(schema.op)
-            _logger.warning("%s has no strategy and runs on gathered tensors, as the fallback says", schema.op)
+        self._tell(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
         return gathered(schema)
+
+    def admit(self, op: OpOverload, refusal: str) -> None:
+        """Raises PropagationError with `refusal`, unless the mode is to replicate.
+
+        What autograd itself calls is let pass: nobody could ask there for what is missing.
+        """
+        if _is_admitted.get() or is_called_by_autograd():
+            return
+        if self.mode == "raise":
+            raise PropagationError(refusal)
+        self._tell(op, "%s moves its argument and gives a copy, as the fallback says")
+
+    def forget_told(self) -> None:
+        """Tells everything once more."""
+        self._told.clear()
+
+    def _tell(self, op: OpOverload, text: str) -> None:
+        if op not in self._told:
+            self._told.add(op)
+            _logger.warning(text, op)
+
+
+@contextmanager
+def admitted() -> Iterator[None]:
+    """Lets pass, within, what was admitted before."""
+    token = _is_admitted.set(True)
+    try:
+        yield
+    finally:
+        _is_admitted.reset(token)
 
 
 class Restored:

@@ -141,6 +141,7 @@ class OutputSharding:
     replaces the operator on local tensors where it needs local sizes or offsets. `follows` says that the outputs are
     views that had to move: copies, which are to be copied again when the first argument is written to. `as_found` says
     that only the values tell the outputs' shapes: without specs, every tensor among them is whole on every rank.
+    `refusal` says why the call is refused, unless the fallback lets it run as decided.
     """
 
     output_spec: OutputSpecs
@@ -148,6 +149,7 @@ class OutputSharding:
     local: LocalOp | None = None
     follows: bool = False
     as_found: bool = False
+    refusal: str = ""
 
     @property
     def needs_redistribute(self) -> bool:

@@ -1,7 +1,8 @@
 """What the rules of views have in common: the decision about a call, and what has to move where the shards cannot stay.
 
 A view aliases its argument on every rank: its layout follows from the argument's. Where it has none the argument moves
-by the cheapest way to a layout that has one, and the result is a copy that follows the argument.
+by the cheapest way to a layout that has one, and the result is a copy that follows the argument; a view that merges or
+splits dims is refused then, with that way, unless the fallback lets it move.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ from tritondt.layout import Layout
 from tritondt.ops.meta import propagate_tensor_meta
 from tritondt.ops.propagator import propagator
 from tritondt.ops.schema import LocalOp, OpSchema, OutputSharding, RuleFunction
-from tritondt.placement import Placement, Replicate, Shard
+from tritondt.placement import Placement, Replicate, Shard, placements_code
 from tritondt.runnable import received_bytes
 from tritondt.spec import DTensorSpec, TensorMeta
 
@@ -30,11 +31,11 @@ MAX_TRIED = 256
 
 
 class _NoLayoutError(Exception):
-    """A view that has no layout: its argument would have to be under `source`."""
+    """A view that has no layout: its argument would have to be under `source`, which `refusal`, if any, refuses."""
 
-    def __init__(self, source: DTensorSpec) -> None:
+    def __init__(self, source: DTensorSpec, refusal: str) -> None:
         super().__init__(source)
-        self.source = source
+        self.source, self.refusal = source, refusal
 
 
 def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]:
@@ -45,9 +46,9 @@ def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]
             try:
                 return rule(schema)
             except _NoLayoutError as missing:
-                specs = (missing.source, *schema.args_spec[1:])
+                specs, refusal = (missing.source, *schema.args_spec[1:]), missing.refusal
             decision = rule(schema.with_specs(specs))
-            return replace(decision, input_specs=specs, follows=schema.is_view)
+            return replace(decision, input_specs=specs, follows=schema.is_view, refusal=refusal)
 
         for op in ops:
             propagator.set_rule(op, decide)
@@ -71,11 +72,16 @@ def meta_of_view(schema: OpSchema) -> TensorMeta:
 
 
 def spec_of_view(
-    schema: OpSchema, meta: TensorMeta, lay_out: ViewLayout, units: ViewUnits | None = None
+    schema: OpSchema,
+    meta: TensorMeta,
+    lay_out: ViewLayout,
+    units: ViewUnits | None = None,
+    *,
+    is_refused: bool = False,
 ) -> DTensorSpec:
     """The spec of a result; where it can have none the argument is sent the cheapest way to where it can.
 
-    PropagationError where there is no such way.
+    With `is_refused` it is sent only where the fallback lets it. PropagationError where there is no such way.
     """
     spec = schema.args_spec[0]
     try:
@@ -84,7 +90,7 @@ def spec_of_view(
         found = cheapest_move(spec, lay_out, units)
         if found is None:
             raise PropagationError(f"{schema} has no layout: {error}") from None
-        raise _NoLayoutError(found) from None
+        raise _NoLayoutError(found, _refusal(schema, error, found) if is_refused else "") from None
     return DTensorSpec(spec.mesh, layout.placements, meta, layout.order)
 
 
@@ -97,6 +103,18 @@ def view_of(
     """The decision about a view with one result; `local` gives what runs on local tensors for the result's spec."""
     spec = spec_of_view(schema, meta_of_view(schema), lay_out, units)
     return OutputSharding(spec, None, None if local is None else local(spec))
+
+
+def _refusal(schema: OpSchema, reason: LayoutError, target: DTensorSpec) -> str:
+    spec = schema.args_spec[0]
+    numbers = [str(argument) for argument in schema.args_schema[1:]]
+    numbers += [f"{name}={value}" for name, value in schema.kwargs_schema.items()]
+    return (
+        f"{schema.op}({', '.join([str(spec), *numbers])}) would have to move data, which a view of another shape does "
+        f"not do unasked: {reason}. Ask for it first: x.redistribute(placements={placements_code(target.placements)}), "
+        f"which moves up to {received_bytes(spec, target):,} bytes to a rank; or let such views be copies: "
+        "tritondt.ops.set_fallback('replicate')"
+    )
 
 
 def cheapest_move(spec: DTensorSpec, lay_out: ViewLayout, units: ViewUnits | None = None) -> DTensorSpec | None:

@@ -1,4 +1,7 @@
-"""Operators that give the same elements under another shape: who holds which element stays."""
+"""Operators that give the same elements under another shape: who holds which element stays.
+
+Those that merge or split dims are refused where it cannot.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +37,7 @@ def _reshaped(schema: OpSchema, *, copying: bool) -> OutputSharding:
     def units(layout: Layout, dim: int) -> Sequence[int]:
         return possible_units(layout, meta.shape, dim)
 
-    spec = spec_of_view(schema, meta, lambda layout: reshaped(layout, meta.shape), units)
+    spec = spec_of_view(schema, meta, lambda layout: reshaped(layout, meta.shape), units, is_refused=True)
     return OutputSharding(spec, None, _local_reshape(spec) if copying else _local_view(schema, spec))
 
 
