@@ -28,18 +28,19 @@ def test_names_and_parameters_are_those_of_torch():
 @pytest.mark.parametrize("text", ["S0", "S0(sizes=4/1)", "S0(sizes=0/5)", "S1", "R"])
 def test_results_are_cut_as_the_ranks_hold_them(text):
     placements = T.parse_placements(text.split("(")[0])
+    (placement,) = placements
+    other = 1 - placement.dim if isinstance(placement, T.Shard) else 0
 
     @local_map(out_placements=(list(placements), None, list(placements)))
     def function(x, factor):
-        return x * factor, "text", torch.cat([x, x], 1 - placements[0].dim if placements[0].is_shard() else 0)
+        return x * factor, "text", torch.cat([x, x], other)
 
     def body(rank):
         x = distribute(X, T.Mesh((2,)), text)
         doubled, said, joined = function(x, 2)
         assert said == "text"
         torch.testing.assert_close(whole(doubled), X * 2, rtol=0, atol=0)
-        dim = 1 - placements[0].dim if placements[0].is_shard() else 0
-        torch.testing.assert_close(whole(joined), torch.cat([X, X], dim), rtol=0, atol=0)
+        torch.testing.assert_close(whole(joined), torch.cat([X, X], other), rtol=0, atol=0)
 
     run_ranks(2, body)
 

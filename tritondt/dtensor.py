@@ -21,6 +21,7 @@ from tritondt.following import followed
 from tritondt.local_spec import spec_of_local
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.ops import propagator
+from tritondt.ops.meta import meta_of
 from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
 from tritondt.saving import loaded, spec_values
@@ -249,6 +250,25 @@ class DTensor(torch.Tensor):
         """For torch.compile: what tells graphs apart in caches that processes share."""
         return repr((spec_values(self._spec), str(self.dtype), self.requires_grad))
 
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient; zeros that autograd made of a shape alone are made distributed, as the whole on every rank."""
+        found: torch.Tensor | None = _GRAD.__get__(self)
+        if found is None or isinstance(found, DTensor) or found.shape != self.shape or found.any():
+            return found
+        spec = DTensorSpec(self._spec.mesh, [Replicate()] * self._spec.mesh.ndim, meta_of(found))
+        made = DTensor(torch.zeros(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device_type), spec)
+        _GRAD.__set__(self, made)
+        return made
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         spec, local = self._spec, self._local_tensor
         order = "" if spec.order == tuple(range(spec.mesh.ndim)) else f", order={spec.order}"
@@ -265,6 +285,7 @@ class DTensor(torch.Tensor):
 
 
 _DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
 _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local().{0}() for the part of this rank"
 
 

@@ -137,12 +137,15 @@ def _output(result: Any, placements: Placements, mesh: Mesh, *, uneven: bool) ->
     if placements is None:
         return result
     if uneven and any(isinstance(placement, Shard) for placement in placements):
-        placements = _as_held(result, placements, mesh)
+        held, shape = _as_held(result, placements, mesh)
+        return DTensor.from_local(result, mesh, held, shape=shape)
     return DTensor.from_local(result, mesh, placements)
 
 
-def _as_held(local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh) -> list[Placement]:
-    """The placements with the sizes that the ranks hold; a collective call."""
+def _as_held(
+    local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh
+) -> tuple[list[Placement], tuple[int, ...]]:
+    """The placements with the sizes that the ranks hold, and the whole shape; a collective call."""
     dims = [placement.dim % local.ndim for placement in placements if isinstance(placement, Shard)]
     if len(set(dims)) < len(dims):
         raise LocalTensorError(
@@ -150,14 +153,13 @@ def _as_held(local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh) -
             f"{placements_text(placements)}; wrap it by DTensor.from_local(result, mesh, placements, shape=...) instead"
         )
     lengths = lengths_on_all(mesh, [local.shape[dim] for dim in dims])
-    found: list[Placement] = []
+    found, shape = list(placements), list(local.shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             dim = placement.dim % local.ndim
-            found.append(shard_of_sizes(dim, [of_rank[dims.index(dim)] for of_rank in _along(lengths, mesh, axis)]))
-        else:
-            found.append(placement)
-    return found
+            sizes = [of_rank[dims.index(dim)] for of_rank in _along(lengths, mesh, axis)]
+            found[axis], shape[dim] = shard_of_sizes(dim, sizes), sum(sizes)
+    return found, tuple(shape)
 
 
 def _along(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:

@@ -22,7 +22,6 @@ from tritondt.ops.fallback import admitted
 aten = torch.ops.aten
 
 _ORIGIN = "_tritondt_origin"
-_NO_BACKWARD = -1
 _INFERENCE = -1
 
 # How often a tensor was written to: by operators on it, which all ranks know; then on its local tensor.
@@ -169,10 +168,9 @@ def followed(
 ) -> Any:
     """The results of a view of the first argument, made to follow it; `is_alias` where they share its memory.
 
-    In a backward pass they stay what they are, since they may become gradients, but for the one node that writes to
-    them: the gradient of a write to a view.
+    What autograd keeps as a gradient stays what it is: nobody knows of what it took a view.
     """
-    if torch._C._current_graph_task_id() != _NO_BACKWARD and not _is_gradient_of_write():
+    if _is_kept_as_gradient():
         return results
     base, several = args[0], isinstance(results, list | tuple)
     local = base._local_tensor
@@ -185,9 +183,9 @@ def followed(
     return results
 
 
-def _is_gradient_of_write() -> bool:
+def _is_kept_as_gradient() -> bool:
     node = torch._C._current_autograd_node()
-    return node is not None and node.name().endswith("CopySlices")
+    return node is not None and node.name().endswith("AccumulateGrad")
 
 
 def _aliased(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[bool, Any]]:

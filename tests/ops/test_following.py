@@ -44,7 +44,7 @@ def test_views_that_moved_see_what_is_written_to_their_tensor():
 def test_a_view_that_moved_follows_after_the_fallback_has_ended():
     def body(rank):
         x = distribute(numbers(12, 2), T.Mesh((4,)), "S0")
-        view = x.view(2, 6, 2)
+        view: Any = x.view(2, 6, 2)
         # What all others send, they send once they have been let pass.
         x.full_tensor()
         set_fallback("raise")
@@ -60,7 +60,7 @@ def test_a_view_that_moved_follows_after_the_fallback_has_ended():
 def test_what_one_rank_writes_to_its_part_is_refused_where_it_is_found():
     def body(rank):
         x = distribute(numbers(12, 2), T.Mesh((4,)), "S0")
-        row = x[5]
+        row: Any = x[5]
         if rank == 1:
             x.to_local().neg_()
             with pytest.raises(T.PropagationError, match=r"written to without an operator on it.*take the view again"):
@@ -68,7 +68,8 @@ def test_what_one_rank_writes_to_its_part_is_refused_where_it_is_found():
         else:
             torch.testing.assert_close((row + 1).to_local(), numbers(12, 2)[5] + 1, rtol=0, atol=0)
         # Rank 1 held rows 3, 4 and 5.
-        torch.testing.assert_close(x[5].to_local(), -numbers(12, 2)[5], rtol=0, atol=0)
+        again: Any = x[5]
+        torch.testing.assert_close(again.to_local(), -numbers(12, 2)[5], rtol=0, atol=0)
 
     run_ranks(4, body)
 
@@ -168,6 +169,9 @@ def test_writes_that_could_not_reach_are_refused():
 def test_gradients_accumulate_into_what_a_moved_view_gave():
     def body(rank):
         x: Any = distribute(numbers(4), T.Mesh((2,)), "S0").requires_grad_()
+        x.redistribute(placements=[T.Replicate()]).unsqueeze(0).backward(distribute(numbers(1, 4), T.Mesh((2,)), "S1"))
+        assert type(x.grad) is T.DTensor
+        x.grad = None
         for _ in range(2):
             grad = distribute(numbers(1, 4), T.Mesh((2,)), "S1")
             x.view(1, 4).backward(grad)

@@ -54,7 +54,7 @@ def test_writing_where_a_mask_says():
         y[x > 2] = values
         return y
 
-    check(function, Case((2,), (X, torch.arange(3.0, dtype=torch.float64)), ("S0", "R")), expect="S0")
+    check(function, Case((2,), (X, torch.arange(4.0, dtype=torch.float64)), ("S0", "R")), expect="S0")
 
 
 def test_every_reason_is_a_sentence():

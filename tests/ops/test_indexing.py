@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import tritondt as T
 from tests.ops.sharded import Case, check, distribute
 from tritondt.comm.threads import run_ranks
-from tritondt.errors import PropagationError
 from tritondt.placement import parse_placements
 
 GENERATOR = torch.Generator().manual_seed(9)
@@ -148,15 +147,6 @@ def test_advanced_indexing_places_the_picked_dims_as_torch_does():
     check(lambda x, i, j: x[i, :, j], case, gradients=True, expect="S2, S1")
     case = Case((3,), (X, ROWS, deep), ("R", "R", "S0(sizes=0/2/1)"))
     check(lambda x, i, j: x[i, :, j], case, gradients=True, expect="S0(sizes=0/2/1)")
-
-
-def test_a_mask_as_an_index_is_refused():
-    def body(rank):
-        x = distribute(X, T.Mesh((2,)), "S0")
-        with pytest.raises(PropagationError, match=r"torch.where\(mask, x, 0\)"):
-            x[x > 0]
-
-    run_ranks(2, body)
 
 
 @pytest.mark.parametrize(

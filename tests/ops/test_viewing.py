@@ -1,6 +1,7 @@
 """Views whose shards cannot stay: of another shape, refused with the call that helps; of some indices, moved."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,10 @@ REFUSED = [
         (12,),
         "S0",
         "S0(unit=6)",
-        "aten.view.default((S0) of (12,) float64, [2, 6]) would have to move data, which a view of another shape does not "
-        "do unasked: axis 0 cuts it by S0; as (2, 6) in place of (12,) these pieces are not whole indices of one dim. Ask "
-        "for it first: x.redistribute(placements=[Shard(0, unit=6)]), which moves up to 48 bytes to a rank; or let such "
-        "views be copies: tritondt.ops.set_fallback('replicate')",
+        "aten.view.default((S0) of (12,) float64, [2, 6]) would have to move data, which a view of another shape does "
+        "not do unasked: axis 0 cuts it by S0; as (2, 6) in place of (12,) these pieces are not whole indices of one "
+        "dim. Ask for it first: x.redistribute(placements=[Shard(0, unit=6)]), which moves up to 48 bytes to a rank; "
+        "or let such views be copies: tritondt.ops.set_fallback('replicate')",
     ),
     (
         lambda x: x.view(2, 3, 6, 5),
@@ -37,7 +38,7 @@ REFUSED = [
         (12, 2),
         "S0(sizes=2/4/4/2)",
         "S0(unit=3)",
-        "these pieces are not whole indices of one dim. Ask for it first: x.redistribute(placements=[Shard(0, unit=3)])",
+        "not whole indices of one dim. Ask for it first: x.redistribute(placements=[Shard(0, unit=3)])",
     ),
 ]
 # The same of views of some indices, which move what they must.
@@ -83,7 +84,7 @@ def test_a_view_of_another_shape_is_refused_with_what_to_do(function, shape, tex
 
 def test_the_same_call_is_refused_again_after_the_fallback_and_autograd_have_let_it_pass():
     def body(rank):
-        x = distribute(numbers(12), T.Mesh((4,)), "S0").requires_grad_()
+        x: Any = distribute(numbers(12), T.Mesh((4,)), "S0").requires_grad_()
         for _ in range(2):
             # The gradient of the flattened comes cut so that it cannot be viewed as what was flattened.
             rows = x.redistribute(placements=[T.Replicate()]).view(2, 6)

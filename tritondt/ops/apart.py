@@ -36,6 +36,10 @@ def _block_diagonal(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(rows)
 
 
+def _windows(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
+    return x.unfold(dim, size, step).clone()
+
+
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
     """Written in terms of the operator that says that it writes to the running statistics."""
     if mean is None or var is None:
@@ -62,6 +66,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
     ),
     aten.allclose.default: _allclose,
     aten.block_diag.default: _block_diagonal,
+    aten.unfold_copy.default: _windows,
     aten.native_batch_norm.default: _batch_norm,
     aten._batch_norm_with_update.default: _batch_norm_with_reserve,
     aten._batch_norm_no_update.default: _batch_norm_without_update,
@@ -75,12 +80,12 @@ def written_by_functional(op: OpOverload) -> Decomposition | None:
     None for other operators.
     """
     declared = op._schema.arguments
-    written = [place for place, argument in enumerate(declared) if argument.alias_info is not None]
+    written = [(place, argument.alias_info) for place, argument in enumerate(declared) if argument.alias_info]
     if len(written) != 1 or len(op._schema.returns) != 1 or torch.Tag.inplace_view in op.tags:
         return None
-    (place,), name = written, op._schema.name.partition("::")[2]
+    ((place, aliases),), name = written, op._schema.name.partition("::")[2]
     target = declared[place]
-    if not target.alias_info.is_write or (target.is_out is name.endswith("_")):
+    if not aliases.is_write or (target.is_out is name.endswith("_")):
         return None
     functional = _same_without(op, name.removesuffix("_"), target.name if target.is_out else None)
     if functional is None:

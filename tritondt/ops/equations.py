@@ -83,8 +83,11 @@ def equation_strategies(
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
     for partial in partial_ops([spec for _, spec in given]):
         for group in linear_in:
-            places = {id(tensors[place]) for place in group}
-            pending = tuple(partial if id(spec) in places or term.is_added else Replicate() for term, spec in given)
+            pending = tuple(
+                partial if place in group or term.is_added else Replicate()
+                for place, (term, spec) in enumerate(zip(inputs, tensors, strict=True))
+                if spec is not None
+            )
             if pending != whole:
                 found.append(AxisStrategy(pending, (partial,) * len(outputs)))
     return [*found, AxisStrategy(whole, (Replicate(),) * len(outputs))]
@@ -124,6 +127,8 @@ def _of_leading_dims(given: Sequence[tuple[Term, DTensorSpec]], outputs: Sequenc
         places = [dim - leading + term.num_leading(spec.ndim) for term, spec in given]
         lengths = [spec.shape[place] for place, (_, spec) in zip(places, given, strict=True) if place >= 0]
         longest = next((length for length in lengths if length != 1), 1)
+        if not longest:  # nothing to share, and what is made of nothing may have another length
+            continue
         inputs = tuple(
             Shard(place) if place >= 0 and spec.shape[place] == longest else Replicate()
             for place, (_, spec) in zip(places, given, strict=True)

@@ -18,6 +18,7 @@ from tritondt.ops import (  # noqa: F401
     joining,
     lookups,
     loss,
+    margin_losses,
     matrix,
     normalization,
     padding,

@@ -1,12 +1,17 @@
 """Operators that run on gathered tensors only, each with the reason why no shard is enough."""
 
 from collections.abc import Iterator, Mapping
+from math import prod
 
 import torch
 from torch._ops import OpOverload
 
+from tritondt.errors import PropagationError
 from tritondt.ops.fallback import gathered
 from tritondt.ops.propagator import propagator
+from tritondt.ops.schema import AxisStrategy, OpSchema, OutputSharding, Strategies
+from tritondt.placement import Partial, Replicate, Shard
+from tritondt.spec import TensorMeta
 
 aten = torch.ops.aten
 
@@ -32,6 +37,8 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), _RAGGED),
     **dict.fromkeys(("_ctc_loss", "_ctc_loss.Tensor", "_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _RAGGED),
     **dict.fromkeys(("_pdist_forward", "_pdist_backward"), _ALL_PAIRS),
+    **dict.fromkeys(("as_strided", "as_strided_copy", "as_strided_scatter"), _POSITIONS),
+    "histc": _BINS,
 }
 
 
@@ -45,3 +52,42 @@ def _operators(names: Iterator[str] | Mapping[str, str]) -> Iterator[OpOverload]
 
 for _op in _operators(REASONS):
     propagator.set_rule(_op, gathered)
+
+
+def counted_in_bins(schema: OpSchema) -> Strategies:
+    """Counts of what each rank holds add up, where the bins are given."""
+    if schema.argument(2, "min", 0) == schema.argument(3, "max", 0):
+        return gathered(schema)
+    (spec,) = schema.args_spec
+    cut = [AxisStrategy((Shard(dim),), (Partial(),)) for dim in range(spec.ndim)]
+    return [*cut, AxisStrategy((Replicate(),), (Replicate(),))]
+
+
+propagator.set_strategy(aten.histc.default, counted_in_bins)
+
+
+def strided(schema: OpSchema) -> OutputSharding:
+    """Elements by their place in memory, which is that of the whole tensor, one after the other.
+
+    PropagationError where the call counts from the beginning of a memory that only one device has, or reaches beyond
+    the tensor.
+    """
+    spec = schema.args_spec[0]
+    if all(isinstance(placement, Replicate) for placement in spec.placements):
+        return gathered(schema)
+    first = 2 if schema.op is aten.as_strided_scatter.default else 1
+    sizes, strides = schema.argument(first, "size"), schema.argument(first + 1, "stride")
+    offset = schema.argument(first + 2, "storage_offset")
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if all(sizes) else 0
+    dense = spec.tensor_meta == TensorMeta.contiguous(spec.shape, spec.dtype)
+    if offset is not None or not dense or last >= max(prod(spec.shape), 1):
+        raise PropagationError(
+            f"{schema} reads by places in the memory of one device: size {tuple(sizes)}, stride {tuple(strides)}, "
+            f"offset {offset}; of a distributed tensor these are its elements in order, without an offset, within its "
+            f"{prod(spec.shape)}: index it, or ask for x.full_tensor() and use that"
+        )
+    return gathered(schema)
+
+
+for _op in (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default):
+    propagator.set_rule(_op, strided)

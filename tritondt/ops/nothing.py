@@ -15,9 +15,12 @@ from tritondt.spec import DTensorSpec
 def given_for_nothing(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """What gives empty results, and zeros where the result is terms of a sum; None where the operator has to run.
 
-    It has to where this rank holds something of every argument, or a result is no sum and not empty.
+    It has to where this rank holds something of every argument, or all of arguments that are empty, or a result is no
+    sum and not empty.
     """
-    held = [spec for spec in schema.args_spec if prod(spec.shape)]
+    held = [spec for spec in schema.args_spec if prod(spec.shape)] or [
+        spec for spec in schema.args_spec if spec.local_shape != spec.shape
+    ]
     if schema.mesh.coordinate is None or all(spec.local_numel for spec in held):
         return None
     alone = isinstance(outputs, DTensorSpec)
