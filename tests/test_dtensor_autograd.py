@@ -119,3 +119,24 @@ def test_pieces_of_a_split_that_nobody_uses_have_zero_gradients():
     full = FULL[:6]
     check(lambda x: x.split([2, 2, 2])[1] * 2, Case((2,), (full,), ("S1",)), gradients=True)
     check(lambda x: x.unbind(1)[2] * 2, Case((2,), (full,), ("S0",)), gradients=True)
+
+
+def test_zeros_that_autograd_makes_of_a_shape_are_distributed():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        x = T.distribute_tensor(torch.arange(5.0) - 2, mesh, [T.Shard(0)]).requires_grad_()
+        x.sgn().sum().backward()
+        assert isinstance(x.grad, T.DTensor)
+        assert x.grad.placements == (T.Replicate(),)
+        torch.testing.assert_close(x.grad.full_tensor(), torch.zeros(5), rtol=0, atol=0)
+        torch.optim.SGD([x], lr=0.1).step()
+        (x * 2).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), torch.full((5,), 2.0), rtol=0, atol=0)
+        x.grad = None
+        assert x.grad is None
+        # What is not zero, nobody knows to be alike on all ranks.
+        x.grad = torch.ones(5)
+        assert type(x.grad) is torch.Tensor
+        del x.grad
+
+    run_ranks(2, body)

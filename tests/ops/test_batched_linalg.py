@@ -65,6 +65,13 @@ def test_a_matrix_of_right_hand_sides_is_not_taken_for_one_of_each_matrix():
     check(torch.linalg.solve, Case((2,), (matrices, randn(3, 3)), ("S0", "R")))
 
 
+def test_terms_of_equal_layout_are_told_apart():
+    # Linear in the right-hand side alone: were both taken for terms, the result would be the sum of wrong quotients.
+    triangles = POSITIVE.tril()
+    case = Case((2,), (triangles, randn(5, 3, 3)), ("P", "P"))
+    check(lambda x, y: torch.linalg.solve_triangular(x, y, upper=False), case, gradients=True, expect="P")
+
+
 def test_a_matrix_without_an_inverse_is_reported():
     def body(rank):
         x = distribute(torch.zeros(4, 2, 2, dtype=torch.float64), T.Mesh((2,)), "S0")

@@ -72,6 +72,11 @@ def test_layout_of_the_result(function, placements, expect):
     run_ranks(2, body)
 
 
+def test_distances_of_nothing():
+    case = Case((2,), (randn(1, 4, 5), randn(0, 3, 5)), ("S2", "S0"))
+    check(lambda x, y: torch.cdist(x, y, 0.0), case, gradients=True)
+
+
 def test_a_diagonal_is_a_view():
     def body(rank):
         x = distribute(X, T.Mesh((2,)), "S0")

@@ -235,3 +235,31 @@ def test_gradcheck(placements):
         assert torch.autograd.gradcheck(function, (logits.clone().requires_grad_(),))
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("of_scores", ["S0", "S1", "P", "S0(sizes=5/0)"])
+@pytest.mark.parametrize("of_target", ["R", "S0"])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_margin_losses(of_scores, of_target, reduction):
+    scores = torch.linspace(-2, 2, 20, dtype=torch.float64).reshape(5, 4).sin()
+    classes, several = torch.tensor([0, 3, 1, 2, 2]), torch.tensor([[1, 3, -1, 0]] * 5)
+    weight = torch.tensor([1.0, 0.5, 2.0, 0.25], dtype=torch.float64)
+    check(
+        lambda x, y: F.multi_margin_loss(x, y, reduction=reduction),
+        Case((2,), (scores, classes), (of_scores, of_target)),
+        gradients=True,
+    )
+    check(
+        lambda x, y, w: F.multi_margin_loss(x, y, p=2, margin=0.5, weight=w, reduction=reduction),
+        Case((2,), (scores, classes, weight), (of_scores, of_target, "R")),
+    )
+    check(
+        lambda x, y: F.multilabel_margin_loss(x, y, reduction=reduction),
+        Case((2,), (scores, several), (of_scores, of_target)),
+        gradients=True,
+    )
+
+
+def test_margin_losses_of_one_row():
+    row, several = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64), torch.tensor([1, -1, 0])
+    check(lambda x, y: F.multilabel_margin_loss(x, y), Case((2,), (row, several), ("S0", "S0")), gradients=True)

@@ -127,8 +127,6 @@ def _of_leading_dims(given: Sequence[tuple[Term, DTensorSpec]], outputs: Sequenc
         places = [dim - leading + term.num_leading(spec.ndim) for term, spec in given]
         lengths = [spec.shape[place] for place, (_, spec) in zip(places, given, strict=True) if place >= 0]
         longest = next((length for length in lengths if length != 1), 1)
-        if not longest:  # nothing to share, and what is made of nothing may have another length
-            continue
         inputs = tuple(
             Shard(place) if place >= 0 and spec.shape[place] == longest else Replicate()
             for place, (_, spec) in zip(places, given, strict=True)

@@ -27,11 +27,18 @@ def _in_turn(schema: OpSchema) -> str:
     return ",".join(terms) + "->" + "".join(letters[dim] for dim in range(ndim) if dim not in summed)
 
 
+def _gradient_of_distances(schema: OpSchema) -> str:
+    """The gradient of no distances has the rows' own leading dims, whatever they broadcast to."""
+    if any(0 in spec.shape for spec in schema.args_spec):
+        return f"{','.join(map(_whole, schema.args_spec))}->{_whole(schema.args_spec[1])}"
+    return "*pr,*p.,*r.,*pr->*p."
+
+
 lay_out("searchsorted.Tensor", _in_sorted)
 lay_out("bucketize.Tensor", "*,.->*")
 lay_out("isin.Tensor_Tensor", lambda schema: f"*,{_whole(schema.args_spec[1])}->*")
 lay_out("take", lambda schema: f"{_whole(schema.args_spec[0])},*->*", linear_in=[(0,)])
 lay_out("_cdist_forward", "*p.,*r.->*pr")
 lay_out("_euclidean_dist", "*p.,*r.->*pr")
-lay_out("_cdist_backward", "*pr,*p.,*r.,*pr->*p.", linear_in=[(0,)])
+lay_out("_cdist_backward", _gradient_of_distances, linear_in=[(0,)])
 lay_out("_trilinear", _in_turn, linear_in=[(0,), (1,), (2,)])

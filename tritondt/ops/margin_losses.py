@@ -1,8 +1,10 @@
-"""Gradients of margin losses: rows may be cut, the classes of a row must be whole."""
+"""Margin losses: rows may be cut, the classes of a row must be whole."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
+from torch._ops import OpOverload
 
 from tritondt.ops.equations import declared_tensors, equation_strategies
 from tritondt.ops.nothing import given_for_nothing
@@ -12,41 +14,64 @@ from tritondt.ops.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 aten = torch.ops.aten
 
 _NONE, _MEAN, _SUM = 0, 1, 2
-# Where each has its reduction, and its tensors beside gradient and scores: those with an n have as many rows.
-_GRADIENTS = {
-    aten.multi_margin_loss_backward.default: (6, ("n", ".")),
-    aten.multilabel_margin_loss_backward.default: (3, ("n.", "n.")),
+
+
+class _Loss(NamedTuple):
+    """The place of the reduction, and which tensors have rows; # is what is reduced: a number, or one for each row."""
+
+    place: int
+    arguments: str
+    results: str
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether the first argument is what the loss gave in the forward pass."""
+        return self.arguments.startswith("#")
+
+
+# torch's decomposition of the second takes what follows the first -1 of a target for class 0.
+_LOSSES: Mapping[OpOverload, _Loss] = {
+    aten.multi_margin_loss.default: _Loss(5, "n.,n,.", "#"),
+    aten.multilabel_margin_loss_forward.default: _Loss(2, "n.,n.", "#,n."),
+    aten.multi_margin_loss_backward.default: _Loss(6, "#,n.,n,.", "n."),
+    aten.multilabel_margin_loss_backward.default: _Loss(3, "#,n.,n.,n.", "n."),
 }
 
 
 def _rows(schema: OpSchema) -> list[AxisStrategy]:
     """Alike in all that has rows; a lone row is whole."""
-    place, others = _GRADIENTS[schema.op]
-    tensors = declared_tensors(schema)
-    gradient = "n" if schema.argument(place, "reduction", _MEAN) == _NONE else ""
-    terms = [gradient, "n.", *others]
-    if schema.args_spec[1].ndim < 2:
+    loss, tensors = _LOSSES[schema.op], declared_tensors(schema)
+    equation = f"{loss.arguments}->{loss.results}"
+    if schema.args_spec[loss.is_gradient].ndim < 2:
         terms = ["" if spec is None else "." * spec.ndim for spec in tensors]
-    return equation_strategies(f"{','.join(terms)}->{terms[1]}", tensors, [(0,)])
+        results = ["" if term == "#" else "." for term in loss.results.split(",")]
+        equation = f"{','.join(terms)}->{','.join(results)}"
+    reduced = "n" if schema.argument(loss.place, "reduction", _MEAN) == _NONE else ""
+    return equation_strategies(equation.replace("#", reduced), tensors, [(0,)] if loss.is_gradient else [])
 
 
 def _of_all_rows(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """The gradient of a mean is that of a sum over the number of all rows."""
-    scores = schema.args_spec[1]
-    nothing = given_for_nothing(schema, outputs)
-    place, _ = _GRADIENTS[schema.op]
-    if nothing is not None or schema.argument(place, "reduction", _MEAN) != _MEAN or scores.local_shape == scores.shape:
+    """A mean is a sum over the number of all rows, and so is its gradient."""
+    loss, nothing = _LOSSES[schema.op], given_for_nothing(schema, outputs)
+    scores = schema.args_spec[loss.is_gradient]
+    is_mean = schema.argument(loss.place, "reduction", _MEAN) == _MEAN
+    if nothing is not None or not is_mean or scores.local_shape == scores.shape:
         return nothing
     run, count = schema.op._op, scores.shape[0]
 
-    def of_mean(gradient: torch.Tensor, *args: Any, **options: Any) -> Any:
-        changed = (gradient / count, *args)
-        if place < len(changed):
-            return run(*changed[:place], _SUM, *changed[place + 1 :], **options)
-        return run(*changed, **{**options, "reduction": _SUM})
+    def of_mean(first: torch.Tensor, *args: Any, **options: Any) -> Any:
+        changed = [first / count if loss.is_gradient else first, *args]
+        if loss.place < len(changed):
+            changed[loss.place] = _SUM
+            found = run(*changed, **options)
+        else:
+            found = run(*changed, **{**options, "reduction": _SUM})
+        if loss.is_gradient:
+            return found
+        return found / count if isinstance(found, torch.Tensor) else (found[0] / count, *found[1:])
 
     return of_mean
 
 
-for _op in _GRADIENTS:
+for _op in _LOSSES:
     propagator.set_strategy(_op, _rows, localize=_of_all_rows)
