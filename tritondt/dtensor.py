@@ -20,6 +20,7 @@ from tritondt.execute import trace_with
 from tritondt.following import followed
 from tritondt.local_spec import spec_of_local
 from tritondt.mesh import Mesh, canonical_mesh
+from tritondt.mixing import has_lists
 from tritondt.ops import propagator
 from tritondt.ops.meta import meta_of
 from tritondt.pending import moved, put_ahead, work_of
@@ -186,6 +187,27 @@ class DTensor(torch.Tensor):
         # The outer tensor has the new shape now; what makes it one is kept in Python.
         self._local_tensor, self._spec = new._local_tensor, new._spec
 
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """What the index picks; lists in it are alike on every rank."""
+        return _get_item(self, index if not has_lists(index) else self._with_indices(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Writes where the index points; lists in it are alike on every rank."""
+        _set_item(self, index if not has_lists(index) else self._with_indices(index), value)
+
+    def _with_indices(self, index: Any) -> Any:
+        """The index with replicated tensors for lists."""
+        mesh = self._spec.mesh
+
+        def made(item: Any) -> Any:
+            if type(item) is not list:
+                return item
+            indices = torch.tensor(item, dtype=None if item else torch.int64, device=mesh.device_type)
+            spec = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta_of(indices))
+            return DTensor(indices if mesh.coordinate is not None else indices.new_empty(0), spec)
+
+        return tuple(map(made, index)) if type(index) is tuple else made(index)
+
     def numpy(self, *, force: bool = False) -> Any:
         """Refused: no array holds a distributed tensor."""
         raise PropagationError(f"numpy() of a distributed tensor {self._spec}; use {_PLAIN.format('numpy')}")
@@ -286,6 +308,8 @@ class DTensor(torch.Tensor):
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
+_get_item: Any = torch.Tensor.__getitem__
+_set_item: Any = torch.Tensor.__setitem__
 _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local().{0}() for the part of this rank"
 
 

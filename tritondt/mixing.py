@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -30,6 +31,17 @@ def implicit_replication() -> Iterator[None]:
         yield
     finally:
         _allowed.reset(token)
+
+
+def has_lists(index: Any) -> bool:
+    """Whether an index has lists of numbers, which torch would make plain tensors of."""
+    if type(index) is tuple:
+        return any(type(item) is list and _are_numbers(item) for item in index)
+    return type(index) is list and _are_numbers(index)
+
+
+def _are_numbers(items: list[Any]) -> bool:
+    return all(_are_numbers(item) if type(item) is list else isinstance(item, int) for item in items)
 
 
 def are_replicated() -> bool:

@@ -221,3 +221,18 @@ def test_gradcheck():
         assert torch.autograd.gradcheck(function, (table.clone().requires_grad_(),))
 
     run_ranks(3, body)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1", "S1(sizes=0/4)", "P"])
+def test_lists_as_indices(text):
+    x = torch.arange(24.0, dtype=torch.float64).reshape(6, 4)
+    for index in ([1, 5, 0], ([2, 3], slice(1, 3)), (slice(None), [[0, 3], [1, 1]]), ([0, 5], [1, 2]), [], [True] * 6):
+        check(lambda x, index=index: x[index] * 1, Case((2,), (x,), (text,)), gradients=True, exact=True)
+
+    def write(x):
+        y = x * 1
+        y[[0, 4]] = -1.0
+        y[1:3, [0, 2]] = y[3, [1, 1]]
+        return y
+
+    check(write, Case((2,), (x,), (text,)), gradients=True, exact=True)
