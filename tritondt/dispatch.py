@@ -14,9 +14,8 @@ from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
 from tritondt.errors import MeshError, MixedTensorsError
-from tritondt.mixing import are_replicated, implicit_replication
+from tritondt.mixing import are_replicated, as_replicated, implicit_replication
 from tritondt.ops.fallback import decomposition_of, is_whole
-from tritondt.ops.meta import meta_of
 from tritondt.ops.propagator import ShardingPropagator
 from tritondt.ops.schema import LocalOp, OpSchema
 from tritondt.ops.selection import written_positions
@@ -133,11 +132,10 @@ class Dispatcher:
         """The arguments with plain tensors as replicated ones."""
         given = _flat((*args, *kwargs.values()))
         mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
-        whole = [Replicate()] * mesh.ndim
 
         def distributed(argument: Any) -> Any:
             if self._is_plain(argument):
-                return self._wrap(argument, DTensorSpec(mesh, whole, meta_of(argument)))
+                return self._wrap(*as_replicated(argument, mesh))
             return [distributed(item) for item in argument] if isinstance(argument, list | tuple) else argument
 
         return [*map(distributed, args)], {name: distributed(argument) for name, argument in kwargs.items()}

@@ -20,9 +20,8 @@ from tritondt.execute import trace_with
 from tritondt.following import followed
 from tritondt.local_spec import spec_of_local
 from tritondt.mesh import Mesh, canonical_mesh
-from tritondt.mixing import has_lists
+from tritondt.mixing import as_replicated, with_tensors
 from tritondt.ops import propagator
-from tritondt.ops.meta import meta_of
 from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
 from tritondt.saving import loaded, spec_values
@@ -189,24 +188,16 @@ class DTensor(torch.Tensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """What the index picks; lists in it are alike on every rank."""
-        return _get_item(self, index if not has_lists(index) else self._with_indices(index))
+        found: torch.Tensor = _get_item(self, with_tensors(index, self._replicated))
+        return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Writes where the index points; lists in it are alike on every rank."""
-        _set_item(self, index if not has_lists(index) else self._with_indices(index), value)
+        _set_item(self, with_tensors(index, self._replicated), value)
 
-    def _with_indices(self, index: Any) -> Any:
-        """The index with replicated tensors for lists."""
-        mesh = self._spec.mesh
-
-        def made(item: Any) -> Any:
-            if type(item) is not list:
-                return item
-            indices = torch.tensor(item, dtype=None if item else torch.int64, device=mesh.device_type)
-            spec = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta_of(indices))
-            return DTensor(indices if mesh.coordinate is not None else indices.new_empty(0), spec)
-
-        return tuple(map(made, index)) if type(index) is tuple else made(index)
+    def _replicated(self, plain: torch.Tensor) -> "DTensor":
+        """A plain tensor that is alike on every rank of this one's mesh."""
+        return DTensor(*as_replicated(plain, self._spec.mesh))
 
     def numpy(self, *, force: bool = False) -> Any:
         """Refused: no array holds a distributed tensor."""
@@ -278,8 +269,7 @@ class DTensor(torch.Tensor):
         found: torch.Tensor | None = _GRAD.__get__(self)
         if found is None or isinstance(found, DTensor) or found.shape != self.shape or found.any():
             return found
-        spec = DTensorSpec(self._spec.mesh, [Replicate()] * self._spec.mesh.ndim, meta_of(found))
-        made = DTensor(torch.zeros(spec.local_shape, dtype=spec.dtype, device=spec.mesh.device_type), spec)
+        made = self._replicated(torch.zeros(found.shape, dtype=found.dtype, device=found.device))
         _GRAD.__set__(self, made)
         return made
 

@@ -1,7 +1,7 @@
 """Which plain tensors may stand beside distributed ones: those that are surely alike on every rank."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import _engine_run_backward
+
+from tritondt.mesh import Mesh
+from tritondt.placement import Replicate
+from tritondt.spec import DTensorSpec, TensorMeta
 
 _NO_BACKWARD = -1
 _OWN = (__name__.partition(".")[0], "torch")
@@ -33,11 +37,20 @@ def implicit_replication() -> Iterator[None]:
         _allowed.reset(token)
 
 
-def has_lists(index: Any) -> bool:
-    """Whether an index has lists of numbers, which torch would make plain tensors of."""
+def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
+    """What this rank holds of a tensor that is alike on every rank of `mesh`, and how it is laid out."""
+    meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
+    local = plain if mesh.coordinate is not None else plain.new_empty(0)
+    return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
+
+
+def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An index with `make(tensor)` in place of lists of numbers, of which torch would make plain tensors."""
     if type(index) is tuple:
-        return any(type(item) is list and _are_numbers(item) for item in index)
-    return type(index) is list and _are_numbers(index)
+        return tuple(with_tensors(item, make) if type(item) is list else item for item in index)
+    if type(index) is not list or not _are_numbers(index):
+        return index
+    return make(torch.tensor(index, dtype=None if index else torch.int64))
 
 
 def _are_numbers(items: list[Any]) -> bool:
