@@ -21,6 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.op_coverage.gathered import GATHERED
 from benchmarks.op_coverage.measuring import Measured, random_trial
 from benchmarks.op_coverage.operators import matching, operators
 from benchmarks.op_coverage.trial import WRONG
@@ -48,6 +49,11 @@ def _tell(console: Console, found: Measured) -> None:
         console.print(f"    {trial}: {' '.join(text.split())}", highlight=False, markup=False, soft_wrap=True)
 
 
+def _only_gathers(found: Measured) -> bool:
+    """Whether an operator is right, but was never seen to run on shards that stay where they are."""
+    return found.verdict == _ALWAYS and not found.sends_nothing and not found.moves_nothing
+
+
 def _summary(found: Sequence[Measured]) -> dict[str, int]:
     """Operators by verdict, and of those that are always right what they send."""
     counts = Counter(item.verdict for item in found)
@@ -58,7 +64,7 @@ def _summary(found: Sequence[Measured]) -> dict[str, int]:
         "not measured": counts["not measured"],
         "sends_nothing": sum(item.sends_nothing for item in right),
         "moves_nothing": sum(item.moves_nothing and not item.sends_nothing for item in right),
-        "gathers": sum(not item.moves_nothing and not item.sends_nothing for item in right),
+        "gathers": sum(map(_only_gathers, right)),
     }
 
 
@@ -119,6 +125,9 @@ def main(
         of_other = [str(of_torch[name]) if "nothing" not in name and name != "gathers" else ""] if others else []
         table.add_row(name, str(number), str(targets[name]) if name in targets else "", *of_other)
     console.print(table)
+    gathering = {item.name: GATHERED.get(item.name, "no reason is known") for item in found if _only_gathers(item)}
+    for name, reason in gathering.items():
+        console.print(f"{name} gathers: {reason}", highlight=False, markup=False, soft_wrap=True)
     result = {
         "benchmark": "op_coverage",
         **surroundings(),
@@ -128,6 +137,7 @@ def main(
         "counts": counts,
         "torch_counts": of_torch,
         "targets": targets,
+        "gathering": gathering,
         "cases": [
             {**asdict(item), "verdict": item.verdict, "torch_verdict": item.other.verdict if item.other else None}
             for item in found

@@ -63,3 +63,13 @@ def test_a_pattern_without_operators_is_refused():
     result = CliRunner().invoke(main, ["--ops", "nothing*"])
     assert result.exit_code == 2
     assert "--ops 'nothing*' names no operator" in result.output
+
+
+def test_what_only_gathers_is_told_with_its_reason():
+    from benchmarks.op_coverage.__main__ import main  # noqa: PLC0415
+
+    result = CliRunner().invoke(main, ["--ops", "masked_select", "--trials", "2", "--processes", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    reason = "how many elements there are is known when all have been seen"
+    assert json.loads(result.stdout.splitlines()[-1])["gathering"] == {"masked_select": reason}
+    assert f"masked_select gathers: {reason}" in result.stderr

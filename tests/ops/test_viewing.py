@@ -177,6 +177,18 @@ def test_gradients_go_through_views_that_move():
             check(lambda x: x.flatten().cos(), case, gradients=True)
 
 
+def test_a_copy_of_another_shape_moves_and_shares_no_memory():
+    for text in ("S0", "S1", "P"):
+        check(lambda x: torch.view_copy(x, (2, 12)), Case((4,), (numbers(6, 4),), (text,)), gradients=True)
+
+    def body(rank):
+        x = distribute(numbers(6, 4), T.Mesh((2,)), "R")
+        torch.view_copy(x, (24,)).zero_()
+        torch.testing.assert_close(x.full_tensor(), numbers(6, 4), rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
 def test_a_tensor_that_changes_its_own_shape_does_not_move():
     def body(rank):
         x = distribute(numbers(1, 4), T.Mesh((4,)), "S0(sizes=0/1/0/0)").flatten()

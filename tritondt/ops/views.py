@@ -4,6 +4,7 @@ Those that merge or split dims are refused where it cannot.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,13 +32,22 @@ def viewed_or_copied(schema: OpSchema) -> OutputSharding:
     return _reshaped(schema, copying=True)
 
 
-def _reshaped(schema: OpSchema, *, copying: bool) -> OutputSharding:
+@rule_of([aten.view_copy.default])
+def copied(schema: OpSchema) -> OutputSharding:
+    """As a view, but a copy in any case: what has to move, moves."""
+    decision = _reshaped(schema, copying=True, is_refused=False)
+    assert isinstance(decision.output_spec, DTensorSpec), f"{schema.op} gives one tensor"
+    shape = decision.output_spec.local_shape
+    return replace(decision, local=lambda local, *_: local.reshape(shape).clone())
+
+
+def _reshaped(schema: OpSchema, *, copying: bool, is_refused: bool = True) -> OutputSharding:
     meta = meta_of_view(schema)
 
     def units(layout: Layout, dim: int) -> Sequence[int]:
         return possible_units(layout, meta.shape, dim)
 
-    spec = spec_of_view(schema, meta, lambda layout: reshaped(layout, meta.shape), units, is_refused=True)
+    spec = spec_of_view(schema, meta, lambda layout: reshaped(layout, meta.shape), units, is_refused=is_refused)
     return OutputSharding(spec, None, _local_reshape(spec) if copying else _local_view(schema, spec))
 
 
