@@ -11,7 +11,8 @@ from tests.ops.distinct import numbers
 from tests.ops.sharded import Case, check, distribute
 from tritondt import events
 from tritondt.comm.threads import run_ranks
-from tritondt.ops import propagator, set_fallback
+from tritondt.ops import set_fallback
+from tritondt.ops.fallback import Fallback
 
 # Function, shape, placements on 4 ranks, what its argument would have to be, and the sentence that refuses it.
 REFUSED = [
@@ -127,10 +128,12 @@ def test_some_indices_move_under_either_fallback(function, shape, text, needed):
 
 
 def test_the_fallback_tells_once_that_views_of_another_shape_are_copies(caplog):
-    with set_fallback("replicate"), caplog.at_level("WARNING", "tritondt"):
-        propagator.fallback.forget_told()
+    fallback = Fallback(lambda: None)
+    with pytest.raises(T.PropagationError, match="not unasked"):
+        fallback.admit(torch.ops.aten.view.default, "not unasked")
+    with fallback.set("replicate"), caplog.at_level("WARNING", "tritondt"):
         for _ in range(2):
-            run_ranks(2, lambda rank: distribute(numbers(12), T.Mesh((2,)), "S0").view(3, 4))
+            fallback.admit(torch.ops.aten.view.default, "not unasked")
     assert caplog.messages == ["aten.view.default moves its argument and gives a copy, as the fallback says"]
 
 

@@ -77,10 +77,6 @@ class Fallback:
             raise PropagationError(refusal)
         self._tell(op, "%s moves its argument and gives a copy, as the fallback says")
 
-    def forget_told(self) -> None:
-        """Tells everything once more."""
-        self._told.clear()
-
     def _tell(self, op: OpOverload, text: str) -> None:
         if op not in self._told:
             self._told.add(op)
