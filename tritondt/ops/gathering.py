@@ -34,7 +34,7 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("_histogramdd_from_bin_cts", "_histogramdd_from_bin_tensors"), _BINS),
     "put": _POSITIONS,
     **dict.fromkeys(("segment_reduce", "_segment_reduce_backward"), _RAGGED),
-    **dict.fromkeys(("_embedding_bag", "_embedding_bag_backward"), _RAGGED),
+    **dict.fromkeys(("_embedding_bag", "_embedding_bag_forward_only", "_embedding_bag_backward"), _RAGGED),
     **dict.fromkeys(("_embedding_bag_dense_backward", "_embedding_bag_per_sample_weights_backward"), _RAGGED),
     **dict.fromkeys(("_ctc_loss", "_ctc_loss.Tensor", "_ctc_loss_backward", "_ctc_loss_backward.Tensor"), _RAGGED),
     **dict.fromkeys(("_pdist_forward", "_pdist_backward"), _ALL_PAIRS),
