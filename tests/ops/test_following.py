@@ -117,6 +117,23 @@ def test_what_is_written_to_a_view_that_moved_reaches_its_tensor(name, text):
     run_ranks(4, body)
 
 
+def test_writes_are_seen_both_ways_in_inference_mode():
+    def body(rank):
+        made: Any = distribute(numbers(12, 2), T.Mesh((4,)), "S0")
+        with torch.inference_mode():
+            for full, x in ((numbers(12, 2), made), (numbers(12, 2) + 1, made + 1)):
+                pairs = [(y[5], y.t()[:, 3]) for y in (full, x)]
+                for write in (lambda y, row, column: y.mul_(2), lambda y, row, column: row.add_(1)):
+                    write(full, *pairs[0])
+                    write(x, *pairs[1])
+                    for of, found in ((full, x), *zip(*pairs, strict=True)):
+                        torch.testing.assert_close(found.full_tensor(), of, rtol=0, atol=0)
+                full.zero_()
+                x.zero_()
+
+    run_ranks(4, body)
+
+
 def test_what_is_written_to_a_copy_of_another_shape_reaches_its_tensor():
     def body(rank):
         full, x = numbers(12, 2), distribute(numbers(12, 2), T.Mesh((4,)), "S0")
