@@ -92,7 +92,7 @@ class Torchs:
         # Imported for its effect on torch.distributed, which nobody wants who measures the other side only.
         from torch.testing._internal.distributed import multi_threaded_pg as threaded  # noqa: PLC0415
 
-        torch._C._distributed_c10d._set_thread_isolation_mode(True)
+        torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         threaded._install_threaded_pg()
         store, results = dist.HashStore(), [None] * num_ranks
 
