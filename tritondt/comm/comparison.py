@@ -10,6 +10,7 @@ from tritondt.errors import MismatchError
 NOTE_BYTES = 512
 _FORMAT = struct.Struct(f"<Q{NOTE_BYTES - 8}s")
 FINGERPRINT = 0x636F6D70  # of the exchange of notes itself
+MUST = "redistribute the same tensors in the same order"
 
 
 class Note(NamedTuple):
@@ -34,7 +35,7 @@ def read_note(content: bytes) -> Note:
     return Note(fingerprint, description.rstrip(b"\0").decode(errors="ignore"))
 
 
-def difference(sequence: int, notes: Mapping[int, Note]) -> MismatchError | None:
+def difference(sequence: int, notes: Mapping[int, Note], must: str = MUST) -> MismatchError | None:
     """The error where the notes of ranks differ, the same on every rank; None where they agree.
 
     >>> notes = {0: Note(7, "S0 -> R"), 1: Note(7, "S0 -> R"), 2: Note(8, "S0 -> S1")}
@@ -49,8 +50,7 @@ must redistribute the same tensors in the same order
         return None
     clauses = "; ".join(f"{_ranks_text(ranks)} {notes[ranks[0]].description}" for ranks in ranks_of.values())
     return MismatchError(
-        f"ranks disagree at exchange {sequence}: {clauses}; nothing was moved, and all ranks must redistribute the "
-        "same tensors in the same order"
+        f"ranks disagree at exchange {sequence}: {clauses}; nothing was moved, and all ranks must {must}"
     )
 
 

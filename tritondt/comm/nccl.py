@@ -8,27 +8,21 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from tritondt import environment
-from tritondt._C import NcclCommunicator as NativeCommunicator
 from tritondt._C import NcclError, NcclLibrary
 from tritondt.comm.communicator import Errand, Transfer
 from tritondt.comm.flight import DONE, EXCHANGING, FAILED
 from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
+from tritondt.comm.nccl_join import join_nccl
 from tritondt.comm.packed import PackedCommunicator
 from tritondt.comm.stream_queue import StreamQueue
 from tritondt.comm.streams import Event, Streams
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, again
 from tritondt.errors import PeerError, TransportError
-
-Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +50,7 @@ class NcclCommunicator(PackedCommunicator):
         self._watch, self._timeout_s = member.watch, member.timeout.total_seconds()
         self._under_way: deque[UnderWay] = deque()
         self._breaking, self._is_told = threading.Lock(), False
-        self._native = _joined(member, self._place, library, streams)
+        self._native = join_nccl(member, library, streams)
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
@@ -216,50 +210,3 @@ class NcclCommunicator(PackedCommunicator):
             self._in_stream.fail(self.failure)
         self._native.abort()
         self._queue.close()
-
-
-def _joined(member: Membership, place: int, library: NcclLibrary, streams: Streams) -> NativeCommunicator:
-    """This rank's part in a communicator of NCCL, which all make together within the timeout."""
-    store, timeout = dist.PrefixStore(member.key, member.store), member.timeout
-    try:
-        if place == 0:
-            store.set("nccl", library.unique_id().hex())
-        store.wait(["nccl"], timeout)
-        unique_id = bytes.fromhex(store.get("nccl").decode())
-    except RuntimeError as error:
-        raise PeerError(
-            f"rank {member.rank} could not meet rank {member.ranks[0]} to make {member.name}: {error}"
-        ) from error
-
-    def join() -> NativeCommunicator:
-        streams.bind_thread()
-        return library.init([unique_id], len(member.ranks), place, environment.nccl_options())
-
-    try:
-        return _within(timeout, join)
-    except TimeoutError:
-        raise PeerError(
-            f"rank {member.rank} waited {timeout.total_seconds():g} s for all of ranks {member.ranks} to join in NCCL"
-        ) from None
-    except NcclError as error:
-        raise TransportError(f"rank {member.rank} could not make {member.name} in NCCL: {error}") from error
-
-
-def _within(timeout: timedelta, make: Callable[[], Result]) -> Result:
-    """What `make` returns, or raises; TimeoutError where it takes too long, in a thread that is left to itself."""
-    outcome: list[Result | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(make())
-        except BaseException as error:  # noqa: BLE001  the caller raises it
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="tritondt-nccl-init", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds())
-    if not outcome:
-        raise TimeoutError
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]

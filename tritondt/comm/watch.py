@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tritondt.comm.communicator import Errand
+from tritondt.comm.comparison import MUST
 from tritondt.comm.notices import Notices, Waiting
 from tritondt.comm.packing import Slice
 from tritondt.comm.store_line import SilentStoreError, StoreLine
@@ -27,9 +28,10 @@ class Wait:
     """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
 
     `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `letters`
-    name, and of those the `silent`, once it is known who has not said that it waits as well. `interrupt` makes the
-    waiting call return with an error. Where nobody waits on the host, `is_over` tells that it has ended, and `trouble`
-    what the transport has met in the background.
+    name, or one of `suspects`, which is narrowed to those who have not said that they wait as well. `interrupt` makes
+    the waiting call return with an error. Where nobody waits on the host, `is_over` tells that it has ended, and
+    `trouble` what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks that
+    disagree have not done.
     """
 
     key: str
@@ -41,12 +43,14 @@ class Wait:
     is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
     letters: tuple[Sequence[Slice], ...] = ()
-    silent: tuple[int, ...] = ()
+    suspects: tuple[int, ...] = ()
     is_over: Callable[[], bool] = lambda: False
     trouble: Callable[[], str | None] = lambda: None
     is_troubled: bool = False
     started: float = field(default_factory=time.monotonic)
     reason: PeerError | None = None
+    limit: str = "TRITONDT_TIMEOUT"
+    must: str = MUST
 
     @property
     def fingerprint(self) -> int:
@@ -61,8 +65,8 @@ class Wait:
     @property
     def peers(self) -> tuple[int, ...]:
         """Who may be waited for."""
-        if self.peer >= 0 or self.silent:
-            return self.silent or (self.peer,)
+        if self.peer >= 0 or self.suspects:
+            return self.suspects or (self.peer,)
         places = {letter.peer for letters in self.letters for letter in letters}
         return tuple(self.ranks[place] for place in sorted(places))
 
@@ -207,7 +211,7 @@ class Watch:
     def _narrow(self, wait: Wait) -> None:
         """Where one of several is waited for: those that have not said that they wait as well, if there are any."""
         if wait.peer < 0:
-            wait.silent = tuple(sorted(set(wait.peers) - self._waiting(wait)))
+            wait.suspects = tuple(sorted(set(wait.peers) - self._waiting(wait))) or wait.suspects
 
     def _waiting(self, wait: Wait) -> set[int]:
         """Of those that are waited for, who has said that it waits, at this exchange or before."""
@@ -247,7 +251,7 @@ class Watch:
         reason = PeerError(
             f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
-            f"(TRITONDT_TIMEOUT){'' if gone is None else f'; {self._line.silence(gone)}'}"
+            f"({wait.limit}){'' if gone is None else f'; {self._line.silence(gone)}'}"
         )
         self.report(wait.key, wait.sequence, reason)
         return reason
@@ -291,5 +295,5 @@ def disagreement(
         return None
     return MismatchError(
         f"ranks disagree at exchange {sequence}: rank {rank} runs {wait.description}, rank {other} runs "
-        f"{description}; all ranks must redistribute the same tensors in the same order"
+        f"{description}; all ranks must {wait.must}"
     )

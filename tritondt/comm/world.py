@@ -14,10 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,20 @@ from tritondt.planning.cost import CostTable
 _MAX_NAMED = 16
 
 
+class Part(Protocol):
+    """What ends with a world."""
+
+    def close(self) -> None:
+        """Ends it; a collective call."""
+
+    def abort(self) -> None:
+        """Ends it without the others."""
+
+
+def _ended() -> WorldError:
+    return WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
+
+
 class ProcessWorld:
     """Ranks that are processes, connected through the store of torch.distributed's default group."""
 
@@ -65,6 +80,7 @@ class ProcessWorld:
         self.flight = Flight(who.rank, who.size, self._flight_directory())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
+        self._parts: dict[str, Part] = {}
         self._meetings: list[Meeting] = []
         self._making = threading.Lock()
         self._home.tell(self._store, who.rank)
@@ -86,7 +102,7 @@ class ProcessWorld:
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
         """The communicator of these ranks for tensors on such devices; the first call is collective among them."""
         if self._closed:
-            raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
+            raise _ended()
         key = (tuple(sorted(ranks)), device_type)
         found = self._communicators.get(key)
         if found is None:
@@ -104,24 +120,37 @@ class ProcessWorld:
                 f"{' and '.join(transports)}"
             )
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
-        meeting = Meeting(self._line, name, ranks, self._timeout.total_seconds())
+        return make(self.join(name, ranks, self._timeout))
+
+    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> Membership:
+        """This rank's part in what `ranks` make together; returns when all have come, PeerError where some do not."""
+        if self._closed:
+            raise _ended()
+        meeting = Meeting(self._line, name, ranks, timeout.total_seconds())
         self._meetings.append(meeting)
         meeting.gather(self.identity.rank)
-        self._line.call(self._home.ask, self._timeout.total_seconds())
-        return make(
-            Membership(
-                name=name,
-                key=meeting.key,
-                ranks=ranks,
-                rank=self.identity.rank,
-                store=self._store,
-                timeout=self._timeout,
-                compares=self._compares,
-                flight=self.flight,
-                watch=self._watch,
-                watchdog=self._watchdog,
-            )
+        self._line.call(self._home.ask, timeout.total_seconds())
+        return Membership(
+            name=name,
+            key=meeting.key,
+            ranks=ranks,
+            rank=self.identity.rank,
+            store=self._store,
+            timeout=timeout,
+            compares=self._compares,
+            flight=self.flight,
+            watch=self._watch,
+            watchdog=self._watchdog,
         )
+
+    def keep(self, name: str, part: Part) -> None:
+        """Ends `part`, which was made of a membership of this name, with this world."""
+        self._parts[name] = part
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has ended."""
+        return self._closed
 
     def report(self, error: BaseException) -> None:
         """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
@@ -136,6 +165,8 @@ class ProcessWorld:
             # In an order that all ranks share, whichever they used first: closing waits for the others.
             for _, communicator in sorted(self._communicators.items()):
                 communicator.close()
+            for _, part in sorted(self._parts.items()):
+                part.close()
         finally:  # what could not be closed with the others
             self.abort()
 
@@ -146,6 +177,9 @@ class ProcessWorld:
         for communicator in self._communicators.values():
             communicator.abort()
         self._communicators.clear()
+        for part in self._parts.values():
+            part.abort()
+        self._parts.clear()
         self._watch.close()
         self._line.close()
         self._watchdog.close()
