@@ -58,7 +58,7 @@ class UncaughtError(Exception):
 
 
 class GlooRanks:
-    """`size` processes on this machine, with torch.distributed initialised on Gloo.
+    """`size` processes on this machine, with torch.distributed initialised on Gloo, or another backend.
 
     With `own_network` the loopback interface carries only what these ranks send, where the system allows that. Each
     calls `prepare`, which its module names, before anything else.
@@ -71,6 +71,7 @@ class GlooRanks:
         *,
         own_network: bool = False,
         prepare: Callable[[], None] | None = None,
+        backend: str = "gloo",
     ) -> None:
         self.size = size
         preparation = None if prepare is None else (prepare.__module__, prepare.__qualname__)
@@ -84,7 +85,7 @@ class GlooRanks:
                 sys.executable,
                 "-c",
                 "from tests import gloo_ranks; gloo_ranks.fork_ranks()",
-                json.dumps([own_network, preparation, theirs]),
+                json.dumps([own_network, preparation, backend, theirs]),
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -236,7 +237,7 @@ def fork_ranks() -> None:
     """The parent of the ranks: forks them, says who they are, and how each has ended."""
     for module in ("pytest", "torch.distributed.tensor"):  # what tests import, the latter in assert_close
         importlib.import_module(module)
-    own_network, preparation, ends = json.loads(sys.argv[1])
+    own_network, preparation, backend, ends = json.loads(sys.argv[1])
     if own_network:
         _leave_network()
     ranks: dict[int, int] = {}
@@ -247,7 +248,7 @@ def fork_ranks() -> None:
                 os.close(end)
             os.dup2(2, 1)  # what a test prints must not mix with the parent's reports
             os.environ["RANK"] = str(rank)
-            _serve(rank, orders, answers, preparation)
+            _serve(rank, orders, answers, preparation, backend)
             return
         ranks[pid] = rank
     for end in (end for both in ends for end in both):
@@ -272,9 +273,9 @@ def _leave_network() -> None:
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", up_and_running))
 
 
-def _serve(rank: int, orders: int, answers: int, preparation: tuple[str, str] | None) -> None:
+def _serve(rank: int, orders: int, answers: int, preparation: tuple[str, str] | None, backend: str) -> None:
     """The life of a rank: runs what comes in, answers, and ends when the pipe does."""
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     if preparation is not None:
         module, name = preparation
         getattr(importlib.import_module(module), name)()

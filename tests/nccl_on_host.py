@@ -7,7 +7,7 @@ What is shown is that the transport's code makes the right calls in the right or
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from tests.fake_nccl.library import FakeNccl, HostEvent, HostStream, build, load
 from tests.gloo_ranks import GlooRanks
 from tritondt import identity
 from tritondt._C import NcclLibrary
+from tritondt.backend.carriers import carriers
+from tritondt.backend.lane import Carrier
 from tritondt.comm import registry, world
 from tritondt.comm.membership import Membership
 from tritondt.comm.nccl import NcclCommunicator
@@ -163,6 +165,22 @@ class FakeStreams:
     def bind_thread(self) -> None:
         """There is one device."""
 
+    def future(self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]) -> Any:
+        """There when the stream has come to here: whoever waits for it is the host."""
+        made: torch.futures.Future[Any] = torch.futures.Future()
+        event = stream.record_event()
+
+        def complete() -> None:
+            event.synchronize()
+            met = error()
+            if met is None:
+                made.set_result(list(value))
+            else:
+                made.set_exception(met)
+
+        threading.Thread(target=complete, name="fake-future", daemon=True).start()
+        return made
+
 
 def use_fake_nccl() -> None:
     """Lets this process, which has made no world yet, carry tensors of the CPU by NCCL's transport on the double."""
@@ -176,6 +194,25 @@ def use_fake_nccl() -> None:
         return NcclCommunicator(member, NcclLibrary(str(path), None), FakeStreams(fake))
 
     world.transports["cpu"] = make
+
+
+def use_fake_backend() -> None:
+    """Lets the backend "tritondt" carry tensors of the CPU by NCCL, on the double, where it would use Gloo."""
+    path = build()
+    os.environ["TRITONDT_NCCL_SO"] = str(path)
+    fake = load(path)
+    fake.set(FAKE_NCCL_PEER_LOSS="error", FAKE_NCCL_MISMATCH="error")
+    streams = FakeStreams(fake)
+
+    def carrier(device: torch.device) -> Carrier:
+        return Carrier(NcclLibrary(str(path), None), streams)
+
+    carriers["cpu"] = carrier
+
+
+def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:
+    """Processes on the backend "tritondt": over gloo, or nccl, which is then the double."""
+    return GlooRanks(size, environment, prepare=use_fake_backend if over == "nccl" else None, backend="tritondt")
 
 
 def ranks_on(transport: str, size: int, **environment: str) -> GlooRanks:

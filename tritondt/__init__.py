@@ -2,6 +2,7 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
+import tritondt.backend  # noqa: F401  torch.distributed knows it by its name from here on
 from tritondt.autograd import redistribute
 from tritondt.comm.work import Work
 from tritondt.comm.world import abort, close, set_timeout

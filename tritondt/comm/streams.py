@@ -4,7 +4,7 @@ The interface is torch.cuda's, so that its streams and events are used as they a
 streams of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -72,6 +72,15 @@ class Streams(Protocol):
         """Makes the device the calling thread's."""
         ...
 
+    def future(
+        self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]
+    ) -> "torch.futures.Future[Any]":
+        """A future of `value`, whose callbacks work on what `stream` has been given so far; `error` tells of failures.
+
+        Where the host does not wait for streams, it is there at once.
+        """
+        ...
+
 
 class CudaStreams:
     """Those of one GPU."""
@@ -104,3 +113,12 @@ class CudaStreams:
     def bind_thread(self) -> None:
         """Makes the GPU the calling thread's."""
         torch.cuda.set_device(self.device)
+
+    def future(
+        self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]
+    ) -> "torch.futures.Future[Any]":
+        """One with an event of `stream`, which whoever waits for it, and its callbacks' streams, wait for."""
+        made: torch.futures.Future[Any] = torch.futures.Future(devices=[self.device])
+        with self.on(stream):
+            made.set_result(list(value))
+        return made

@@ -1,0 +1,101 @@
+"""What is refused before anything is sent."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tritondt.errors import LocalTensorError, TransportError, WorldError
+
+
+def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """TransportError where NCCL cannot carry one of them; LocalTensorError where one is not contiguous."""
+    for tensor in tensors:
+        if tensor.device != device:
+            raise TransportError(
+                f"{text} was given a tensor on {tensor.device}; NCCL carries tensors on {device} here, and all of one "
+                "call are to be on the same device"
+            )
+        if tensor.layout is not torch.strided:
+            raise TransportError(
+                f"{text} was given a tensor of the layout {tensor.layout}; NCCL carries torch.strided only"
+            )
+        if tensor.is_conj() or tensor.is_neg():
+            raise LocalTensorError(f"{text} was given a view that only says conjugated or negated; pass .clone() of it")
+        if not tensor.is_contiguous():
+            raise LocalTensorError(
+                f"{text} was given a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, which is "
+                "not contiguous; pass .contiguous() to be sent, and a contiguous tensor to be written"
+            )
+
+
+def check_dense(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+    """The same where any order of dims will do, as long as the elements lie without gaps."""
+    check_tensors(text, [_laid_out(tensor) for tensor in tensors], device)
+
+
+def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, dims in the order of its strides."""
+    if tensor.is_contiguous() or tensor.layout is not torch.strided:
+        return tensor
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+
+
+def check_dtypes(text: str, tensors: Sequence[torch.Tensor]) -> None:
+    """TransportError where they are not all of one dtype."""
+    found = {tensor.dtype for tensor in tensors}
+    if len(found) > 1:
+        raise TransportError(f"{text} was given tensors of {_named(found)}; all must be of one dtype")
+
+
+def check_number(text: str, what: str, found: int, allowed: int) -> None:
+    """LocalTensorError where there are too few or too many."""
+    if found != allowed:
+        raise LocalTensorError(f"{text} was given {found} {what}; there must be {allowed}")
+
+
+def check_sizes(text: str, what: str, found: int, expected: int, why: str) -> None:
+    """LocalTensorError where a tensor has another number of elements."""
+    if found != expected:
+        raise LocalTensorError(f"{text} was given {what} of {found} elements; {why} makes {expected}")
+
+
+def check_place(text: str, place: int, size: int) -> None:
+    """WorldError where the group has no such rank."""
+    if not 0 <= place < size:
+        raise WorldError(f"{text} names rank {place} of the process group; it has ranks 0 to {size - 1}")
+
+
+def check_factor(text: str, factor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """TransportError where a factor on the device is not one element of the tensors' dtype and device."""
+    for tensor in tensors:
+        if (factor.numel(), factor.dtype, factor.device) != (1, tensor.dtype, tensor.device):
+            raise TransportError(
+                f"{text} was given a factor of {factor.numel()} {factor.dtype} on {factor.device}; it must be a number "
+                f"or one {tensor.dtype} on {tensor.device}"
+            )
+
+
+def split_sizes(text: str, what: str, tensor: torch.Tensor, sizes: Sequence[int], size: int) -> list[int]:
+    """Elements of `tensor` for each rank, by its first dim: as given, or equal parts.
+
+    >>> split_sizes("all_to_all", "input", torch.zeros(5, 2), [1, 4], 2)
+    [2, 8]
+    """
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if rows % size:
+            raise LocalTensorError(
+                f"{text} was given an {what} of {rows} rows without split sizes; {size} ranks must divide them"
+            )
+        sizes = [rows // size] * size
+    if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
+        raise LocalTensorError(
+            f"{text} was given {what} split sizes {list(sizes)}; they must be {size} sizes that make the {rows} rows"
+        )
+    row = math.prod(tensor.shape[1:])
+    return [length * row for length in sizes]
+
+
+def _named(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

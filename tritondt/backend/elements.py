@@ -1,0 +1,100 @@
+"""What NCCL calls torch's dtypes and reductions, and what it does not have of them."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.errors import TransportError
+
+
+class PreMulSum(NamedTuple):
+    """The sum of terms, each times a factor: a number, or a tensor of one element on the device."""
+
+    factor: float | torch.Tensor
+
+
+class Reduced(NamedTuple):
+    """Elements that NCCL reduces: `num` of its dtype for one of torch's."""
+
+    dtype: str
+    num: int
+    op: str | PreMulSum
+
+
+_DTYPES = {
+    getattr(torch, name): (name, 1)
+    for name in (
+        *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
+        *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+    )
+} | {torch.complex64: ("float32", 2), torch.complex128: ("float64", 2), torch.bool: ("uint8", 1)}
+_OPS = {"SUM": "sum", "AVG": "avg", "PRODUCT": "product", "MIN": "min", "MAX": "max", "PREMUL_SUM": "premul_sum"}
+# Of the bytes 0 and 1: or, and.
+_OF_BOOL = {"sum": "max", "product": "min", "min": "min", "max": "max"}
+
+
+def op_name(op: Any) -> str:
+    """What messages call a reduction of torch.distributed.
+
+    >>> import torch.distributed as dist
+    >>> op_name(dist.ReduceOp.SUM), op_name(dist.ReduceOp(dist.ReduceOp.BAND))
+    ('sum', 'band')
+    """
+    return _kind_of(op).lower()
+
+
+def _kind_of(op: Any) -> str:
+    kind = getattr(op, "op", op)  # of a ReduceOp; what is given may be its kind alone
+    return str(kind.name)
+
+
+def check_reduced(dtype: torch.dtype, op: Any) -> None:
+    """TransportError where NCCL does not reduce such elements so."""
+    name = op_name(op)
+    if _kind_of(op) not in _OPS:
+        raise TransportError(f"the op {name} was asked for; NCCL reduces by {_listed(_OPS.values())}")
+    if dtype not in _DTYPES:
+        known = _listed(str(known).removeprefix("torch.") for known in _DTYPES)
+        raise TransportError(f"a reduction of {text_of(dtype)} was asked for; NCCL reduces {known}")
+    allowed = _allowed(dtype)
+    if name not in allowed:
+        raise TransportError(f"the op {name} on {text_of(dtype)} was asked for; allowed is {_listed(allowed)}")
+
+
+def _allowed(dtype: torch.dtype) -> list[str]:
+    if dtype.is_complex:
+        return ["sum", "avg", "premul_sum"]
+    if dtype is torch.bool:
+        return list(_OF_BOOL)
+    return [name for name in _OPS.values() if name != "premul_sum" or dtype.is_floating_point]
+
+
+def reduced(dtype: torch.dtype, op: Any) -> Reduced:
+    """How NCCL reduces such elements; TransportError where it does not.
+
+    >>> import torch.distributed as dist
+    >>> reduced(torch.complex64, dist.ReduceOp.SUM)
+    Reduced(dtype='float32', num=2, op='sum')
+    >>> reduced(torch.bool, dist.ReduceOp.SUM).op
+    'max'
+    """
+    check_reduced(dtype, op)
+    name, num = _DTYPES[dtype]
+    known = _OPS[_kind_of(op)]
+    if known == "premul_sum":
+        return Reduced(name, num, PreMulSum(op.__getstate__()[1]))
+    return Reduced(name, num, _OF_BOOL[known] if dtype is torch.bool else known)
+
+
+def text_of(dtype: torch.dtype) -> str:
+    """What messages call a dtype.
+
+    >>> text_of(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def _listed(names: Any) -> str:
+    *most, last = names
+    return f"{', '.join(most)} and {last}"

@@ -1,0 +1,349 @@
+"""torch.distributed's process group over NCCL and Gloo.
+
+torch calls most methods from Python, and some from C++, which finds those by name (PyProcessGroup.hpp). What torch 2.13
+has renamed is here by both names.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from tritondt.backend.agreement import Parts
+from tritondt.backend.described import described
+from tritondt.backend.router import CPU, Router
+from tritondt.errors import TransportError
+
+NAME = "tritondt"
+CUDA = torch.device("cuda")
+Tensors = Sequence[torch.Tensor]
+Lists = Sequence[Tensors]
+_Base: Any = dist.ProcessGroup
+
+# What a call without options means.
+ALL_REDUCE = c10d.AllreduceOptions()
+ALL_REDUCE_COALESCED = c10d.AllreduceCoalescedOptions()
+BROADCAST = c10d.BroadcastOptions()
+REDUCE = c10d.ReduceOptions()
+ALL_GATHER = c10d.AllgatherOptions()
+REDUCE_SCATTER = c10d.ReduceScatterOptions()
+ALL_TO_ALL = c10d.AllToAllOptions()
+GATHER = c10d.GatherOptions()
+SCATTER = c10d.ScatterOptions()
+BARRIER = c10d.BarrierOptions()
+
+
+class TritondtProcessGroup(_Base):  # type: ignore[misc]
+    """One rank's part in a group; `dist.init_process_group("tritondt")` and `dist.new_group` make one.
+
+    Raises TransportError for what cannot be carried, LocalTensorError for tensors of wrong sizes, PeerError where
+    others failed or did not come, MismatchError where they came for something else, WorldError once it has ended.
+    """
+
+    def __init__(self, options: Any, _backend_options: object = None) -> None:
+        super().__init__(options.group_rank, options.group_size)
+        self._store = options.store
+        self._router = Router(options, self._kinds)
+        # What C++ asks a group for and does not forward to this class, it asks of these.
+        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)
+        self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, None)
+
+    def _kinds(self) -> tuple[str, ...]:
+        """The types of devices that it was made for: "cuda:tritondt" names one."""
+        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        return tuple(part.partition(":")[0] for part in config.split(",") if ":" in part) or ("cpu", "cuda")
+
+    def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
+        """Tensors, each reduced in place on all ranks."""
+        op = opts.reduceOp
+        text = described("all_reduce", tensors, op=op)
+        return self._router.run(
+            text,
+            tensors,
+            opts,
+            lambda gloo: gloo.allreduce(tensors, opts),
+            lambda on: on.all_reduce(text, tensors, op),
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE_COALESCED) -> Any:
+        """The same, as one operation."""
+        op = opts.reduceOp
+        text = described("all_reduce", tensors, op=op)
+        return self._router.run(
+            text,
+            tensors,
+            opts,
+            lambda gloo: gloo.allreduce_coalesced(tensors, opts),
+            lambda on: on.all_reduce(text, tensors, op),
+        )
+
+    def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Any:
+        """Tensors of the root, to all."""
+        root = opts.rootRank
+        text = described("broadcast", tensors, root=root)
+        return self._router.run(
+            text,
+            tensors,
+            opts,
+            lambda gloo: gloo.broadcast(tensors, opts),
+            lambda on: on.broadcast(text, tensors, root),
+        )
+
+    def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Any:
+        """A tensor, reduced in place on the root."""
+        op, root = opts.reduceOp, opts.rootRank
+        text = described("reduce", tensors, op=op, root=root)
+        return self._router.run(
+            text,
+            tensors,
+            opts,
+            lambda gloo: gloo.reduce(tensors, opts),
+            lambda on: on.reduce(text, tensors, op, root),
+        )
+
+    def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
+        """Every rank's tensor, to the list of each; sizes may differ from rank to rank."""
+        text = described("all_gather", [output for each in outputs for output in each] or inputs)
+        return self._router.run(
+            text,
+            inputs,
+            opts,
+            lambda gloo: gloo.allgather(outputs, inputs, opts),
+            lambda on: on.all_gather(text, outputs, inputs),
+        )
+
+    def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
+        """The same for several tensors; `outputs` has a list for each rank here."""
+        text = described("all_gather", [output for each in outputs for output in each] or inputs)
+        return self._router.run(
+            text,
+            inputs,
+            opts,
+            lambda gloo: gloo.allgather_coalesced(outputs, inputs, opts),
+            lambda on: on.all_gather(text, [list(each) for each in zip(*outputs, strict=True)], inputs),
+        )
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = ALL_GATHER) -> Any:
+        text = described("all_gather_into_tensor", [given])
+        return self._router.run(
+            text,
+            [given],
+            opts,
+            lambda gloo: gloo._allgather_base(output, given, opts),
+            lambda on: on.all_gather_into(text, [output], [given]),
+        )
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_GATHER
+    ) -> Any:
+        """Every rank's tensors, end to end, to all."""
+        text = described("all_gather_into_tensor", inputs)
+        return self._router.run(
+            text,
+            inputs,
+            opts,
+            lambda gloo: gloo.allgather_into_tensor_coalesced(outputs, inputs, opts),
+            lambda on: on.all_gather_into(text, outputs, inputs),
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = REDUCE_SCATTER) -> Any:
+        """The reduction of the ranks' lists, each tensor to its rank; sizes may differ from rank to rank."""
+        op = opts.reduceOp
+        text = described("reduce_scatter", [given for each in inputs for given in each] or outputs, op=op)
+        return self._router.run(
+            text,
+            outputs,
+            opts,
+            lambda gloo: gloo.reduce_scatter(outputs, inputs, opts),
+            lambda on: on.reduce_scatter(text, outputs, inputs, op),
+        )
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, given: torch.Tensor, opts: Any = REDUCE_SCATTER
+    ) -> Any:
+        op = opts.reduceOp
+        text = described("reduce_scatter_tensor", [output], op=op)
+        return self._router.run(
+            text,
+            [output],
+            opts,
+            lambda gloo: gloo._reduce_scatter_base(output, given, opts),
+            lambda on: on.reduce_scatter_into(text, [output], [given], op),
+        )
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER
+    ) -> Any:
+        """The reduction of the ranks' tensors, an equal part of each to every rank."""
+        op = opts.reduceOp
+        text = described("reduce_scatter_tensor", outputs, op=op)
+        return self._router.run(
+            text,
+            outputs,
+            opts,
+            lambda gloo: gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
+            lambda on: on.reduce_scatter_into(text, outputs, inputs, op),
+        )
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_TO_ALL) -> Any:
+        """A tensor to every rank and one from every rank."""
+        text = described("all_to_all", inputs, is_even=False)
+        return self._router.run(
+            text,
+            inputs,
+            opts,
+            lambda gloo: gloo.alltoall(outputs, inputs, opts),
+            lambda on: on.all_to_all(text, outputs, inputs),
+            lambda: Parts(_counts(inputs), _counts(outputs)),
+        )
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_rows: Sequence[int],
+        input_rows: Sequence[int],
+        opts: Any = ALL_TO_ALL,
+    ) -> Any:
+        """The same with parts of one tensor, by rows; without sizes, equal parts."""
+        text = described("all_to_all_single", [given], is_even=False)
+        return self._router.run(
+            text,
+            [given],
+            opts,
+            lambda gloo: gloo.alltoall_base(output, given, output_rows, input_rows, opts),
+            lambda on: on.all_to_all_parts(text, output, given, output_rows, input_rows),
+            lambda: Parts(tuple(input_rows), tuple(output_rows)),
+        )
+
+    def gather(self, outputs: Lists, inputs: Tensors, opts: Any = GATHER) -> Any:
+        """Every rank's tensor, to the root's list."""
+        root = opts.rootRank
+        text = described("gather", inputs, root=root, is_even=False)
+        return self._router.run(
+            text,
+            inputs,
+            opts,
+            lambda gloo: gloo.gather(outputs, inputs, opts),
+            lambda on: on.gather(text, outputs, inputs, root),
+            lambda: self._rooted_parts(root, inputs, outputs)[0],
+        )
+
+    def scatter(self, outputs: Tensors, inputs: Lists, opts: Any = SCATTER) -> Any:
+        """A tensor of the root's list to every rank."""
+        root = opts.rootRank
+        text = described("scatter", outputs, root=root, is_even=False)
+        return self._router.run(
+            text,
+            outputs,
+            opts,
+            lambda gloo: gloo.scatter(outputs, inputs, opts),
+            lambda on: on.scatter(text, outputs, inputs, root),
+            lambda: self._rooted_parts(root, outputs, inputs)[1],
+        )
+
+    def _rooted_parts(self, root: int, own: Tensors, lists: Lists) -> tuple[Parts, Parts]:
+        """What goes to the root from all, and the other way around."""
+        with_root = tuple(own[0].numel() if place == root else 0 for place in range(self._router.place.size))
+        of_root = _counts(lists[0]) if lists else ()
+        return Parts(with_root, of_root), Parts(of_root, with_root)
+
+    def send(self, tensors: Tensors, target: int, tag: int = 0) -> Any:
+        """Tensors to a rank of the group; on NCCL tags say nothing, and messages arrive in the order they were sent."""
+        return self._router.message("send", tensors, target, lambda gloo: gloo.send(tensors, target, tag))
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
+        """Tensors of a rank of the group."""
+        return self._router.message("recv", tensors, source, lambda gloo: gloo.recv(tensors, source, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        """A tensor of whoever sends first; TransportError on a GPU, where NCCL receives of ranks that are named."""
+        text = "a receive from any rank"
+        if self._router.side(text, tensors[0].device) is not None:
+            raise TransportError(f"{text} was asked for; NCCL receives from a rank that is named")
+        return self._router.over_gloo.recv_anysource(tensors, tag)
+
+    def barrier(self, opts: Any = BARRIER) -> Any:
+        """A Work that is over when all ranks have come; on a GPU, with all that was put into its stream before."""
+        return self._router.barrier(opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier of the host that names the ranks that have not come."""
+        self._router.gloo.monitored_barrier(timeout or self._router.timeout, wait_all_ranks)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing(device).start_coalescing()
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        return self._coalescing(device).end_coalescing()
+
+    def _coalescing(self, device: torch.device) -> Any:
+        found = self._router.side("coalescing", device)
+        if found is None:
+            raise TransportError(f"coalescing was asked for on {device}; Gloo runs operations one by one")
+        return found
+
+    def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
+        """What torch.distributed calls it."""
+        return NAME
+
+    def name(self) -> str:
+        """What torch.distributed calls it."""
+        return NAME
+
+    def get_group_store(self) -> dist.Store:
+        """Where its ranks meet."""
+        store: dist.Store = self._store
+        return store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._router.gloo if torch.device(device).type == "cpu" else NcclBackend()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._router.num_operations
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It counts from 0 on all ranks."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take from now on."""
+        self._router.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Ends what is under way without waiting for the others; the group cannot be used any more."""
+        self._router.abort()
+
+    def shutdown(self) -> None:
+        """Waits for what is under way on NCCL, and ends; `dist.destroy_process_group` calls it."""
+        self._router.close()
+
+    # As torch 2.13 calls them.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+
+class NcclBackend:
+    """What torch.distributed asks about the part of a group that is on GPUs."""
+
+    supports_splitting = False  # new groups make communicators of their own, on first use
+    supports_coalescing = True
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def name(self) -> str:
+        """What torch.distributed calls it."""
+        return NAME
+
+    def supports_tensor_alloc(self, _device: torch.device) -> bool:
+        """Whether it has memory of its own to give: no."""
+        return False
+
+
+def _counts(tensors: Tensors) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)

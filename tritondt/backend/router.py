@@ -1,0 +1,155 @@
+"""Where the operations of a process group run: on Gloo for tensors on the CPU, on NCCL for those on a GPU."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritondt import environment
+from tritondt.backend.agreement import Agreement, Parts
+from tritondt.backend.calls import Place
+from tritondt.backend.carriers import carriers
+from tritondt.backend.nccl_side import NcclSide
+from tritondt.backend.operation import Operation
+from tritondt.backend.requests import Requests
+from tritondt.comm import world
+from tritondt.comm.store_line import StoreLine
+from tritondt.errors import TransportError, TritondtError, WorldError
+
+CPU = torch.device("cpu")
+
+
+class Router:
+    """That of one rank; `options` are torch's DistributedBackendOptions, `kinds` gives the devices it was made for."""
+
+    def __init__(self, options: Any, kinds: Callable[[], tuple[str, ...]]) -> None:
+        rank, size = options.group_rank, options.group_size
+        self.place, self.timeout = Place(rank, size), options.timeout
+        self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
+        self.name, self.num_operations = f"process group {options.group_id}", 0
+        self._kinds = kinds
+        store = dist.PrefixStore("gloo", options.store)
+        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
+        # torch's own group over it, for it has methods that a Backend does not show.
+        self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
+        self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
+        self._sides: dict[str, NcclSide] = {}
+        self._requests: dict[str, Requests] = {}
+        self._is_ended = False
+        self._line: StoreLine | None = None
+        self._agreement: Agreement | None = None
+        if environment.compares():
+            self._line = StoreLine(dist.PrefixStore("tritondt/debug", options.store.clone()))
+            self._agreement = Agreement(self._line, self.ranks, rank)
+
+    def side(self, text: str, device: torch.device) -> NcclSide | None:
+        """What carries tensors on such a device by NCCL; None for Gloo."""
+        kind = device.type
+        if self._is_ended and kind not in self._sides:
+            raise WorldError(f"{text} was asked of {self.name}, which has ended; make a new one")
+        found = self._sides.get(kind)
+        if found is not None:
+            return found
+        kinds = self._kinds()
+        if kind not in kinds:
+            raise TransportError(
+                f"{text} was given a tensor on {device}; {self.name} was made for {' and '.join(kinds)}"
+            )
+        if kind not in carriers:
+            return None
+        carrier = carriers[kind](device)
+        found = NcclSide(f"{self.name} on {kind}", self.ranks, self.place.rank, carrier, self.timeout)
+        self._requests[kind] = Requests(self.place, found.device)
+        self._sides[kind] = found
+        return found
+
+    def run(
+        self,
+        text: str,
+        tensors: Sequence[torch.Tensor],
+        options: Any,
+        over_gloo: Callable[[Any], Any],
+        over_nccl: Callable[[Requests], Operation],
+        parts: Callable[[], Parts] = Parts,
+    ) -> Any:
+        """The Work of an operation of all ranks; the first tensor says where it runs."""
+        self.num_operations += 1
+        if not tensors:
+            raise WorldError(f"{text} was given no tensors")
+        device = tensors[0].device
+        side, timeout = self.side(text, device), self.timeout_of(options)
+        if side is None:
+            self._agree(f"{text} on cpu", parts, timeout)
+            return over_gloo(self.over_gloo)
+        try:
+            operation = over_nccl(self._requests[device.type])
+        except TritondtError as error:
+            self._agree(text, Parts, timeout, str(error))
+            side.refuse(error)
+            raise
+        self._agree(f"{text} on {device.type}", parts, timeout)
+        return side.run(operation, timeout)
+
+    def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, over_gloo: Callable[[Any], Any]) -> Any:
+        """The Work of tensors to a place of the group ("send") or from one ("recv")."""
+        counts = " + ".join(str(tensor.numel()) for tensor in tensors)
+        own, other = self.ranks[self.place.rank], self.ranks[peer] if 0 <= peer < len(self.ranks) else peer
+        ends = (own, other) if kind == "send" else (other, own)
+        text = f"a message of {counts} {tensors[0].dtype} from rank {ends[0]} to rank {ends[1]}"
+        side = self.side(text, tensors[0].device)
+        if side is None:
+            return over_gloo(self.over_gloo)
+        operation = self._requests[tensors[0].device.type].message(text, kind, tensors, peer)
+        own_place = self.place.rank
+        places = (own_place, peer) if kind == "send" else (peer, own_place)
+        return side.send(operation, *places, self.timeout)
+
+    def barrier(self, options: Any) -> Any:
+        """The Work of a barrier, which lets the host wait."""
+        device = getattr(options, "device", None) or CPU
+        side = self.side("barrier", device)
+        timeout = self.timeout_of(options)
+        self._agree(f"barrier on {device.type}", Parts, timeout)
+        if side is None:
+            return self.over_gloo.barrier(options)
+        return side.run(self._requests[device.type].barrier("barrier"), timeout)
+
+    def _agree(self, text: str, parts: Callable[[], Parts], timeout: timedelta, refusal: str = "") -> None:
+        if self._agreement is not None:
+            recorder = world.current().flight.recorder
+            site = f", asked for at {recorder.site_text(recorder.site())}"
+            self._agreement.check(text, site, parts(), timeout.total_seconds(), refusal)
+
+    def timeout_of(self, options: Any) -> timedelta:
+        """As the call says, or the group's."""
+        asked: timedelta = getattr(options, "timeout", self.timeout)
+        return asked if asked > timedelta(0) else self.timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take from now on."""
+        self.timeout = timeout
+        self.gloo._set_default_timeout(timeout)
+        for side in self._sides.values():
+            side.timeout = timeout
+
+    def abort(self) -> None:
+        """Ends what is under way without waiting for the others."""
+        self._end()
+        for side in self._sides.values():
+            side.abort()
+        self.gloo.abort()
+
+    def close(self) -> None:
+        """Waits for what is under way on NCCL, and ends."""
+        self._end()
+        for side in self._sides.values():
+            side.close()
+        self.gloo.shutdown()
+
+    def _end(self) -> None:
+        self._is_ended = True
+        if self._line is not None:
+            self._line.close()
