@@ -136,9 +136,7 @@ class TritondtProcessGroup(_Base):  # type: ignore[misc]
             lambda on: on.all_gather_into(text, [output], [given]),
         )
 
-    def allgather_into_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_GATHER
-    ) -> Any:
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensors, end to end, to all."""
         text = described("all_gather_into_tensor", inputs)
         return self._router.run(
@@ -161,9 +159,7 @@ class TritondtProcessGroup(_Base):  # type: ignore[misc]
             lambda on: on.reduce_scatter(text, outputs, inputs, op),
         )
 
-    def _reduce_scatter_base(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = REDUCE_SCATTER
-    ) -> Any:
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = REDUCE_SCATTER) -> Any:
         op = opts.reduceOp
         text = described("reduce_scatter_tensor", [output], op=op)
         return self._router.run(
@@ -174,9 +170,7 @@ class TritondtProcessGroup(_Base):  # type: ignore[misc]
             lambda on: on.reduce_scatter_into(text, [output], [given], op),
         )
 
-    def reduce_scatter_tensor_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER
-    ) -> Any:
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' tensors, an equal part of each to every rank."""
         op = opts.reduceOp
         text = described("reduce_scatter_tensor", outputs, op=op)

@@ -1,0 +1,52 @@
+"""DDP, FSDP2 and torch's tensor parallelism train on the backend as they do on Gloo: the same losses and weights."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+import torch.distributed.checkpoint.state_dict as states
+
+from tests.backend import training
+from tests.backend.conftest import groups
+from tests.gloo_ranks import GlooRanks
+
+RanksOf = Callable[[str, int], GlooRanks]
+
+KINDS = ("ddp", "ddp_with_a_hook", "fsdp", "tensor_parallel", "redistributions")
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def ranks(request: pytest.FixtureRequest, ranks_of: RanksOf) -> GlooRanks:
+    return ranks_of(request.param, 2)
+
+
+def train_on_both(rank: int, kind: str) -> None:
+    """With 2 ranks, sums are of two terms, which no order changes."""
+    run = getattr(training, kind)
+    expected, found = run(groups["gloo"], rank), run(dist.group.WORLD, rank)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trains_as_on_gloo(ranks: GlooRanks, kind: str) -> None:
+    ranks.run(train_on_both, kind, timeout_s=110)
+
+
+def save_and_load(rank: int, folder: str) -> None:
+    mesh = training.mesh_of(dist.group.WORLD)
+    model, again = training.model_of(), training.model_of(1)
+    for each in (model, again):
+        training.fully_shard(each, mesh=mesh)
+    checkpoint.save(states.get_model_state_dict(model), checkpoint_id=folder)
+    found = states.get_model_state_dict(again)
+    checkpoint.load(found, checkpoint_id=folder)
+    states.set_model_state_dict(again, found)
+    for expected, parameter in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(training.whole(parameter), training.whole(expected), rtol=0, atol=0)
+
+
+def test_checkpoints_of_sharded_models(ranks: GlooRanks, tmp_path: Any) -> None:
+    ranks.run(save_and_load, str(tmp_path), timeout_s=110)
