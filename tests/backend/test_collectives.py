@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 from tests.backend.collectives import CASES, own
 from tests.backend.conftest import groups
@@ -77,9 +78,9 @@ def reduce_premultiplied(rank: int) -> None:
     terms = [own(place) for place in range(dist.get_world_size())]
     for factor in (0.5, torch.tensor(0.5)):
         x, part = own(rank), torch.empty(6)
-        dist.all_reduce(x, op=dist.distributed_c10d._make_nccl_premul_sum(factor))
+        dist.all_reduce(x, op=_make_nccl_premul_sum(factor))
         whole = torch.cat(terms)
-        dist.reduce_scatter_tensor(part, whole, op=dist.distributed_c10d._make_nccl_premul_sum(factor))
+        dist.reduce_scatter_tensor(part, whole, op=_make_nccl_premul_sum(factor))
         torch.testing.assert_close(x, sum(terms) / 2, rtol=0, atol=0)
         torch.testing.assert_close(part, terms[rank] * len(terms) / 2, rtol=0, atol=0)
 

@@ -80,7 +80,7 @@ def redistributions(group: Any, rank: int) -> list[torch.Tensor]:
     return [tensor.to_local() for tensor in found]
 
 
-def half_precision_hook(group: Any, bucket: dist.GradBucket) -> "torch.futures.Future[torch.Tensor]":
+def half_precision_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Gradients travel as bfloat16: works with what a future of the backend gives, in a callback."""
     sent = bucket.buffer().to(torch.bfloat16).div_(group.size())
     future = dist.all_reduce(sent, group=group, async_op=True).get_future()

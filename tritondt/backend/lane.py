@@ -82,6 +82,9 @@ class Lane:
                 member = self._member
                 self._give_up(PeerError(f"rank {member.rank} could not run {found.wait.description}: {error}"))
                 return
+            except BaseException as error:  # half of it may be in the stream
+                self._give_up(error)
+                raise
             work.was_put(self.stream)
 
     def _begin(self, issued: Issued) -> _UnderWay:

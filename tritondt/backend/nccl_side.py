@@ -52,7 +52,11 @@ class NcclSide:
         if self._gathered is not None:
             self._gathered.append(operation)
             return None
-        return self._put(operation, timeout, self._channel(source, target).put)
+        channel = self._channel(source, target)
+        # The channel's communicator has two ranks, in the order of the world.
+        peer = int(self._ranks[source] < self._ranks[target]) ^ int(self._place == target)
+        operation.calls = [call._replace(peer=peer) for call in operation.calls]
+        return self._put(operation, timeout, channel.put)
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank takes no part in their next operation, and why."""
