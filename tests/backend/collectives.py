@@ -186,8 +186,8 @@ def messages_in_order(group, rank, size):
 def messages_around_a_ring(group, rank, size):
     """All send first: whoever waits for a send with nobody receiving waits for ever."""
     found = torch.empty(1 << 16)
-    sent = dist.isend(own(rank, 1 << 16), group=group, group_dst=(rank + 1) % size)
-    received = dist.irecv(found, group=group, group_src=(rank - 1) % size)
+    sent: Any = dist.isend(own(rank, 1 << 16), group=group, group_dst=(rank + 1) % size)
+    received: Any = dist.irecv(found, group=group, group_src=(rank - 1) % size)
     sent.wait()
     received.wait()
     return [found]

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.checkpoint.state_dict as states
+from torch.distributed.fsdp import fully_shard
 
 from tests.backend import training
 from tests.backend.conftest import groups
@@ -39,7 +40,7 @@ def save_and_load(rank: int, folder: str) -> None:
     mesh = training.mesh_of(dist.group.WORLD)
     model, again = training.model_of(), training.model_of(1)
     for each in (model, again):
-        training.fully_shard(each, mesh=mesh)
+        fully_shard(each, mesh=mesh)
     checkpoint.save(states.get_model_state_dict(model), checkpoint_id=folder)
     found = states.get_model_state_dict(again)
     checkpoint.load(found, checkpoint_id=folder)

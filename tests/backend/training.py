@@ -71,7 +71,7 @@ def tensor_parallel(group: Any, rank: int) -> list[torch.Tensor]:
 
 def redistributions(group: Any, rank: int) -> list[torch.Tensor]:
     mesh = mesh_of(group)
-    x = distribute_tensor(torch.arange(7.0 * 6).reshape(7, 6), mesh, [Shard(0)])
+    x: Any = distribute_tensor(torch.arange(7.0 * 6).reshape(7, 6), mesh, [Shard(0)])
     found = [
         x.redistribute(mesh, [Shard(1)]),
         x.redistribute(mesh, [Replicate()]),
@@ -83,8 +83,9 @@ def redistributions(group: Any, rank: int) -> list[torch.Tensor]:
 def half_precision_hook(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Gradients travel as bfloat16: works with what a future of the backend gives, in a callback."""
     sent = bucket.buffer().to(torch.bfloat16).div_(group.size())
-    future = dist.all_reduce(sent, group=group, async_op=True).get_future()
-    return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+    future: Any = dist.all_reduce(sent, group=group, async_op=True).get_future()
+    done: torch.futures.Future[torch.Tensor] = future.then(lambda sent: bucket.buffer().copy_(sent.value()[0]))
+    return done
 
 
 def ddp_with_a_hook(group: Any, rank: int) -> list[torch.Tensor]:

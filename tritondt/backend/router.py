@@ -1,5 +1,6 @@
 """Where the operations of a process group run: on Gloo for tensors on the CPU, on NCCL for those on a GPU."""
 
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -11,6 +12,7 @@ from tritondt import environment
 from tritondt.backend.agreement import Agreement, Parts
 from tritondt.backend.calls import Place
 from tritondt.backend.carriers import carriers
+from tritondt.backend.elements import text_of
 from tritondt.backend.nccl_side import NcclSide
 from tritondt.backend.operation import Operation
 from tritondt.backend.requests import Requests
@@ -38,7 +40,7 @@ class Router:
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._sides: dict[str, NcclSide] = {}
         self._requests: dict[str, Requests] = {}
-        self._is_ended = False
+        self._process, self._is_ended = os.getpid(), False
         self._line: StoreLine | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
@@ -48,6 +50,11 @@ class Router:
     def side(self, text: str, device: torch.device) -> NcclSide | None:
         """What carries tensors on such a device by NCCL; None for Gloo."""
         kind = device.type
+        if self._process != os.getpid():
+            raise WorldError(
+                f"{text} was asked of {self.name} by a process forked from the one that made it; fork before "
+                "init_process_group, or start processes by the spawn method"
+            )
         if self._is_ended and kind not in self._sides:
             raise WorldError(f"{text} was asked of {self.name}, which has ended; make a new one")
         found = self._sides.get(kind)
@@ -98,7 +105,7 @@ class Router:
         counts = " + ".join(str(tensor.numel()) for tensor in tensors)
         own, other = self.ranks[self.place.rank], self.ranks[peer] if 0 <= peer < len(self.ranks) else peer
         ends = (own, other) if kind == "send" else (other, own)
-        text = f"a message of {counts} {tensors[0].dtype} from rank {ends[0]} to rank {ends[1]}"
+        text = f"a message of {counts} {text_of(tensors[0].dtype)} from rank {ends[0]} to rank {ends[1]}"
         side = self.side(text, tensors[0].device)
         if side is None:
             return over_gloo(self.over_gloo)
