@@ -167,6 +167,7 @@ class Lane:
             if self.failure is not None:
                 return
             self.failure = error
+        self._on_failure(error)  # before whoever waits here is told, and asks for something else
         label = self._recorder.label(f"{type(error).__name__}: {error}")
         for found in tuple(self._under_way):
             self._watch.end(found.wait)
@@ -174,7 +175,6 @@ class Lane:
                 found.work.fail(error)
                 self._recorder.end(found.record, FAILED, label)
         self._native.abort()
-        self._on_failure(error)
 
     def abort(self) -> None:
         """Ends what is under way without waiting for the others."""
