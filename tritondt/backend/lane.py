@@ -96,7 +96,7 @@ class Lane:
         errand = Errand(fingerprint, operation.text, label, self._recorder, issued.site, record)
         wait = Wait(
             member.key, self.sequence, errand, member.ranks, lambda: self._break_off(wait), issued.timeout_s,
-            peers=tuple(rank for rank in member.ranks if rank != member.rank),
+            suspects=tuple(rank for rank in member.ranks if rank != member.rank),
             is_over=work.is_over, trouble=self._trouble, limit=_LIMIT, must=_MUST,
         )  # fmt: skip
         found = _UnderWay(work, wait, record)
