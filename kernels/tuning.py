@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -71,7 +71,7 @@ def _text(found: Mapping[str, Mapping[str, Sequence[Any]]]) -> str:
     return "{\n" + ",\n".join(devices) + "\n}\n"
 
 
-@cache
+@lru_cache(maxsize=1)
 def _recorded() -> dict[str, dict[str, tuple[Entry, ...]]]:
     return {
         device: {
