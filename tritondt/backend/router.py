@@ -17,6 +17,7 @@ from tritondt.backend.nccl_side import NcclSide
 from tritondt.backend.operation import Operation
 from tritondt.backend.requests import Requests
 from tritondt.comm import world
+from tritondt.comm.store_home import StoreHome
 from tritondt.comm.store_line import StoreLine
 from tritondt.errors import TransportError, TritondtError, WorldError
 
@@ -44,7 +45,7 @@ class Router:
         self._line: StoreLine | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
-            self._line = StoreLine(dist.PrefixStore("tritondt/debug", options.store.clone()))
+            self._line = StoreLine(dist.PrefixStore("tritondt/debug", options.store.clone()), StoreHome(options.store))
             self._agreement = Agreement(self._line, self.ranks, rank)
 
     def side(self, text: str, device: torch.device) -> NcclSide | None:
