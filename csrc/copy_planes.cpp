@@ -240,10 +240,21 @@ CopyPlane choose_copy_plane(const Plane& plane, bool is_transposed) {
 }
 
 void append_runs(const Plane& plane, char* target, const char* source, LineWriter* writer) {
+  // Short runs with gaps between them lead the processor to fetch the gaps. Every second one of 512
+  // bytes: 6.3 GB/s without, 7.7 fetched so far ahead (Zen 4); from 4 KiB on it makes no
+  // difference.
+  constexpr std::int64_t kAheadBytes = 16384, kShortBytes = 4096;
+  const bool has_gaps = plane.source_column_stride > plane.run_bytes;
+  const std::int64_t num_ahead = has_gaps && plane.run_bytes < kShortBytes
+                                     ? (kAheadBytes - 1) / plane.run_bytes + 1
+                                     : plane.num_columns;
   for (std::int64_t row = 0; row < plane.num_rows; ++row) {
     char* to = target + row * plane.target_row_stride;
     const char* from = source + row * plane.source_row_stride;
     for (std::int64_t column = 0; column < plane.num_columns; ++column) {
+      if (column + num_ahead < plane.num_columns) {
+        fetch(from + num_ahead * plane.source_column_stride, plane.run_bytes);
+      }
       writer->append(to, from, plane.run_bytes);
       to += plane.target_column_stride;
       from += plane.source_column_stride;

