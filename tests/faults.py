@@ -73,11 +73,13 @@ class Case(NamedTuple):
 def cases_of(fault: Fault, ranks: Ranks) -> tuple[Case, ...]:
     """All cases of a fault that exist on such ranks: what user's code does happens beside an asynchronous exchange.
 
-    With or without the store, an exchange that was asked for in either way breaks alike: there, one of them is enough.
+    With or without the store, and in a stream, an exchange that was asked for in either way breaks alike: there, one of
+    them is enough.
     """
     if ranks == "threads" and fault.not_on_threads:
         return ()
-    ways = (False, True) if fault.code is None and not fault.hosts_store else (True,)
+    breaks_alike = fault.code is not None or fault.hosts_store or ranks == "nccl"
+    ways = (True,) if breaks_alike else (False, True)
     return tuple(Case(fault, moment, is_async) for moment in MOMENTS for is_async in ways)
 
 
