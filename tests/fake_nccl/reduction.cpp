@@ -7,7 +7,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "half.h"
+#include "small_floats.h"
 
 namespace fake_nccl {
 namespace {
@@ -31,8 +31,10 @@ struct Bfloat16 {
 struct Float16 {
   using Stored = std::uint16_t;
   using Computed = float;
-  static float load(Stored stored) { return tritondt::float16_to_float(stored); }
-  static Stored store(float value) { return tritondt::float_to_float16(value); }
+  static float load(Stored stored) { return tritondt::Float16Bits::to_float(stored); }
+  static Stored store(float value) {
+    return static_cast<Stored>(tritondt::Float16Bits::from_float(value));
+  }
 };
 
 // Eight bits: a sign, an exponent, a mantissa. Slow, by a table of all values.
