@@ -12,6 +12,7 @@
 #include "bind_sockets.h"
 #include "call_key.h"
 #include "huge_pages.h"
+#include "instructions.h"
 #include "strided_cast.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
@@ -170,6 +171,9 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);
   tritondt::bind_nccl(&module);
+  module.def(
+      "limit_instructions", &tritondt::limit_instructions, py::arg("name"),
+      "For tests: allows functions for baseline, avx2 or avx512 at most, before the first table.");
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "instructions.h"
 #include "number_types.h"
 
 namespace tritondt {
@@ -101,7 +102,7 @@ CastKernel make_kernel(float target_max) {
   CastKernel kernel = {sizeof(typename From::Storage), sizeof(typename To::Storage),
                        run_baseline<From, To>, largest_baseline<From>, target_max};
 #if defined(__x86_64__) && defined(__GNUC__)
-  if (has_instructions()) {
+  if (instructions() >= Instructions::kAvx2) {
     kernel.run = run_avx2<From, To>;
     kernel.largest = largest_avx2<From>;
   }

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <utility>
 
+#include "instructions.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #endif
@@ -80,8 +82,8 @@ constexpr std::int64_t kMemcpyBytes = 4096;
 CopyPlane choose_runs(std::int64_t run_bytes) {
 #if defined(__x86_64__) && defined(__GNUC__)
   if (run_bytes >= kCacheLineBytes && run_bytes < kMemcpyBytes) {
-    if (__builtin_cpu_supports("avx512f")) return copy_runs_by_64;
-    if (__builtin_cpu_supports("avx")) return copy_runs_by_32;
+    if (instructions() == Instructions::kAvx512) return copy_runs_by_64;
+    if (instructions() == Instructions::kAvx2) return copy_runs_by_32;
   }
 #endif
   return copy_runs;

@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "instructions.h"
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #endif
@@ -159,8 +161,14 @@ void LineWriter::add_by(LineWriter* writer, const char* source, std::int64_t num
 }
 
 LineWriter::Add LineWriter::choose_add() {
-  if (__builtin_cpu_supports("avx512bw")) return add_by_masks;
-  return __builtin_cpu_supports("avx") ? add_by<Words32> : add_by<Words16>;
+  switch (instructions()) {
+    case Instructions::kAvx512:
+      return add_by_masks;
+    case Instructions::kAvx2:
+      return add_by<Words32>;
+    default:
+      return add_by<Words16>;
+  }
 }
 
 bool goes_past_cache(std::int64_t num_bytes) {

@@ -84,10 +84,6 @@ template <>
 struct WithInstructions<Float16Storage> {
   using Found = Float16Instructions;
 };
-
-inline bool has_instructions() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-}
 #endif
 
 }  // namespace tritondt

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "instructions.h"
 #include "reduce_types.h"
 
 namespace tritondt {
@@ -132,7 +133,7 @@ ReduceKernel make_kernel() {
                 sizeof(Storage) * kAccumulatorBytes);
   ReduceKernel kernel = {sizeof(Storage), alignof(Storage), run_baseline<Type, Op, kDivides>};
 #if defined(__x86_64__) && defined(__GNUC__)
-  if (has_instructions()) kernel.run = run_avx2<Type, Op, kDivides>;
+  if (instructions() >= Instructions::kAvx2) kernel.run = run_avx2<Type, Op, kDivides>;
 #endif
   return kernel;
 }
