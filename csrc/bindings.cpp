@@ -16,6 +16,7 @@
 #include "strided_cast.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
+#include "team.h"
 
 namespace py = pybind11;
 
@@ -174,6 +175,10 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "limit_instructions", &tritondt::limit_instructions, py::arg("name"),
       "For tests: allows functions for baseline, avx2 or avx512 at most, before the first table.");
+  module.def(
+      "team_origin",
+      [] { return tritondt::team_origin() == tritondt::TeamOrigin::kTorch ? "torch" : "own"; },
+      "Whose threads tables run on: 'torch', that of its OpenMP, or 'own', started for each run.");
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");
