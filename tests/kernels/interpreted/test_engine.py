@@ -22,11 +22,15 @@ class CountingMaker(TritonMaker):
     """Triton's tables, counted by what they do."""
 
     def __init__(self):
-        self.num_copies = self.num_reductions = 0
+        self.num_copies = self.num_casts = self.num_reductions = 0
 
     def copy_table(self, boxes, device):
         self.num_copies += 1
         return super().copy_table(boxes, device)
+
+    def cast_table(self, boxes, source_dtype, target_dtype, device):
+        self.num_casts += 1
+        return super().cast_table(boxes, source_dtype, target_dtype, device)
 
     def reduce_table(self, boxes, op, dtype, divisor, device):
         self.num_reductions += 1
