@@ -34,7 +34,7 @@ def narrower(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype 
         names = [str(each).removeprefix("torch.") for each in (dtype, *allowed)]
         found = "its own" if len(names) == 1 else f"{', '.join(names[1:])} and its own"
         raise TransportError(
-            f"wire_dtype={wire_dtype!r} was asked for a {names[0]} tensor; allowed for {names[0]} is {found}"
+            f"messages of {wire_dtype!r} were asked for a tensor of {names[0]}; allowed for {names[0]} is {found}"
         )
     return wire_dtype
 
