@@ -47,7 +47,9 @@ def redistribute(
         rows, columns = (DTensorSpec(mesh, (Shard(dim),), meta) for dim in (0, 1))
         local_columns = redistribute(local_rows, rows, columns)
     """
-    wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
+    wire = None
+    if wire_dtype is not None or grad_wire_dtype is not None:
+        wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return redistribute_local(local, source, target, None if wire is None else wire.forward)
     gradient = gradient_spec(target) if grad_placements is None else target.with_placements(grad_placements)

@@ -44,9 +44,7 @@ def wire_of(
     gradient_dtype: torch.dtype,
     wire_dtype: torch.dtype | None,
     grad_wire_dtype: torch.dtype | None,
-) -> Wire | None:
-    """What a redistribution and its gradient travel in; None where nothing else is asked for than what they are."""
-    if wire_dtype is None and grad_wire_dtype is None:
-        return None
+) -> Wire:
+    """What a redistribution and its gradient travel in; the latter as the former where it is not said."""
     back = wire_dtype if grad_wire_dtype is None else grad_wire_dtype
     return Wire(narrower(dtype, wire_dtype), narrower(gradient_dtype, back))
