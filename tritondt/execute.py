@@ -29,9 +29,8 @@ def redistribute_local(
     """The local tensor under `target` of what `local` is under `source`; not differentiable.
 
     A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. `wire_dtype` is what messages
-    hold, as `tritondt.wire.narrower` gives it. Raises MeshError and
-    LayoutError on all ranks alike; LocalTensorError and TransportError on the rank whose tensor is at fault,
-    and PeerError on the others.
+    hold, as `tritondt.wire.narrower` gives it. Raises MeshError and LayoutError on all ranks alike; LocalTensorError
+    and TransportError on the rank whose tensor is at fault, and PeerError on the others.
     """
     _check_or_refuse(local, source, target)
     if source is target:
@@ -41,10 +40,7 @@ def redistribute_local(
     if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
         return _traced(local, source, target, wire_dtype)
     local = _with_memory(local)
-    if wire_dtype is None:
-        steps = compiled(source, target, local.stride(), local.device)
-    else:
-        steps = compiled(source, target, local.stride(), local.device, wire_dtype)
+    steps = compiled(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
         return _run_step(steps[0], local, local)[0]
     communicator = next((step.communicator for step in steps if step.communicator is not None), None)

@@ -108,7 +108,7 @@ def compiled(
     target: DTensorSpec,
     strides: tuple[int, ...],
     device: torch.device,
-    wire_dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None,
 ) -> tuple[Runnable, ...]:
     """The steps of this rank for a pair of specs and a local tensor of these strides on this device.
 
