@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from tritondt._C import CopyTable, ReduceTable
-from tritondt.kernels.boxes import CopyBox, ReduceBox
+from tritondt._C import CastTable, CopyTable, ReduceTable
+from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
 
 class Table(Protocol):
@@ -22,7 +22,7 @@ class Table(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are written, or of slots read."""
+        """Bytes that are written, of a cast on the wider side, or of slots read."""
 
     @property
     def num_boxes(self) -> int:
@@ -34,6 +34,9 @@ class Maker(Protocol):
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
+
+    def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+        """A table of casts."""
 
     def reduce_table(
         self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
@@ -47,6 +50,10 @@ class CppMaker:
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
         return CopyTable(boxes)
+
+    def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+        """A table of casts."""
+        return CastTable(boxes, source_dtype, target_dtype)
 
     def reduce_table(
         self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
@@ -64,6 +71,11 @@ class TritonMaker:
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
         table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
+        return table
+
+    def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+        """A table of casts."""
+        table: Table = _triton_module("cast_boxes").DeviceCastTable(boxes, source_dtype, target_dtype, device)
         return table
 
     def reduce_table(
@@ -84,6 +96,15 @@ def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
     12
     """
     return _maker(device).copy_table(boxes, device)
+
+
+def cast_table(boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+    """A table of casts between two of float32, float64, bfloat16 and float16, for tensors on `device`, cpu or cuda.
+
+    >>> cast_table([CastBox(0, 0, 0, 0, (3,), (1,), (1,))], "float32", "bfloat16", torch.device("cpu")).num_bytes
+    12
+    """
+    return _maker(device).cast_table(boxes, source_dtype, target_dtype, device)
 
 
 def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device) -> Table:

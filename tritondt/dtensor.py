@@ -27,6 +27,7 @@ from tritondt.placement import Placement, Replicate, placements_text
 from tritondt.saving import loaded, spec_values
 from tritondt.spec import DTensorSpec, TensorMeta
 from tritondt.traced import redistribution_in_graph
+from tritondt.wire import narrower, wire_of
 from tritondt.wrapping import construct
 
 
@@ -121,13 +122,17 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         order: Sequence[int | str] | None = None,
+        wire_dtype: torch.dtype | None = None,
+        grad_wire_dtype: torch.dtype | None = None,
     ) -> "DTensor":
         """The same tensor under other placements: a collective call with the fewest bytes.
 
         Converted to `forward_dtype` first, and its gradient to `backward_dtype` before that comes back. `order` lists
         the axes in the order in which they cut a dim. With `async_op` the call returns while the data is under way, in
-        forward and backward; the first use of the result waits, or `result.wait()`. Raises MeshError, LayoutError,
-        PeerError, MismatchError, the latter two where the wait is.
+        forward and backward; the first use of the result waits, or `result.wait()`. Messages hold `wire_dtype`, to
+        which values are rounded where anything moves, and those of the gradient `grad_wire_dtype` (default: the same);
+        see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError and MismatchError
+        where the wait is.
         """
         spec = self._spec
         if device_mesh is not None and canonical_mesh(device_mesh) is not spec.mesh:
@@ -140,9 +145,15 @@ class DTensor(torch.Tensor):
         source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
         spec = source._spec
         target = target_spec(spec, tuple(placements), None if order is None else tuple(order))
+        wire = None
+        if wire_dtype is not None or grad_wire_dtype is not None:
+            wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
         if is_grad_enabled() and source.requires_grad:
-            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op))  # type: ignore[no-untyped-call]
-        return source if target is spec else cast("DTensor", moved(source, DTensor, target, async_op=async_op))
+            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
+        if target is spec:
+            return source
+        forward = None if wire is None else wire.forward
+        return cast("DTensor", moved(source, DTensor, target, async_op=async_op, wire_dtype=forward))
 
     @property
     def work(self) -> Work | None:
@@ -350,10 +361,17 @@ def target_spec(
     return DTensorSpec(spec.mesh, wanted.placements, meta, wanted.order)
 
 
-def prefetch(tensor: DTensor, placements: Sequence[Placement], *, order: Sequence[int | str] | None = None) -> None:
+def prefetch(
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    order: Sequence[int | str] | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
     """Starts moving a tensor to `placements`: its next `redistribute` to them finds it there, or under way.
 
-    A collective call that returns at once. What was moved is dropped if the tensor is written to before.
+    A collective call that returns at once. What was moved is dropped if the tensor is written to before, and found only
+    by a `redistribute` with the same `wire_dtype`.
 
         T.prefetch(weight, [T.Replicate()])
         y = layer(x)  # meanwhile
@@ -362,4 +380,4 @@ def prefetch(tensor: DTensor, placements: Sequence[Placement], *, order: Sequenc
     target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
     if target is not tensor._spec:
         with torch.no_grad():
-            put_ahead(tensor, DTensor, target)
+            put_ahead(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -23,12 +23,14 @@ from tritondt.runnable import Runnable, compiled, plan_for
 from tritondt.spec import DTensorSpec
 
 
-def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def redistribute_local(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The local tensor under `target` of what `local` is under `source`; not differentiable.
 
-    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. Raises MeshError and
-    LayoutError on all ranks alike; LocalTensorError and TransportError on the rank whose tensor is at fault,
-    and PeerError on the others.
+    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. `wire_dtype` is what messages
+    hold, as `tritondt.wire.narrower` gives it. Raises MeshError and LayoutError on all ranks alike; LocalTensorError
+    and TransportError on the rank whose tensor is at fault, and PeerError on the others.
     """
     _check_or_refuse(local, source, target)
     if source is target:
@@ -36,9 +38,9 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
     if source.coordinate is None:
         return local.new_empty((0,))
     if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
-        return _traced(local, source, target)
+        return _traced(local, source, target, wire_dtype)
     local = _with_memory(local)
-    steps = compiled(source, target, local.stride(), local.device)
+    steps = compiled(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
         return _run_step(steps[0], local, local)[0]
     communicator = next((step.communicator for step in steps if step.communicator is not None), None)
@@ -50,7 +52,11 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
 
 
 def issue_local(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, before: Work | None = None
+    local: torch.Tensor,
+    source: DTensorSpec,
+    target: DTensorSpec,
+    before: Work | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Work | None]:
     """The same, under way: the tensor that will hold the result, and what to wait for; None where it is there.
 
@@ -60,9 +66,9 @@ def issue_local(
     if source is target or source.coordinate is None or type(local) is not torch.Tensor:
         if before is not None:
             before.wait()
-        return redistribute_local(local, source, target), None
+        return redistribute_local(local, source, target, wire_dtype), None
     held = _with_memory(local)
-    steps = compiled(source, target, held.stride(), held.device)
+    steps = compiled(source, target, held.stride(), held.device, wire_dtype)
     communicator = next((step.communicator for step in steps if step.communicator is not None), None)
     if communicator is None:
         if before is not None:
@@ -111,14 +117,19 @@ def _run_steps(steps: Sequence[Runnable], local: torch.Tensor) -> torch.Tensor:
 _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
 
 
-def _refuse_traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+_Traced = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, torch.dtype | None], torch.Tensor]
+
+
+def _refuse_traced(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None
+) -> torch.Tensor:
     raise TransportError(f"{source} -> {target} was asked of a {type(local).__name__}, which has no memory")
 
 
-_traced: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torch.Tensor] = _refuse_traced
+_traced: _Traced = _refuse_traced
 
 
-def trace_with(function: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torch.Tensor]) -> None:
+def trace_with(function: _Traced) -> None:
     """Sets what a redistribution of a tensor without memory is, in a graph that torch traces."""
     global _traced
     _traced = function

@@ -15,7 +15,7 @@ from tritondt.saving import spec_from, spec_values
 from tritondt.spec import DTensorSpec
 
 _library = torch.library.Library("tritondt", "DEF")
-_library.define("redistribute(Tensor local, str source, str target) -> Tensor")
+_library.define("redistribute(Tensor local, str source, str target, ScalarType? wire_dtype=None) -> Tensor")
 
 
 def _text(spec: DTensorSpec) -> str:
@@ -34,11 +34,11 @@ def _spec_in(who: Identity, text: str) -> DTensorSpec:
     return spec_from((of_mesh, (placements, of_shape, stride, order)), getattr(torch, dtype))
 
 
-def _run(local: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    return redistribute_local(local, _spec(source), _spec(target))
+def _run(local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return redistribute_local(local, _spec(source), _spec(target), wire_dtype)
 
 
-def _shape(local: torch.Tensor, source: str, target: str) -> torch.Tensor:
+def _shape(local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
     return local.new_empty(_spec(target).local_shape)
 
 
@@ -46,7 +46,9 @@ _library.impl("redistribute", _run, "CompositeExplicitAutograd")
 torch.library.register_fake("tritondt::redistribute", _shape)
 
 
-def redistribution_in_graph(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def redistribution_in_graph(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None
+) -> torch.Tensor:
     """What stands in a graph for a redistribution."""
-    found: torch.Tensor = torch.ops.tritondt.redistribute(local, _text(source), _text(target))
+    found: torch.Tensor = torch.ops.tritondt.redistribute(local, _text(source), _text(target), wire_dtype)
     return found

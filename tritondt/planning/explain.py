@@ -16,7 +16,8 @@ class StepReport:
     """One step as one rank sees it; bytes and messages are exact, seconds are the cost table's for any rank.
 
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
-    arrives before it is unpacked or reduced; messages that are one run of memory need neither.
+    arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
+    dtype than the tensor.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class StepReport:
 class Explanation:
     """All steps of a redistribution as the rank at `coordinate` sees them, for contiguous local tensors.
 
+    `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own.
     `first_connections_seconds` comes on top, once, for peers that this rank has never talked to.
     """
 
@@ -46,6 +48,7 @@ class Explanation:
     peak_bytes: int
     num_peers: int
     first_connections_seconds: float
+    wire_itemsize: int | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -76,6 +79,8 @@ class Explanation:
 
     def __str__(self) -> str:
         title = f"{self.source} -> {self.target} of {self.shape} at {self.coordinate}"
+        if self.wire_itemsize is not None:
+            title += f", {self.wire_itemsize} bytes an element in messages"
         if not self.steps:
             return f"{title}: nothing to do"
         rows = [("step", "from", "to", "sends", "bytes out", "receives", "bytes in", "temporary", "predicted")]
@@ -103,9 +108,17 @@ class Explanation:
 
 
 def explain_layouts(
-    source: Layout, target: Layout, itemsize: int, costs: CostTable, coordinate: Coordinate | None = None
+    source: Layout,
+    target: Layout,
+    itemsize: int,
+    costs: CostTable,
+    coordinate: Coordinate | None = None,
+    *,
+    wire_itemsize: int | None = None,
 ) -> Explanation:
     """Explains a redistribution for the rank at `coordinate` (default: the first), from the layouts alone.
+
+    `wire_itemsize` is given where messages hold narrower elements than the tensor.
 
     >>> from tritondt.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
@@ -114,12 +127,15 @@ def explain_layouts(
     (24, 24, 3)
     """
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
-    plan = make_plan(source, target, itemsize, costs)
+    plan = make_plan(source, target, itemsize if wire_itemsize is None else wire_itemsize, costs)
     reports, peers = [], set[int]()
     for step in plan.steps:
         found = step.exchange(at)
         peers.update(message.peer for message in (*found.sends, *found.receives))
-        reports.append(_report(step, at, itemsize, costs))
+        if wire_itemsize is None or not step.moving_axes:
+            reports.append(_report(step, at, itemsize, costs))
+        else:
+            reports.append(_cast_report(step, at, (itemsize, wire_itemsize), costs))
     peak = 0
     for step, report in zip(plan.steps, reports, strict=True):
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
@@ -132,6 +148,7 @@ def explain_layouts(
         peak_bytes=peak,
         num_peers=len(peers),
         first_connections_seconds=len(peers) * costs.first_connection_s,
+        wire_itemsize=wire_itemsize,
     )
 
 
@@ -154,6 +171,29 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
         packed_bytes=packed * itemsize,
         staged_bytes=(received - landing) * itemsize,
         seconds=step_cost(step, itemsize, costs).seconds,
+    )
+
+
+def _cast_report(step: Step, coordinate: Coordinate, itemsizes: tuple[int, int], costs: CostTable) -> StepReport:
+    """The same of messages that are cast: all of them, and what stays, are packed, what several receive once.
+
+    Terms of a reduction are staged as they come, and as wide as the tensor.
+    """
+    found, (itemsize, wire_itemsize) = step.exchange(coordinate), itemsizes
+    packed = {*(message.parts for message in found.sends), *((part,) for part in found.keeps)}
+    kept, received = sum(part.numel for part in found.keeps), sum(message.numel for message in found.receives)
+    widened = (received + kept) * itemsize if step.kind == "reduce" else 0
+    return StepReport(
+        kind=step.kind,
+        source=str(step.source),
+        target=str(step.target),
+        num_sent=len(found.sends),
+        num_received=len(found.receives),
+        sent_bytes=sum(message.numel for message in found.sends) * wire_itemsize,
+        received_bytes=received * wire_itemsize,
+        packed_bytes=sum(part.numel for parts in packed for part in parts) * wire_itemsize,
+        staged_bytes=received * wire_itemsize + widened,
+        seconds=step_cost(step, wire_itemsize, costs).seconds,
     )
 
 
