@@ -30,7 +30,7 @@ def test_distributing_a_tensor():
     assert torch.equal(torch.cat(run_ranks(4, body), 1), whole)
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("source", "target"), [("S0", "S1"), ("S1", "R"), ("P(sum)", "S1"), ("P(avg)", "R")])
 def test_messages_of_another_dtype_give_what_the_cpu_gives(source, target, wire_dtype):
     whole = torch.randn(37, 53, generator=torch.Generator().manual_seed(9))

@@ -12,6 +12,7 @@ from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator, Reduction, Transfer
 from tritondt.comm.packing import packed_transfer
 from tritondt.errors import LayoutError, MeshError
+from tritondt.kernels.scaled_tables import SCALE_BYTES
 from tritondt.kernels.tables import Table
 from tritondt.layout import Coordinate, Layout
 from tritondt.placement import Partial, ReduceOp
@@ -23,7 +24,7 @@ from tritondt.planning.pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
 from tritondt.spec import DTensorSpec
-from tritondt.wire import narrower
+from tritondt.wire import is_scaled, narrower
 
 _MAX_COUNTED = 1024
 
@@ -80,6 +81,7 @@ def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype
         world.current().costs,
         source.coordinate,
         wire_itemsize=None if wire is None else wire.itemsize,
+        scale_bytes=SCALE_BYTES if wire is not None and is_scaled(wire) else 0,
     )
 
 

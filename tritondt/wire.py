@@ -6,10 +6,18 @@ import torch
 
 from tritondt.errors import TransportError
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _NARROWER = {
     torch.float64: (torch.float32, torch.bfloat16, torch.float16),
-    torch.float32: (torch.bfloat16, torch.float16),
+    torch.float32: (torch.bfloat16, torch.float16, *_FP8),
+    torch.bfloat16: _FP8,
+    torch.float16: _FP8,
 }
+
+
+def is_scaled(wire_dtype: torch.dtype) -> bool:
+    """Whether each box of a message has a scale in front."""
+    return wire_dtype in _FP8
 
 
 class Wire(NamedTuple):

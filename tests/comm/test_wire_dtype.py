@@ -21,10 +21,14 @@ from tritondt.comm.casting import casting_transfer
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.threads import run_ranks
 from tritondt.debug import CommDebugMode
+from tritondt.kernels import reference
+from tritondt.kernels.boxes import CastBox
+from tritondt.kernels.scaled_tables import SCALE_BYTES
 from tritondt.placement import ReduceOp
 from tritondt.planning.exchange import exchange
 from tritondt.planning.geometry import blocks
 from tritondt.runnable import plan_for
+from tritondt.wire import is_scaled
 
 PAIRS = [
     (torch.float32, torch.bfloat16),
@@ -32,10 +36,19 @@ PAIRS = [
     (torch.float64, torch.bfloat16),
     (torch.float64, torch.float16),
     (torch.float64, torch.float32),
+    (torch.float32, torch.float8_e4m3fn),
+    (torch.float32, torch.float8_e5m2),
+    (torch.bfloat16, torch.float8_e4m3fn),
+    (torch.bfloat16, torch.float8_e5m2),
+    (torch.float16, torch.float8_e4m3fn),
+    (torch.float16, torch.float8_e5m2),
 ]
 
 
 def rounded(x: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
+    """What torch's casts give; to fp8 in the middle of its range, as a scale puts numbers of like size."""
+    if is_scaled(wire_dtype):
+        return (x.float() * 16).to(wire_dtype).float().div(16).to(x.dtype)
     return x.to(wire_dtype).to(x.dtype)
 
 
@@ -53,13 +66,20 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tens
     return torch.where(places < len(odd), odd[places.clamp(max=len(odd) - 1)], found)
 
 
-@pytest.mark.parametrize("seed", range(60))
+def of_like_size(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Zeros, and numbers of both signs between 1/8 and 1: a power of two as a scale does not change how they round."""
+    generator = torch.Generator().manual_seed(seed)
+    found = torch.rand(shape, generator=generator, dtype=torch.float64) * 7 / 8 + 1 / 8
+    return (found * torch.randint(-1, 2, shape, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("seed", range(66))
 def test_random_layouts_hold_what_was_cast_moved_and_cast_back(seed: int) -> None:
     chosen = random.Random(seed)
     dtype, wire_dtype = PAIRS[seed % len(PAIRS)]
     mesh_shape = chosen.choice(MESH_SHAPES[chosen.randint(2, 8)])
     shape = random_shape(chosen)
-    full = numbers(shape, dtype, seed)
+    full = (of_like_size if is_scaled(wire_dtype) else numbers)(shape, dtype, seed)
     meta = T.TensorMeta.contiguous(shape, dtype)
     sides = []
     for _ in range(2):
@@ -84,8 +104,13 @@ def test_random_layouts_hold_what_was_cast_moved_and_cast_back(seed: int) -> Non
         equal(found, expected, f"seed {seed}: {source} -> {target} as {wire_dtype}")
         explained = T.explain(source, target, wire_dtype=wire_dtype)
         wide = T.explain(source, target)
-        assert explained.sent_bytes * dtype.itemsize == wide.sent_bytes * wire_dtype.itemsize
-        assert explained.received_bytes * dtype.itemsize == wide.received_bytes * wire_dtype.itemsize
+        for narrow, whole, messages in (
+            (explained.sent_bytes, wide.sent_bytes, explained.messages),
+            (explained.received_bytes, wide.received_bytes, sum(step.num_received for step in explained.steps)),
+        ):
+            scales = narrow - whole * wire_dtype.itemsize // dtype.itemsize
+            assert scales % SCALE_BYTES == 0
+            assert scales >= messages * SCALE_BYTES if is_scaled(wire_dtype) else scales == 0
         assert told[rank] == [step.sent_bytes for step in explained.steps]
 
     def note(event: events.StepRan) -> None:
@@ -98,7 +123,7 @@ def test_random_layouts_hold_what_was_cast_moved_and_cast_back(seed: int) -> Non
         unsubscribe()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(44))
 def test_terms_are_rounded_and_added_up_as_wide_as_the_tensor(seed: int) -> None:
     """The same as of terms that were rounded before, where nothing else is; replicas have the same bits."""
     chosen = random.Random(seed)
@@ -120,7 +145,7 @@ def test_terms_are_rounded_and_added_up_as_wide_as_the_tensor(seed: int) -> None
         assert at is not None
         # Replicas hold the same, so what a rank holds is drawn by its place among the terms.
         terms = [index for index, item in zip(at, source.placements, strict=True) if item.is_partial()]
-        full = torch.randn(shape, generator=torch.Generator().manual_seed(sum(terms) + 100 * seed), dtype=dtype)
+        full = of_like_size(shape, dtype, sum(terms) + 100 * seed)
         given = arithmetic.take(full, arithmetic.held_indices(mesh_shape, sides[0][0], shape, at, sides[0][1]))
         found = T.redistribute(given, source, target, wire_dtype=wire_dtype)
         num_moving = sum(bool(step.moving_axes) for step in plan_for(source, target, wire_dtype).steps)
@@ -296,13 +321,13 @@ def test_a_graph_knows_the_wire_dtype() -> None:
             torch.float32,
             torch.float64,
             "messages of torch.float64 were asked for a tensor of float32; "
-            "allowed for float32 is bfloat16, float16 and its own",
+            "allowed for float32 is bfloat16, float16, float8_e4m3fn, float8_e5m2 and its own",
         ),
-        (torch.float32, torch.float8_e4m3fn, "allowed for float32 is bfloat16, float16 and its own"),
+        (torch.float64, torch.float8_e4m3fn, "allowed for float64 is float32, bfloat16, float16 and its own"),
         (torch.float32, torch.int8, "messages of torch.int8 were asked for a tensor of float32"),
         (torch.float64, "bfloat16", "messages of 'bfloat16' .* is float32, bfloat16, float16 and its own"),
-        (torch.bfloat16, torch.float16, "allowed for bfloat16 is its own"),
-        (torch.float16, torch.float32, "allowed for float16 is its own"),
+        (torch.bfloat16, torch.float16, "allowed for bfloat16 is float8_e4m3fn, float8_e5m2 and its own"),
+        (torch.float16, torch.float32, "allowed for float16 is float8_e4m3fn, float8_e5m2 and its own"),
         (torch.int32, torch.bfloat16, "were asked for a tensor of int32; allowed for int32 is its own"),
         (torch.complex64, torch.bfloat16, "allowed for complex64 is its own"),
     ],
@@ -363,6 +388,53 @@ def test_a_part_for_several_peers_is_packed_once_and_nothing_goes_past_the_buffe
     assert (found.packed_bytes, found.staged_bytes, found.sent_bytes, found.received_bytes) == (12, 36, 36, 36)
     assert found.pack is not None
     assert found.pack.num_boxes == 1
+
+
+def test_each_part_has_a_scale_of_its_own() -> None:
+    """Rows of 1e-6 and rows of 1e6 keep their digits alike, as the reference gives them."""
+    full = numbers((12, 5), torch.float32, 7).nan_to_num(0.0, 1.0, 2.0).clamp(-1.0, 1.0)
+    full *= torch.tensor([1e-6] * 3 + [1.0] * 3 + [1e6] * 3 + [0.0] * 3)[:, None]
+    expected = torch.empty_like(full)
+    for rows, out in zip(full.chunk(4), expected.chunk(4), strict=True):
+        sent, scales, box = (
+            torch.empty(15).to(torch.float8_e4m3fn),
+            torch.empty(1),
+            CastBox(0, 0, 0, 0, (15,), (1,), (1,)),
+        )
+        reference.quantize_boxes([rows.flatten()], [sent], scales, [box])
+        reference.dequantize_boxes([sent], [out.view(-1)], scales, [box])
+
+    def body(rank: int) -> None:
+        x = distribute(full, T.Mesh((4,)), "S0")
+        traffic = world.current().communicator(range(4)).traffic
+        found = x.redistribute(placements=[T.Replicate()], wire_dtype=torch.float8_e4m3fn).to_local()
+        equal(found, expected)
+        assert traffic.sent_bytes == 3 * (SCALE_BYTES + 15)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_replicas_have_the_same_bits_whatever_the_sizes_of_numbers(seed: int) -> None:
+    chosen = random.Random(seed)
+    mesh_shape, shape = chosen.choice(MESH_SHAPES[chosen.randint(2, 8)]), random_shape(chosen)
+    dtype, wire_dtype = PAIRS[5 + seed % 6]
+    full, meta = numbers(shape, torch.float32, seed).to(dtype), T.TensorMeta.contiguous(shape, dtype)
+    sides = [random_placements(chosen, mesh_shape, shape, dtype) for _ in range(2)]
+    sides = [(tuple(T.Replicate() if item.is_partial() else item for item in items), order) for items, order in sides]
+
+    def body(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mesh = T.Mesh(mesh_shape)
+        source, target = (T.DTensorSpec(mesh, placements, meta, order) for placements, order in sides)
+        at = mesh.coordinate
+        assert at is not None
+        given = arithmetic.take(full, arithmetic.held_indices(mesh_shape, sides[0][0], shape, at, sides[0][1]))
+        alike = [0 if item.is_replicate() else index for index, item in zip(at, target.placements, strict=True)]
+        return torch.tensor(alike), T.redistribute(given, source, target, wire_dtype=wire_dtype)
+
+    of_replicas: dict[tuple[int, ...], torch.Tensor] = {}
+    for place, found in run_ranks(prod(mesh_shape), body):
+        equal(found, of_replicas.setdefault(tuple(place.tolist()), found), f"seed {seed}")
 
 
 def on_processes(rank: int, source: str, target: str) -> tuple[int, int, torch.Tensor]:

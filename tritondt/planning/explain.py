@@ -1,11 +1,14 @@
 """What a redistribution will do, before anything moves: steps, bytes, messages, memory and predicted time."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
+from tritondt import region as regions
 from tritondt.layout import Coordinate, Layout
 from tritondt.planning.cost import CostTable, step_cost
-from tritondt.planning.exchange import Message
+from tritondt.planning.exchange import Message, Part
 from tritondt.planning.geometry import Block, contiguous_offset, step_blocks
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan
@@ -115,10 +118,12 @@ def explain_layouts(
     coordinate: Coordinate | None = None,
     *,
     wire_itemsize: int | None = None,
+    scale_bytes: int = 0,
 ) -> Explanation:
     """Explains a redistribution for the rank at `coordinate` (default: the first), from the layouts alone.
 
-    `wire_itemsize` is given where messages hold narrower elements than the tensor.
+    `wire_itemsize` is given where messages hold narrower elements than the tensor, `scale_bytes` where each box has a
+    scale.
 
     >>> from tritondt.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
@@ -135,7 +140,8 @@ def explain_layouts(
         if wire_itemsize is None or not step.moving_axes:
             reports.append(_report(step, at, itemsize, costs))
         else:
-            reports.append(_cast_report(step, at, (itemsize, wire_itemsize), costs))
+            wire = _Wire(itemsize, wire_itemsize, scale_bytes)
+            reports.append(_cast_report(step, at, wire, costs))
     peak = 0
     for step, report in zip(plan.steps, reports, strict=True):
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
@@ -174,26 +180,43 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
     )
 
 
-def _cast_report(step: Step, coordinate: Coordinate, itemsizes: tuple[int, int], costs: CostTable) -> StepReport:
+class _Wire(NamedTuple):
+    """Bytes of an element, of one in a message, and of the scale of a box there."""
+
+    itemsize: int
+    wire_itemsize: int
+    scale_bytes: int
+
+    def num_bytes(self, parts: Iterable[Part]) -> int:
+        """Bytes that parts take in messages."""
+        return sum(
+            part.numel * self.wire_itemsize + regions.num_boxes(part.region) * self.scale_bytes for part in parts
+        )
+
+
+def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTable) -> StepReport:
     """The same of messages that are cast: all of them, and what stays, are packed, what several receive once.
 
     Terms of a reduction are staged as they come, and as wide as the tensor.
     """
-    found, (itemsize, wire_itemsize) = step.exchange(coordinate), itemsizes
+    found = step.exchange(coordinate)
     packed = {*(message.parts for message in found.sends), *((part,) for part in found.keeps)}
-    kept, received = sum(part.numel for part in found.keeps), sum(message.numel for message in found.receives)
-    widened = (received + kept) * itemsize if step.kind == "reduce" else 0
+    arriving = [part for message in found.receives for part in message.parts]
+    received = wire.num_bytes(arriving)
+    widened = 0
+    if step.kind == "reduce":
+        widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
     return StepReport(
         kind=step.kind,
         source=str(step.source),
         target=str(step.target),
         num_sent=len(found.sends),
         num_received=len(found.receives),
-        sent_bytes=sum(message.numel for message in found.sends) * wire_itemsize,
-        received_bytes=received * wire_itemsize,
-        packed_bytes=sum(part.numel for parts in packed for part in parts) * wire_itemsize,
-        staged_bytes=received * wire_itemsize + widened,
-        seconds=step_cost(step, wire_itemsize, costs).seconds,
+        sent_bytes=sum(wire.num_bytes(message.parts) for message in found.sends),
+        received_bytes=received,
+        packed_bytes=sum(wire.num_bytes(parts) for parts in packed),
+        staged_bytes=received + widened,
+        seconds=step_cost(step, wire.wire_itemsize, costs).seconds,
     )
 
 
