@@ -37,7 +37,7 @@ def rows(size: int, mesh: T.Mesh) -> Any:
 
 def stream_of(mesh: T.Mesh) -> Any:
     communicator: Any = world.current().communicator(mesh.ranks)
-    return communicator._in_stream.stream
+    return communicator._queue.stream
 
 
 def issue_behind_a_gate(rank: int) -> None:
@@ -74,7 +74,7 @@ def drop_behind_a_gate(rank: int) -> None:
     communicator: Any = world.current().communicator(mesh.ranks)
     held.redistribute(placements=[T.Shard(0)], async_op=True).wait()
     communicator.barrier()
-    assert not communicator._in_stream.is_busy
+    assert not communicator._queue.is_busy
 
 
 def test_what_is_dropped_keeps_its_memory_until_it_has_run(two_ranks: GlooRanks) -> None:

@@ -76,7 +76,7 @@ class GlooCommunicator(PackedCommunicator):
             yield
         except RuntimeError as error:
             self._check_usable(wait.description)  # another thread may have aborted
-            raise self._recorded(self._cause(wait, error)) from error
+            raise self._flight.written_for(self._cause(wait, error)) from error
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1

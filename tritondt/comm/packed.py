@@ -20,7 +20,7 @@ from tritondt.comm.forked import ForkedError
 from tritondt.comm.letters import Letters
 from tritondt.comm.packing import PackedTransfer, Slice, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
-from tritondt.errors import PeerError, TransportError, WorldError
+from tritondt.errors import TransportError, WorldError
 from tritondt.memory import allocate
 
 NO_SITE = -1
@@ -213,10 +213,6 @@ class PackedCommunicator(ABC):
     def _record_failure(self, errand: Errand, error: BaseException) -> None:
         self._recorder.end(errand.record, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
 
-    def _recorded(self, error: PeerError) -> PeerError:
-        """The error, with where this rank's flight record has been written."""
-        return type(error)(f"{error}{self._flight.write(f'{type(error).__name__}: {error}')}")
-
     def _compare(self, errand: Errand, site: int) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         errand.site = site
@@ -312,9 +308,10 @@ class PackedCommunicator(ABC):
             "issue from one thread, or from one after the other"
         )
 
-    def _end(self, how: str) -> None:
-        """Refuses further use; `how` is "closed" or "aborted"."""
+    def _end(self, how: str) -> BaseException:
+        """Refuses further use, and gives the reason; `how` is "closed" or "aborted"."""
         self.failure = self.failure or _EndedError(f"the communicator was {how}")
+        return self.failure
 
     def disown(self, error: WorldError) -> None:
         """Refuses all further use with `error`, in a process that was forked from the communicator's."""

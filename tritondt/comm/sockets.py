@@ -77,7 +77,7 @@ class SocketCommunicator(PackedCommunicator):
             self._check_usable(errand.description)  # another thread may have aborted
             if peer >= 0:  # else all letters had come when the time was over
                 wait.peer = self._ranks[peer]
-            raise self._recorded(self._cause(wait, outcome))
+            raise self._flight.written_for(self._cause(wait, outcome))
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
