@@ -43,6 +43,18 @@ class Runnable(NamedTuple):
     fill: float | int | bool | None
 
 
+class Program(NamedTuple):
+    """The steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
+
+    `last` is the step that allocates the result: one that gathers writes into the tensor of the step before.
+    """
+
+    steps: tuple[Runnable, ...]
+    communicator: Communicator | None
+    last: int
+    description: str
+
+
 def plan_for(source: DTensorSpec, target: DTensorSpec) -> Plan:
     """The plan of a pair of specs on one mesh, the same on every rank."""
     if source.mesh is not target.mesh:
@@ -85,18 +97,18 @@ def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
 
 
 @lru_cache(maxsize=4096)
-def compiled(
-    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], device: torch.device
-) -> tuple[Runnable, ...]:
-    """The steps of this rank for a pair of specs and a local tensor of these strides on this device."""
+def compiled(source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], device: torch.device) -> Program:
+    """What this rank runs for a pair of specs and a local tensor of these strides on this device."""
     plan = plan_for(source, target)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
-    return tuple(
+    steps = tuple(
         _runnable(step, number, plan, source, (strides if number == 1 else None, device), communicator)
         for number, step in enumerate(plan.steps, 1)
     )
+    last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
+    return Program(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
 
 def _runnable(

@@ -5,7 +5,6 @@ The host waits for none of them. What does not come to an end in time is aborted
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tritondt._C import NcclLibrary
@@ -40,21 +39,6 @@ class Issued(NamedTuple):
     timeout_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Asked(UnderWay):
-    """An operation under way, and who asked for it."""
-
-    work: NcclWork = field(kw_only=True)
-
-    def is_over(self) -> bool:
-        """Whether the stream has come past it; its work then lets go of the tensors."""
-        return self.work.is_over()
-
-    def fail(self, error: BaseException) -> None:
-        """Lets the work raise it."""
-        self.work.fail(error)
-
-
 class Lane:
     """One rank's end of it; made by all ranks of `member` together. `on_failure` is told why nothing runs any more."""
 
@@ -86,17 +70,17 @@ class Lane:
                     return
             work.was_put(self.stream)
 
-    def _recorded(self, issued: Issued) -> _Asked:
+    def _recorded(self, issued: Issued) -> UnderWay:
         """The operation as recorder and watch know it."""
         operation, member = issued.operation, self._member
         fingerprint, label = operation.fingerprint, self._recorder.label(operation.text)
         record = self._recorder.begin(self._label, self.sequence, label, fingerprint, issued.site)
         self._recorder.state(record, EXCHANGING)
         errand = Errand(fingerprint, operation.text, label, self._recorder, issued.site, record)
-        wait = self._watched.wait(self.sequence, errand, issued.timeout_s)
-        wait.suspects = tuple(rank for rank in member.ranks if rank != member.rank)
-        wait.limit, wait.must = _LIMIT, _MUST
-        return _Asked(wait, work=issued.work)
+        found = self._watched.operation(self.sequence, errand, issued.timeout_s)
+        found.suspects = tuple(rank for rank in member.ranks if rank != member.rank)
+        found.limit, found.must, found.holder = _LIMIT, _MUST, issued.work
+        return found
 
     def _call(self, operation: Operation) -> None:
         """Gives the calls to NCCL; ops that are made for them end when it has them."""

@@ -4,7 +4,7 @@ An exchange is one pack, one group of sends and receives and one unpack, put int
 waits for none of them. What does not come to an end in time is aborted, never destroyed, since destroying waits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from tritondt.comm.communicator import Errand, Transfer
 from tritondt.comm.flight import EXCHANGING
 from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
-from tritondt.comm.nccl_watched import UnderWay, WatchedNccl
+from tritondt.comm.nccl_watched import WatchedNccl
 from tritondt.comm.packed import PackedCommunicator
 from tritondt.comm.stream_queue import StreamQueue
 from tritondt.comm.streams import Streams
@@ -28,7 +28,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def __init__(self, member: Membership, library: NcclLibrary, streams: Streams) -> None:
         self._streams, self.device_types = streams, (streams.device.type,)
-        super().__init__(member, StreamQueue(streams))
+        super().__init__(member, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = member.timeout.total_seconds(), False
         self._watched = WatchedNccl(member, library, streams, self._on_failure)
 
@@ -57,9 +57,9 @@ class NcclCommunicator(PackedCommunicator):
             return
         self._watched.reap()
         own = Errand(errand.fingerprint, errand.text, errand.label, errand.recorder, errand.site, errand.record)
-        wait = self._watched.wait(self.sequence, own, self._timeout_s)
-        wait.letters = receives.slices, sends.slices
-        self._watched.put(UnderWay(wait), converse, "exchange in")
+        operation = self._watched.operation(self.sequence, own, self._timeout_s)
+        operation.letters = receives.slices, sends.slices
+        self._watched.put(operation, converse, "exchange in")
 
     def _moved(self, errand: Errand, sent_bytes: int, received_bytes: int) -> None:
         """An exchange is recorded as done when the stream has come past it."""
@@ -86,9 +86,6 @@ class NcclCommunicator(PackedCommunicator):
         if self.failure is not None and not self._is_told:
             self._is_told = True
             raise again(self.failure) from self.failure
-
-    def _launch(self, run: Callable[..., object], *arguments: object) -> None:
-        self._streams.launch(lambda: run(*arguments))
 
     def _told_by_all(self, errand: Errand, own: bytes) -> torch.Tensor:
         """The same as on the host, in memory of the device; the host waits."""

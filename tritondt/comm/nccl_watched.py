@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
 from tritondt.comm.communicator import Errand
@@ -19,26 +20,35 @@ from tritondt.comm.work import Run, again
 from tritondt.errors import PeerError
 
 
-@dataclass(slots=True, eq=False)
-class UnderWay:
-    """An operation in the stream, from `event` on in all of it; its record ends with the bytes that it moved."""
-
-    wait: Wait
-    event: Event | None = None
-    sent_bytes: int = 0
-    received_bytes: int = 0
-
-    @property
-    def record(self) -> int:
-        """The recorder's entry of it."""
-        return self.wait.errand.record
+class Holder(Protocol):
+    """Who was given an operation to hold."""
 
     def is_over(self) -> bool:
         """Whether the stream has come past it."""
-        return self.event is not None and self.event.query()
+        ...
 
     def fail(self, error: BaseException) -> None:
-        """Told why it will not end, where somebody holds it."""
+        """Told why it will not end."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class UnderWay(Wait):
+    """An operation in the stream; all of it has been put there when there is an `event`, or its `holder` says so.
+
+    Its record ends with the bytes that it moved.
+    """
+
+    event: Event | None = None
+    holder: Holder | None = None
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def is_over(self) -> bool:
+        """Whether the stream has come past it."""
+        if self.holder is not None:
+            return self.holder.is_over()
+        return self.event is not None and self.event.query()
 
 
 class WatchedNccl:
@@ -57,12 +67,12 @@ class WatchedNccl:
         self.failure: BaseException | None = None
         self.native: NcclCommunicator = join_nccl(member, library, streams)
 
-    def wait(self, sequence: int, errand: Errand, timeout_s: float) -> Wait:
-        """The wait of operation `sequence`, for whoever puts it; `errand` is its own."""
+    def operation(self, sequence: int, errand: Errand, timeout_s: float) -> UnderWay:
+        """Operation number `sequence`, to be put into the stream; `errand` is its own."""
         member = self._member
-        wait = Wait(member.key, sequence, errand, member.ranks, lambda: self._break_off(wait), timeout_s)
-        wait.trouble = self._trouble
-        return wait
+        made = UnderWay(member.key, sequence, errand, member.ranks, self._break_off, timeout_s)
+        made.trouble = self._trouble
+        return made
 
     def put(self, found: UnderWay, run: Run, doing: str) -> None:
         """Watches an operation that `run` puts into the stream.
@@ -70,14 +80,12 @@ class WatchedNccl:
         Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
         PeerError, which says what this rank was `doing`.
         """
-        wait = found.wait
-        wait.is_over = found.is_over
         self._under_way.append(found)
-        self._watch.begin(wait)
+        self._watch.begin(found)
         try:
             run()
         except NcclError as error:
-            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {wait.description}: {error}"))
+            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {found.description}: {error}"))
             raise again(self.failure or error) from error
         except BaseException as error:
             self.give_up(error)
@@ -86,14 +94,14 @@ class WatchedNccl:
     def latest(self, record: int) -> UnderWay | None:
         """What was put into the stream last, if it is recorded as this."""
         found = self._under_way[-1] if self._under_way else None
-        return found if found is not None and found.record == record else None
+        return found if found is not None and found.errand.record == record else None
 
     def reap(self) -> None:
         """Ends what the stream has come past; not while a graph is being made, when nobody may ask."""
         while self._under_way and self._under_way[0].is_over():
             found = self._under_way.popleft()
-            self._watch.end(found.wait)
-            self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
+            self._watch.end(found)
+            self._recorder.end(found.errand.record, DONE, -1, found.sent_bytes, found.received_bytes)
 
     def refuse(self, sequence: int, error: BaseException) -> None:
         """Tells the others that this rank takes no part in operation `sequence`, and why."""
@@ -112,10 +120,11 @@ class WatchedNccl:
         self._on_failure(error)
         label = self._recorder.label(f"{type(error).__name__}: {error}")
         for found in tuple(self._under_way):
-            self._watch.end(found.wait)
+            self._watch.end(found)
             if not found.is_over():
-                found.fail(error)
-                self._recorder.end(found.record, FAILED, label)
+                if found.holder is not None:
+                    found.holder.fail(error)
+                self._recorder.end(found.errand.record, FAILED, label)
         self.native.abort()
 
     def close(self, reason: BaseException) -> None:

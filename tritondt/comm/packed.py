@@ -67,7 +67,9 @@ class PackedCommunicator(ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, member: Member, queue: IssueQueue) -> None:
+    def __init__(self, member: Member, queue: IssueQueue, launch: Callable[..., object] | None = None) -> None:
+        """`launch(run, *arguments)` runs a table where it is in order with the messages: at once, by default."""
+        self._launch = launch or _at_once
         self._key, self._ranks, self._rank = member.key, member.ranks, member.rank
         self._place = self._ranks.index(self._rank)
         self._traffic = Traffic()
@@ -251,10 +253,6 @@ class PackedCommunicator(ABC):
     def _bytes_of(self, content: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def _launch(self, run: Callable[..., object], *arguments: object) -> None:
-        """Runs a table, or puts it where it will run in order with the messages."""
-        run(*arguments)
-
     def _move(
         self,
         sources: Sequence[torch.Tensor],
@@ -267,7 +265,7 @@ class PackedCommunicator(ABC):
         target_pointers = [tensor.data_ptr() for tensor in targets]
         threads, set_state, record = torch.get_num_threads(), self._recorder.state, errand.record
         try:
-            staging, buffer = (_buffer(n, device) for n in (plan.staged_bytes, plan.packed_bytes))
+            staging, buffer = _buffer(plan.staged_bytes, device), _buffer(plan.packed_bytes, device)
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
@@ -354,6 +352,10 @@ class PackedCommunicator(ABC):
 
 
 def _nothing() -> None: ...
+
+
+def _at_once(run: Callable[..., object], *arguments: object) -> None:
+    run(*arguments)
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -72,7 +72,7 @@ class Work:
 
     def _check_issuer(self) -> None:
         caller, issuer = identity.current(), self._issuer
-        if caller != issuer:
+        if caller is not issuer and caller != issuer:
             raise WorldError(
                 f"{self.description} was issued by rank {issuer.rank} of world {issuer.generation} and is waited for "
                 f"by rank {caller.rank} of world {caller.generation}; only who issued it may wait for it, in its world"
