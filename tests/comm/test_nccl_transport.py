@@ -193,8 +193,8 @@ def test_in_debug_mode_nothing_moves_before_all_agree(failing_ranks: GlooRanks) 
     for outcome in failing_ranks.outcomes(compare_and_disagree):
         assert isinstance(outcome, Failure)
         assert outcome.kind == "MismatchError", outcome.trace
-        assert "(S0) -> (R)" in outcome.text
-        assert "(S0) -> (S1)" in outcome.text
+        assert "ranks 0 and 2 run step 1 of 1 (exchange (S0) -> (R)) of (5, 7) float32" in outcome.text
+        assert "; rank 1 runs step 1 of 1 (exchange (S0) -> (S1)) of (5, 7) float32" in outcome.text
         assert "test_nccl_transport.py" in outcome.text
 
 
