@@ -36,7 +36,7 @@ class Work:
 
     def __init__(self, queue: "IssueQueue", description: str) -> None:
         self.description = description
-        self._queue, self._issuer = queue, identity.current()
+        self._queue, self._issuer = queue, queue.issuer
         self._finished, self._is_seen = False, False
         self._error: BaseException | None = None
 
@@ -93,6 +93,7 @@ class IssueQueue(ABC):
     """Runs what is issued, one after the other, in a thread of its own."""
 
     def __init__(self) -> None:
+        self.issuer = identity.current()  # whoever makes the communicator issues on it
         self._last: Work | None = None
         self._failed: Work | None = None
         self._thread_id: int | None = None
