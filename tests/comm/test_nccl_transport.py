@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.fake_nccl.library import Gate
+from tests.fake_nccl.library import Gate, build, load
 from tests.gloo_ranks import Failure, GlooRanks
 from tests.nccl_on_host import ranks_on
 from tritondt.comm import world
@@ -161,6 +162,20 @@ def close_in_another_order(rank: int) -> list[float]:
 
 def test_communicators_are_closed_alike_whichever_was_used_first(failing_ranks: GlooRanks) -> None:
     assert failing_ranks.run(close_in_another_order) == [[595.0], [595.0, 595.0], [595.0]]
+
+
+def close_while_destroying_hangs(rank: int) -> float:
+    mesh = T.Mesh((2,))
+    assert rows(2, mesh).full_tensor().sum().item() == 595.0
+    load(build()).set(FAKE_NCCL_STALL="ncclCommDestroy:1")
+    started = time.monotonic()
+    T.close()
+    return time.monotonic() - started
+
+
+def test_what_cannot_be_destroyed_in_time_is_aborted() -> None:
+    with ranks_on("nccl", 2, TRITONDT_TIMEOUT="1.5") as ranks:
+        assert all(1.5 <= seconds < 15 for seconds in ranks.run(close_while_destroying_hangs))
 
 
 def use_after_close(rank: int) -> str:
