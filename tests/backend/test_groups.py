@@ -56,6 +56,7 @@ def split(rank: int) -> tuple[list[float], list[Any]]:
     again = dist.new_group([0, 3])
     if rank in (0, 3):
         sums.append(sum_over(again))
+        dist.destroy_process_group(again)
     known = [half.group_desc, dist.get_process_group_ranks(half), half.rank(), dist.get_backend(half)]
     for group in (first, half):
         if group is not None:
@@ -83,7 +84,7 @@ def test_a_device_mesh_is_made_of_splits(ranks: GlooRanks) -> None:
 
 
 def make_again(rank: int) -> list[float]:
-    """Groups that torch names by their ranks, so that the second has the name of the first."""
+    """Groups that torch names by their ranks and the number of groups, so that the second has the name of the first."""
     sums = []
     for _ in range(2):
         group: Any = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
@@ -101,7 +102,9 @@ def subgroups(rank: int) -> list[float]:
     other, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
     sums = [sum_over(half), sum_over(other)]
     if rank in (1, 3):  # the others do not take part in making it
-        sums.append(sum_over(dist.new_group([1, 3], use_local_synchronization=True)))
+        pair: Any = dist.new_group([1, 3], use_local_synchronization=True)
+        sums.append(sum_over(pair))
+        dist.destroy_process_group(pair)
     return sums
 
 
