@@ -40,9 +40,9 @@ def redistribute(
     move nothing is rounded. Backward does the same in `grad_wire_dtype` (default: `wire_dtype`; the tensor's own dtype
     for gradients as they are), and takes the rounding for the identity.
 
-    float32, bfloat16 and float16 may travel as float8_e4m3fn or float8_e5m2. Then each box of a message, indices without
-    a gap in any dim, has a float32 scale in front, the least power of two with which its largest finite number fits:
-    numbers that are too small for it become 0.
+    float32, bfloat16 and float16 may travel as float8_e4m3fn or float8_e5m2. Then each box of a message, indices
+    without a gap in any dim, has a float32 scale in front, the least power of two with which its largest finite number
+    fits: numbers that are too small for it become 0.
 
     Raises MeshError, LayoutError, LocalTensorError, TransportError, PeerError, MismatchError; ReductionError in
     the backward of a max, min or product.

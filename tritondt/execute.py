@@ -7,7 +7,6 @@ call is one look-up, one allocation per step and the step itself.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -40,14 +39,13 @@ def redistribute_local(
     if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
         return _traced(local, source, target, wire_dtype)
     local = _with_memory(local)
-    steps = compiled(source, target, local.stride(), local.device, wire_dtype)
+    steps, communicator, _, description = compiled(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
         return _run_step(steps[0], local, local)[0]
-    communicator = next((step.communicator for step in steps if step.communicator is not None), None)
     if communicator is None:
         return _run_steps(steps, local)
     result: list[torch.Tensor] = []
-    communicator.in_order(lambda: result.append(_run_steps(steps, local)), f"{source.layout} -> {target.layout}")
+    communicator.in_order(lambda: result.append(_run_steps(steps, local)), description)
     return result[0]
 
 
@@ -68,14 +66,11 @@ def issue_local(
             before.wait()
         return redistribute_local(local, source, target, wire_dtype), None
     held = _with_memory(local)
-    steps = compiled(source, target, held.stride(), held.device, wire_dtype)
-    communicator = next((step.communicator for step in steps if step.communicator is not None), None)
+    steps, communicator, last, description = compiled(source, target, held.stride(), held.device, wire_dtype)
     if communicator is None:
         if before is not None:
             before.wait()
         return _run_steps(steps, held), None
-    # A step that gathers writes into the tensor of the step before.
-    last = max(place for place, step in enumerate(steps) if step.step.kind != "gather")
     whole = allocate(steps[last].target_shape, held.dtype, held.device)
     _tell(steps, communicator)
 
@@ -84,13 +79,7 @@ def issue_local(
         for place, step in enumerate(steps):
             current, around = _step(step, current, around, whole if place == last else None)
 
-    return whole, communicator.issue(run, _description(source, target), (held,), are_there=before is None)
-
-
-@lru_cache(maxsize=4096)
-def _description(source: DTensorSpec, target: DTensorSpec) -> str:
-    """What is issued, in the words of errors; making them takes 5 us."""
-    return f"{source.layout} -> {target.layout} of {source.shape}"
+    return whole, communicator.issue(run, description, (held,), are_there=before is None)
 
 
 def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
@@ -136,7 +125,7 @@ def trace_with(function: _Traced) -> None:
 
 
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
-    if tuple(local.shape) != spec.local_shape or local.dtype is not spec.dtype:
+    if local.shape != spec.local_shape or local.dtype is not spec.dtype:
         raise LocalTensorError(
             f"{spec} gives rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} a local tensor of shape "
             f"{spec.local_shape} and {spec.dtype}; found shape {tuple(local.shape)} and {local.dtype}"

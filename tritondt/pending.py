@@ -81,7 +81,7 @@ def work_of(tensor: torch.Tensor) -> Work | None:
 
 def _local_now(distributed: Any) -> torch.Tensor:
     """The local tensor, there or not: what is issued next on its mesh runs after what fills it."""
-    if work_of(distributed) is None:
+    if _WORK not in distributed.__dict__:
         local: torch.Tensor = distributed._local_tensor
         return local
     slot: Any = type(distributed).__base__._local_tensor  # type: ignore[union-attr]

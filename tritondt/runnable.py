@@ -53,6 +53,18 @@ class _Start(NamedTuple):
     wire_dtype: torch.dtype | None
 
 
+class Program(NamedTuple):
+    """The steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
+
+    `last` is the step that allocates the result: one that gathers writes into the tensor of the step before.
+    """
+
+    steps: tuple[Runnable, ...]
+    communicator: Communicator | None
+    last: int
+    description: str
+
+
 def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
     """The plan of a pair of specs on one mesh, the same on every rank; `wire_dtype` is None or a narrower dtype."""
     if source.mesh is not target.mesh:
@@ -111,8 +123,8 @@ def compiled(
     strides: tuple[int, ...],
     device: torch.device,
     wire_dtype: torch.dtype | None,
-) -> tuple[Runnable, ...]:
-    """The steps of this rank for a pair of specs and a local tensor of these strides on this device.
+) -> Program:
+    """What this rank runs for a pair of specs and a local tensor of these strides on this device.
 
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
     """
@@ -121,10 +133,12 @@ def compiled(
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
     starts = (_Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
-    return tuple(
+    steps = tuple(
         _runnable(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
+    last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
+    return Program(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
 
 def _runnable(

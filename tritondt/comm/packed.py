@@ -21,7 +21,7 @@ from tritondt.comm.forked import ForkedError
 from tritondt.comm.letters import Letters
 from tritondt.comm.packing import Casting, PackedTransfer, Slice, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
-from tritondt.errors import PeerError, TransportError, WorldError
+from tritondt.errors import TransportError, WorldError
 from tritondt.memory import allocate
 
 NO_SITE = -1
@@ -68,7 +68,9 @@ class PackedCommunicator(ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, member: Member, queue: IssueQueue) -> None:
+    def __init__(self, member: Member, queue: IssueQueue, launch: Callable[..., object] | None = None) -> None:
+        """`launch(run, *arguments)` runs a table where it is in order with the messages: at once, by default."""
+        self._launch = launch or _at_once
         self._key, self._ranks, self._rank = member.key, member.ranks, member.rank
         self._place = self._ranks.index(self._rank)
         self._traffic = Traffic()
@@ -216,10 +218,6 @@ class PackedCommunicator(ABC):
     def _record_failure(self, errand: Errand, error: BaseException) -> None:
         self._recorder.end(errand.record, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
 
-    def _recorded(self, error: PeerError) -> PeerError:
-        """The error, with where this rank's flight record has been written."""
-        return type(error)(f"{error}{self._flight.write(f'{type(error).__name__}: {error}')}")
-
     def _compare(self, errand: Errand, site: int) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         errand.site = site
@@ -257,10 +255,6 @@ class PackedCommunicator(ABC):
 
     def _bytes_of(self, content: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-    def _launch(self, run: Callable[..., object], *arguments: object) -> None:
-        """Runs a table, or puts it where it will run in order with the messages."""
-        run(*arguments)
 
     def _move(
         self,
@@ -331,9 +325,10 @@ class PackedCommunicator(ABC):
             "issue from one thread, or from one after the other"
         )
 
-    def _end(self, how: str) -> None:
-        """Refuses further use; `how` is "closed" or "aborted"."""
+    def _end(self, how: str) -> BaseException:
+        """Refuses further use, and gives the reason; `how` is "closed" or "aborted"."""
         self.failure = self.failure or _EndedError(f"the communicator was {how}")
+        return self.failure
 
     def disown(self, error: WorldError) -> None:
         """Refuses all further use with `error`, in a process that was forked from the communicator's."""
@@ -376,6 +371,10 @@ class PackedCommunicator(ABC):
 
 
 def _nothing() -> None: ...
+
+
+def _at_once(run: Callable[..., object], *arguments: object) -> None:
+    run(*arguments)
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
