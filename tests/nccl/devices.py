@@ -21,7 +21,7 @@ from tests.gloo_ranks import GlooRanks
 from tests.nccl_on_host import FakeStreams, use_fake_backend, use_fake_nccl
 from tritondt._C import NcclError, NcclLibrary
 from tritondt.comm.nccl_library import nccl_library
-from tritondt.comm.streams import CudaStreams, Stream, Streams
+from tritondt.comm.streams import CudaStreams, Streams
 
 Run = Callable[[], object]
 
@@ -154,8 +154,8 @@ def why_not(where: str, size: int) -> str | None:
     if size > 1 and sharing_library() == "":
         found = ", ".join(f"{library.version} ({library.path})" for library in _libraries()) or "none"
         return (
-            f"{size} ranks on one GPU need NCCL 2.30.7 or later, found: {found}; name one with TRITONDT_NCCL_SO, or put "
-            "it into a folder of NCCL_LIBRARIES"
+            f"{size} ranks on one GPU need NCCL 2.30.7 or later, and found is {found}; name one with TRITONDT_NCCL_SO, "
+            "or put it into a folder of NCCL_LIBRARIES"
         )
     return None
 

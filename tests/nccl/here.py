@@ -1,4 +1,4 @@
-"""One rank of a communicator of NCCL, made for tests: its calls by tensors, the values it brings, and what they come to."""
+"""One rank of a communicator of NCCL, made for tests: calls by tensors, the values it brings, what they come to."""
 
 import functools
 from collections.abc import Callable, Sequence
