@@ -15,19 +15,25 @@ class Setting(NamedTuple):
     where: str
     ranks: GlooRanks
 
+    def alike(self, **variables: str) -> GlooRanks:
+        """As many more there, with other environment variables."""
+        return start(self.where, self.ranks.size, **variables)
+
+
+SettingOf = Callable[[str, int], Setting]
 
 # On a machine without a GPU those on it are skipped by their mark.
 SETTINGS = [
-    pytest.param(("host", 1), id="host-1"),
-    pytest.param(("host", 2), id="host-2"),
-    pytest.param(("gpu", 1), id="gpu-1", marks=pytest.mark.gpu),
-    pytest.param(("gpu", 2), id="gpu-2", marks=pytest.mark.gpu),
+    pytest.param("host", 1, id="host-1"),
+    pytest.param("host", 2, id="host-2"),
+    pytest.param("gpu", 1, id="gpu-1", marks=pytest.mark.gpu),
+    pytest.param("gpu", 2, id="gpu-2", marks=pytest.mark.gpu),
 ]
 GPUS = SETTINGS[2:]
 
 
 @pytest.fixture(scope="session")
-def setting_of() -> Iterator[Callable[[str, int], Setting]]:
+def setting_of() -> Iterator[SettingOf]:
     """So many ranks there; skips where something is missing."""
     started: dict[tuple[str, int], GlooRanks] = {}
 
@@ -44,6 +50,13 @@ def setting_of() -> Iterator[Callable[[str, int], Setting]]:
         ranks.close()
 
 
-@pytest.fixture(params=SETTINGS)
-def setting(request: pytest.FixtureRequest, setting_of: Callable[[str, int], Setting]) -> Setting:
-    return setting_of(*request.param)
+@pytest.fixture
+def setting(where: str, size: int, setting_of: SettingOf) -> Setting:
+    """The ranks of a test that runs everywhere."""
+    return setting_of(where, size)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Everywhere is every setting."""
+    if "setting" in metafunc.fixturenames:
+        metafunc.parametrize(("where", "size"), SETTINGS)

@@ -8,8 +8,11 @@ Over the double the mistakes of a body show on any machine; what it says about N
 
 import ctypes
 import functools
+import json
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +21,7 @@ import tritondt._C
 from tests.csrc.nccl.wheel import known
 from tests.fake_nccl.library import Gate, build, load
 from tests.gloo_ranks import GlooRanks
+from tests.nccl.traces import Kernel, kernels_of
 from tests.nccl_on_host import FakeStreams, use_fake_backend, use_fake_nccl
 from tritondt._C import NcclError, NcclLibrary
 from tritondt.comm.nccl_library import nccl_library
@@ -56,9 +60,13 @@ class NcclDevice(Protocol):
         """Lets what is put into a stream next wait so long, and not the host."""
         ...
 
+    def kernels(self, run: Run) -> list[Kernel]:
+        """What ran on the device, as torch's profiler saw it, from `run` until nothing is left to run."""
+        ...
+
 
 class HostDevice:
-    """The double. It has no graphs: what is replayed is called again."""
+    """The double. It has no graphs, and what is replayed is called again; and no kernels."""
 
     kind = "cpu"
 
@@ -66,7 +74,7 @@ class HostDevice:
         path = build()
         self.library = NcclLibrary(str(path), None)
         self._fake = load(path)
-        self.streams = FakeStreams(self._fake)
+        self.streams: Streams = FakeStreams(self._fake)
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         address = self.library.allocate(num_bytes)
@@ -80,6 +88,10 @@ class HostDevice:
     def hold_up(self, stream: Any, seconds: float) -> None:
         threading.Timer(seconds, Gate(stream._stream).open).start()
 
+    def kernels(self, run: Run) -> list[Kernel]:
+        run()
+        return []
+
 
 class GpuDevice:
     """GPU 0, whichever rank this is."""
@@ -89,7 +101,7 @@ class GpuDevice:
 
     def __init__(self) -> None:
         self.library = nccl_library()
-        self.streams = CudaStreams(torch.device("cuda", 0))
+        self.streams: Streams = CudaStreams(torch.device("cuda", 0))
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         with torch.cuda.use_mem_pool(self._pool):
@@ -113,6 +125,15 @@ class GpuDevice:
     def hold_up(self, stream: Any, seconds: float) -> None:
         with self.streams.on(stream):
             torch.cuda._sleep(int(seconds * self._CYCLES_PER_S))
+
+    def kernels(self, run: Run) -> list[Kernel]:
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run()
+            torch.cuda.synchronize()
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            profile.export_chrome_trace(file.name)
+            return kernels_of(json.loads(Path(file.name).read_text()))
 
 
 @functools.cache
