@@ -60,6 +60,10 @@ class NcclDevice(Protocol):
         """Lets what is put into a stream next wait so long, and not the host."""
         ...
 
+    def synchronize(self) -> None:
+        """Returns when nothing is left to run."""
+        ...
+
     def kernels(self, run: Run) -> list[Kernel]:
         """What ran on the device, as torch's profiler saw it, from `run` until nothing is left to run."""
         ...
@@ -87,6 +91,9 @@ class HostDevice:
 
     def hold_up(self, stream: Any, seconds: float) -> None:
         threading.Timer(seconds, Gate(stream._stream).open).start()
+
+    def synchronize(self) -> None:
+        """Operators have run when they return."""
 
     def kernels(self, run: Run) -> list[Kernel]:
         run()
@@ -125,6 +132,9 @@ class GpuDevice:
     def hold_up(self, stream: Any, seconds: float) -> None:
         with self.streams.on(stream):
             torch.cuda._sleep(int(seconds * self._CYCLES_PER_S))
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
 
     def kernels(self, run: Run) -> list[Kernel]:
         torch.cuda.synchronize()

@@ -1,7 +1,7 @@
 """One rank of a communicator of NCCL, made for tests: calls by tensors, the values it brings, what they come to."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,18 +64,23 @@ def reduced(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return whole.to(dtype)
 
 
+def connect(rank: int, where: str, options: Mapping[str, int | str] | None = None) -> Here:
+    """This rank's part in a new communicator of all; collective."""
+    device, size = device_of(where), dist.get_world_size()
+    unique_id = [device.library.unique_id() if rank == 0 else b""]
+    dist.broadcast_object_list(unique_id, device=torch.device("cpu"))
+    native = device.library.init(unique_id, size, rank, options)
+    return Here(device, native, device.streams.make(), rank, size)
+
+
 _joined: dict[str, Here] = {}
 
 
 def join(rank: int, where: str) -> Here:
-    """This rank's part in a communicator that lives until one of its cases fails; collective."""
+    """The same one at every call, until a case on it fails."""
     if where not in _joined:
-        device, size = device_of(where), dist.get_world_size()
-        unique_id = [device.library.unique_id() if rank == 0 else b""]
-        dist.broadcast_object_list(unique_id, device=torch.device("cpu"))
-        options: dict[str, int | str] | None = {"num_rma_ctx": 1} if device.library.has("ncclPutSignal") else None
-        native = device.library.init(unique_id, size, rank, options)
-        _joined[where] = Here(device, native, device.streams.make(), rank, size)
+        has_puts = device_of(where).library.has("ncclPutSignal")
+        _joined[where] = connect(rank, where, {"num_rma_ctx": 1} if has_puts else None)
     return _joined[where]
 
 
