@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # The Python of a machine with a GPU, which brings its own CUDA build of torch.
 GPU_PYTHON ?= python3
+# What `make gpu` runs, all of it without a name: see tests/on_gpu.py.
+PARTS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -71,11 +73,9 @@ sanitize: ## run csrc, and the double of NCCL, under ThreadSanitizer, AddressSan
 bench: venv ## time redistribute against torch on 4 ranks
 	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch
 
-gpu: ## run the tests and the benchmark that need a GPU, with the machine's own Python and nothing from the network
+gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Python and nothing from the network
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
-	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
-	$(GPU_PYTHON) -m pytest -m gpu tests
-	$(GPU_PYTHON) -m benchmarks.copy_boxes_gpu
+	@$(GPU_PYTHON) -m tests.on_gpu $(PARTS)
 
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format
