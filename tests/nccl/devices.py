@@ -22,7 +22,7 @@ from tests.csrc.nccl.wheel import known
 from tests.fake_nccl.library import Gate, build, load
 from tests.gloo_ranks import GlooRanks
 from tests.nccl.traces import Kernel, kernels_of
-from tests.nccl_on_host import FakeStreams, use_fake_backend, use_fake_nccl
+from tests.nccl_on_host import fake_streams, use_fake_backend, use_fake_nccl
 from tritondt._C import NcclError, NcclLibrary
 from tritondt.comm.nccl_library import nccl_library
 from tritondt.comm.streams import CudaStreams, Streams
@@ -39,6 +39,8 @@ SHARED = {
     "NCCL_MAX_CTAS": "4",
     "NCCL_MAX_P2P_NCHANNELS": "4",
 }
+# What ranks of one machine need to meet, whatever other networks it has.
+ON_ONE_MACHINE = {"NCCL_SOCKET_IFNAME": "lo"}
 
 
 class NcclDevice(Protocol):
@@ -70,15 +72,15 @@ class NcclDevice(Protocol):
 
 
 class HostDevice:
-    """The double. It has no graphs, and what is replayed is called again; and no kernels."""
+    """The double. It has no graphs: what is recorded runs, by CUDA's rules, and is called again; and no kernels."""
 
     kind = "cpu"
 
     def __init__(self) -> None:
         path = build()
         self.library = NcclLibrary(str(path), None)
-        self._fake = load(path)
-        self.streams: Streams = FakeStreams(self._fake)
+        self._fakes = fake_streams(load(path))
+        self.streams: Streams = self._fakes
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         address = self.library.allocate(num_bytes)
@@ -87,6 +89,8 @@ class HostDevice:
 
     def recorded(self, run: Run) -> Run:
         run()
+        with self._fakes.capturing():
+            run()
         return run
 
     def hold_up(self, stream: Any, seconds: float) -> None:
@@ -111,14 +115,16 @@ class GpuDevice:
         self.streams: Streams = CudaStreams(torch.device("cuda", 0))
 
     def memory(self, num_bytes: int) -> torch.Tensor:
-        with torch.cuda.use_mem_pool(self._pool):
+        pool, _ = self._pool
+        with torch.cuda.use_mem_pool(pool):
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self.kind)
 
     @functools.cached_property
-    def _pool(self) -> Any:
+    def _pool(self) -> tuple[Any, Any]:
+        """The pool, and the allocator that must live as long."""
         names = self.library.serve_pool()
         allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(tritondt._C.__file__, *names)
-        return torch.cuda.MemPool(allocator.allocator())
+        return torch.cuda.MemPool(allocator.allocator()), allocator
 
     def recorded(self, run: Run) -> Run:
         run()  # what is made on first use cannot be captured
@@ -168,7 +174,8 @@ def start(where: str, size: int, **variables: str) -> GlooRanks:
     if where == "host":
         return GlooRanks(size, variables, prepare=use_host, backend="tritondt")
     shared = {**SHARED, **preloaded(sharing_library())} if size > 1 else {}
-    return GlooRanks(size, {**shared, **variables}, prepare=use_gpu, backend="tritondt", fresh=True)
+    told = {**ON_ONE_MACHINE, **shared, **variables}
+    return GlooRanks(size, told, prepare=use_gpu, backend="tritondt", fresh=True)
 
 
 def preloaded(path: str) -> dict[str, str]:

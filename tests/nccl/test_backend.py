@@ -56,3 +56,28 @@ def train(rank: int, where: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_on_torchs_own(setting: Setting, kind: str) -> None:
     setting.ranks.run(train, setting.where, kind, timeout_s=110)
+
+
+def record_and_replay(rank: int, where: str) -> None:
+    device, size = device_of(where), dist.get_world_size()
+    given, whole, part = (torch.zeros(length, device=device.kind) for length in (4 * size, 4 * size * size, 4))
+
+    def run() -> None:
+        gathered = dist.all_gather_into_tensor(whole, given, async_op=True)
+        dist.reduce_scatter_tensor(part, given)
+        assert gathered is not None
+        gathered.wait()
+
+    replay = device.recorded(run)
+    for number in range(3):
+        given.copy_(torch.arange(4 * size) + 100 * number + rank)
+        replay()
+        own = torch.arange(4.0 * size) + 100 * number
+        torch.testing.assert_close(whole.cpu(), torch.cat([own + place for place in range(size)]), rtol=0, atol=0)
+        summed = sum(own + place for place in range(size))
+        assert isinstance(summed, torch.Tensor)
+        torch.testing.assert_close(part.cpu(), summed[4 * rank :][:4], rtol=0, atol=0)
+
+
+def test_what_was_recorded_is_replayed_exactly(setting: Setting) -> None:
+    setting.ranks.run(record_and_replay, setting.where)
