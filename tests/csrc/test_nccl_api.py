@@ -1,6 +1,7 @@
 """Which NCCL is loaded, what it has, and how its absence is told; the real library where there is one."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 import tritondt._C
 from tests.csrc.nccl.recording import build, compiled
-from tests.csrc.nccl.wheel import find_version, versions
+from tests.csrc.nccl.wheel import find_nccl, find_version, versions
 from tritondt._C import NcclError, NcclLibrary, NcclUnsupportedError
 
 SONAME = "-Wl,-soname,libnccl.so.2"
@@ -21,10 +22,15 @@ spec.loader.exec_module(_C)
 """
 
 
-def run(program):
+def run(program, **variables):
     """Runs a program that has the extension as `_C`, and returns what it printed as JSON."""
     ran = subprocess.run(
-        [sys.executable, "-S", "-c", LOAD_EXTENSION + program], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-S", "-c", LOAD_EXTENSION + program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **variables},
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -143,6 +149,18 @@ print(json.dumps([told, recorder.recording_take().decode().splitlines(), address
         ["tritondt_nccl_allocate", "tritondt_nccl_free"],
     ]
     assert recorded == ["ncclMemAlloc 4096", f"ncclMemFree {address}"]
+
+
+@pytest.mark.nccl
+def test_a_preloaded_library_is_not_loaded_again():
+    """So torch is given the library that TRITONDT_NCCL_SO names."""
+    path = str(find_nccl().library)
+    program = f"""
+found = [_C.NcclLibrary({path!r}), _C.NcclLibrary()]
+maps = open("/proc/self/maps").read().splitlines()
+print(json.dumps([[one.origin for one in found], len({{line.split()[-1] for line in maps if "libnccl" in line}})]))
+"""
+    assert run(program, LD_PRELOAD=path) == [["explicit", "loaded"], 1]
 
 
 def numbers(version):

@@ -23,6 +23,7 @@ from tests.fake_nccl.library import Gate, build, load
 from tests.gloo_ranks import GlooRanks
 from tests.nccl.traces import Kernel, kernels_of
 from tests.nccl_on_host import fake_streams, use_fake_backend, use_fake_nccl
+from tritondt import environment
 from tritondt._C import NcclError, NcclLibrary
 from tritondt.comm.nccl_library import nccl_library
 from tritondt.comm.streams import CudaStreams, Streams
@@ -173,8 +174,8 @@ def start(where: str, size: int, **variables: str) -> GlooRanks:
     """Ranks on the backend "tritondt", over the double or on the one GPU, where two share it."""
     if where == "host":
         return GlooRanks(size, variables, prepare=use_host, backend="tritondt")
-    shared = {**SHARED, **preloaded(sharing_library())} if size > 1 else {}
-    told = {**ON_ONE_MACHINE, **shared, **variables}
+    path = sharing_library() if size > 1 else environment.nccl_path()
+    told = {**ON_ONE_MACHINE, **(SHARED if size > 1 else {}), **(preloaded(path) if path else {}), **variables}
     return GlooRanks(size, told, prepare=use_gpu, backend="tritondt", fresh=True)
 
 
