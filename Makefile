@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # The Python of a machine with a GPU, which brings its own CUDA build of torch.
 GPU_PYTHON ?= python3
+# What `make gpu` runs, all of it without a name: see tests/on_gpu.py.
+PARTS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +12,7 @@ CSRC := $(wildcard csrc/*.cpp csrc/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/fake_nccl tests/fake_nccl/*,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check sanitize bench gpu format clean
+.PHONY: help venv demo test nccl check sanitize bench gpu format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,16 +38,24 @@ $(VENV)/.stamp-extension: $(VENV)/.stamp-package $(CSRC)
 	@touch $@
 
 # Beside the environment, where it overwrites no NCCL that torch has brought: 350 MB, 20 seconds where this was written.
-$(VENV)/.stamp-nccl: $(VENV)/.stamp-package
+$(VENV)/.stamp-nccl: constraints.txt | $(VENV)/.stamp-package
 	@echo "fetching NCCL into $(VENV)/nccl, for the tests that need its header or library"
 	@$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/nccl nvidia-nccl-cu12 && touch $@ \
 	    || echo "NCCL could not be fetched: the tests marked nccl will be skipped"
+
+# Beside that one, for the tests of real libraries, which skip a version that is not there.
+$(VENV)/nccl/%/.stamp: | $(VENV)/.stamp-package
+	@echo "fetching NCCL $* into $(VENV)/nccl/$*"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/nccl/$* nvidia-nccl-cu12==$*
+	@touch $@
 
 demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
 	$(BIN)/python -m tritondt demo
 
 test: venv $(VENV)/.stamp-nccl ## run the tests and the examples in docstrings
 	$(BIN)/python -m pytest --quiet
+
+nccl: $(VENV)/.stamp-nccl $(VENV)/nccl/2.28.9/.stamp $(VENV)/nccl/2.30.7/.stamp ## fetch more versions of NCCL for the tests (600 MB)
 
 check: venv ## lint, formatting, types, layers, compiler warnings, the extension's stub
 	$(BIN)/ruff check
@@ -65,11 +75,9 @@ sanitize: venv ## run csrc, the double of NCCL, and the NCCL transport over it, 
 bench: venv ## time redistribute against torch on 4 ranks
 	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch
 
-gpu: ## run the tests and the benchmark that need a GPU, with the machine's own Python and nothing from the network
+gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Python and nothing from the network
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
-	$(GPU_PYTHON) setup.py --quiet build_ext --inplace
-	$(GPU_PYTHON) -m pytest -m gpu tests
-	$(GPU_PYTHON) -m benchmarks.copy_boxes_gpu
+	@$(GPU_PYTHON) -m tests.on_gpu $(PARTS)
 
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format

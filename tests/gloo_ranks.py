@@ -3,7 +3,7 @@
     with GlooRanks(4) as ranks:
         results = ranks.run(body, argument)     # body(rank, argument), a function that its module names
 
-One fresh interpreter imports torch and then forks into the ranks, because importing it once in each takes most
+One new interpreter imports torch and then forks into the ranks, because importing it once in each takes most
 of a minute for eight ranks on two busy cores. Functions and results travel pickled through pipes, and every wait
 for a rank ends after `timeout_s`, with the traceback of each rank that failed.
 """
@@ -61,7 +61,8 @@ class GlooRanks:
     """`size` processes on this machine, with torch.distributed initialised on Gloo, or another backend.
 
     With `own_network` the loopback interface carries only what these ranks send, where the system allows that. Each
-    calls `prepare`, which its module names, before anything else.
+    calls `prepare`, which its module names, before anything else. `fresh` ones import torch themselves: CUDA does not
+    work in a fork of a process that has so much as looked for it.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class GlooRanks:
         own_network: bool = False,
         prepare: Callable[[], None] | None = None,
         backend: str = "gloo",
+        fresh: bool = False,
     ) -> None:
         self.size = size
         preparation = None if prepare is None else (prepare.__module__, prepare.__qualname__)
@@ -85,7 +87,7 @@ class GlooRanks:
                 sys.executable,
                 "-c",
                 "from tests import gloo_ranks; gloo_ranks.fork_ranks()",
-                json.dumps([own_network, preparation, backend, theirs]),
+                json.dumps([own_network, fresh, preparation, backend, theirs]),
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -235,9 +237,10 @@ def _read_bytes(pipe: int, count: int, deadline: float | None) -> bytes | None:
 
 def fork_ranks() -> None:
     """The parent of the ranks: forks them, says who they are, and how each has ended."""
-    for module in ("pytest", "torch.distributed.tensor"):  # what tests import, the latter in assert_close
-        importlib.import_module(module)
-    own_network, preparation, backend, ends = json.loads(sys.argv[1])
+    own_network, fresh, preparation, backend, ends = json.loads(sys.argv[1])
+    if not fresh:
+        for module in ("pytest", "torch.distributed.tensor"):  # what tests import, the latter in assert_close
+            importlib.import_module(module)
     if own_network:
         _leave_network()
     ranks: dict[int, int] = {}
@@ -248,7 +251,11 @@ def fork_ranks() -> None:
                 os.close(end)
             os.dup2(2, 1)  # what a test prints must not mix with the parent's reports
             os.environ["RANK"] = str(rank)
-            _serve(rank, orders, answers, preparation, backend)
+            served = (rank, orders, answers, preparation, backend)
+            if fresh:
+                program = "import json, sys; from tests import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"
+                os.execv(sys.executable, [sys.executable, "-c", program, json.dumps(served)])
+            serve(*served)
             return
         ranks[pid] = rank
     for end in (end for both in ends for end in both):
@@ -273,7 +280,7 @@ def _leave_network() -> None:
             fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh", b"lo", up_and_running))
 
 
-def _serve(rank: int, orders: int, answers: int, preparation: tuple[str, str] | None, backend: str) -> None:
+def serve(rank: int, orders: int, answers: int, preparation: tuple[str, str] | None, backend: str) -> None:
     """The life of a rank: runs what comes in, answers, and ends when the pipe does."""
     dist.init_process_group(backend)
     if preparation is not None:

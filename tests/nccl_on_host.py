@@ -5,6 +5,7 @@
 What is shown is that the transport's code makes the right calls in the right order, not how fast, and nothing of NCCL.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,15 +27,24 @@ from tritondt.comm.membership import Membership
 from tritondt.comm.nccl import NcclCommunicator
 
 
+class FakeCapture:
+    """Whether what is put into streams is recorded into a graph; it runs all the same, but CUDA's rules hold."""
+
+    is_under_way = False
+
+
 class FakeEvent:
     """A point in a stream of the double."""
 
-    def __init__(self, library: FakeNccl, stream: HostStream) -> None:
+    def __init__(self, library: FakeNccl, stream: HostStream, capture: FakeCapture) -> None:
         self._event = HostEvent(library, library.pointer("fakeEventCreate"))
         self._event.record(stream)
         self._process = os.getpid()
+        self._capture, self._is_of_graph = capture, capture.is_under_way
 
     def query(self) -> bool:
+        if self._is_of_graph or self._capture.is_under_way:
+            raise RuntimeError("fake CUDA: an event was asked for while a graph is captured, or one that is of a graph")
         return self._event.is_over()
 
     def synchronize(self) -> None:
@@ -52,8 +62,9 @@ class FakeEvent:
 class FakeStream:
     """A stream of the double, with torch.cuda's names."""
 
-    def __init__(self, library: FakeNccl) -> None:
+    def __init__(self, library: FakeNccl, capture: FakeCapture) -> None:
         self._library, self._stream, self._process = library, library.new_stream(), os.getpid()
+        self._capture = capture
         self.errors: list[BaseException] = []
 
     @property
@@ -61,7 +72,7 @@ class FakeStream:
         return self._stream.handle
 
     def record_event(self) -> FakeEvent:
-        return FakeEvent(self._library, self._stream)
+        return FakeEvent(self._library, self._stream, self._capture)
 
     def wait_event(self, event: Any) -> None:
         if event is not NOW:
@@ -140,12 +151,13 @@ class FakeStreams:
 
     def __init__(self, library: FakeNccl) -> None:
         self._library, self._host, self._on = library, _Host(), threading.local()
+        self._capture = FakeCapture()
 
     def current(self) -> Any:
         return getattr(self._on, "stream", None) or self._host
 
     def make(self) -> FakeStream:
-        return FakeStream(self._library)
+        return FakeStream(self._library, self._capture)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -161,7 +173,16 @@ class FakeStreams:
         self.current().launch(partial(run, *arguments))
 
     def is_capturing(self) -> bool:
-        return False
+        return self._capture.is_under_way
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """As within torch.cuda.graph, but that what is recorded also runs."""
+        self._capture.is_under_way = True
+        try:
+            yield
+        finally:
+            self._capture.is_under_way = False
 
     def bind_thread(self) -> None:
         """There is one device."""
@@ -183,6 +204,12 @@ class FakeStreams:
         return made
 
 
+@functools.cache
+def fake_streams(fake: FakeNccl) -> FakeStreams:
+    """Those of this process."""
+    return FakeStreams(fake)
+
+
 def use_fake_nccl() -> None:
     """Lets this process, which has made no world yet, carry tensors of the CPU by NCCL's transport on the double."""
     assert registry.find(identity.current()) is None, "the transport is chosen before the first world"
@@ -192,7 +219,7 @@ def use_fake_nccl() -> None:
     fake.set(FAKE_NCCL_PEER_LOSS="error")
 
     def make(member: Membership) -> NcclCommunicator:
-        return NcclCommunicator(member, NcclLibrary(str(path), None), FakeStreams(fake))
+        return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake))
 
     world.transports["cpu"] = make
 
@@ -203,7 +230,7 @@ def use_fake_backend() -> None:
     os.environ["TRITONDT_NCCL_SO"] = str(path)
     fake = load(path)
     fake.set(FAKE_NCCL_PEER_LOSS="error", FAKE_NCCL_MISMATCH="error")
-    streams = FakeStreams(fake)
+    streams = fake_streams(fake)
 
     def carrier(device: torch.device) -> Carrier:
         return Carrier(NcclLibrary(str(path), None), streams)

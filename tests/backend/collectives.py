@@ -53,7 +53,7 @@ def all_reduce_of_complex(group, rank, size):
 @case
 def all_reduce_of_dims_in_another_order(group, rank, size):
     tensor = own(rank, 24).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    dist.broadcast(tensor, group=group, group_src=1)
+    dist.broadcast(tensor, group=group, group_src=size - 1)
     return [tensor.contiguous()]
 
 
@@ -208,20 +208,20 @@ def messages_in_a_batch(group, rank, size):
 def objects(group, rank, size):
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, {"rank": rank}, group=group)
-    told = [rank, "x"] if rank == 1 else [None, None]
-    dist.broadcast_object_list(told, group=group, group_src=1)
+    told = [rank, "x"] if rank == size - 1 else [None, None]
+    dist.broadcast_object_list(told, group=group, group_src=size - 1)
     scattered: list[Any] = [None]
     dist.scatter_object_list(scattered, [f"to {place}" for place in range(size)], group=group, group_src=0)
-    collected: Any = [None] * size if rank == 1 else None
-    dist.gather_object({"from": rank}, collected, group=group, group_dst=1)
-    assert collected == ([{"from": place} for place in range(size)] if rank == 1 else None)
-    if rank == 0:
+    collected: Any = [None] * size if rank == size - 1 else None
+    dist.gather_object({"from": rank}, collected, group=group, group_dst=size - 1)
+    assert collected == ([{"from": place} for place in range(size)] if rank == size - 1 else None)
+    if size > 1 and rank == 0:
         dist.send_object_list(["a", 1], group=group, group_dst=1)
     elif rank == 1:
         received = [None, None]
         dist.recv_object_list(received, group=group, group_src=0)
         assert received == ["a", 1]
-    assert (gathered, told) == ([{"rank": place} for place in range(size)], [1, "x"])
+    assert (gathered, told) == ([{"rank": place} for place in range(size)], [size - 1, "x"])
     assert scattered == [f"to {rank}"]
     return []
 
@@ -241,7 +241,7 @@ def functional_collectives(group, rank, size):
         functional.all_reduce(x, "sum", group),
         functional.all_gather_tensor(x, 0, group),
         functional.reduce_scatter_tensor(x, "sum", 0, group),
-        functional.broadcast(x, 1, group),
+        functional.broadcast(x, size - 1, group),
         functional.all_to_all_single(x, None, None, group),
         *functional.all_reduce_coalesced([x, x * 2], "max", group),
         *functional.all_gather_into_tensor_coalesced([x, x * 2], group),

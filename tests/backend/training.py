@@ -1,4 +1,7 @@
-"""Training steps of torch's own parallelisms on a given process group, in ranks that are processes."""
+"""Training steps of torch's own parallelisms on a given process group, in ranks that are processes.
+
+All on torch's default device.
+"""
 
 from typing import Any
 
@@ -20,7 +23,8 @@ def model_of(seed: int = 0) -> nn.Sequential:
 
 
 def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + rank))
+    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
+    return torch.randn(4, 8, generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def train(model: nn.Module, rank: int) -> list[torch.Tensor]:
@@ -49,7 +53,7 @@ def ddp(group: Any, rank: int, hook: Any = None) -> list[torch.Tensor]:
 
 
 def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu")
+    return DeviceMesh.from_group(group, torch.get_default_device().type)
 
 
 def fsdp(group: Any, rank: int) -> list[torch.Tensor]:

@@ -8,21 +8,21 @@ from tests.oracle.cases import Case, Outcome, check_all, failure_text, inputs_of
 CASES_PER_TEST = 60
 
 
-def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
+def run_cases(rank: int, cases: list[Case], device_type: str = "cpu") -> list[Outcome]:
     """This rank's part of every case."""
     found = []
     for case in cases:
         try:
-            found.append(run_case(case, inputs_of(case), rank))
+            found.append(run_case(case, inputs_of(case), rank, device_type))
         except Exception as error:
             raise AssertionError(f"{error!r}; {failure_text(case)}") from error
     return found
 
 
-def check_on(ranks: GlooRanks, first_seed: int) -> None:
+def check_on(ranks: GlooRanks, first_seed: int, device_type: str = "cpu", timeout_s: float = 60.0) -> None:
     seeds = range(first_seed, first_seed + CASES_PER_TEST)
     cases = [random_case(seed, ranks.size, scattered=False) for seed in seeds]
-    outcomes = ranks.run(run_cases, cases)
+    outcomes = ranks.run(run_cases, cases, device_type, timeout_s=timeout_s)
     check_all(cases, [inputs_of(case) for case in cases], outcomes)
 
 

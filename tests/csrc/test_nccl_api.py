@@ -1,6 +1,7 @@
 """Which NCCL is loaded, what it has, and how its absence is told; the real library where there is one."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 import tritondt._C
 from tests.csrc.nccl.recording import build, compiled
-from tests.csrc.nccl.wheel import find_nccl
+from tests.csrc.nccl.wheel import find_nccl, find_version, versions
 from tritondt._C import NcclError, NcclLibrary, NcclUnsupportedError
 
 SONAME = "-Wl,-soname,libnccl.so.2"
@@ -21,10 +22,15 @@ spec.loader.exec_module(_C)
 """
 
 
-def run(program):
+def run(program, **variables):
     """Runs a program that has the extension as `_C`, and returns what it printed as JSON."""
     ran = subprocess.run(
-        [sys.executable, "-S", "-c", LOAD_EXTENSION + program], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-S", "-c", LOAD_EXTENSION + program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, **variables},
     )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
@@ -145,15 +151,28 @@ print(json.dumps([told, recorder.recording_take().decode().splitlines(), address
     assert recorded == ["ncclMemAlloc 4096", f"ncclMemFree {address}"]
 
 
+@pytest.mark.nccl
+def test_a_preloaded_library_is_not_loaded_again():
+    """So torch is given the library that TRITONDT_NCCL_SO names."""
+    path = str(find_nccl().library)
+    program = f"""
+found = [_C.NcclLibrary({path!r}), _C.NcclLibrary()]
+maps = open("/proc/self/maps").read().splitlines()
+print(json.dumps([[one.origin for one in found], len({{line.split()[-1] for line in maps if "libnccl" in line}})]))
+"""
+    assert run(program, LD_PRELOAD=path) == [["explicit", "loaded"], 1]
+
+
 def numbers(version):
     return [int(part) for part in version.split(".")]
 
 
-@pytest.fixture(scope="session")
-def real():
-    """What the real library says where there is no device."""
+@pytest.fixture(scope="session", params=versions())
+def real(request):
+    """What the real library of a version says, and then what where there is no device."""
+    found = find_version(request.param)
     program = f"""
-nccl = _C.NcclLibrary({str(find_nccl().library)!r})
+nccl = _C.NcclLibrary({str(found.library)!r})
 errors = []
 for options in (None, {{"blocking": 0, "net_name": "Socket"}}):
     try:
@@ -161,24 +180,25 @@ for options in (None, {{"blocking": 0, "net_name": "Socket"}}):
         errors.append(None)
     except _C.NcclError as error:
         errors.append([str(error), error.function, error.result])
-print(json.dumps([nccl.path, nccl.version, nccl.symbols(), len(nccl.unique_id()), errors]))
+ids = [nccl.unique_id() for _ in range(2)]
+print(json.dumps([nccl.path, nccl.version, nccl.symbols(), [len(each) for each in ids], len(set(ids)), errors]))
 """
-    return run(program)
+    return found, *run(program)
 
 
 @pytest.mark.nccl
 def test_the_real_library_has_what_its_version_has(real):
-    _, version, symbols, id_bytes, _ = real
-    assert numbers(version) >= [2, 18, 1]
+    found, path, version, symbols, id_lengths, num_ids, _ = real
+    assert (path, version) == (str(found.library.resolve()), found.version)
     assert len(symbols) == 50
     for name, since, is_there in symbols:
         assert is_there == (numbers(since) <= numbers(version)), name
-    assert id_bytes == 128
+    assert (id_lengths, num_ids) == ([128, 128], 2)
 
 
 @pytest.mark.nccl
 def test_the_real_library_says_that_there_is_no_driver(real):
-    path, version, _, _, errors = real
+    _, path, version, _, _, _, errors = real
     if None in errors:
         pytest.skip("there is a device")
     for text, function, result in errors:

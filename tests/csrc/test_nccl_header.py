@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from tests.csrc.nccl.recording import FOLDER, REPOSITORY
-from tests.csrc.nccl.wheel import find_nccl
+from tests.csrc.nccl.wheel import find_nccl, find_version, versions
 
 CSRC = REPOSITORY / "csrc"
 # All that nccl.h wants of CUDA.
@@ -25,7 +25,12 @@ typedef CUevent_st* cudaEvent_t;
 @pytest.fixture(scope="session")
 def header():
     """The text of the real nccl.h, and its version as a number."""
-    text = (find_nccl().include / "nccl.h").read_text()
+    return header_of(find_nccl())
+
+
+def header_of(nccl):
+    """The text of its nccl.h, and the version as a number."""
+    text = (nccl.include / "nccl.h").read_text()
     (version,) = re.findall(r"#define NCCL_VERSION_CODE (\d+)", text)
     return text, int(version)
 
@@ -55,7 +60,9 @@ def compile_check(folder, header, *flags):
 
 
 @pytest.mark.nccl
-def test_declarations_are_those_of_the_header(header, tmp_path):
+@pytest.mark.parametrize("version", versions())
+def test_declarations_are_those_of_the_header(version, tmp_path):
+    header = header_of(find_version(version))
     assert len(functions()) == 50
     rest = [CSRC / "nccl_config.cpp", CSRC / "nccl_api.cpp", "-ldl"]
     assert compile_check(tmp_path, header, *rest, "-o", tmp_path / "check") == ""

@@ -86,7 +86,8 @@ class StreamQueue(IssueQueue):
         finally:
             self._thread_id = None
         work.event = self.stream.record_event()
-        self._under_way.append(work)
+        if not self._streams.is_capturing():  # a graph's events cannot be asked for; who waits within it keeps the work
+            self._under_way.append(work)
 
     def _run(self, work: Work, run: Run) -> None:
         """Puts it into the stream; what was put there before an error is still to run."""

@@ -1,0 +1,104 @@
+"""Times the sides of a case in turns, in a rank."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.nccl import sides
+from benchmarks.nccl.sides import Sides, meet
+from tests.nccl.devices import device_of
+
+_WARM_UP_ROUNDS = 3
+
+
+class Job(NamedTuple):
+    """What a rank is to time: a function of `sides` and its arguments, `calls` at a time."""
+
+    kind: str
+    case: str
+    make: str
+    arguments: tuple[object, ...]
+    calls: int
+
+
+def seconds_in_turns(
+    given: Sides, rounds: int, calls: int, synchronize: Callable[[], None], *, to_the_end: bool
+) -> dict[str, list[float]]:
+    """Seconds of a call in every round; `to_the_end`, until all has run, else until the calls have returned.
+
+    What the calls return is dropped when the clock has stopped.
+    """
+    names = list(given)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-_WARM_UP_ROUNDS, rounds):
+        for step in range(len(names)):
+            name = names[(number + step) % len(names)]
+            run = given[name]
+            synchronize()
+            meet()
+            start = time.perf_counter()
+            results = [run() for _ in range(calls)]
+            if to_the_end:
+                synchronize()
+            seconds = time.perf_counter() - start
+            synchronize()
+            del results
+            if number >= 0:
+                found[name].append(seconds / calls)
+    return found
+
+
+def timed(rank: int, where: str, job: Job, rounds: int) -> dict[str, list[float]]:
+    """This rank's seconds of a job, by side."""
+    synchronize = device_of(where).synchronize
+    made = getattr(sides, job.make)(rank, where, *job.arguments)
+    gc.disable()
+    try:
+        with torch.no_grad():
+            return seconds_in_turns(
+                made, rounds, job.calls, synchronize, to_the_end=job.kind not in ("host", "overhead")
+            )
+    finally:
+        gc.enable()
+
+
+def jobs(num_ranks: int, sizes: list[int]) -> list[Job]:
+    """What is timed; two ranks on one GPU take turns, so that each call is long."""
+    found = []
+    for name in sides.COLLECTIVES:
+        for size in sizes:
+            calls = 2 if num_ranks > 1 else 20 if size < 1 << 24 else 5
+            found.append(Job("time", f"{name} of {size} bytes", "collective", (name, size), calls))
+        if num_ranks == 1:
+            found.append(Job("host", f"{name} of {sizes[0]} bytes", "collective", (name, sizes[0]), 50))
+    if num_ranks == 1:
+        return found
+    for pair in (("S1", "S0"), ("P", "S1")):
+        for shape in ((1023, 1025), (4095, 4097)):
+            case = f"{pair[0]} -> {pair[1]} of {shape[0]} x {shape[1]}"
+            found.append(Job("redistribution", case, "redistribution", (shape, *pair), 1))
+    return [*found, Job("overhead", "S0 -> S1 of 512 x 512, async", "issued", (512,), 10)]
+
+
+def library(rank: int, where: str) -> dict[str, str]:
+    """Which NCCL and device were used; refuses where torch and we do not share one library."""
+    ours = device_of(where).library
+    found = {"nccl": ours.version, "nccl_path": ours.path}
+    if where == "host":
+        return {**found, "device": "the host, over the test double"}
+    theirs = ".".join(map(str, torch.cuda.nccl.version()[:3]))
+    mapped = _mapped_libraries()
+    if theirs != ours.version or len(mapped) != 1:
+        raise RuntimeError(f"torch uses NCCL {theirs} and we use {ours.version}, of {mapped}; they must share one")
+    return {**found, "device": torch.cuda.get_device_name()}
+
+
+def _mapped_libraries() -> list[str]:
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sorted({line.split()[-1] for line in lines if "/libnccl.so" in line})

@@ -1,0 +1,81 @@
+"""What is said where ranks on a GPU cannot be started, and how they are told which library is theirs."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.gloo_ranks import GlooRanks
+from tests.nccl import devices
+
+
+def libraries(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
+    made = [SimpleNamespace(version=version, version_code=code, path=f"/nccl/{version}") for version, code in found]
+    monkeypatch.setattr(devices, "_libraries", lambda: made)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def test_without_a_device_there_are_none() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a device")
+    assert devices.why_not("gpu", 1) == f"needs a CUDA device; torch {torch.__version__} sees none"
+    assert devices.why_not("host", 2) is None
+
+
+def test_two_on_one_gpu_need_a_library_that_lets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries(monkeypatch, ("2.28.9", 22809))
+    assert devices.why_not("gpu", 1) is None
+    assert devices.why_not("gpu", 2) == (
+        "2 ranks on one GPU need NCCL 2.30.7 or later, and found is 2.28.9 (/nccl/2.28.9); name one with "
+        "TRITONDT_NCCL_SO, or put it into a folder of NCCL_LIBRARIES"
+    )
+    libraries(monkeypatch)
+    assert "and found is none; name one" in (devices.why_not("gpu", 2) or "")
+
+
+def test_torch_uses_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries(monkeypatch, ("2.28.9", 22809), ("2.30.7", 23007))
+    assert devices.why_not("gpu", 2) is None
+    path = "/nccl/2.30.7"
+    assert devices.preloaded(devices.sharing_library()) == {"TRITONDT_NCCL_SO": path, "LD_PRELOAD": path}
+
+
+def what_a_rank_has(rank: int) -> tuple[str | None, float]:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return os.environ.get("CHOSEN"), float(total)
+
+
+def test_fresh_ranks_are_processes_of_their_own() -> None:
+    """Those of a GPU are."""
+    with GlooRanks(2, {"CHOSEN": "here"}, fresh=True) as ranks:
+        assert ranks.run(what_a_rank_has) == [("here", 2.0)] * 2
+        programs = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2] for pid in ranks.pids]
+    assert (
+        programs == ["import json, sys; from tests import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"] * 2
+    )
+
+
+class Started(dict[str, object]):
+    """What would be started."""
+
+    def __init__(self, size: int, variables: dict[str, str], **options: object) -> None:
+        super().__init__(options, size=size, variables=variables)
+
+
+@pytest.mark.parametrize("path", [None, "/nccl/2.32.3"])
+def test_ranks_on_a_gpu_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch, path: str | None) -> None:
+    libraries(monkeypatch, ("2.28.9", 22809), ("2.30.7", 23007))
+    monkeypatch.setattr(devices, "GlooRanks", Started)
+    monkeypatch.setattr(devices.environment, "nccl_path", lambda: path)
+    one, two = (devices.start("gpu", size, NCCL_MAX_CTAS="") for size in (1, 2))
+    assert isinstance(one, Started)
+    assert isinstance(two, Started)
+    alone = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": ""}
+    named = {} if path is None else {"TRITONDT_NCCL_SO": path, "LD_PRELOAD": path}
+    assert one["variables"] == {**alone, **named}
+    assert two["variables"] == {**devices.SHARED, **alone, **devices.preloaded("/nccl/2.30.7")}
+    assert (two["size"], two["fresh"], two["backend"]) == (2, True, "tritondt")

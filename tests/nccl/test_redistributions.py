@@ -1,0 +1,75 @@
+"""The engine over NCCL: random redistributions, and one that is recorded once and replayed; exact."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.comm.test_gloo_cases import CASES_PER_TEST, check_on
+from tests.nccl.conftest import GPUS, SETTINGS, Setting, SettingOf
+from tests.nccl.devices import device_of
+
+FIRST_SEEDS = range(500_000, 500_000 + 5 * CASES_PER_TEST, CASES_PER_TEST)
+
+
+@pytest.mark.parametrize("first_seed", FIRST_SEEDS)
+@pytest.mark.parametrize(("where", "size"), GPUS)
+@pytest.mark.timeout(400)  # Triton compiles what it has not seen
+def test_random_cases(setting_of: SettingOf, where: str, size: int, first_seed: int) -> None:
+    """300 for each number of ranks; tests/comm/test_nccl_cases.py has those over the double on 2, 4 and 8."""
+    check_on(setting_of(where, size).ranks, first_seed, "cuda", timeout_s=380)
+
+
+def test_random_cases_of_one_rank_over_the_double(setting_of: SettingOf) -> None:
+    check_on(setting_of("host", 1).ranks, FIRST_SEEDS[0])
+
+
+PAIRS = (("S0", "S1"), ("S1", "S0"), ("S0", "R"), ("P", "S1"), ("P", "R"), ("R", "S0"))
+
+
+def share(whole: torch.Tensor, text: str, rank: int, size: int) -> torch.Tensor:
+    """What a rank holds of a tensor; as a term of a sum, all of it at rank 0 and zeros elsewhere."""
+    if text == "R":
+        return whole
+    if text == "P":
+        return whole if rank == 0 else torch.zeros_like(whole)
+    parts = whole.chunk(size, int(text[1]))
+    return parts[rank]
+
+
+def record_and_replay(rank: int, where: str, size: int, source: str, target: str, is_async: bool) -> None:
+    device = device_of(where)
+    mesh = T.Mesh((size,), device_type=device.kind)
+    wholes = [torch.randint(-9, 9, (7, 5), generator=torch.Generator().manual_seed(seed)).float() for seed in range(4)]
+    local = share(wholes[0], source, rank, size).to(device.kind).contiguous()
+    found = torch.empty_like(share(wholes[0], target, rank, size), device=device.kind)
+    x: Any = T.DTensor.from_local(local, mesh, T.parse_placements(source), shape=(7, 5), stride=(5, 1))
+
+    def run() -> None:
+        moved = x.redistribute(placements=T.parse_placements(target), async_op=is_async)
+        found.copy_(moved.to_local())
+
+    with torch.no_grad():
+        replay = device.recorded(run)
+        for whole in wholes:
+            local.copy_(share(whole, source, rank, size))
+            found.fill_(-1)
+            replay()
+            assert torch.equal(found.cpu(), share(whole, target, rank, size))
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_what_was_recorded_is_replayed_exactly(setting: Setting, source: str, target: str, is_async: bool) -> None:
+    setting.ranks.run(record_and_replay, setting.where, setting.ranks.size, source, target, is_async)
+
+
+@pytest.mark.parametrize(("where", "size"), SETTINGS)
+def test_the_transport_is_nccl(setting_of: SettingOf, where: str, size: int) -> None:
+    found = setting_of(where, size).ranks.run(name_of_transport, where, size)
+    assert found == ["NcclCommunicator"] * size
+
+
+def name_of_transport(rank: int, where: str, size: int) -> str:
+    return type(T.comm.world.current().communicator(tuple(range(size)), device_of(where).kind)).__name__
