@@ -14,6 +14,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 from tritondt.agreement import agreed_local, refuse_agreement
 from tritondt.autograd import FromLocal, Redistributed, ToLocal, gradient_spec
 from tritondt.comm.work import Work
+from tritondt.composites import let_composites_make_tensors
 from tritondt.dispatch import Dispatcher
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.execute import trace_with
@@ -329,6 +330,7 @@ _construct_plain = partial(construct, DTensor, requires_grad=False)
 dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, followed, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
+let_composites_make_tensors(DTensor, _wrap)
 
 
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
