@@ -1,8 +1,9 @@
 """Composite operators of torch that put plain tensors of their own beside their arguments.
 
 A causal mask, the classes of one_hot, the positions of quantiles: torch makes them of shapes and numbers, alike on
-every rank, where no Python sees them come. Such an operator comes here first when an argument is of a subclass, and what it
-makes beside distributed tensors counts as replicated. What the user brings as a plain tensor is refused as ever.
+every rank, where no Python sees them come. Such an operator comes here first when an argument is of a subclass, and
+what it makes beside distributed tensors counts as replicated. What the user brings as a plain tensor is refused as
+ever.
 """
 
 from typing import Any

@@ -25,9 +25,10 @@ from tritondt.mixing import as_replicated, with_tensors
 from tritondt.ops import propagator
 from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
+from tritondt.random import trace_random_with
 from tritondt.saving import loaded, spec_values
 from tritondt.spec import DTensorSpec, TensorMeta
-from tritondt.traced import redistribution_in_graph
+from tritondt.traced import random_words_in_graph, redistribution_in_graph
 from tritondt.wrapping import construct
 
 
@@ -307,6 +308,7 @@ _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local(
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
 torch.serialization.add_safe_globals([DTensor, loaded])
 trace_with(redistribution_in_graph)
+trace_random_with(random_words_in_graph)
 # Optimizers and clip_grad_norm_ take their list operators for these classes.
 for _types in (_optimizer_foreach_types, _utility_foreach_types):
     cast("list[type]", _types).append(DTensor)

@@ -35,7 +35,7 @@ def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensor
         return local
     if source.coordinate is None:
         return local.new_empty((0,))
-    if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
+    if not has_memory(local):
         return _traced(local, source, target)
     local = _with_memory(local)
     steps = compiled(source, target, local.stride(), local.device)
@@ -109,6 +109,11 @@ def _run_steps(steps: Sequence[Runnable], local: torch.Tensor) -> torch.Tensor:
 
 # What stands for tensors while torch traces a graph.
 _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+
+
+def has_memory(local: torch.Tensor) -> bool:
+    """Whether a tensor holds values: not one that stands for it while torch traces a graph."""
+    return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
 
 
 def _refuse_traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:

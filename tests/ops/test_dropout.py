@@ -1,6 +1,7 @@
-"""Random operators: shards draw different numbers, replicas the same, and only from generators that are in step."""
+"""Random operators: the numbers of one device whatever the layout, and only from generators that are in step."""
 
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import pytest
@@ -33,6 +34,10 @@ FILLED: dict[str, Callable[[Any], Any]] = {
     "exponential_": lambda x: x.exponential_(),
     "bernoulli_": lambda x: x.bernoulli_(0.5),
     "random_": lambda x: x.random_(1000),
+    "random_ any": lambda x: x.random_(),
+    "log_normal_": lambda x: x.log_normal_(),
+    "cauchy_": lambda x: x.cauchy_(1, 2),
+    "geometric_": lambda x: x.geometric_(0.25),
     "rand_like": torch.rand_like,
     "randn_like": torch.randn_like,
     "randint_like": lambda x: torch.randint_like(x, 5, 1000),
@@ -57,6 +62,67 @@ def test_shards_draw_different_numbers_and_replicas_the_same(name):
     torch.testing.assert_close(parts[2], parts[3], rtol=0, atol=0)
     # 1,024 elements agree by chance half the time where there are two values.
     assert (parts[0] == parts[2]).float().mean() < 0.65
+
+
+def drawn(name, mesh_shape, text, dtype=torch.float32, order=None):
+    """What an operator gives on ranks laid out so, whole."""
+
+    def body(rank):
+        full = torch.ones(12, 10, dtype=dtype)
+        return whole(FILLED[name](distribute(full, T.Mesh(mesh_shape), text, order)))
+
+    return run_ranks(prod(mesh_shape), body)[0]
+
+
+LAYOUTS = [
+    ((2,), "S0", None),
+    ((2,), "S1(sizes=9/1)", None),
+    ((3,), "S0(repeats=2)", None),
+    ((2, 2), "S0, S1(unit=5)", None),
+    ((2, 2), "S0, S0", (1, 0)),
+]
+
+
+@pytest.mark.parametrize("name", FILLED)
+def test_numbers_are_those_of_one_device_whatever_the_layout(name):
+    alone = drawn(name, (1,), "R")
+    assert alone.unique().numel() > 1
+    for layout in LAYOUTS:
+        torch.testing.assert_close(drawn(name, layout[0], layout[1], order=layout[2]), alone, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int8, torch.bool])
+def test_numbers_of_other_types_are_those_of_one_device(dtype):
+    names = ["random_ any", "bernoulli_"] if not dtype.is_complex else []
+    names += ["uniform_", "dropout"] if dtype.is_floating_point else []
+    names += ["normal_", "randn_like"] if dtype.is_floating_point or dtype.is_complex else []
+    for name in names:
+        found = drawn(name, (2,), "S0", dtype)
+        assert found.dtype is dtype
+        torch.testing.assert_close(found, drawn(name, (1,), "R", dtype), rtol=0, atol=0)
+
+
+def test_dropped_weights_of_attention_are_those_of_one_device():
+    def body(rank, mesh_shape=(2,), text="S1(sizes=3/1)"):
+        q = torch.linspace(-1, 1, 2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
+        q = distribute(q, T.Mesh(mesh_shape), text)
+        return whole(F.scaled_dot_product_attention(q, q, q, dropout_p=0.4, is_causal=True))
+
+    alone = run_ranks(1, lambda rank: body(rank, (1,), "R"))[0]
+    torch.testing.assert_close(run_ranks(2, body)[0], alone)
+
+
+def test_numbers_outside_their_range_are_refused_as_torch_does():
+    def body(rank):
+        x = ones((2,), "S0")
+        with pytest.raises(RuntimeError, match="p to be in"):
+            x.bernoulli_(1.5)
+        with pytest.raises(RuntimeError, match=r"probabilities from \[0, 1\]"):
+            torch.bernoulli(x * 2)
+        with pytest.raises(RuntimeError, match="'from' to be less than 'to'"):
+            x.random_(5, 5)
+
+    run_ranks(2, body)
 
 
 def test_processes_draw_as_threads_do(processes):
