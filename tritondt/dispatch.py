@@ -5,8 +5,10 @@ tensors. What is left per call is the key, one dict look-up and that function. T
 this file knows of (local tensor, spec) pairs only.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -67,6 +69,13 @@ class Dispatcher:
         found = self._operators.get(id(op))
         return 0 if found is None else len(found.signatures)
 
+    def running(self) -> OpOverload | None:
+        """The operator that the calling thread is at; looked for among its frames, so that calls need not note it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return None if frame is None else frame.f_locals["op"]
+
     def _made_dispatch(self) -> Callable[..., Any]:
         operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
 
@@ -92,6 +101,7 @@ class Dispatcher:
                 return wrap(run(*local_args), spec)
             return run(local_args, _NOTHING, args, _NOTHING)
 
+        self._code = dispatch.__code__
         return dispatch
 
     def _run_any(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
