@@ -1,4 +1,4 @@
-"""First derivatives, and second ones of most, of every family of operators against finite differences, fp64, uneven shards."""
+"""Derivatives of every family of operators, second ones of most, against finite differences, fp64, uneven shards."""
 
 from typing import Any
 
