@@ -102,6 +102,57 @@ def test_numbers_of_other_types_are_those_of_one_device(dtype):
         torch.testing.assert_close(found, drawn(name, (1,), "R", dtype), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("count", "replacement"), [(1, False), (3, False), (3, True)])
+def test_choices_go_by_their_weights_and_are_those_of_one_device(count, replacement):
+    weights = torch.tensor([[0.0, 1, 3, 0, 4, 0]]).expand(4000, 6).contiguous()
+
+    def chosen(mesh_shape, text):
+        def body(rank):
+            return whole(torch.multinomial(distribute(weights, T.Mesh(mesh_shape), text), count, replacement))
+
+        return run_ranks(prod(mesh_shape), body)[0]
+
+    alone = chosen((1,), "R")
+    torch.testing.assert_close(torch.bincount(alone[:, 0], minlength=6) / 4000, weights[0] / 8, rtol=0, atol=0.04)
+    assert set(alone.unique().tolist()) == {1, 2, 4}
+    if count > 1:
+        assert bool((alone.sort(1)[0].diff() > 0).all()) is not replacement
+    for text in ("S0(sizes=3999/1)", "S1", "P"):
+        torch.testing.assert_close(chosen((2,), text), alone, rtol=0, atol=0)
+
+
+def test_choices_that_cannot_be_are_refused():
+    def body(rank):
+        x = ones((2,), "S0")
+        with pytest.raises(RuntimeError, match="finite and not negative, with a sum above 0"):
+            torch.multinomial(x - 1, 2)
+        with pytest.raises(RuntimeError, match="cannot draw 33 of 32 places without replacement"):
+            torch.multinomial(x, 33)
+
+    run_ranks(2, body)
+
+
+def test_slopes_of_rrelu_are_those_of_one_device_and_their_gradients():
+    def body(rank, mesh_shape=(2,), text="S1(sizes=9/1)"):
+        x = distribute(torch.linspace(-2, 1, 120).reshape(12, 10), T.Mesh(mesh_shape), text).requires_grad_()
+        y: Any = F.rrelu(x, training=True)
+        y.sum().backward()
+        assert x.grad is not None
+        in_place: Any = F.rrelu(x.detach().clone(), training=True, inplace=True)
+        return whole(y), whole(x.grad), whole(in_place), whole(F.rrelu(x))
+
+    y, slopes, in_place, rests = run_ranks(1, lambda rank: body(rank, (1,), "R"))[0]
+    x = torch.linspace(-2, 1, 120).reshape(12, 10)
+    assert ((slopes == 1) == (x > 0)).all()
+    assert slopes.min() > 1 / 8
+    assert slopes[x <= 0].max() < 1 / 3
+    torch.testing.assert_close(y, x * slopes)
+    torch.testing.assert_close(rests, F.rrelu(x))
+    assert not torch.equal(in_place, y)
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, (y, slopes, in_place, rests), rtol=0, atol=0)
+
+
 def test_dropped_weights_of_attention_are_those_of_one_device():
     def body(rank, mesh_shape=(2,), text="S1(sizes=3/1)"):
         q = torch.linspace(-1, 1, 2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
