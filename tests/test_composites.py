@@ -45,6 +45,12 @@ def test_classes_positions_and_powers():
     check(torch.linalg.matrix_rank, Case((2,), (square[:, :0],), ("S0",)), exact=True)
 
 
+def test_places_to_split_at_are_read_where_they_are_distributed():
+    for indices in (torch.tensor([1, 3]), torch.tensor(3)):
+        case = Case((2,), (X, indices), ("S1", "S0" if indices.ndim else "R"))
+        check(lambda x, places: x.tensor_split(places, 0), case, exact=True)
+
+
 def test_what_the_user_brings_is_refused_all_the_same():
     def body(rank):
         x = distribute(HEADS, T.Mesh((2,)), "S1")

@@ -25,6 +25,8 @@ _MAKING = (
     *("linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.tol_tensor"),
     *("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float"),
 )
+# Read the values of their second argument, which decide how many results there are.
+_READING = ("tensor_split.tensor_indices_or_sections",)
 # Of the keys that torch looks at before it takes a composite apart, one that subclasses have, and modes.
 _OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 _BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
@@ -34,19 +36,19 @@ _library = torch.library.Library("aten", "IMPL")
 
 def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
     """Has what torch's composites make taken for replicated beside tensors of `tensor_class`; once in a process."""
-    for name in _MAKING:
+    for name in (*_MAKING, *_READING):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         if op is not None:
-            kernel = _Kernel(op, tensor_class, wrap)
+            kernel = _Kernel(op, tensor_class, wrap, reads=name in _READING)
             _library.impl(name, kernel, _OF_SUBCLASSES.name, with_keyset=True)
 
 
 class _Kernel:
     """Stands before one composite operator."""
 
-    def __init__(self, op: OpOverload, tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
-        self._op, self._class, self._wrap = op, tensor_class, wrap
+    def __init__(self, op: OpOverload, tensor_class: type[torch.Tensor], wrap: Wrap, *, reads: bool) -> None:
+        self._op, self._class, self._wrap, self._reads = op, tensor_class, wrap, reads
 
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -57,6 +59,10 @@ class _Kernel:
             if left.highestPriorityTypeId() is DispatchKey.Python:
                 return self._taken_apart(args, kwargs)
             return self._op.redispatch(left, *args, **kwargs)
+        if self._reads:
+            tensor, values, *rest = args
+            args = tensor, values.full_tensor() if isinstance(values, self._class) else values, *rest  # type: ignore[attr-defined]
+            return self._taken_apart(args, kwargs)
         if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
             return self._taken_apart(args, kwargs)
         with implicit_replication():
