@@ -13,6 +13,7 @@
 #include "call_key.h"
 #include "huge_pages.h"
 #include "instructions.h"
+#include "philox.h"
 #include "strided_cast.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
@@ -159,6 +160,13 @@ void bind_reduce_table(py::module_* module) {
   bind_run(&table);
 }
 
+void write_words_at(const std::vector<std::vector<Interval>>& region, const Integers& shape,
+                    std::uint64_t key, int lane, std::uintptr_t address, int num_threads) {
+  const py::gil_scoped_release released;
+  write_random_words(region, shape, key, lane, reinterpret_cast<std::uint64_t*>(address),
+                     num_threads);
+}
+
 }  // namespace
 }  // namespace tritondt
 
@@ -182,6 +190,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");
+  module.def(
+      "write_random_words", &tritondt::write_words_at, py::arg("region"), py::arg("shape"),
+      py::arg("key"), py::arg("lane"), py::arg("address"), py::arg("num_threads"),
+      "64 random bits for each element of a part of a tensor, by key and place in the whole.");
   module.def(
       "make_call_splitter",
       [](const py::type& tensor_class) {

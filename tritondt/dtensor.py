@@ -14,6 +14,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 from tritondt.agreement import agreed_local, refuse_agreement
 from tritondt.autograd import FromLocal, Redistributed, ToLocal, gradient_spec
 from tritondt.comm.work import Work
+from tritondt.composites import let_composites_make_tensors
 from tritondt.dispatch import Dispatcher
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.execute import trace_with
@@ -24,9 +25,10 @@ from tritondt.mixing import as_replicated, with_tensors
 from tritondt.ops import propagator
 from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
+from tritondt.random import trace_random_with
 from tritondt.saving import loaded, spec_values
 from tritondt.spec import DTensorSpec, TensorMeta
-from tritondt.traced import redistribution_in_graph
+from tritondt.traced import random_words_in_graph, redistribution_in_graph
 from tritondt.wire import narrower, wire_of
 from tritondt.wrapping import construct
 
@@ -317,6 +319,7 @@ _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local(
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
 torch.serialization.add_safe_globals([DTensor, loaded])
 trace_with(redistribution_in_graph)
+trace_random_with(random_words_in_graph)
 # Optimizers and clip_grad_norm_ take their list operators for these classes.
 for _types in (_optimizer_foreach_types, _utility_foreach_types):
     cast("list[type]", _types).append(DTensor)
@@ -340,6 +343,7 @@ _construct_plain = partial(construct, DTensor, requires_grad=False)
 dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, followed, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
+let_composites_make_tensors(DTensor, _wrap)
 
 
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":

@@ -36,7 +36,7 @@ def redistribute_local(
         return local
     if source.coordinate is None:
         return local.new_empty((0,))
-    if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
+    if not has_memory(local):
         return _traced(local, source, target, wire_dtype)
     local = _with_memory(local)
     steps, communicator, _, description = compiled(source, target, local.stride(), local.device, wire_dtype)
@@ -104,6 +104,11 @@ def _run_steps(steps: Sequence[Runnable], local: torch.Tensor) -> torch.Tensor:
 
 # What stands for tensors while torch traces a graph.
 _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+
+
+def has_memory(local: torch.Tensor) -> bool:
+    """Whether a tensor holds values: not one that stands for it while torch traces a graph."""
+    return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
 
 
 _Traced = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, torch.dtype | None], torch.Tensor]
