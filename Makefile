@@ -53,7 +53,8 @@ demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 
 	$(BIN)/python -m tritondt demo
 
 test: venv $(VENV)/.stamp-nccl ## run the tests and the examples in docstrings
-	$(BIN)/python -m pytest --quiet
+	$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest --quiet -m alone
 
 nccl: $(VENV)/.stamp-nccl $(VENV)/nccl/2.28.9/.stamp $(VENV)/nccl/2.30.7/.stamp ## fetch more versions of NCCL for the tests (600 MB)
 

@@ -16,6 +16,15 @@ REPOSITORY = Path(__file__).parents[1]
 HAS_CLI = all(importlib.util.find_spec(name) for name in ("click", "rich", "matplotlib"))
 collect_ignore = [] if HAS_CLI else ["cli"]
 
+# Tests that start processes, rank by rank, or measure time: they get the machine to themselves. All others run side by
+# side, a worker of pytest-xdist on each core (`make test`).
+ALONE = (
+    *("backend/", "cli/", "comm/", "fake_nccl/", "nccl/", "packaging/"),
+    *("csrc/test_sanitizers.py", "csrc/test_team.py", "csrc/test_watchdog.py"),
+    *("parallel/test_hidden_communication.py", "parallel/test_overlap.py"),
+    *("test_bounded.py", "test_on_gpu.py", "test_sanitized.py", "test_transforms.py"),
+)
+
 # No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.
 hypothesis.settings.register_profile("tritondt", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tritondt")
@@ -26,10 +35,13 @@ def pytest_report_header() -> list[str]:
     return [] if HAS_CLI else ["tests/cli left out: click, rich or matplotlib is not installed"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves tests that need GPUs to machines that have them."""
-    found = torch.cuda.device_count()
+    """Leaves tests that need GPUs to machines that have them, and says which tests run alone."""
+    found, here = torch.cuda.device_count(), REPOSITORY / "tests"
     for item in items:
+        if item.path.is_relative_to(here) and item.path.relative_to(here).as_posix().startswith(ALONE):
+            item.add_marker(pytest.mark.alone)
         for mark, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(mark) and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {found}"))
