@@ -131,7 +131,7 @@ class GpuDevice:
         run()  # what is made on first use cannot be captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             run()
         replay: Run = graph.replay
         return replay
