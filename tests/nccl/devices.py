@@ -210,5 +210,7 @@ def _libraries() -> list[NcclLibrary]:
     found = [NcclLibrary(str(nccl.library)) for nccl in known().values()]
     try:
         return [nccl_library(), *found]
-    except NcclError:  # neither torch nor a package brings one
-        return found
+    except NcclError:
+        if environment.nccl_path() is not None:
+            raise
+        return found  # neither torch nor a package brings one
