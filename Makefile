@@ -66,9 +66,11 @@ check: venv ## lint, formatting, types, layers, compiler warnings, the extension
 	CXXFLAGS=-Werror $(BIN)/python setup.py --quiet build_ext --build-temp build/check --build-lib build/check
 	$(BIN)/python -m mypy.stubtest --mypy-config-file pyproject.toml --allowlist .ci/stubtest_allowlist.txt tritondt._C
 
-sanitize: ## run csrc, and the double of NCCL, under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: venv ## run csrc, the double of NCCL, and the NCCL transport over it, under sanitizers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/csrc/sanitize/Makefile
 	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/fake_nccl/Makefile sanitize
+	$(BIN)/python -m tests.sanitized tests/comm/test_nccl_cases.py tests/comm/test_nccl_transport.py tests/backend
+	$(BIN)/python -m tests.sanitized tests/comm/test_faults.py -k nccl
 
 bench: venv ## time redistribute against torch on 4 ranks
 	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch

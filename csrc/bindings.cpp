@@ -13,9 +13,11 @@
 #include "call_key.h"
 #include "huge_pages.h"
 #include "instructions.h"
+#include "philox.h"
 #include "strided_cast.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
+#include "team.h"
 
 namespace py = pybind11;
 
@@ -158,6 +160,13 @@ void bind_reduce_table(py::module_* module) {
   bind_run(&table);
 }
 
+void write_words_at(const std::vector<std::vector<Interval>>& region, const Integers& shape,
+                    std::uint64_t key, int lane, std::uintptr_t address, int num_threads) {
+  const py::gil_scoped_release released;
+  write_random_words(region, shape, key, lane, reinterpret_cast<std::uint64_t*>(address),
+                     num_threads);
+}
+
 }  // namespace
 }  // namespace tritondt
 
@@ -174,9 +183,17 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "limit_instructions", &tritondt::limit_instructions, py::arg("name"),
       "For tests: allows functions for baseline, avx2 or avx512 at most, before the first table.");
+  module.def(
+      "team_origin",
+      [] { return tritondt::team_origin() == tritondt::TeamOrigin::kTorch ? "torch" : "own"; },
+      "Whose threads tables run on: 'torch', that of its OpenMP, or 'own', started for each run.");
   module.def("advise_huge_pages", &tritondt::advise_huge_pages, py::arg("address"),
              py::arg("num_bytes"),
              "Asks the kernel for huge pages under memory that is not yet touched; a hint.");
+  module.def(
+      "write_random_words", &tritondt::write_words_at, py::arg("region"), py::arg("shape"),
+      py::arg("key"), py::arg("lane"), py::arg("address"), py::arg("num_threads"),
+      "64 random bits for each element of a part of a tensor, by key and place in the whole.");
   module.def(
       "make_call_splitter",
       [](const py::type& tensor_class) {

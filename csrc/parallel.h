@@ -1,19 +1,17 @@
 #pragma once
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
 #include <vector>
+
+#include "team.h"
 
 namespace tritondt {
 
-// Starting and joining a thread takes 30 us (median, Linux on Zen 3), in which one core copies 0.3
-// MB that lie in memory and 0.9 MB that lie in cache.
+// Where threads must be started, that and joining them takes 30 us (median, Linux on Zen 3), in
+// which one core copies 0.3 MB that lie in memory and 0.9 MB that lie in cache.
 constexpr std::int64_t kBytesPerThread = std::int64_t{1} << 20;
 
 // How a piece of work can be cut: `num_slices` slices of `slice_bytes`, the last one maybe shorter.
@@ -28,33 +26,6 @@ struct Slices {
     return std::min(num_slices, (bytes - 1) / slice_bytes + 1);
   }
 };
-
-// Calls body(part) for part 0 on this thread and for each other part on one of its own. When a part
-// throws, or a thread cannot be started, the parts that run are awaited and the exception is
-// thrown.
-template <typename Body>
-void run_parts(std::int64_t num_parts, const Body& body) {
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(num_parts));
-  const auto guarded = [&body, &errors](std::int64_t part) noexcept {
-    try {
-      body(part);
-    } catch (...) {
-      errors[static_cast<std::size_t>(part)] = std::current_exception();
-    }
-  };
-  std::vector<std::thread> threads;
-  threads.reserve(static_cast<std::size_t>(num_parts));
-  try {
-    for (std::int64_t part = 1; part < num_parts; ++part) threads.emplace_back(guarded, part);
-    guarded(0);
-  } catch (const std::system_error&) {
-    errors[0] = std::current_exception();
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::exception_ptr& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
-}
 
 // Calls run(piece, first_slice, end_slice) so that every slice of every piece is run once, by up to
 // `num_threads` threads with equal bytes, the caller being one of them. Every piece has `slices`.

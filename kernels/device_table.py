@@ -81,6 +81,7 @@ class Launch:
         self._device = device if device.type == "cuda" else None
         num_pointers = max(2, 1 << (len(places) - 1).bit_length())
         self._places = (*places, *[places[0]] * (num_pointers - len(places)))
+        self._is_in_order = self._places == tuple(range(num_pointers))
         bisections = (table.num_pieces - 1).bit_length()
         constants = {
             "NUM_POINTERS": num_pointers,
@@ -103,7 +104,7 @@ class Launch:
 
     def run(self, addresses: Sequence[int]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
-        pointers = tuple([addresses[place] for place in self._places])
+        pointers = tuple(addresses if self._is_in_order else [addresses[place] for place in self._places])
         if self._device is None:
             self._start(self._cells.values, pointers, *self._arguments)
             return
@@ -127,6 +128,7 @@ class DeviceTable:
         max_ctas: int | None,
     ) -> None:
         self._device = _resolved(device, kernel)
+        self._number = self._device.index if self._device.type == "cuda" else None
         self._kernel, self.nests = kernel, tuple(nests)
         self._alignments = (*((WIDEST, WIDEST) if is_aligned else sides.alignments), SCALE_BYTES)
         self._units, self._is_aligned = (*sides.units, 1), is_aligned
@@ -168,7 +170,7 @@ class DeviceTable:
 
     def launch(self, launches: Sequence[Launch], addresses: Sequence[int]) -> None:
         """Launches on the current stream of the table's device."""
-        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+        if self._number is not None and torch.cuda.current_device() != self._number:
             with torch.cuda.device(self._device):
                 for launch in launches:
                     launch.run(addresses)

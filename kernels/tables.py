@@ -7,8 +7,15 @@ from typing import Any, Protocol
 
 import torch
 
-from tritondt._C import CopyTable, ReduceTable
-from tritondt.kernels.boxes import CopyBox, ReduceBox
+from tritondt._C import CastTable, CopyTable, DequantizeTable, QuantizeTable, ReduceTable
+from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
+from tritondt.kernels.scaled_tables import (
+    PlacedDequantizeTable,
+    PlacedQuantizeTable,
+    ScaledTable,
+    ScalePlace,
+    scale_copies,
+)
 
 
 class Table(Protocol):
@@ -22,7 +29,7 @@ class Table(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are written, or of slots read."""
+        """Bytes that are written, of a cast on the wider side, or of slots read."""
 
     @property
     def num_boxes(self) -> int:
@@ -34,6 +41,19 @@ class Maker(Protocol):
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
+
+    def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+        """A table of casts."""
+
+    def quantize_table(
+        self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device
+    ) -> ScaledTable:
+        """A table of casts to fp8."""
+
+    def dequantize_table(
+        self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device
+    ) -> ScaledTable:
+        """A table of casts from fp8."""
 
     def reduce_table(
         self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
@@ -47,6 +67,22 @@ class CppMaker:
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
         return CopyTable(boxes)
+
+    def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+        """A table of casts."""
+        return CastTable(boxes, source_dtype, target_dtype)
+
+    def quantize_table(
+        self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device
+    ) -> ScaledTable:
+        """A table of casts to fp8."""
+        return QuantizeTable(boxes, source_dtype, target_dtype)
+
+    def dequantize_table(
+        self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device
+    ) -> ScaledTable:
+        """A table of casts from fp8."""
+        return DequantizeTable(boxes, source_dtype, target_dtype)
 
     def reduce_table(
         self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device
@@ -64,6 +100,27 @@ class TritonMaker:
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
         table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
+        return table
+
+    def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+        """A table of casts."""
+        table: Table = _triton_module("cast_boxes").DeviceCastTable(boxes, source_dtype, target_dtype, device)
+        return table
+
+    def quantize_table(
+        self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device
+    ) -> ScaledTable:
+        """A table of casts to fp8."""
+        table: ScaledTable = _triton_module("fp8_tables").DeviceQuantizeTable(boxes, source_dtype, target_dtype, device)
+        return table
+
+    def dequantize_table(
+        self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device
+    ) -> ScaledTable:
+        """A table of casts from fp8."""
+        table: ScaledTable = _triton_module("fp8_tables").DeviceDequantizeTable(
+            boxes, source_dtype, target_dtype, device
+        )
         return table
 
     def reduce_table(
@@ -84,6 +141,50 @@ def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
     12
     """
     return _maker(device).copy_table(boxes, device)
+
+
+def cast_table(boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
+    """A table of casts between two of float32, float64, bfloat16 and float16, for tensors on `device`, cpu or cuda.
+
+    >>> cast_table([CastBox(0, 0, 0, 0, (3,), (1,), (1,))], "float32", "bfloat16", torch.device("cpu")).num_bytes
+    12
+    """
+    return _maker(device).cast_table(boxes, source_dtype, target_dtype, device)
+
+
+def quantize_table(
+    boxes: Sequence[CastBox],
+    scales: Sequence[ScalePlace],
+    source_dtype: str,
+    target_dtype: str,
+    device: torch.device,
+) -> Table:
+    """A table of casts to fp8 that writes the scale of each box to its place among the targets.
+
+    From float32, bfloat16 or float16 to float8_e4m3fn or float8_e5m2.
+
+    >>> box, place = CastBox(0, 0, 0, 4, (3,), (1,), (1,)), ScalePlace(0, 0)
+    >>> quantize_table([box], [place], "float32", "float8_e4m3fn", torch.device("cpu")).num_bytes
+    12
+    """
+    made = _maker(device)
+    cast = made.quantize_table(boxes, source_dtype, target_dtype, device)
+    copies = made.copy_table(scale_copies(scales, to_places=True), device)
+    return PlacedQuantizeTable(cast, copies, len(boxes), device)
+
+
+def dequantize_table(
+    boxes: Sequence[CastBox],
+    scales: Sequence[ScalePlace],
+    source_dtype: str,
+    target_dtype: str,
+    device: torch.device,
+) -> Table:
+    """The inverse of `quantize_table`: takes the scale of each box from its place among the sources."""
+    made = _maker(device)
+    cast = made.dequantize_table(boxes, source_dtype, target_dtype, device)
+    copies = made.copy_table(scale_copies(scales, to_places=False), device)
+    return PlacedDequantizeTable(cast, copies, len(boxes), device)
 
 
 def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device) -> Table:

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -174,8 +175,8 @@ class FakeStreams:
         finally:
             self._on.stream = None if before is self._host else before
 
-    def launch(self, run: Callable[[], object]) -> None:
-        self.current().launch(run)
+    def launch(self, run: Callable[..., object], *arguments: object) -> None:
+        self.current().launch(partial(run, *arguments))
 
     def is_capturing(self) -> bool:
         return self._capture.is_under_way

@@ -1,9 +1,11 @@
 """What tells calls apart, what is kept of them, what users may register, and what is refused."""
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 import tritondt as T
 from tests.ops.sharded import distribute, whole
@@ -67,6 +69,47 @@ def test_signatures_are_bounded_and_the_oldest_goes_first(monkeypatch):
             x = T.DTensor.from_local(torch.ones(2, length), mesh, [T.Shard(0)])
             assert torch.hypot(x, x).shape == (4, length)
         assert dispatcher.num_signatures(aten.hypot.default) == 8
+
+    alone(body)
+
+
+@pytest.fixture
+def taking_a_dict():
+    """An operator that takes what has no hash."""
+    library = torch.library.Library("tritondt_dict", "FRAGMENT")
+    library.define("scaled(Tensor x, Dict(str, int) by) -> Tensor")
+    for kind in ("CPU", "Meta"):
+        library.impl("scaled", lambda x, by: x * by["factor"], kind)
+    yield torch.ops.tritondt_dict.scaled.default
+    propagator.forget(torch.ops.tritondt_dict.scaled.default)
+    library._destroy()
+
+
+def test_an_argument_without_a_hash_is_decided_at_every_call(taking_a_dict):
+    register_sharding_prop_rule(taking_a_dict, pointwise_rule)
+
+    def body(mesh):
+        x = sharded(mesh)
+        for factor in (2, 3, 2):
+            found = taking_a_dict(x, {"factor": factor})
+            torch.testing.assert_close(whole(found), whole(x) * factor, rtol=0, atol=0)
+            assert found.placements == (T.Shard(0),)
+        assert dispatcher.num_signatures(taking_a_dict) == 0
+
+    alone(body)
+
+
+def test_a_number_that_a_graph_leaves_open_counts_by_its_value():
+    def body(mesh):
+        environment, source = ShapeEnv(), ConstantSource("n")
+        symbol = environment.create_symbol(3, source, dynamic_dim=DimDynamic.DYNAMIC)
+        three: Any = environment.create_symintnode(symbol, hint=3, source=source)
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(three)
+        x = sharded(mesh)
+        torch.testing.assert_close(whole(torch.roll(x, three, 1)), whole(x).roll(3, 1), rtol=0, atol=0)
+        torch.testing.assert_close(whole(x.narrow(1, 0, three)), whole(x)[:, :3], rtol=0, atol=0)
+        torch.testing.assert_close(whole(torch.roll(x, [three], [1])), whole(x).roll(3, 1), rtol=0, atol=0)
 
     alone(body)
 

@@ -168,3 +168,15 @@ def test_strategies_that_do_not_fit(custom):
             operators.counted(x, 2)
 
     run_ranks(2, body)
+
+
+def test_an_argument_is_cut_as_the_only_strategy_asks(custom):
+    operators, seen = custom
+    register_sharding(operators.looked_at.default)(lambda x: [([], [T.Shard(0)])])
+
+    def body(rank):
+        for text in ("S1", "R", "P"):
+            operators.looked_at(distribute(X, T.Mesh((2,)), text))
+
+    run_ranks(2, body)
+    assert sorted(shape for shape in seen if shape != X.shape) == [(2, 4)] * 3 + [(3, 4)] * 3

@@ -141,3 +141,14 @@ def test_ranks_that_are_processes():
     assert whole == other_whole
     assert said == other_said
     assert "rank 0 has seed 0, rank 1 has seed 1; call torch.manual_seed(...)" in said
+
+
+@pytest.mark.parametrize("make", [T.rand, T.randn])
+def test_random_factories_give_the_same_numbers_whatever_the_placements(make):
+    def made(text):
+        placements = T.parse_placements(text)
+        return run_ranks(2, lambda rank: make(7, 5, device_mesh=T.Mesh((2,)), placements=placements).full_tensor())[0]
+
+    alone = made("R")
+    for text in ("S0", "S1(sizes=4/1)", "P"):
+        torch.testing.assert_close(made(text), alone, rtol=0, atol=0)

@@ -68,10 +68,24 @@ def compiled_on(rank):
         lambda local: T.DTensor.from_local(local, mesh, [T.Shard(0)]).to_local() * 2, backend="aot_eager"
     )
     assert make(torch.ones(3)).tolist() == [2.0] * 3
-    drop = torch.compile(lambda x: torch.dropout(x, 0.5, True), backend="aot_eager")
-    ones = T.ones(64, device_mesh=mesh)
-    masks: list[Any] = [drop(ones) for _ in range(2)]
-    first, second = (mask.to_local().tolist() for mask in masks)
+    return dropped(mesh)
+
+
+def dropped(mesh):
+    """What dropout leaves of whole and of cut ones in a graph without a break, where it draws what it draws outside."""
+
+    def drop(x):
+        return torch.dropout(x, 0.5, True)
+
+    found = []
+    for function in (drop, torch.compile(drop, backend="aot_eager", fullgraph=True)):
+        for placements in ([T.Replicate()], [T.Shard(0)]):
+            torch.manual_seed(3)
+            ones = T.ones(65, device_mesh=mesh, placements=placements)
+            masks: list[Any] = [function(ones) for _ in range(2)]
+            found.append([mask.full_tensor().tolist() for mask in masks])
+    assert found[0] == found[1] == found[2] == found[3]
+    first, second = found[0]
     assert first != second, "one mask for all calls"
     return first
 

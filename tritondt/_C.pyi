@@ -61,7 +61,16 @@ def make_call_splitter(
     tensor_class: type,
 ) -> Callable[[tuple[Any, ...], int], tuple[tuple[Any, ...], tuple[Any, ...]] | None]: ...
 def limit_instructions(name: str) -> None: ...
+def team_origin() -> Literal["torch", "own"]: ...
 def advise_huge_pages(address: int, num_bytes: int) -> None: ...
+def write_random_words(
+    region: Sequence[Sequence[tuple[int, int]]],
+    shape: Sequence[int],
+    key: int,
+    lane: int,
+    address: int,
+    num_threads: int,
+) -> None: ...
 
 class NcclError(RuntimeError):
     """A call of NCCL that failed, or could not be made: `function`, and `result` such as "ncclRemoteError"."""

@@ -13,6 +13,7 @@ from tritondt.pending import moved
 from tritondt.placement import Partial, Placement, Replicate
 from tritondt.signature import Wrap
 from tritondt.spec import DTensorSpec
+from tritondt.wire import Wire, wire_of
 
 
 def redistribute(
@@ -21,6 +22,8 @@ def redistribute(
     target: DTensorSpec,
     *,
     grad_placements: Sequence[Placement] | None = None,
+    wire_dtype: torch.dtype | None = None,
+    grad_wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """This rank's local tensor under `target` of the tensor that `local` is its part of under `source`.
 
@@ -30,6 +33,17 @@ def redistribute(
     gradient of `local` comes as `source`, likewise. Give (Partial(),) where a replicated result is used
     differently on every rank, as in front of a column-parallel matmul: backward is then a reduction.
 
+    With `wire_dtype` messages hold that dtype: bfloat16 or float16 of float32, and float32 too of float64. Every step
+    of the plan in which anything moves then rounds all values of the tensor, or terms of a sum, to the wire dtype, to
+    nearest even: what stays on its rank like what is sent, so that ranks that hold the same elements hold the same
+    bits. Terms are added up in the tensor's own dtype, and sums that travel on are rounded again. Where nothing has to
+    move nothing is rounded. Backward does the same in `grad_wire_dtype` (default: `wire_dtype`; the tensor's own dtype
+    for gradients as they are), and takes the rounding for the identity.
+
+    float32, bfloat16 and float16 may travel as float8_e4m3fn or float8_e5m2. Then each box of a message, indices
+    without a gap in any dim, has a float32 scale in front, the least power of two with which its largest finite number
+    fits: numbers that are too small for it become 0.
+
     Raises MeshError, LayoutError, LocalTensorError, TransportError, PeerError, MismatchError; ReductionError in
     the backward of a max, min or product.
 
@@ -37,12 +51,15 @@ def redistribute(
         rows, columns = (DTensorSpec(mesh, (Shard(dim),), meta) for dim in (0, 1))
         local_columns = redistribute(local_rows, rows, columns)
     """
+    wire = None
+    if wire_dtype is not None or grad_wire_dtype is not None:
+        wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return redistribute_local(local, source, target)
+        return redistribute_local(local, source, target, None if wire is None else wire.forward)
     gradient = gradient_spec(target) if grad_placements is None else target.with_placements(grad_placements)
     if source is target and gradient is gradient_spec(source):
         return local
-    result: torch.Tensor = Redistribute.apply(local, source, target, gradient)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = Redistribute.apply(local, source, target, gradient, wire)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -63,15 +80,20 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, gradient: DTensorSpec
+        ctx: Any,
+        local: torch.Tensor,
+        source: DTensorSpec,
+        target: DTensorSpec,
+        gradient: DTensorSpec,
+        wire: Wire | None = None,
     ) -> torch.Tensor:
         """Moves `local`; `gradient` is how the result's gradient will come."""
-        ctx.specs = source, target, gradient
-        result = redistribute_local(local, source, target)
+        ctx.specs, ctx.wire = (source, target, gradient), wire
+        result = redistribute_local(local, source, target, None if wire is None else wire.forward)
         return result.view_as(result) if result is local else result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         """Takes the result's gradient to the layout of the input's."""
         source, target, gradient = ctx.specs
         _check_linear(source)
@@ -80,11 +102,12 @@ class Redistribute(torch.autograd.Function):
         wanted = gradient_spec(source)
         back: torch.Tensor
         if torch.is_grad_enabled() and grad.requires_grad:
-            back = Redistribute.apply(grad, gradient, wanted, cotangent_spec(source))  # type: ignore[no-untyped-call]
+            wire = None if ctx.wire is None else Wire(ctx.wire.backward, ctx.wire.backward)
+            back = Redistribute.apply(grad, gradient, wanted, cotangent_spec(source), wire)  # type: ignore[no-untyped-call]
         else:
-            back = redistribute_local(grad, gradient, wanted)
+            back = redistribute_local(grad, gradient, wanted, None if ctx.wire is None else ctx.wire.backward)
         divisor = _mean_size(source, wanted)
-        return (back if divisor == 1 else back / divisor), None, None, None
+        return (back if divisor == 1 else back / divisor), None, None, None, None
 
 
 def _times(grad: torch.Tensor, factor: int) -> torch.Tensor:
@@ -185,19 +208,25 @@ class Redistributed(torch.autograd.Function):
         target: DTensorSpec,
         backward_dtype: torch.dtype | None,
         async_op: bool = False,
+        wire: Wire | None = None,
     ) -> torch.Tensor:
         """The tensor under `target`; under way, and so its gradient, with `async_op`."""
-        ctx.source, ctx.backward_dtype, ctx.async_op = distributed._spec, backward_dtype, async_op
+        ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire = distributed._spec, backward_dtype, async_op, wire
         ctx.set_materialize_grads(False)
-        return moved(distributed, wrap, target, async_op=async_op)
+        return moved(distributed, wrap, target, async_op=async_op, wire_dtype=None if wire is None else wire.forward)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         """The gradient as the source was laid out, with Partial as Replicate."""
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         wanted = gradient_spec(ctx.source)
         if ctx.backward_dtype is not None:
             grad = grad.to(ctx.backward_dtype)
-        back = grad.redistribute(placements=wanted.placements, order=wanted.order, async_op=ctx.async_op)
-        return (back if back.dtype is ctx.source.dtype else back.to(ctx.source.dtype)), None, None, None, None
+        back = grad.redistribute(
+            placements=wanted.placements,
+            order=wanted.order,
+            async_op=ctx.async_op,
+            wire_dtype=None if ctx.wire is None else ctx.wire.backward,
+        )
+        return (back if back.dtype is ctx.source.dtype else back.to(ctx.source.dtype)), None, None, None, None, None

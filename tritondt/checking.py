@@ -1,6 +1,5 @@
 """Runs every operator of a function on distributed tensors and on one device, and names the first that differs."""
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tritondt.agreement import lengths_on_all
+from tritondt.calling_line import calling_line
 from tritondt.dtensor import DTensor
 from tritondt.errors import DifferenceError
 from tritondt.execute import redistribute_local
 from tritondt.placement import Replicate
 from tritondt.spec import DTensorSpec
-
-_NOT_THE_USERS = ("torch", "tritondt")
 
 
 class _Tolerance(NamedTuple):
@@ -58,7 +56,7 @@ class _Check(TorchDispatchMode):
         mine = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, DTensor)]
         if not mine or not _is_determined(op):
             return op(*args, **given)
-        what = f"{op}({', '.join(str(tensor._spec) for tensor in mine)}), called at {_caller()},"
+        what = f"{op}({', '.join(str(tensor._spec) for tensor in mine)}), called at {calling_line()},"
         whole_args, whole_kwargs = tree_map_only(DTensor, _whole, (args, given))
         found = op(*args, **given)
         expected = op(*whole_args, **whole_kwargs)
@@ -122,11 +120,3 @@ def _difference(found: Any, expected: Any, tolerance: _Tolerance) -> Iterator[st
         torch.testing.assert_close(whole, expected, rtol=tolerance.rtol, atol=tolerance.atol, equal_nan=True)
     except AssertionError as error:
         yield f"{spec}: {' '.join(str(error).split())}"
-
-
-def _caller() -> str:
-    """The innermost line of code that is neither torch's nor ours."""
-    for frame, line in traceback.walk_stack(None):
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_THE_USERS:
-            return f"{frame.f_code.co_filename}:{line}"
-    return "no line of Python"

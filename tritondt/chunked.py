@@ -77,7 +77,7 @@ def chunked_gather(
     device: torch.device,
 ) -> Chunked | None:
     """From Shard to Replicate on a mesh of one axis; None where that is no single exchange."""
-    found = _divided(compiled(source, target, strides, device), source, shares)
+    found = _divided(compiled(source, target, strides, device, None).steps, source, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -93,7 +93,8 @@ def chunked_scatter(
     source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...], device: torch.device
 ) -> Chunked | None:
     """From Partial to Shard on a mesh of one axis, the farthest first; None where that is no single exchange."""
-    found = _divided(compiled(source, target, source.tensor_meta.stride, device), target, shares)
+    program = compiled(source, target, source.tensor_meta.stride, device, None)
+    found = _divided(program.steps, target, shares)
     if found is None:
         return None
     chunked, transfer, parts = found

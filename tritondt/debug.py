@@ -1,4 +1,4 @@
-"""What moves while a model runs, by kind and by module, and a picture of who holds what.
+"""What moves while a model runs, by kind, by module and by operator, and a picture of who holds what.
 
 with CommDebugMode() as comm:
     model(x).sum().backward()
@@ -8,7 +8,7 @@ print(comm)
 import json
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tritondt import events, identity
 from tritondt.checking import check_against_single_device
 from tritondt.comm import world
-from tritondt.dtensor import DTensor
+from tritondt.dtensor import DTensor, dispatcher
 from tritondt.events import InputMoved, StepRan
 from tritondt.moving import explicit_redistribution
 from tritondt.picture import sharding_text, visualize_sharding
@@ -39,6 +39,7 @@ __all__ = [
 
 BACKWARD = "backward"
 OUTSIDE = "outside modules"
+ASKED = "redistribute"
 
 
 @dataclass
@@ -75,10 +76,11 @@ class _Names:
 
 
 class CommDebugMode:
-    """Counts, within, what every redistribution of this rank sends, by kind and by the module that asked for it.
+    """Counts, within, what every redistribution of this rank sends, by kind, and by the module and operator it is for.
 
     A kind is written as "(S1) -> (R)"; steps in which nobody sends anything do not count. What runs in a backward pass
-    counts for "backward", what no module asked for for "outside modules". str() is a table.
+    counts for "backward", what no module asked for for "outside modules", and what was asked for by name for the
+    operator "redistribute". str() is a table.
 
         with CommDebugMode() as comm:
             loss = model(tokens)
@@ -91,6 +93,7 @@ class CommDebugMode:
 
     def _reset(self) -> None:
         self._by_module: dict[str, dict[str, Count]] = defaultdict(lambda: defaultdict(Count))
+        self._by_operator: dict[str, dict[str, Count]] = defaultdict(lambda: defaultdict(Count))
         self._implicit: Counter[tuple[str, str]] = Counter()
         self._sharding: dict[str, tuple[Placement, ...]] = {}
         self._names = _Names()
@@ -133,7 +136,9 @@ class CommDebugMode:
     def _step(self, event: StepRan) -> None:
         if event.kind in ("local", "scale") or _rank() != self._rank:
             return
-        self._by_module[self._place()][f"{event.source} -> {event.target}"].add(event)
+        op = dispatcher.running()
+        for counts in (self._by_module[self._place()], self._by_operator[ASKED if op is None else str(op)]):
+            counts[f"{event.source} -> {event.target}"].add(event)
 
     def _input(self, event: InputMoved) -> None:
         if _rank() == self._rank:
@@ -155,6 +160,10 @@ class CommDebugMode:
     def by_module(self) -> dict[str, dict[str, Count]]:
         """The same for every module that asked for one, by its name and then by kind."""
         return {module: dict(kinds) for module, kinds in self._by_module.items()}
+
+    def by_operator(self) -> dict[str, dict[str, Count]]:
+        """The same for every operator: what its arguments needed, and what it sent itself to complete a reduction."""
+        return {op: dict(kinds) for op, kinds in self._by_operator.items()}
 
     def get_comm_counts(self) -> dict[str, int]:
         """Steps by kind."""
@@ -184,10 +193,8 @@ class CommDebugMode:
         """Everything counted as a JSON object."""
         return json.dumps(
             {
-                "modules": {
-                    module: {kind: vars(count) for kind, count in kinds.items()}
-                    for module, kinds in self._by_module.items()
-                },
+                "modules": _plain(self._by_module),
+                "operators": _plain(self._by_operator),
                 "implicit": [
                     {"operator": op, "kind": kind, "count": number} for (op, kind), number in self._implicit.items()
                 ],
@@ -211,6 +218,13 @@ class CommDebugMode:
             total.add(count)
         rows.append(("all", *_cells("", total)))
         text = _table(rows)
+        for op, kinds in self._by_operator.items():
+            count = Count()
+            for of_kind in kinds.values():
+                count.add(of_kind)
+            text += (
+                f"\nfor {op}: {count.steps:,} steps, {count.sent_bytes:,} bytes sent, {count.received_bytes:,} received"
+            )
         for (op, kind), number in self._implicit.items():
             text += f"\nnot asked for by name: {op} moved {kind}, {number} times"
         return text
@@ -223,6 +237,10 @@ def _rank() -> object:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _plain(counts: Mapping[str, Mapping[str, Count]]) -> dict[str, dict[str, dict[str, int]]]:
+    return {name: {kind: vars(count) for kind, count in kinds.items()} for name, kinds in counts.items()}
 
 
 def _cells(kind: str, count: Count) -> tuple[str, ...]:

@@ -5,9 +5,11 @@ tensors. What is left per call is the key, one dict look-up and that function. T
 this file knows of (local tensor, spec) pairs only.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from types import FrameType
+from typing import Any, TypeAlias
 
 import torch
 from torch._ops import OpOverload
@@ -28,6 +30,11 @@ MAX_SIGNATURES = 1024
 
 _NUMBERS = (int, float, complex)
 _NOTHING: Mapping[str, Any] = {}
+# Numbers that a graph leaves open have no hash; what they are where they are known.
+_SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+# A lone output has its spec and a function of the local arguments; else the function does it all.
+_Found: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
 
 
 class _Operator:
@@ -37,8 +44,7 @@ class _Operator:
 
     def __init__(self, op: OpOverload, static_argnum: int) -> None:
         self.op, self.static_argnum = op, static_argnum
-        # A lone output has its spec here and a function of the local arguments; else the function does it all.
-        self.signatures: dict[tuple[Any, ...], tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]] = {}
+        self.signatures: dict[tuple[Any, ...], _Found] = {}
 
 
 class Dispatcher:
@@ -67,6 +73,13 @@ class Dispatcher:
         found = self._operators.get(id(op))
         return 0 if found is None else len(found.signatures)
 
+    def running(self) -> OpOverload | None:
+        """The operator that the calling thread is at; looked for among its frames, so that calls need not note it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return None if frame is None else frame.f_locals["op"]
+
     def _made_dispatch(self) -> Callable[..., Any]:
         operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
 
@@ -92,6 +105,7 @@ class Dispatcher:
                 return wrap(run(*local_args), spec)
             return run(local_args, _NOTHING, args, _NOTHING)
 
+        self._code = dispatch.__code__
         return dispatch
 
     def _run_any(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -106,7 +120,9 @@ class Dispatcher:
             # Keyword arguments count as static unless all numbers do.
             values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
             local_kwargs = dict(zip(names, values, strict=True))
-        found = operator.signatures.get(tuple(key))
+        found, is_kept = _looked_up(operator, key)
+        if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
+            return self._run_any(op, *_with_values(args, kwargs))
         if found is None:
             if are_replicated() and any(map(self._is_plain, _flat((*args, *kwargs.values())))):
                 return self._run_any(op, *self._all_distributed(args, kwargs))
@@ -116,9 +132,8 @@ class Dispatcher:
                 if result is not NotImplemented:
                     return result
             found = self._compile(schema)
-            if len(operator.signatures) >= MAX_SIGNATURES:
-                del operator.signatures[next(iter(operator.signatures))]
-            operator.signatures[tuple(key)] = found
+            if is_kept:
+                _keep(operator, key, found)
         run, spec = found
         if spec is not None:
             return self._wrap(run(*local_args, **local_kwargs), spec)
@@ -173,7 +188,7 @@ class Dispatcher:
         key.append(len(items))
         return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
 
-    def _compile(self, schema: OpSchema) -> tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]:
+    def _compile(self, schema: OpSchema) -> _Found:
         decision = self._propagator.propagate(schema)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
@@ -211,6 +226,34 @@ class Dispatcher:
         declared = (argument.name for argument in op._schema.arguments)
         named = {name: spec_of(kwargs[name]) for name in declared if name in kwargs}
         return OpSchema(op, tuple(map(spec_of, args)), named)
+
+
+def _looked_up(operator: _Operator, key: Sequence[Any]) -> tuple[_Found | None, bool]:
+    """What is kept for a signature, and whether it can be: not where an argument has no hash."""
+    try:
+        return operator.signatures.get(tuple(key)), True
+    except TypeError:
+        return None, False
+
+
+def _keep(operator: _Operator, key: Sequence[Any], found: _Found) -> None:
+    if len(operator.signatures) >= MAX_SIGNATURES:
+        del operator.signatures[next(iter(operator.signatures))]
+    operator.signatures[tuple(key)] = found
+
+
+def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with their values in place of numbers that a graph leaves open, which then holds for these only."""
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [value(item) for item in argument]
+        for symbol, number in _SYMBOLS.items():
+            if isinstance(argument, symbol):
+                return number(argument)
+        return argument
+
+    return [*map(value, args)], {name: value(argument) for name, argument in kwargs.items()}
 
 
 def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:

@@ -14,6 +14,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 from tritondt.agreement import agreed_local, refuse_agreement
 from tritondt.autograd import FromLocal, Redistributed, ToLocal, gradient_spec
 from tritondt.comm.work import Work
+from tritondt.composites import let_composites_make_tensors
 from tritondt.dispatch import Dispatcher
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.execute import trace_with
@@ -24,9 +25,11 @@ from tritondt.mixing import as_replicated, with_tensors
 from tritondt.ops import propagator
 from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
+from tritondt.random import trace_random_with
 from tritondt.saving import loaded, spec_values
 from tritondt.spec import DTensorSpec, TensorMeta
-from tritondt.traced import redistribution_in_graph
+from tritondt.traced import random_words_in_graph, redistribution_in_graph
+from tritondt.wire import narrower, wire_of
 from tritondt.wrapping import construct
 
 
@@ -121,13 +124,17 @@ class DTensor(torch.Tensor):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
         order: Sequence[int | str] | None = None,
+        wire_dtype: torch.dtype | None = None,
+        grad_wire_dtype: torch.dtype | None = None,
     ) -> "DTensor":
         """The same tensor under other placements: a collective call with the fewest bytes.
 
         Converted to `forward_dtype` first, and its gradient to `backward_dtype` before that comes back. `order` lists
         the axes in the order in which they cut a dim. With `async_op` the call returns while the data is under way, in
-        forward and backward; the first use of the result waits, or `result.wait()`. Raises MeshError, LayoutError,
-        PeerError, MismatchError, the latter two where the wait is.
+        forward and backward; the first use of the result waits, or `result.wait()`. Messages hold `wire_dtype`, to
+        which values are rounded where anything moves, and those of the gradient `grad_wire_dtype` (default: the same);
+        see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError and MismatchError
+        where the wait is.
         """
         spec = self._spec
         if device_mesh is not None and canonical_mesh(device_mesh) is not spec.mesh:
@@ -140,9 +147,15 @@ class DTensor(torch.Tensor):
         source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
         spec = source._spec
         target = target_spec(spec, tuple(placements), None if order is None else tuple(order))
+        wire = None
+        if wire_dtype is not None or grad_wire_dtype is not None:
+            wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
         if is_grad_enabled() and source.requires_grad:
-            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op))  # type: ignore[no-untyped-call]
-        return source if target is spec else cast("DTensor", moved(source, DTensor, target, async_op=async_op))
+            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
+        if target is spec:
+            return source
+        forward = None if wire is None else wire.forward
+        return cast("DTensor", moved(source, DTensor, target, async_op=async_op, wire_dtype=forward))
 
     @property
     def work(self) -> Work | None:
@@ -306,6 +319,7 @@ _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local(
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
 torch.serialization.add_safe_globals([DTensor, loaded])
 trace_with(redistribution_in_graph)
+trace_random_with(random_words_in_graph)
 # Optimizers and clip_grad_norm_ take their list operators for these classes.
 for _types in (_optimizer_foreach_types, _utility_foreach_types):
     cast("list[type]", _types).append(DTensor)
@@ -329,6 +343,7 @@ _construct_plain = partial(construct, DTensor, requires_grad=False)
 dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, followed, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
+let_composites_make_tensors(DTensor, _wrap)
 
 
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
@@ -350,10 +365,17 @@ def target_spec(
     return DTensorSpec(spec.mesh, wanted.placements, meta, wanted.order)
 
 
-def prefetch(tensor: DTensor, placements: Sequence[Placement], *, order: Sequence[int | str] | None = None) -> None:
+def prefetch(
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    order: Sequence[int | str] | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
     """Starts moving a tensor to `placements`: its next `redistribute` to them finds it there, or under way.
 
-    A collective call that returns at once. What was moved is dropped if the tensor is written to before.
+    A collective call that returns at once. What was moved is dropped if the tensor is written to before, and found only
+    by a `redistribute` with the same `wire_dtype`.
 
         T.prefetch(weight, [T.Replicate()])
         y = layer(x)  # meanwhile
@@ -362,4 +384,4 @@ def prefetch(tensor: DTensor, placements: Sequence[Placement], *, order: Sequenc
     target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
     if target is not tensor._spec:
         with torch.no_grad():
-            put_ahead(tensor, DTensor, target)
+            put_ahead(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -63,9 +63,18 @@ def flight_directory() -> str | None:
 
 def compares() -> bool:
     """Whether ranks compare what they are about to exchange before they do: TRITONDT_DEBUG=1."""
-    text = os.environ.get("TRITONDT_DEBUG", "0")
+    return _switch("TRITONDT_DEBUG")
+
+
+def logs() -> bool:
+    """Whether every redistribution that nobody asked for by name is logged: TRITONDT_LOG=1."""
+    return _switch("TRITONDT_LOG")
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name, "0")
     if text not in ("0", "1"):
-        raise WorldError(f"TRITONDT_DEBUG={text!r} is set; allowed are 0 and 1")
+        raise WorldError(f"{name}={text!r} is set; allowed are 0 and 1")
     return text == "1"
 
 

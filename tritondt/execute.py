@@ -7,7 +7,6 @@ call is one look-up, one allocation per step and the step itself.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -23,34 +22,39 @@ from tritondt.runnable import Runnable, compiled, plan_for
 from tritondt.spec import DTensorSpec
 
 
-def redistribute_local(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def redistribute_local(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The local tensor under `target` of what `local` is under `source`; not differentiable.
 
-    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. Raises MeshError and
-    LayoutError on all ranks alike; LocalTensorError and TransportError on the rank whose tensor is at fault,
-    and PeerError on the others.
+    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. `wire_dtype` is what messages
+    hold, as `tritondt.wire.narrower` gives it. Raises MeshError and LayoutError on all ranks alike; LocalTensorError
+    and TransportError on the rank whose tensor is at fault, and PeerError on the others.
     """
     _check_or_refuse(local, source, target)
     if source is target:
         return local
     if source.coordinate is None:
         return local.new_empty((0,))
-    if type(local) is not torch.Tensor and isinstance(local, _WITHOUT_MEMORY):
-        return _traced(local, source, target)
+    if not has_memory(local):
+        return _traced(local, source, target, wire_dtype)
     local = _with_memory(local)
-    steps = compiled(source, target, local.stride(), local.device)
+    steps, communicator, _, description = compiled(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
         return _run_step(steps[0], local, local)[0]
-    communicator = next((step.communicator for step in steps if step.communicator is not None), None)
     if communicator is None:
         return _run_steps(steps, local)
     result: list[torch.Tensor] = []
-    communicator.in_order(lambda: result.append(_run_steps(steps, local)), f"{source.layout} -> {target.layout}")
+    communicator.in_order(lambda: result.append(_run_steps(steps, local)), description)
     return result[0]
 
 
 def issue_local(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, before: Work | None = None
+    local: torch.Tensor,
+    source: DTensorSpec,
+    target: DTensorSpec,
+    before: Work | None = None,
+    wire_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Work | None]:
     """The same, under way: the tensor that will hold the result, and what to wait for; None where it is there.
 
@@ -60,16 +64,13 @@ def issue_local(
     if source is target or source.coordinate is None or type(local) is not torch.Tensor:
         if before is not None:
             before.wait()
-        return redistribute_local(local, source, target), None
+        return redistribute_local(local, source, target, wire_dtype), None
     held = _with_memory(local)
-    steps = compiled(source, target, held.stride(), held.device)
-    communicator = next((step.communicator for step in steps if step.communicator is not None), None)
+    steps, communicator, last, description = compiled(source, target, held.stride(), held.device, wire_dtype)
     if communicator is None:
         if before is not None:
             before.wait()
         return _run_steps(steps, held), None
-    # A step that gathers writes into the tensor of the step before.
-    last = max(place for place, step in enumerate(steps) if step.step.kind != "gather")
     whole = allocate(steps[last].target_shape, held.dtype, held.device)
     _tell(steps, communicator)
 
@@ -78,13 +79,7 @@ def issue_local(
         for place, step in enumerate(steps):
             current, around = _step(step, current, around, whole if place == last else None)
 
-    return whole, communicator.issue(run, _description(source, target), (held,), are_there=before is None)
-
-
-@lru_cache(maxsize=4096)
-def _description(source: DTensorSpec, target: DTensorSpec) -> str:
-    """What is issued, in the words of errors; making them takes 5 us."""
-    return f"{source.layout} -> {target.layout} of {source.shape}"
+    return whole, communicator.issue(run, description, (held,), are_there=before is None)
 
 
 def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
@@ -111,21 +106,31 @@ def _run_steps(steps: Sequence[Runnable], local: torch.Tensor) -> torch.Tensor:
 _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
 
 
-def _refuse_traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def has_memory(local: torch.Tensor) -> bool:
+    """Whether a tensor holds values: not one that stands for it while torch traces a graph."""
+    return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
+
+
+_Traced = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, torch.dtype | None], torch.Tensor]
+
+
+def _refuse_traced(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None
+) -> torch.Tensor:
     raise TransportError(f"{source} -> {target} was asked of a {type(local).__name__}, which has no memory")
 
 
-_traced: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torch.Tensor] = _refuse_traced
+_traced: _Traced = _refuse_traced
 
 
-def trace_with(function: Callable[[torch.Tensor, DTensorSpec, DTensorSpec], torch.Tensor]) -> None:
+def trace_with(function: _Traced) -> None:
     """Sets what a redistribution of a tensor without memory is, in a graph that torch traces."""
     global _traced
     _traced = function
 
 
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
-    if tuple(local.shape) != spec.local_shape or local.dtype is not spec.dtype:
+    if local.shape != spec.local_shape or local.dtype is not spec.dtype:
         raise LocalTensorError(
             f"{spec} gives rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} a local tensor of shape "
             f"{spec.local_shape} and {spec.dtype}; found shape {tuple(local.shape)} and {local.dtype}"

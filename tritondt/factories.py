@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tritondt.distributions import normal, uniform
 from tritondt.dtensor import DTensor, mesh_or_current
 from tritondt.errors import LayoutError
 from tritondt.execute import redistribute_local
 from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.placement import Partial, Placement, Replicate
-from tritondt.random import default_generator_seeded, shard_seed
+from tritondt.random import words_of
 from tritondt.spec import DTensorSpec, TensorMeta
 
 # Makes a plain tensor of a shape, given as `size`, with `dtype` and `device`.
@@ -88,11 +89,11 @@ def rand(
     placements: Sequence[Placement] | None = None,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """A tensor of global shape `size` of numbers from [0, 1): shards draw different ones, replicas the same.
+    """A tensor of global shape `size` of numbers from [0, 1), the same whatever the placements.
 
     See `empty`; MismatchError where the ranks' default generators are not in step (torch.manual_seed).
     """
-    return _made(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, random=True)
+    return _made(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
 
 
 def randn(
@@ -105,7 +106,7 @@ def randn(
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
     """A tensor of global shape `size` of numbers from the normal distribution; see `rand`."""
-    return _made(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, random=True)
+    return _made(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, normal)
 
 
 def _made(
@@ -117,8 +118,7 @@ def _made(
     device_mesh: "DeviceMesh | Mesh | None",
     placements: Sequence[Placement] | None,
     order: Sequence[int | str] | None,
-    *,
-    random: bool = False,
+    distribution: Callable[[Sequence[torch.Tensor], torch.dtype], torch.Tensor] | None = None,
 ) -> DTensor:
     if layout is not torch.strided:
         raise LayoutError(f"a distributed tensor is strided, got layout={layout}; leave the layout out")
@@ -130,9 +130,8 @@ def _made(
     # Terms are made of what is whole; the engine does it without a message.
     target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(shape, dtype), order)
     spec = target.with_placements([Replicate() if isinstance(p, Partial) else p for p in target.placements])
-    if random and spec.coordinate is not None:
-        with default_generator_seeded(device, shard_seed(spec)):
-            local = make(spec.local_shape, dtype=dtype, device=device)
+    if distribution is not None and spec.coordinate is not None:
+        local = distribution(words_of(spec, device, None, 1 + dtype.is_complex), dtype)
     else:
         local = make(spec.local_shape, dtype=dtype, device=device)
     return DTensor(redistribute_local(local, spec, target), target, requires_grad=requires_grad)

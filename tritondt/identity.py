@@ -60,14 +60,15 @@ def is_assumed() -> bool:
 
 def current() -> Identity:
     """The calling thread's identity; WorldError where torch.distributed is not initialised."""
-    if _assumed.identity is not None:
-        return _assumed.identity
-    if not dist.is_initialized():
+    assumed_here = _assumed.identity
+    if assumed_here is not None:
+        return assumed_here
+    group = dist.group.WORLD
+    if group is None:
         raise WorldError(
             "there is no world: torch.distributed is not initialised; start the program with torchrun and call "
             "torch.distributed.init_process_group('gloo') first"
         )
-    group = dist.group.WORLD
     found = _known.get(id(group))
     if found is not None and found[0]() is group:
         return found[1]

@@ -1,7 +1,6 @@
 """Fresh memory for results and messages."""
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 
@@ -15,7 +14,6 @@ _HUGE_BYTES = 16 << 20
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """A dense tensor of undefined values, on huge pages where it is large and on the CPU."""
     made = torch.empty(shape, dtype=dtype, device=device)
-    num_bytes = prod(shape) * dtype.itemsize
-    if num_bytes >= _HUGE_BYTES and made.device.type == "cpu":
-        advise_huge_pages(made.data_ptr(), num_bytes)
+    if made.nbytes >= _HUGE_BYTES and made.is_cpu:
+        advise_huge_pages(made.data_ptr(), made.nbytes)
     return made

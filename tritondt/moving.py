@@ -1,5 +1,6 @@
-"""What happens when an operator's argument has to move first: it is counted, or refused where the user asked so."""
+"""What happens when an operator's argument has to move first: it is counted and logged, or refused where asked so."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -7,20 +8,23 @@ from contextvars import ContextVar
 import torch
 from torch._ops import OpOverload
 
-from tritondt import events
+from tritondt import environment, events
+from tritondt.calling_line import calling_line
 from tritondt.errors import ImplicitRedistributionError
 from tritondt.execute import redistribute_local
 from tritondt.placement import placements_code, placements_text
 from tritondt.runnable import received_bytes
 from tritondt.spec import DTensorSpec
 
+_logger = logging.getLogger("tritondt.moves")
 _refused: ContextVar[bool] = ContextVar("refuse implicit redistribution", default=False)
 
 
 def move_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """The local tensor of an argument of `op` where the operator needs it.
 
-    ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent.
+    ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. With TRITONDT_LOG=1 each
+    that sends bytes is a line of the logger "tritondt.moves", on stderr where nobody has set up logging.
     """
     if _refused.get():
         # The most that any rank receives, so that all ranks refuse alike.
@@ -32,7 +36,27 @@ def move_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target:
             )
     if events.enabled():
         events.emit(events.InputMoved(str(op), str(source), str(target), source.shape))
+    if environment.logs():
+        _log(op, source, target)
     return redistribute_local(local, source, target)
+
+
+def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
+    moved = received_bytes(source, target)
+    if not moved:
+        return
+    if not _logger.hasHandlers():
+        _logger.addHandler(logging.StreamHandler())
+    _logger.setLevel(logging.INFO)
+    _logger.info(
+        "rank %d: %s needs %s as %s, which moves up to %s bytes to a rank; called at %s",
+        source.mesh.identity.rank,
+        op,
+        source,
+        placements_text(target.placements),
+        f"{moved:,}",
+        calling_line(),
+    )
 
 
 @contextmanager

@@ -81,7 +81,7 @@ def work_of(tensor: torch.Tensor) -> Work | None:
 
 def _local_now(distributed: Any) -> torch.Tensor:
     """The local tensor, there or not: what is issued next on its mesh runs after what fills it."""
-    if work_of(distributed) is None:
+    if _WORK not in distributed.__dict__:
         local: torch.Tensor = distributed._local_tensor
         return local
     slot: Any = type(distributed).__base__._local_tensor  # type: ignore[union-attr]
@@ -89,26 +89,39 @@ def _local_now(distributed: Any) -> torch.Tensor:
     return whole
 
 
-def moved(distributed: Any, wrap: Wrap, target: DTensorSpec, *, async_op: bool) -> torch.Tensor:
+def moved(
+    distributed: Any,
+    wrap: Wrap,
+    target: DTensorSpec,
+    *,
+    async_op: bool,
+    wire_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """The tensor under `target`, without history: what `prefetch` has moved already, or else moved now."""
-    found = _taken(distributed, target)
+    found = _taken(distributed, target, wire_dtype)
     if found is not None:
         return found if async_op else _arrived(found)
     spec: DTensorSpec = distributed._spec
     if async_op:
         held = _local_now(distributed)
-        local, work = issue_local(held, spec, target, work_of(distributed))
+        local, work = issue_local(held, spec, target, work_of(distributed), wire_dtype)
         made = wrap(local.view_as(local) if local is held else local, target)
         if work is not None:
             mark_pending(made, work)
         return made
     held = distributed._local_tensor
-    local = redistribute_local(held, spec, target)
+    local = redistribute_local(held, spec, target, wire_dtype)
     return wrap(local.view_as(local) if local is held else local, target)
 
 
-class _Prefetched(dict[DTensorSpec, tuple[tuple[int, int], torch.Tensor]]):
-    """What was moved ahead, by its layout, and the versions of the tensor then; copies and files start without."""
+_Moved = tuple[DTensorSpec, torch.dtype | None]
+
+
+class _Prefetched(dict[_Moved, tuple[tuple[int, int], torch.Tensor]]):
+    """What was moved ahead, by its layout and its messages' dtype, and the versions of the tensor then.
+
+    Copies and files start without.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Prefetched":
         return _Prefetched()
@@ -117,20 +130,21 @@ class _Prefetched(dict[DTensorSpec, tuple[tuple[int, int], torch.Tensor]]):
         return _Prefetched, ()
 
 
-def put_ahead(distributed: Any, wrap: Wrap, target: DTensorSpec) -> None:
+def put_ahead(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> None:
     """Issues the move to `target` for whoever asks for it next."""
     held = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
+    key = target, wire_dtype
     now = versions(distributed, _local_now(distributed))
-    if target in held and held[target][0] == now:
+    if key in held and held[key][0] == now:
         return
-    held[target] = (now, moved(distributed, wrap, target, async_op=True))
+    held[key] = (now, moved(distributed, wrap, target, async_op=True, wire_dtype=wire_dtype))
 
 
-def _taken(distributed: Any, target: DTensorSpec) -> torch.Tensor | None:
+def _taken(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
     held = distributed.__dict__.get(_PREFETCHED)
-    if held is None or target not in held:
+    if held is None or (target, wire_dtype) not in held:
         return None
-    then, found = held.pop(target)
+    then, found = held.pop((target, wire_dtype))
     if then == versions(distributed, _local_now(distributed)):
         result: torch.Tensor = found
         return result

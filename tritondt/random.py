@@ -1,12 +1,12 @@
-"""Random numbers for distributed tensors: shards draw different ones, replicas the same, without communication.
+"""Random numbers for distributed tensors: those of one device, whatever the layout, without communication.
 
 Every random operator draws one number from the default generator of the CPU, which all ranks keep in step by seeding
-alike. Each rank mixes the index of its shard into it and seeds a generator with that. What rewinds the default
-generator, as activation checkpointing does, therefore brings all shards' numbers back.
+alike. With that as the key, an element's numbers follow from its place in the whole tensor (`philox.py`), so each rank
+makes those of its part. What rewinds the default generator, as activation checkpointing does, brings them back.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,13 +14,57 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tritondt import identity
-from tritondt.errors import MismatchError
-from tritondt.execute import redistribute_local
+from tritondt.errors import MismatchError, TransportError
+from tritondt.execute import has_memory, redistribute_local
 from tritondt.mesh import Mesh
+from tritondt.philox import random_words
 from tritondt.placement import Placement, Replicate, Shard
 from tritondt.spec import DTensorSpec, TensorMeta
 
 _MASK = (1 << 64) - 1
+
+
+def words_of(
+    spec: DTensorSpec, device: torch.device, generator: torch.Generator | None = None, num_words: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """64 random bits for each element of this rank's part, `num_words` (1 or 2) times; draws from `generator`.
+
+    Without a generator the CPU's default one is used; its seed is compared among the ranks of the mesh at the first
+    call and whenever it was seeded anew, a generator that is given at every call: MismatchError where ranks differ.
+    """
+    assert spec.coordinate is not None, f"{spec} has no part on this rank"
+    key, region = _key(spec.mesh, generator), spec.layout.region(spec.coordinate)
+    return tuple(random_words(region, spec.shape, key, lane, device) for lane in range(num_words))
+
+
+def words_like(
+    local: torch.Tensor, spec: DTensorSpec, generator: torch.Generator | None = None, num_words: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """The same for a rank's part `local`, which has no memory where torch traces a graph."""
+    if has_memory(local):
+        return words_of(spec, local.device, generator, num_words)
+    return tuple(_traced(spec, local.device, num_words).unbind())
+
+
+def _refuse_traced(spec: DTensorSpec, device: torch.device, num_words: int) -> torch.Tensor:
+    raise TransportError(f"random numbers for {spec} were asked for where there is no memory")
+
+
+_traced: Callable[[DTensorSpec, torch.device, int], torch.Tensor] = _refuse_traced
+
+
+def trace_random_with(function: Callable[[DTensorSpec, torch.device, int], torch.Tensor]) -> None:
+    """Sets what stands for random bits in a graph that torch traces."""
+    global _traced
+    _traced = function
+
+
+def shard_seed(spec: DTensorSpec) -> int:
+    """A seed for this rank's part, for kernels that draw by themselves: shards get different ones, replicas the same.
+
+    Draws one number from the default generator, as `words_of` does.
+    """
+    return _mixed(_key(spec.mesh, None), shard_index(spec))
 
 
 def shard_index(spec: DTensorSpec) -> int:
@@ -33,22 +77,18 @@ def shard_index(spec: DTensorSpec) -> int:
     return index
 
 
-def shard_seed(spec: DTensorSpec, generator: torch.Generator | None = None) -> int:
-    """The seed of one random operator for this rank's part of a tensor; draws one number from `generator`.
-
-    Without a generator the CPU's default one is used; its seed is compared among the ranks of the mesh at the first
-    call and whenever it was seeded anew, a generator that is given at every call: MismatchError where ranks differ.
-    """
+def _key(mesh: Mesh, generator: torch.Generator | None) -> int:
+    """One number drawn from the generator, alike on every rank of `mesh`."""
     if generator is None:
         source = _thread_generator() if identity.is_assumed() else torch.default_generator
         drawn = _draw(source)
-        if _agreed.get(spec.mesh) != source.initial_seed():
-            _check_agreement(spec.mesh, source.initial_seed(), drawn)
-            _agreed[spec.mesh] = source.initial_seed()
+        if _agreed.get(mesh) != source.initial_seed():
+            _check_agreement(mesh, source.initial_seed(), drawn)
+            _agreed[mesh] = source.initial_seed()
     else:
         drawn = _draw(generator)
-        _check_agreement(spec.mesh, generator.initial_seed(), drawn)
-    return _mixed(drawn, shard_index(spec))
+        _check_agreement(mesh, generator.initial_seed(), drawn)
+    return drawn
 
 
 @contextmanager

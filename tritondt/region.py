@@ -110,6 +110,11 @@ def boxes(region: Region) -> Iterator[Box]:
     yield from product(*region)
 
 
+def num_boxes(region: Region) -> int:
+    """Number of boxes that a region consists of."""
+    return prod(len(intervals) for intervals in region)
+
+
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """Row-major elements [start, stop) of a shape as boxes, in that order; at most 2 per dim.
 

@@ -12,6 +12,7 @@ from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator, Reduction, Transfer
 from tritondt.comm.packing import packed_transfer
 from tritondt.errors import LayoutError, MeshError
+from tritondt.kernels.scaled_tables import SCALE_BYTES
 from tritondt.kernels.tables import Table
 from tritondt.layout import Coordinate, Layout
 from tritondt.placement import Partial, ReduceOp
@@ -23,6 +24,7 @@ from tritondt.planning.pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
 from tritondt.spec import DTensorSpec
+from tritondt.wire import is_scaled, narrower
 
 _MAX_COUNTED = 1024
 
@@ -43,8 +45,28 @@ class Runnable(NamedTuple):
     fill: float | int | bool | None
 
 
-def plan_for(source: DTensorSpec, target: DTensorSpec) -> Plan:
-    """The plan of a pair of specs on one mesh, the same on every rank."""
+class _Start(NamedTuple):
+    """What a step starts from: strides of the tensor, None for dense ones, its device, and what messages hold."""
+
+    strides: tuple[int, ...] | None
+    device: torch.device
+    wire_dtype: torch.dtype | None
+
+
+class Program(NamedTuple):
+    """The steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
+
+    `last` is the step that allocates the result: one that gathers writes into the tensor of the step before.
+    """
+
+    steps: tuple[Runnable, ...]
+    communicator: Communicator | None
+    last: int
+    description: str
+
+
+def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
+    """The plan of a pair of specs on one mesh, the same on every rank; `wire_dtype` is None or a narrower dtype."""
     if source.mesh is not target.mesh:
         raise MeshError(
             f"cannot go from {source.mesh} to {target.mesh}: source and target must be on one mesh, of the same "
@@ -52,17 +74,27 @@ def plan_for(source: DTensorSpec, target: DTensorSpec) -> Plan:
         )
     if source.dtype is not target.dtype:
         raise LayoutError(f"cannot go from {source} to {target}: the dtypes differ; convert the local tensor first")
-    return make_plan(source.layout, target.layout, source.dtype.itemsize, world.current().costs)
+    itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
+    return make_plan(source.layout, target.layout, itemsize, world.current().costs)
 
 
-def explain(source: DTensorSpec, target: DTensorSpec) -> Explanation:
+def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype | None = None) -> Explanation:
     """What redistributing from `source` to `target` will do on this rank, before anything moves.
 
-    str() of the result is a table, `to_json()` a JSON object.
+    str() of the result is a table, `to_json()` a JSON object. `wire_dtype` is that of `redistribute`, whose
+    TransportError it raises.
     """
-    plan_for(source, target)
-    costs = world.current().costs
-    return explain_layouts(source.layout, target.layout, source.dtype.itemsize, costs, source.coordinate)
+    wire = narrower(source.dtype, wire_dtype)
+    plan_for(source, target, wire)
+    return explain_layouts(
+        source.layout,
+        target.layout,
+        source.dtype.itemsize,
+        world.current().costs,
+        source.coordinate,
+        wire_itemsize=None if wire is None else wire.itemsize,
+        scale_bytes=SCALE_BYTES if wire is not None and is_scaled(wire) else 0,
+    )
 
 
 def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
@@ -86,17 +118,27 @@ def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
 
 @lru_cache(maxsize=4096)
 def compiled(
-    source: DTensorSpec, target: DTensorSpec, strides: tuple[int, ...], device: torch.device
-) -> tuple[Runnable, ...]:
-    """The steps of this rank for a pair of specs and a local tensor of these strides on this device."""
-    plan = plan_for(source, target)
+    source: DTensorSpec,
+    target: DTensorSpec,
+    strides: tuple[int, ...],
+    device: torch.device,
+    wire_dtype: torch.dtype | None,
+) -> Program:
+    """What this rank runs for a pair of specs and a local tensor of these strides on this device.
+
+    `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
+    """
+    plan = plan_for(source, target, wire_dtype)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
-    return tuple(
-        _runnable(step, number, plan, source, (strides if number == 1 else None, device), communicator)
-        for number, step in enumerate(plan.steps, 1)
+    starts = (_Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
+    steps = tuple(
+        _runnable(step, number, plan, source, start, communicator)
+        for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
+    last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
+    return Program(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
 
 def _runnable(
@@ -104,33 +146,32 @@ def _runnable(
     number: int,
     plan: Plan,
     spec: DTensorSpec,
-    held: tuple[tuple[int, ...] | None, torch.device],
+    start: _Start,
     communicator: Communicator | None,
 ) -> Runnable:
-    """`held` are strides and device of the tensor that the step starts from."""
     coordinate = spec.coordinate
     assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
     shape = step.target_layout.local_shape(coordinate)
     if step.kind == "scale":
         return Runnable(step, None, None, None, shape, None, None)
-    found = step.exchange(coordinate)
-    if step.kind == "gather":  # what this rank reduced lies in the target already
-        found = replace(found, keeps=())
-    strides, device = held
-    source_blocks, target_blocks = step_blocks(step, coordinate, strides)
-    dtype = str(spec.dtype).removeprefix("torch.")
-    description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype}"
+    found, moves = step.exchange(coordinate), bool(step.moving_axes)
+    wire_dtype = start.wire_dtype if moves else None
+    if step.kind == "gather" and wire_dtype is None:
+        found = replace(found, keeps=())  # what this rank reduced lies in the target already
+    source_blocks, target_blocks = step_blocks(step, coordinate, start.strides)
+    dtype = str(spec.dtype) if wire_dtype is None else f"{spec.dtype} as {wire_dtype}"
+    description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype.replace('torch.', '')}"
     transfer = Transfer(
         exchange=_among(communicator, spec, found),
         source_blocks=(source_blocks,),
         target_blocks=(target_blocks,),
         dtypes=(spec.dtype,),
         reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, step.divisor),),
-        fingerprint=_fingerprint(plan, number, spec),
+        fingerprint=_fingerprint(plan, number, spec, wire_dtype),
         description=description,
-        device=device,
+        device=start.device,
+        wire_dtype=wire_dtype,
     )
-    moves = bool(step.moving_axes)
     return Runnable(
         step,
         transfer,
@@ -154,8 +195,8 @@ def _among(communicator: Communicator | None, spec: DTensorSpec, found: Exchange
     return replace(found, sends=sends, receives=receives)
 
 
-def _fingerprint(plan: Plan, number: int, spec: DTensorSpec) -> int:
-    text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {spec.mesh.shape} {spec.mesh.ranks}"
+def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.dtype | None) -> int:
+    text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 

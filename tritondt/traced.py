@@ -1,4 +1,4 @@
-"""Redistribution as one operator of torch's, for graphs: torch.compile sees it as a whole and runs it as it is.
+"""Redistribution, and random bits, as operators of torch's, for graphs: torch.compile runs them as they are.
 
 The specs travel as text, so that a graph that another process has cached means the same there.
 """
@@ -11,11 +11,15 @@ import torch
 from tritondt import identity
 from tritondt.execute import redistribute_local
 from tritondt.identity import Identity
+from tritondt.random import words_of
 from tritondt.saving import spec_from, spec_values
 from tritondt.spec import DTensorSpec
 
 _library = torch.library.Library("tritondt", "DEF")
-_library.define("redistribute(Tensor local, str source, str target) -> Tensor")
+_library.define("redistribute(Tensor local, str source, str target, ScalarType? wire_dtype=None) -> Tensor")
+_library.define(
+    "random_words(str spec, Device device, int num_words) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+)
 
 
 def _text(spec: DTensorSpec) -> str:
@@ -34,19 +38,37 @@ def _spec_in(who: Identity, text: str) -> DTensorSpec:
     return spec_from((of_mesh, (placements, of_shape, stride, order)), getattr(torch, dtype))
 
 
-def _run(local: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    return redistribute_local(local, _spec(source), _spec(target))
+def _run(local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
+    return redistribute_local(local, _spec(source), _spec(target), wire_dtype)
 
 
-def _shape(local: torch.Tensor, source: str, target: str) -> torch.Tensor:
+def _shape(local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
     return local.new_empty(_spec(target).local_shape)
 
 
+def _draw(spec: str, device: torch.device, num_words: int) -> torch.Tensor:
+    return torch.stack(words_of(_spec(spec), device, None, num_words))
+
+
+def _drawn_shape(spec: str, device: torch.device, num_words: int) -> torch.Tensor:
+    return torch.empty((num_words, *_spec(spec).local_shape), dtype=torch.int64, device=device)
+
+
 _library.impl("redistribute", _run, "CompositeExplicitAutograd")
+_library.impl("random_words", _draw, "CompositeExplicitAutograd")
 torch.library.register_fake("tritondt::redistribute", _shape)
+torch.library.register_fake("tritondt::random_words", _drawn_shape)
 
 
-def redistribution_in_graph(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def redistribution_in_graph(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None
+) -> torch.Tensor:
     """What stands in a graph for a redistribution."""
-    found: torch.Tensor = torch.ops.tritondt.redistribute(local, _text(source), _text(target))
+    found: torch.Tensor = torch.ops.tritondt.redistribute(local, _text(source), _text(target), wire_dtype)
+    return found
+
+
+def random_words_in_graph(spec: DTensorSpec, device: torch.device, num_words: int) -> torch.Tensor:
+    """What stands in a graph for random bits: `num_words` for each element of this rank's part."""
+    found: torch.Tensor = torch.ops.tritondt.random_words(_text(spec), device, num_words)
     return found

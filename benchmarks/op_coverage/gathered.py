@@ -18,6 +18,7 @@ GATHERED: Mapping[str, str] = {
     **dict.fromkeys(("diag", "diagflat"), "a rank that has a piece of a dim lacks what is beside it on the diagonal"),
     "stft": "windows reach beyond a piece",
     **{name: REASONS[name] for name in ("masked_scatter", "masked_select", "put", "bincount", "unique_consecutive")},
+    "combinations": REASONS["masked_select"],
     "unique": REASONS["_unique2"],
     "histogram": REASONS["histogram.bin_ct"],
     "nn.functional.ctc_loss": REASONS["_ctc_loss"],

@@ -35,9 +35,9 @@ class _Worker:
         theirs.close()
         self.connection.recv()  # the import of op_db is no operator's time
 
-    def give(self, name: str) -> None:
+    def give(self, name: str, *, alone: bool) -> None:
         self.name, self.started = name, time.monotonic()
-        self.connection.send(name)
+        self.connection.send((name, alone))
 
     def take(self) -> Measured:
         """The result that has come; what is known of the operator where the process died over it."""
@@ -70,7 +70,8 @@ def _serve(connection: Connection, num_trials: int, fallback: Mode, with_torch: 
     other = Torchs() if with_torch else None
     connection.send(_READY)
     while True:
-        connection.send(measure(known[connection.recv()], num_trials, other))
+        name, alone = connection.recv()
+        connection.send(measure(known[name], num_trials, None if alone else other))
 
 
 def measure_all(
@@ -83,13 +84,18 @@ def measure_all(
     limit_s: float,
     on_measured: Callable[[Measured], None],
 ) -> list[Measured]:
-    """All operators, each within `limit_s` seconds, in the order of `names`."""
+    """All operators, each within `limit_s` seconds, in the order of `names`; without torch where that is too long.
+
+    Torch's ranks wait for each other without a limit.
+    """
     left, found = list(reversed(names)), dict[str, Measured]()
+    of_torch = dict[str, Measured]()
     workers = [_Worker(num_trials, fallback, with_torch=with_torch) for _ in range(min(num_processes, len(names)))]
     while left or any(worker.name for worker in workers):
         for worker in workers:
             if worker.name is None and left:
-                worker.give(left.pop())
+                name = left.pop()
+                worker.give(name, alone=name in of_torch)
         ready = wait([worker.connection for worker in workers if worker.name], timeout=1)
         for worker in workers:
             measured = None
@@ -97,7 +103,12 @@ def measure_all(
                 measured = worker.take()
             elif worker.name and time.monotonic() - worker.started > limit_s:
                 measured = worker.give_up(f"took more than {limit_s:g} s")
+                if with_torch and measured.name not in of_torch:
+                    of_torch[measured.name] = measured
+                    left.append(measured.name)
+                    continue
             if measured is not None:
+                measured.other = of_torch.get(measured.name, measured.other)
                 found[measured.name] = measured
                 on_measured(measured)
     for worker in workers:

@@ -212,6 +212,15 @@ def objects(group, rank, size):
     dist.broadcast_object_list(told, group=group, group_src=size - 1)
     scattered: list[Any] = [None]
     dist.scatter_object_list(scattered, [f"to {place}" for place in range(size)], group=group, group_src=0)
+    collected: Any = [None] * size if rank == size - 1 else None
+    dist.gather_object({"from": rank}, collected, group=group, group_dst=size - 1)
+    assert collected == ([{"from": place} for place in range(size)] if rank == size - 1 else None)
+    if size > 1 and rank == 0:
+        dist.send_object_list(["a", 1], group=group, group_dst=1)
+    elif rank == 1:
+        received = [None, None]
+        dist.recv_object_list(received, group=group, group_src=0)
+        assert received == ["a", 1]
     assert (gathered, told) == ([{"rank": place} for place in range(size)], [size - 1, "x"])
     assert scattered == [f"to {rank}"]
     return []

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 import torch.distributed.checkpoint.state_dict as states
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.backend import training
@@ -34,6 +35,21 @@ def train_on_both(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_on_gloo(ranks: GlooRanks, kind: str) -> None:
     ranks.run(train_on_both, kind, timeout_s=110)
+
+
+def train_replicated_and_sharded(rank: int) -> None:
+    """4 ranks in a grid, so that every sum has two terms."""
+    grid = torch.arange(4).reshape(2, 2)
+    columns, rows = ([dist.new_group(line.tolist(), backend="gloo") for line in lines] for lines in (grid.T, grid))
+    own_groups = [columns[rank % 2], rows[rank // 2]]
+    on_gloo = DeviceMesh.from_group(own_groups, "cpu", mesh=grid, mesh_dim_names=("replicas", "shards"))
+    on_nccl = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    expected, found = training.fsdp_on(on_gloo, rank), training.fsdp_on(on_nccl, rank)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_replicas_of_sharded_models_train_as_on_gloo(ranks_of: RanksOf) -> None:
+    ranks_of("nccl", 4).run(train_replicated_and_sharded, timeout_s=110)
 
 
 def save_and_load(rank: int, folder: str) -> None:

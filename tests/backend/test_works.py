@@ -133,5 +133,5 @@ def what_torch_asks(rank: int) -> list[Any]:
 
 
 def test_what_torch_asks_of_a_group(ranks: GlooRanks) -> None:
-    expected = ["tritondt", "cpu:tritondt,cuda:tritondt", "tritondt", "tritondt", False, ["cpu", "cuda"], "PrefixStore"]
+    expected = ["tritondt", "cpu:tritondt,cuda:tritondt", "tritondt", "tritondt", True, ["cpu", "cuda"], "PrefixStore"]
     assert ranks.run(what_torch_asks) == [expected] * 2

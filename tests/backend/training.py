@@ -57,7 +57,12 @@ def mesh_of(group: Any) -> DeviceMesh:
 
 
 def fsdp(group: Any, rank: int) -> list[torch.Tensor]:
-    mesh, model = mesh_of(group), model_of()
+    return fsdp_on(mesh_of(group), rank)
+
+
+def fsdp_on(mesh: DeviceMesh, rank: int) -> list[torch.Tensor]:
+    """Sharded over a mesh of one axis, or over the second of two and replicated over the first."""
+    model = model_of()
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)

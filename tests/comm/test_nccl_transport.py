@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.fake_nccl.library import Gate
+from tests.fake_nccl.library import Gate, build, load
 from tests.gloo_ranks import Failure, GlooRanks
 from tests.nccl_on_host import ranks_on
 from tritondt.comm import world
@@ -37,7 +38,7 @@ def rows(size: int, mesh: T.Mesh) -> Any:
 
 def stream_of(mesh: T.Mesh) -> Any:
     communicator: Any = world.current().communicator(mesh.ranks)
-    return communicator._in_stream.stream
+    return communicator._queue.stream
 
 
 def issue_behind_a_gate(rank: int) -> None:
@@ -74,7 +75,7 @@ def drop_behind_a_gate(rank: int) -> None:
     communicator: Any = world.current().communicator(mesh.ranks)
     held.redistribute(placements=[T.Shard(0)], async_op=True).wait()
     communicator.barrier()
-    assert not communicator._in_stream.is_busy
+    assert not communicator._queue.is_busy
 
 
 def test_what_is_dropped_keeps_its_memory_until_it_has_run(two_ranks: GlooRanks) -> None:
@@ -163,6 +164,20 @@ def test_communicators_are_closed_alike_whichever_was_used_first(failing_ranks: 
     assert failing_ranks.run(close_in_another_order) == [[595.0], [595.0, 595.0], [595.0]]
 
 
+def close_while_destroying_hangs(rank: int) -> float:
+    mesh = T.Mesh((2,))
+    assert rows(2, mesh).full_tensor().sum().item() == 595.0
+    load(build()).set(FAKE_NCCL_STALL="ncclCommDestroy:1")
+    started = time.monotonic()
+    T.close()
+    return time.monotonic() - started
+
+
+def test_what_cannot_be_destroyed_in_time_is_aborted() -> None:
+    with ranks_on("nccl", 2, TRITONDT_TIMEOUT="1.5") as ranks:
+        assert all(1.5 <= seconds < 15 for seconds in ranks.run(close_while_destroying_hangs))
+
+
 def use_after_close(rank: int) -> str:
     mesh = T.Mesh((3,))
     x = rows(3, mesh)
@@ -193,8 +208,8 @@ def test_in_debug_mode_nothing_moves_before_all_agree(failing_ranks: GlooRanks) 
     for outcome in failing_ranks.outcomes(compare_and_disagree):
         assert isinstance(outcome, Failure)
         assert outcome.kind == "MismatchError", outcome.trace
-        assert "(S0) -> (R)" in outcome.text
-        assert "(S0) -> (S1)" in outcome.text
+        assert "ranks 0 and 2 run step 1 of 1 (exchange (S0) -> (R)) of (5, 7) float32" in outcome.text
+        assert "; rank 1 runs step 1 of 1 (exchange (S0) -> (S1)) of (5, 7) float32" in outcome.text
         assert "test_nccl_transport.py" in outcome.text
 
 

@@ -62,15 +62,22 @@ def _status_bytes(name: str) -> int:
     raise AssertionError(f"/proc/self/status has no {name}")
 
 
-def measure(rank: int, mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: str, target: str) -> Peak:
+def measure(
+    rank: int,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    source: str,
+    target: str,
+    wire_dtype: torch.dtype | None = None,
+) -> Peak:
     """Runs a redistribution, once to connect, once to follow tensors and once to watch the process."""
     mesh, meta = T.Mesh(mesh_shape), T.TensorMeta.contiguous(shape)
     before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in (source, target))
     local = torch.full(before.local_shape, 1.0)
-    explanation = T.explain(before, after)
-    T.redistribute(local, before, after)
+    explanation = T.explain(before, after, wire_dtype=wire_dtype)
+    T.redistribute(local, before, after, wire_dtype=wire_dtype)
     with LiveTensors() as live:
-        result = T.redistribute(local, before, after)
+        result = T.redistribute(local, before, after, wire_dtype=wire_dtype)
     target_bytes = result.numel() * 4
     del result
     gc.collect()
@@ -79,7 +86,7 @@ def measure(rank: int, mesh_shape: tuple[int, ...], shape: tuple[int, ...], sour
     libc.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     at_rest = _status_bytes("VmRSS")
-    result = T.redistribute(local, before, after)
+    result = T.redistribute(local, before, after, wire_dtype=wire_dtype)
     resident = _status_bytes("VmHWM") - at_rest
     assert result.numel() * 4 == target_bytes
     return Peak(
@@ -118,3 +125,11 @@ def test_peak_is_at_most_what_is_packed_and_received(
         assert peak.explained <= peak.packed + peak.received, text
         # The rest of the process, and pages of 2 MB at the ends of three large tensors, take a few MB.
         assert peak.resident <= peak.target + peak.packed + peak.received + (8 << 20), text
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("S0, S0", "S1, S1"), ("R, S1", "R, R"), ("P, S0", "S0, S0"), ("P, P", "R, R")]
+)
+def test_peak_with_a_wire_dtype_is_what_explain_says(four_ranks: GlooRanks, source: str, target: str) -> None:
+    for rank, peak in enumerate(four_ranks.run(measure, (2, 2), (511, 513), source, target, torch.bfloat16)):
+        assert peak.tensors - peak.target == peak.explained, f"rank {rank}: {peak}"

@@ -98,8 +98,8 @@ def test_dims_nested_in_any_order(num_dims, itemsize):
     draw = random.Random(num_dims)
     for gap in (0, 0, 1, 2):
         lengths = tuple(draw.choice((2, 3)) for _ in range(num_dims))
-        strides = [nested_strides(lengths, draw, gap)[0] for _ in range(2)]
-        assert_one_box(itemsize, lengths, *strides, num_threads=draw.choice((1, 3)))
+        before, after = (nested_strides(lengths, draw, gap)[0] for _ in range(2))
+        assert_one_box(itemsize, lengths, before, after, num_threads=draw.choice((1, 3)))
 
 
 @pytest.mark.parametrize("run", [1, 2, 3, 4, 5, 7, 8, 16, 17, 32, 33, 64, 65, 128])

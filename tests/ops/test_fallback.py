@@ -80,6 +80,16 @@ def test_gathering_is_counted_told_once_and_ends_with_the_block(unknown, caplog)
     run_ranks(2, body)
 
 
+def test_an_operator_without_a_fake_runs_where_it_is_whole_or_gathered():
+    @torch.library.custom_op("tritondt_unknown::unfaked", mutates_args=())
+    def unfaked(x: torch.Tensor) -> torch.Tensor:
+        return x.flip(0)
+
+    check(unfaked, Case((2,), (X,), ("R",)), exact=True, expect="R")
+    with set_fallback("replicate"):
+        check(unfaked, Case((2,), (X,), ("S0",)), exact=True, expect="R")
+
+
 def test_what_is_written_to_is_brought_back(unknown):
     with set_fallback("replicate"):
         for text in ("S0(sizes=3/1)", "S1", "P", "R"):

@@ -1,10 +1,11 @@
-"""First and second derivatives of every family of operators against finite differences, fp64, uneven shards."""
+"""Derivatives of every family of operators, second ones of most, against finite differences, fp64, uneven shards."""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.ops.sharded import Case, check_derivatives
 
@@ -16,6 +17,18 @@ def numbers(*shape):
 
 TOKENS = torch.tensor([[0, 4, 2], [3, 1, 1], [2, 2, 0]])
 CLASSES = torch.tensor([1, 0, 3])
+
+
+def written_through_a_view(x, y):
+    found = x * 2
+    found[:, 0].mul_(y)
+    return found.pow(2)
+
+
+def attention_by_matmuls(q, k):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(q, k, q * k, is_causal=True)
+
 
 FAMILIES: dict[str, Any] = {
     "pointwise": (lambda x, y: torch.tanh(x * y) + x / (y * y + 1), [numbers(3, 2), numbers(2)], ["S0", "R"]),
@@ -73,10 +86,58 @@ FAMILIES: dict[str, Any] = {
 ONCE = ("attention", "distances", "batch_norm", "logarithms of running sums")
 
 
+PAIR = [numbers(3, 2), numbers(3, 2)]
+
+# Whose first derivatives go through operators that have second ones above, or that are linear.
+FAMILIES_ONCE: dict[str, Any] = {
+    "einsum": (lambda x, y: torch.einsum("bij,bkj->bik", x, y), [numbers(3, 2, 2), numbers(3, 2, 2)], ["S0", "S0"]),
+    "baddbmm": (torch.baddbmm, [numbers(3, 2, 2), numbers(3, 2, 1), numbers(3, 1, 2)], ["S0", "S0", "S0"]),
+    "running sums": (lambda x: x.cumsum(1).pow(2) + x.cumprod(1), [numbers(3, 3)], ["S0"]),
+    "extremes by place": (lambda x: x.max(1)[0] * x.topk(2, 1)[0].sum(1), [numbers(3, 3)], ["S0"]),
+    "deviation over shards": (lambda x: x.std((0, 1)) * x.prod(1).sum(), [numbers(3, 2)], ["S0"]),
+    "stack": (lambda x, y: torch.stack([x, y], 1).pow(2), PAIR, ["S0", "S0(sizes=1/2)"]),
+    "expand and repeat": (lambda x: x[:, None].expand(3, 2, 2).pow(2) + x.repeat(2, 1)[2], [numbers(3, 2)], ["S0"]),
+    "flip and roll": (lambda x: x.flip(0).pow(2) * x.roll(1, 0), [numbers(3, 2)], ["S0"]),
+    "gather": (lambda x, i: x.gather(1, i).pow(2), [numbers(3, 3), TOKENS % 3], ["S0", "S0"]),
+    "take_along_dim": (lambda x, i: torch.take_along_dim(x, i, 0).pow(2), [numbers(3, 3), TOKENS % 3], ["S1", "S1"]),
+    "scatter": (
+        lambda x, i, y: x.scatter(1, i, y).pow(2),
+        [numbers(3, 5), torch.tensor([[0, 4, 2]] * 3), numbers(3, 3)],
+        ["S0", "S0", "S0"],
+    ),
+    "scatter_add": (
+        lambda x, i, y: x.scatter_add(1, i, y).pow(2), [numbers(3, 5), TOKENS, numbers(3, 3)], ["S0", "S0", "S0"],
+    ),
+    "index": (lambda x, i: x[:, i].pow(2), [numbers(3, 5), torch.tensor([0, 4, 4])], ["S0", "R"]),
+    "index of rows": (lambda x, i: x[i].pow(2), [numbers(3, 2), torch.tensor([0, 2, 2, 1])], ["S0", "R"]),
+    "index_put": (
+        lambda x, i, y: x.index_put((i,), y, accumulate=True).pow(2),
+        [numbers(3, 2), torch.tensor([0, 2, 2]), numbers(3, 2)],
+        ["S1", "R", "S1"],
+    ),
+    "index_select": (lambda x, i: x.index_select(1, i).pow(2), [numbers(3, 5), torch.tensor([0, 4])], ["S0", "R"]),
+    "where": (lambda x, y: torch.where(x > 0, x * y, y), PAIR, ["S0", "S0"]),
+    "masked_fill": (lambda x: x.masked_fill(x > 0.5, 2.0).pow(2), [numbers(3, 2)], ["S0(sizes=0/3)"]),
+    "in place": (lambda x, y: x.clone().mul_(y).add_(x).pow(2), PAIR, ["S0", "P"]),
+    "writing through views": (written_through_a_view, [numbers(3, 2), numbers(3)], ["S0", "S0"]),
+    "foreach": (lambda x, y: torch._foreach_mul([x, y], [y, x])[0] + torch._foreach_exp([x])[0], PAIR, ["S0", "S0"]),
+    "complex": (lambda x, y: torch.view_as_real(torch.complex(x, y) * torch.complex(y, x)), PAIR, ["S0", "S0"]),
+    "losses": (lambda x, y: F.mse_loss(x, y) + F.smooth_l1_loss(x, y) + F.huber_loss(x, y), PAIR, ["S0", "S0"]),
+    "copies and types": (lambda x: x.to(torch.complex128).real.contiguous().clone().pow(2), [numbers(3, 2)], ["S0"]),
+    "attention, by matmuls": (attention_by_matmuls, [numbers(2, 3, 2, 2), numbers(2, 3, 2, 2) * 2], ["S1", "S1"]),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_derivatives(family):
     function, tensors, placements = FAMILIES[family]
     check_derivatives(function, Case((2,), tensors, placements), second=family not in ONCE)
+
+
+@pytest.mark.parametrize("family", FAMILIES_ONCE)
+def test_first_derivatives(family):
+    function, tensors, placements = FAMILIES_ONCE[family]
+    check_derivatives(function, Case((2,), tensors, placements), second=False)
 
 
 @pytest.mark.parametrize("text", ["S0", "S1", "S0(sizes=0/5)"])

@@ -8,7 +8,8 @@ dist.init_process_group("tritondt")
 
 import torch.distributed as dist
 
-from tritondt.backend.process_group import NAME, TritondtProcessGroup
+from tritondt.backend.group import NAME
+from tritondt.backend.process_group import TritondtProcessGroup
 
 dist.Backend.register_backend(NAME, TritondtProcessGroup, extended_api=True, devices=["cpu", "cuda"])
 

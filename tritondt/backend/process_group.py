@@ -9,19 +9,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from tritondt.backend.agreement import Parts
 from tritondt.backend.described import described
-from tritondt.backend.router import CPU, Router
+from tritondt.backend.group import Group
 from tritondt.errors import TransportError
 
-NAME = "tritondt"
-CUDA = torch.device("cuda")
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Tensors]
-_Base: Any = dist.ProcessGroup
 
 # What a call without options means.
 ALL_REDUCE = c10d.AllreduceOptions()
@@ -36,25 +32,12 @@ SCATTER = c10d.ScatterOptions()
 BARRIER = c10d.BarrierOptions()
 
 
-class TritondtProcessGroup(_Base):  # type: ignore[misc]
+class TritondtProcessGroup(Group):
     """One rank's part in a group; `dist.init_process_group("tritondt")` and `dist.new_group` make one.
 
     Raises TransportError for what cannot be carried, LocalTensorError for tensors of wrong sizes, PeerError where
     others failed or did not come, MismatchError where they came for something else, WorldError once it has ended.
     """
-
-    def __init__(self, options: Any, _backend_options: object = None) -> None:
-        super().__init__(options.group_rank, options.group_size)
-        self._store = options.store
-        self._router = Router(options, self._kinds)
-        # What C++ asks a group for and does not forward to this class, it asks of these.
-        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)
-        self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, None)
-
-    def _kinds(self) -> tuple[str, ...]:
-        """The types of devices that it was made for: "cuda:tritondt" names one."""
-        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
-        return tuple(part.partition(":")[0] for part in config.split(",") if ":" in part) or ("cpu", "cuda")
 
     def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
         """Tensors, each reduced in place on all ranks."""
@@ -280,63 +263,12 @@ class TritondtProcessGroup(_Base):  # type: ignore[misc]
             raise TransportError(f"coalescing was asked for on {device}; Gloo runs operations one by one")
         return found
 
-    def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
-        """What torch.distributed calls it."""
-        return NAME
-
-    def name(self) -> str:
-        """What torch.distributed calls it."""
-        return NAME
-
-    def get_group_store(self) -> dist.Store:
-        """Where its ranks meet."""
-        store: dist.Store = self._store
-        return store
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self._router.gloo if torch.device(device).type == "cpu" else NcclBackend()
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._router.num_operations
-
-    def _set_sequence_number_for_group(self) -> None:
-        """It counts from 0 on all ranks."""
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take from now on."""
-        self._router.set_timeout(timeout)
-
-    def abort(self) -> None:
-        """Ends what is under way without waiting for the others; the group cannot be used any more."""
-        self._router.abort()
-
-    def shutdown(self) -> None:
-        """Waits for what is under way on NCCL, and ends; `dist.destroy_process_group` calls it."""
-        self._router.close()
-
     # As torch 2.13 calls them.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
-
-
-class NcclBackend:
-    """What torch.distributed asks about the part of a group that is on GPUs."""
-
-    supports_splitting = False  # new groups make communicators of their own, on first use
-    supports_coalescing = True
-    supports_time_estimate = False
-    supports_shrinking = False
-
-    def name(self) -> str:
-        """What torch.distributed calls it."""
-        return NAME
-
-    def supports_tensor_alloc(self, _device: torch.device) -> bool:
-        """Whether it has memory of its own to give: no."""
-        return False
 
 
 def _counts(tensors: Tensors) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Where the operations of a process group run: on Gloo for tensors on the CPU, on NCCL for those on a GPU."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,21 @@ from tritondt.errors import TransportError, TritondtError, WorldError
 CPU = torch.device("cpu")
 
 
+# How often groups of a name have been made, since the default group was.
+_num_makings: Counter[str] = Counter()
+
+
+def _making_of(options: Any) -> int:
+    """The number of this making of a group of its name, alike on its ranks.
+
+    torch names some groups by their ranks, and so again when one has been destroyed, which left its keys in the store.
+    """
+    if not options.global_ranks_in_group:  # the default group
+        _num_makings.clear()
+    _num_makings[options.group_id] += 1
+    return _num_makings[options.group_id]
+
+
 class Router:
     """That of one rank; `options` are torch's DistributedBackendOptions, `kinds` gives the devices it was made for."""
 
@@ -31,9 +47,11 @@ class Router:
         rank, size = options.group_rank, options.group_size
         self.place, self.timeout = Place(rank, size), options.timeout
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
-        self.name, self.num_operations = f"process group {options.group_id}", 0
+        self.group_id, self.num_operations = options.group_id, 0
+        making = _making_of(options)
+        self.name = f"process group {self.group_id}{'' if making == 1 else f', made again ({making})'}"
         self._kinds = kinds
-        store = dist.PrefixStore("gloo", options.store)
+        store = dist.PrefixStore(f"gloo/{making}", options.store)
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         # torch's own group over it, for it has methods that a Backend does not show.
         self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
@@ -45,7 +63,8 @@ class Router:
         self._line: StoreLine | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
-            self._line = StoreLine(dist.PrefixStore("tritondt/debug", options.store.clone()), StoreHome(options.store))
+            debug_store = dist.PrefixStore(f"tritondt/debug/{making}", options.store.clone())
+            self._line = StoreLine(debug_store, StoreHome(options.store))
             self._agreement = Agreement(self._line, self.ranks, rank)
 
     def side(self, text: str, device: torch.device) -> NcclSide | None:

@@ -36,6 +36,7 @@ class Transfer:
     `exchange` names peers by their place in the communicator; `source_blocks[i]` and `target_blocks[i]` say
     where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
     exchange and differs between exchanges; `description` is what error messages say. All tensors are on `device`.
+    With `wire_dtype` messages hold that dtype, a narrower one than all tensors have, and what stays is rounded alike.
     """
 
     exchange: Exchange
@@ -46,6 +47,7 @@ class Transfer:
     fingerprint: int
     description: str
     device: torch.device = CPU
+    wire_dtype: torch.dtype | None = None
 
 
 @dataclass(slots=True)

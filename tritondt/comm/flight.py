@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tritondt._C import STATES, FlightRecorder
+from tritondt.errors import PeerError
 
 PACKING, EXCHANGING, UNPACKING, DONE, FAILED = map(
     STATES.index, ("packing", "exchanging", "unpacking", "done", "failed")
@@ -60,6 +61,10 @@ class Flight:
         except OSError as error:  # what went wrong before matters more
             return f"; the flight record could not be written ({error})"
         return f"; flight records: {self.path.parent}"
+
+    def written_for(self, error: PeerError) -> PeerError:
+        """The error, with where everything recorded has been written."""
+        return type(error)(f"{error}{self.write(f'{type(error).__name__}: {error}')}")
 
 
 def _internal_files() -> Iterator[str]:

@@ -41,7 +41,7 @@ class GlooCommunicator(PackedCommunicator):
 
     def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Posts all receives, packs, posts all sends, keeps, and waits."""
-        wait = Wait(self._key, self.sequence, errand, self._ranks, self._interrupt, self._timeout_s)
+        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: self._interrupt(), self._timeout_s)
         self._watch.begin(wait)
         try:
             self._converse(wait, receives, sends, pack, meanwhile)
@@ -76,7 +76,7 @@ class GlooCommunicator(PackedCommunicator):
             yield
         except RuntimeError as error:
             self._check_usable(wait.description)  # another thread may have aborted
-            raise self._recorded(self._cause(wait, error)) from error
+            raise self._flight.written_for(self._cause(wait, error)) from error
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1

@@ -58,7 +58,7 @@ def within(timeout: timedelta, make: Callable[[], Result]) -> Result:
         except BaseException as error:  # noqa: BLE001  the caller raises it
             outcome.append(error)
 
-    thread = threading.Thread(target=run, name="tritondt-nccl-init", daemon=True)
+    thread = threading.Thread(target=run, name="tritondt-nccl", daemon=True)
     thread.start()
     thread.join(timeout.total_seconds())
     if not outcome:

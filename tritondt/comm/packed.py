@@ -13,14 +13,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from tritondt.comm.casting import casting_transfer
 from tritondt.comm.communicator import Errand, Traffic, Transfer
 from tritondt.comm.comparison import FINGERPRINT, Note, difference, read_note, write_note
 from tritondt.comm.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Flight
 from tritondt.comm.forked import ForkedError
 from tritondt.comm.letters import Letters
-from tritondt.comm.packing import PackedTransfer, Slice, packed_transfer
+from tritondt.comm.packing import Casting, PackedTransfer, Slice, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
-from tritondt.errors import PeerError, TransportError, WorldError
+from tritondt.errors import TransportError, WorldError
 from tritondt.memory import allocate
 
 NO_SITE = -1
@@ -67,7 +68,9 @@ class PackedCommunicator(ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, member: Member, queue: IssueQueue) -> None:
+    def __init__(self, member: Member, queue: IssueQueue, launch: Callable[..., object] | None = None) -> None:
+        """`launch(run, *arguments)` runs a table where it is in order with the messages: at once, by default."""
+        self._launch = launch or _at_once
         self._key, self._ranks, self._rank = member.key, member.ranks, member.rank
         self._place = self._ranks.index(self._rank)
         self._traffic = Traffic()
@@ -168,7 +171,9 @@ class PackedCommunicator(ABC):
         found = self._packed.get(transfer)
         if found is None:
             errand = self._errand(transfer.fingerprint, transfer.description)
-            found = self._packed[transfer] = packed_transfer(transfer), errand
+            wire_dtype = transfer.wire_dtype
+            plan = packed_transfer(transfer) if wire_dtype is None else casting_transfer(transfer, wire_dtype)
+            found = self._packed[transfer] = plan, errand
         return found
 
     def _errand(self, fingerprint: int, text: str) -> Errand:
@@ -213,10 +218,6 @@ class PackedCommunicator(ABC):
     def _record_failure(self, errand: Errand, error: BaseException) -> None:
         self._recorder.end(errand.record, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
 
-    def _recorded(self, error: PeerError) -> PeerError:
-        """The error, with where this rank's flight record has been written."""
-        return type(error)(f"{error}{self._flight.write(f'{type(error).__name__}: {error}')}")
-
     def _compare(self, errand: Errand, site: int) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         errand.site = site
@@ -255,10 +256,6 @@ class PackedCommunicator(ABC):
     def _bytes_of(self, content: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
-    def _launch(self, run: Callable[..., object], *arguments: object) -> None:
-        """Runs a table, or puts it where it will run in order with the messages."""
-        run(*arguments)
-
     def _move(
         self,
         sources: Sequence[torch.Tensor],
@@ -270,11 +267,7 @@ class PackedCommunicator(ABC):
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
         threads, set_state, record = torch.get_num_threads(), self._recorder.state, errand.record
-        try:
-            staging, buffer = (_buffer(n, device) for n in (plan.staged_bytes, plan.packed_bytes))
-        except BaseException as error:  # nothing has been sent: the others can be told
-            self._refuse(error)
-            raise
+        staging, buffer, widened = self._buffers(plan, device)
 
         def pack() -> None:
             if plan.pack is not None:
@@ -284,7 +277,8 @@ class PackedCommunicator(ABC):
 
         def keep() -> None:
             if plan.keep is not None:
-                self._launch(plan.keep.run, source_pointers, target_pointers, threads)
+                kept = source_pointers if widened is None else [buffer.data_ptr()]
+                self._launch(plan.keep.run, kept, target_pointers, threads)
 
         self.sequence += 1
         if plan.sends or plan.receives:
@@ -297,13 +291,32 @@ class PackedCommunicator(ABC):
                 keep,
             )
         else:
+            pack()
             keep()
         if plan.unpack is not None or plan.reduces:
             set_state(record, UNPACKING)
         if plan.unpack is not None:
             self._launch(plan.unpack.run, [staging.data_ptr()], target_pointers, threads)
+        if widened is not None:
+            self._widen(plan.casting, [staging.data_ptr(), buffer.data_ptr()], widened.data_ptr(), threads)
+            staging = widened
         for table in plan.reduces:
             self._launch(table.run, [*source_pointers, staging.data_ptr()], target_pointers, threads)
+
+    def _buffers(
+        self, plan: PackedTransfer, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """For what arrives, for what is packed, and with a wire dtype for terms as wide as the tensor."""
+        try:
+            widened = None if plan.casting is None else _buffer(plan.casting.widened_bytes, device)
+            return _buffer(plan.staged_bytes, device), _buffer(plan.packed_bytes, device), widened
+        except BaseException as error:  # nothing has been sent: the others can be told
+            self._refuse(error)
+            raise
+
+    def _widen(self, casting: Casting | None, buffers: list[int], widened: int, threads: int) -> None:
+        if casting is not None and casting.widen is not None:
+            self._launch(casting.widen.run, buffers, [widened], threads)
 
     def _second_thread(self, description: str) -> WorldError:
         return WorldError(
@@ -312,9 +325,10 @@ class PackedCommunicator(ABC):
             "issue from one thread, or from one after the other"
         )
 
-    def _end(self, how: str) -> None:
-        """Refuses further use; `how` is "closed" or "aborted"."""
+    def _end(self, how: str) -> BaseException:
+        """Refuses further use, and gives the reason; `how` is "closed" or "aborted"."""
         self.failure = self.failure or _EndedError(f"the communicator was {how}")
+        return self.failure
 
     def disown(self, error: WorldError) -> None:
         """Refuses all further use with `error`, in a process that was forked from the communicator's."""
@@ -357,6 +371,10 @@ class PackedCommunicator(ABC):
 
 
 def _nothing() -> None: ...
+
+
+def _at_once(run: Callable[..., object], *arguments: object) -> None:
+    run(*arguments)
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -5,7 +5,7 @@ others get consecutive places in a buffer, without padding between their parts.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from tritondt.comm.communicator import Reduction, Transfer
@@ -30,7 +30,8 @@ class PackedTransfer(NamedTuple):
     """A transfer in bytes.
 
     `pack` fills the send buffer from the sources, `keep` moves what stays, `unpack` moves what arrived in the
-    receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs).
+    receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs). `casting` is
+    there with a wire dtype, and changes what `keep` and `reduces` read.
     """
 
     sends: tuple[Slice, ...]
@@ -43,13 +44,33 @@ class PackedTransfer(NamedTuple):
     keep: Table | None
     unpack: Table | None
     reduces: tuple[Table, ...]
+    casting: "Casting | None" = None
 
 
-class _Arrival(NamedTuple):
+class Casting(NamedTuple):
+    """What a wire dtype adds to a transfer.
+
+    What stays is packed as well, and `keep` takes it from the send buffer. `widen` casts the terms of reductions, from
+    receive buffer and send buffer, into a buffer of `widened_bytes`, which `reduces` take for the receive buffer.
+    """
+
+    widen: Table | None
+    widened_bytes: int
+
+
+class Arrival(NamedTuple):
     """A part in a buffer, and the byte at which it starts."""
 
     part: Part
     start: int
+
+
+class Term(NamedTuple):
+    """A term of a reduction: a part, in which of the reduction's inputs it lies, and where in there."""
+
+    part: Part
+    source: int
+    stored: Blocks
 
 
 def packed_transfer(transfer: Transfer) -> PackedTransfer:
@@ -58,8 +79,8 @@ def packed_transfer(transfer: Transfer) -> PackedTransfer:
     sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, landing=False)
     receives, staged_bytes, arrived = _slices(transfer, exchange.receives, transfer.target_blocks, landing=True)
     packs = [box for found in leaving for box in _pack(transfer, found)]
-    keeps = [box for part in exchange.keeps if _moves(transfer, part) for box in _keep(transfer, part)]
-    unpacks = [box for found in arrived if _moves(transfer, found.part) for box in _unpack(transfer, found)]
+    keeps = [box for part in exchange.keeps if moves(transfer, part) for box in _keep(transfer, part)]
+    unpacks = [box for found in arrived if moves(transfer, found.part) for box in _unpack(transfer, found)]
     pack, keep, unpack = (copy_table(boxes, transfer.device) if boxes else None for boxes in (packs, keeps, unpacks))
     return PackedTransfer(
         sends,
@@ -71,24 +92,25 @@ def packed_transfer(transfer: Transfer) -> PackedTransfer:
         pack,
         keep,
         unpack,
-        _reduce_tables(transfer, arrived),
+        reduce_tables(transfer, _terms(transfer, arrived)),
     )
 
 
-def _moves(transfer: Transfer, part: Part) -> bool:
+def moves(transfer: Transfer, part: Part) -> bool:
+    """Whether a part moves as it is; a term of a reduction does not."""
     return transfer.reductions[part.tensor] is None
 
 
 def _slices(
     transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], *, landing: bool
-) -> tuple[tuple[Slice, ...], int, list[_Arrival]]:
+) -> tuple[tuple[Slice, ...], int, list[Arrival]]:
     """Where each message lies, the buffer's size, and the parts that lie in the buffer."""
     alignment = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
-    slices, buffered, filled = [], list[_Arrival](), 0
+    slices, buffered, filled = [], list[Arrival](), 0
     for message in messages:
         num_bytes = sum(_num_bytes(transfer, part) for part in message.parts)
         part = message.parts[0]
-        if len(message.parts) == 1 and (not landing or _moves(transfer, part)):
+        if len(message.parts) == 1 and (not landing or moves(transfer, part)):
             offset = contiguous_offset(stored[part.tensor], part.region)
             if offset is not None:
                 start = offset * transfer.dtypes[part.tensor].itemsize
@@ -97,7 +119,7 @@ def _slices(
         filled = -(-filled // alignment) * alignment
         slices.append(Slice(message.peer, None, filled, num_bytes))
         for part in message.parts:
-            buffered.append(_Arrival(part, filled))
+            buffered.append(Arrival(part, filled))
             filled += _num_bytes(transfer, part)
     return tuple(slices), filled, buffered
 
@@ -106,7 +128,7 @@ def _num_bytes(transfer: Transfer, part: Part) -> int:
     return part.numel * transfer.dtypes[part.tensor].itemsize
 
 
-def _in_buffer(transfer: Transfer, found: _Arrival) -> Blocks:
+def _in_buffer(transfer: Transfer, found: Arrival) -> Blocks:
     return (message_block(found.part.region, found.start // transfer.dtypes[found.part.tensor].itemsize),)
 
 
@@ -125,7 +147,7 @@ def _copies(transfer: Transfer, part: Part, sides: Sequence[Blocks], places: tup
         )
 
 
-def _pack(transfer: Transfer, found: _Arrival) -> Iterator[CopyBox]:
+def _pack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
     tensor = found.part.tensor
     return _copies(transfer, found.part, (transfer.source_blocks[tensor], _in_buffer(transfer, found)), (tensor, 0))
 
@@ -135,46 +157,43 @@ def _keep(transfer: Transfer, part: Part) -> Iterator[CopyBox]:
     return _copies(transfer, part, (transfer.source_blocks[tensor], transfer.target_blocks[tensor]), (tensor, tensor))
 
 
-def _unpack(transfer: Transfer, found: _Arrival) -> Iterator[CopyBox]:
+def _unpack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
     tensor = found.part.tensor
     return _copies(transfer, found.part, (_in_buffer(transfer, found), transfer.target_blocks[tensor]), (0, tensor))
 
 
-def _reduce_tables(transfer: Transfer, arrived: Sequence[_Arrival]) -> tuple[Table, ...]:
-    """One table per dtype and reduction; a box's slots are its terms in coordinate order."""
-    terms: dict[tuple[int, object], list[tuple[int, int, Blocks]]] = defaultdict(list)
-    regions = {}
-    buffer = len(transfer.source_blocks)
+def _terms(transfer: Transfer, arrived: Sequence[Arrival]) -> Iterator[Term]:
+    """All terms of what is reduced: in the receive buffer, which is the last input, and in the tensors."""
     for found in arrived:
-        if not _moves(transfer, found.part):
-            key = (found.part.tensor, found.part.region)
-            regions[key] = found.part
-            terms[key].append((found.part.contribution, buffer, _in_buffer(transfer, found)))
+        if not moves(transfer, found.part):
+            yield Term(found.part, len(transfer.source_blocks), _in_buffer(transfer, found))
     for part in transfer.exchange.keeps:
-        if not _moves(transfer, part):
-            key = (part.tensor, part.region)
-            regions[key] = part
-            terms[key].append((part.contribution, part.tensor, transfer.source_blocks[part.tensor]))
+        if not moves(transfer, part):
+            yield Term(part, part.tensor, transfer.source_blocks[part.tensor])
+
+
+def reduce_tables(transfer: Transfer, terms: Iterable[Term]) -> tuple[Table, ...]:
+    """One table per dtype and reduction; a box's slots are its terms in coordinate order."""
+    of_region: dict[tuple[int, object], list[Term]] = defaultdict(list)
+    for term in terms:
+        of_region[term.part.tensor, term.part.region].append(term)
     tables: dict[tuple[str, Reduction], list[ReduceBox]] = defaultdict(list)
-    for key, part in regions.items():
-        reduction = transfer.reductions[part.tensor]
-        assert reduction is not None, f"tensor {part.tensor} of {transfer.description} is not reduced"
-        dtype = str(transfer.dtypes[part.tensor]).removeprefix("torch.")
-        tables[dtype, reduction] += _reduced_boxes(transfer, part, sorted(terms[key], key=lambda term: term[0]))
+    for (tensor, _), found in of_region.items():
+        reduction = transfer.reductions[tensor]
+        assert reduction is not None, f"tensor {tensor} of {transfer.description} is not reduced"
+        dtype = str(transfer.dtypes[tensor]).removeprefix("torch.")
+        tables[dtype, reduction] += _reduced_boxes(transfer, sorted(found, key=lambda term: term.part.contribution))
     return tuple(
         reduce_table(boxes, reduction.op, dtype, reduction.divisor, transfer.device)
         for (dtype, reduction), boxes in tables.items()
     )
 
 
-def _reduced_boxes(transfer: Transfer, part: Part, terms: Sequence[tuple[int, int, Blocks]]) -> Iterator[ReduceBox]:
+def _reduced_boxes(transfer: Transfer, terms: Sequence[Term]) -> Iterator[ReduceBox]:
+    part, found = terms[0].part, [term.part.contribution for term in terms]
     expected = list(range(transfer.exchange.contributions[part.tensor]))
-    assert [term[0] for term in terms] == expected, (
-        f"{transfer.description} has terms {[term[0] for term in terms]} for {part.region}, expected {expected}"
-    )
-    sides = (transfer.target_blocks[part.tensor], *(stored for _, _, stored in terms))
+    assert found == expected, f"{transfer.description} has terms {found} for {part.region}, expected {expected}"
+    sides = (transfer.target_blocks[part.tensor], *(term.stored for term in terms))
     for lengths, ((target_offset, target_strides), *places) in joint_boxes(sides, part.region):
-        slots = tuple(
-            Slot(source, offset, strides) for (_, source, _), (offset, strides) in zip(terms, places, strict=True)
-        )
+        slots = tuple(Slot(term.source, offset, strides) for term, (offset, strides) in zip(terms, places, strict=True))
         yield ReduceBox(part.tensor, target_offset, lengths, target_strides, slots)

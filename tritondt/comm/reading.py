@@ -6,7 +6,7 @@ them. Distributed tensors are guarded by their storage, so that views and parame
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 
@@ -15,21 +15,22 @@ readers: dict[int, tuple[Callable[[], None], ...]] = {}
 _changing = threading.Lock()
 
 
-def begin(tensors: Iterable[torch.Tensor], wait: Callable[[], None]) -> Sequence[int]:
+def begin(tensors: Iterable[torch.Tensor], wait: Callable[[], None]) -> Collection[int]:
     """Notes that the storages of `tensors` are being read until `end` is called with what this returns."""
     # Empty storages are all at address 0, those of other communicators and rank threads too; nothing is read there.
-    addresses = tuple({tensor.untyped_storage().data_ptr() for tensor in tensors} - {0})
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    addresses.discard(0)
     with _changing:
         for address in addresses:
             readers[address] = (*readers.get(address, ()), wait)
     return addresses
 
 
-def end(addresses: Sequence[int], wait: Callable[[], None]) -> None:
+def end(addresses: Collection[int], wait: Callable[[], None]) -> None:
     """Ends what `begin` noted."""
     with _changing:
         for address in addresses:
-            left = tuple(other for other in readers[address] if other != wait)
+            left = tuple([other for other in readers[address] if other != wait])
             if left:
                 readers[address] = left
             else:

@@ -62,7 +62,8 @@ class SocketCommunicator(PackedCommunicator):
 
     def _go_on(self, errand: Errand, started: float, outcome: str, peer: int) -> None:
         """Sees an exchange through that is not done at once; the watch is told of no other."""
-        wait = Wait(self._key, self.sequence, errand, self._ranks, self._group.interrupt, self._timeout_s)
+        group = self._group
+        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: group.interrupt(), self._timeout_s)
         wait.is_timed = False  # by the watchdog, which needs no GIL
         wait.started = started
         self._watch.begin(wait)
@@ -77,7 +78,7 @@ class SocketCommunicator(PackedCommunicator):
             self._check_usable(errand.description)  # another thread may have aborted
             if peer >= 0:  # else all letters had come when the time was over
                 wait.peer = self._ranks[peer]
-            raise self._recorded(self._cause(wait, outcome))
+            raise self._flight.written_for(self._cause(wait, outcome))
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1

@@ -80,7 +80,8 @@ class StreamQueue(IssueQueue):
         assert isinstance(work, StreamWork), "work of a queue of streams"
         self._thread_id = threading.get_ident()
         try:
-            with Joined(self._streams, self.stream, waits_back=False):
+            self.stream.wait_event(self._streams.current().record_event())
+            with self._streams.on(self.stream):
                 self._run(work, run)
         finally:
             self._thread_id = None
@@ -141,16 +142,16 @@ class StreamQueue(IssueQueue):
 
     def joined(self) -> "Joined":
         """Operators within go to the stream, after those before; those after it wait for them."""
-        return Joined(self._streams, self.stream, waits_back=True)
+        return Joined(self._streams, self.stream)
 
 
 class Joined:
-    """Within, operators of the calling thread go to another stream; with `waits_back`, those after it wait for them."""
+    """Within, operators of the calling thread go to another stream; those after it wait for them."""
 
-    __slots__ = ("_caller", "_context", "_stream", "_waits_back")
+    __slots__ = ("_caller", "_context", "_stream")
 
-    def __init__(self, streams: Streams, stream: Stream, *, waits_back: bool) -> None:
-        self._stream, self._waits_back = stream, waits_back
+    def __init__(self, streams: Streams, stream: Stream) -> None:
+        self._stream = stream
         self._caller, self._context = streams.current(), streams.on(stream)
 
     def __enter__(self) -> None:
@@ -161,5 +162,4 @@ class Joined:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.__exit__(kind, error, trace)
-        if self._waits_back:
-            self._caller.wait_event(self._stream.record_event())
+        self._caller.wait_event(self._stream.record_event())

@@ -65,8 +65,8 @@ class Streams(Protocol):
         """Sends the operators of the calling thread to `stream`."""
         ...
 
-    def launch(self, run: Callable[[], object]) -> None:
-        """Calls `run`, which launches kernels on the current stream."""
+    def launch(self, run: Callable[..., object], *arguments: object) -> None:
+        """Calls `run(*arguments)`, which launches kernels on the current stream."""
         ...
 
     def is_capturing(self) -> bool:
@@ -111,9 +111,9 @@ class CudaStreams:
         """Sends the operators of the calling thread to `stream`."""
         return torch.cuda.stream(stream)
 
-    def launch(self, run: Callable[[], object]) -> None:
+    def launch(self, run: Callable[..., object], *arguments: object) -> None:
         """Calls `run`: kernels go to the current stream by themselves."""
-        run()
+        run(*arguments)
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being made of the current stream."""

@@ -117,7 +117,7 @@ class ThreadCommunicator(PackedCommunicator):
 
     def _carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
-        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda: None, _NO_TIMEOUT_S)
+        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: None, _NO_TIMEOUT_S)
         pack()
         for peer, tensor in sends.memory():
             board.mail[self._key, self._place, peer, tag].append(tensor.clone())

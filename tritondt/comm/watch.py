@@ -30,28 +30,31 @@ class Wait:
 
     `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `letters`
     name, or one of `suspects`, which is narrowed to those who have not said that they wait as well. `interrupt` makes
-    the waiting call return with an error. Where nobody waits on the host, `is_over` tells that it has ended, and
-    `trouble` what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks that
-    disagree have not done.
+    the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
+    `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
+    that disagree have not done.
     """
 
     key: str
     sequence: int
     errand: Errand
     ranks: tuple[int, ...]
-    interrupt: Callable[[], None]
+    interrupt: Callable[["Wait"], None]
     timeout_s: float
     is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
     letters: tuple[Sequence[Slice], ...] = ()
     suspects: tuple[int, ...] = ()
-    is_over: Callable[[], bool] = lambda: False
     trouble: Callable[[], str | None] = lambda: None
     is_troubled: bool = False
     started: float = field(default_factory=time.monotonic)
     reason: PeerError | None = None
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
+
+    def is_over(self) -> bool:
+        """Whether it has ended without anybody on the host to say so."""
+        return False
 
     @property
     def fingerprint(self) -> int:
@@ -187,7 +190,7 @@ class Watch:
             reason = self._timed_out(wait, silent)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason
-            wait.interrupt()
+            wait.interrupt(wait)
 
     def _has_expired(self, wait: Wait) -> bool:
         late_s = _late_s(wait)

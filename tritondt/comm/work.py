@@ -36,7 +36,7 @@ class Work:
 
     def __init__(self, queue: "IssueQueue", description: str) -> None:
         self.description = description
-        self._queue, self._issuer = queue, identity.current()
+        self._queue, self._issuer = queue, queue.issuer
         self._finished, self._is_seen = False, False
         self._error: BaseException | None = None
 
@@ -72,7 +72,7 @@ class Work:
 
     def _check_issuer(self) -> None:
         caller, issuer = identity.current(), self._issuer
-        if caller != issuer:
+        if caller is not issuer and caller != issuer:
             raise WorldError(
                 f"{self.description} was issued by rank {issuer.rank} of world {issuer.generation} and is waited for "
                 f"by rank {caller.rank} of world {caller.generation}; only who issued it may wait for it, in its world"
@@ -93,6 +93,7 @@ class IssueQueue(ABC):
     """Runs what is issued, one after the other, in a thread of its own."""
 
     def __init__(self) -> None:
+        self.issuer = identity.current()  # whoever makes the communicator issues on it
         self._last: Work | None = None
         self._failed: Work | None = None
         self._thread_id: int | None = None

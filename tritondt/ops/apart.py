@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
+from tritondt.ops.drawing import choices, leaky, leaky_functional, leaky_in_place
 
 aten = torch.ops.aten
 
@@ -71,6 +72,10 @@ DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
     aten._batch_norm_with_update.default: _batch_norm_with_reserve,
     aten._batch_norm_no_update.default: _batch_norm_without_update,
     aten.batch_norm_backward.default: _batch_norm_gradient,
+    aten.multinomial.default: choices,
+    aten.rrelu_with_noise.default: leaky,
+    aten.rrelu_with_noise_.default: leaky_in_place,
+    aten.rrelu_with_noise_functional.default: leaky_functional,
 }
 
 

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from tritondt.ops.schema import OpSchema
 from tritondt.spec import DTensorSpec, TensorMeta
 
 # One for every output, None where it is no tensor; a lone output stands by itself.
 TensorMetas: TypeAlias = "TensorMeta | Sequence[TensorMeta | None] | None"
+
+# What torch.library.custom_op says of an operator for which nobody has registered a fake.
+_NOT_FAKED = "no fake impl registered"
 
 
 class _Faker:
@@ -29,7 +32,12 @@ class _Faker:
                 self._mode.cache_enabled = False
             with self._mode, torch.inference_mode(False), torch.no_grad():
                 args, kwargs = _fake(schema.args_schema), _fake(dict(schema.kwargs_schema))
-                return schema.op(*args, **kwargs)
+                try:
+                    return schema.op(*args, **kwargs)
+                except RuntimeError as error:
+                    if _NOT_FAKED in str(error):
+                        raise UnsupportedOperatorException(schema.op) from error
+                    raise
 
 
 _faker = _Faker()

@@ -108,7 +108,10 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
     order = common_order(specs)
     fixed = written_positions(schema)
     chosen = [
-        select_for_axis(offered, specs, axis, fixed) or select_for_axis(offered, specs, axis)
+        select_for_axis(offered, specs, axis, fixed)
+        or select_for_axis(offered, specs, axis)
+        # Where nothing runs on what is there, and nothing on whole tensors, an argument is cut as the strategy asks.
+        or select_for_axis([strategy._replace(exact=True) for strategy in offered], specs, axis)
         for axis, offered in enumerate(strategies)
     ]
     found = [strategy for strategy in chosen if strategy is not None]

@@ -1,11 +1,14 @@
 """What a redistribution will do, before anything moves: steps, bytes, messages, memory and predicted time."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
+from tritondt import region as regions
 from tritondt.layout import Coordinate, Layout
 from tritondt.planning.cost import CostTable, step_cost
-from tritondt.planning.exchange import Message
+from tritondt.planning.exchange import Message, Part
 from tritondt.planning.geometry import Block, contiguous_offset, step_blocks
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan
@@ -16,7 +19,8 @@ class StepReport:
     """One step as one rank sees it; bytes and messages are exact, seconds are the cost table's for any rank.
 
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
-    arrives before it is unpacked or reduced; messages that are one run of memory need neither.
+    arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
+    dtype than the tensor.
     """
 
     kind: str
@@ -35,6 +39,7 @@ class StepReport:
 class Explanation:
     """All steps of a redistribution as the rank at `coordinate` sees them, for contiguous local tensors.
 
+    `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own.
     `first_connections_seconds` comes on top, once, for peers that this rank has never talked to.
     """
 
@@ -46,6 +51,7 @@ class Explanation:
     peak_bytes: int
     num_peers: int
     first_connections_seconds: float
+    wire_itemsize: int | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -76,6 +82,8 @@ class Explanation:
 
     def __str__(self) -> str:
         title = f"{self.source} -> {self.target} of {self.shape} at {self.coordinate}"
+        if self.wire_itemsize is not None:
+            title += f", {self.wire_itemsize} bytes an element in messages"
         if not self.steps:
             return f"{title}: nothing to do"
         rows = [("step", "from", "to", "sends", "bytes out", "receives", "bytes in", "temporary", "predicted")]
@@ -103,9 +111,19 @@ class Explanation:
 
 
 def explain_layouts(
-    source: Layout, target: Layout, itemsize: int, costs: CostTable, coordinate: Coordinate | None = None
+    source: Layout,
+    target: Layout,
+    itemsize: int,
+    costs: CostTable,
+    coordinate: Coordinate | None = None,
+    *,
+    wire_itemsize: int | None = None,
+    scale_bytes: int = 0,
 ) -> Explanation:
     """Explains a redistribution for the rank at `coordinate` (default: the first), from the layouts alone.
+
+    `wire_itemsize` is given where messages hold narrower elements than the tensor, `scale_bytes` where each box has a
+    scale.
 
     >>> from tritondt.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
@@ -114,12 +132,16 @@ def explain_layouts(
     (24, 24, 3)
     """
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
-    plan = make_plan(source, target, itemsize, costs)
+    plan = make_plan(source, target, itemsize if wire_itemsize is None else wire_itemsize, costs)
     reports, peers = [], set[int]()
     for step in plan.steps:
         found = step.exchange(at)
         peers.update(message.peer for message in (*found.sends, *found.receives))
-        reports.append(_report(step, at, itemsize, costs))
+        if wire_itemsize is None or not step.moving_axes:
+            reports.append(_report(step, at, itemsize, costs))
+        else:
+            wire = _Wire(itemsize, wire_itemsize, scale_bytes)
+            reports.append(_cast_report(step, at, wire, costs))
     peak = 0
     for step, report in zip(plan.steps, reports, strict=True):
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
@@ -132,6 +154,7 @@ def explain_layouts(
         peak_bytes=peak,
         num_peers=len(peers),
         first_connections_seconds=len(peers) * costs.first_connection_s,
+        wire_itemsize=wire_itemsize,
     )
 
 
@@ -154,6 +177,46 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
         packed_bytes=packed * itemsize,
         staged_bytes=(received - landing) * itemsize,
         seconds=step_cost(step, itemsize, costs).seconds,
+    )
+
+
+class _Wire(NamedTuple):
+    """Bytes of an element, of one in a message, and of the scale of a box there."""
+
+    itemsize: int
+    wire_itemsize: int
+    scale_bytes: int
+
+    def num_bytes(self, parts: Iterable[Part]) -> int:
+        """Bytes that parts take in messages."""
+        return sum(
+            part.numel * self.wire_itemsize + regions.num_boxes(part.region) * self.scale_bytes for part in parts
+        )
+
+
+def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTable) -> StepReport:
+    """The same of messages that are cast: all of them, and what stays, are packed, what several receive once.
+
+    Terms of a reduction are staged as they come, and as wide as the tensor.
+    """
+    found = step.exchange(coordinate)
+    packed = {*(message.parts for message in found.sends), *((part,) for part in found.keeps)}
+    arriving = [part for message in found.receives for part in message.parts]
+    received = wire.num_bytes(arriving)
+    widened = 0
+    if step.kind == "reduce":
+        widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
+    return StepReport(
+        kind=step.kind,
+        source=str(step.source),
+        target=str(step.target),
+        num_sent=len(found.sends),
+        num_received=len(found.receives),
+        sent_bytes=sum(wire.num_bytes(message.parts) for message in found.sends),
+        received_bytes=received,
+        packed_bytes=sum(wire.num_bytes(parts) for parts in packed),
+        staged_bytes=received + widened,
+        seconds=step_cost(step, wire.wire_itemsize, costs).seconds,
     )
 
 

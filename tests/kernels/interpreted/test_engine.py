@@ -11,7 +11,7 @@ from tests.oracle.cases import check_cases, random_case
 from tritondt.comm.threads import run_ranks
 from tritondt.kernels import device_table
 from tritondt.kernels.device_table import DeviceTable
-from tritondt.kernels.tables import TritonMaker, copy_table, made_by
+from tritondt.kernels.tables import CppMaker, TritonMaker, copy_table, made_by
 from tritondt.planning.cost import CostTable
 
 # numpy, which interprets the kernels, warns of the infinities that a max or min starts from.
@@ -22,11 +22,23 @@ class CountingMaker(TritonMaker):
     """Triton's tables, counted by what they do."""
 
     def __init__(self):
-        self.num_copies = self.num_reductions = 0
+        self.num_copies = self.num_casts = self.num_reductions = 0
 
     def copy_table(self, boxes, device):
         self.num_copies += 1
         return super().copy_table(boxes, device)
+
+    def cast_table(self, boxes, source_dtype, target_dtype, device):
+        self.num_casts += 1
+        return super().cast_table(boxes, source_dtype, target_dtype, device)
+
+    def quantize_table(self, boxes, source_dtype, target_dtype, device):
+        self.num_casts += 1
+        return super().quantize_table(boxes, source_dtype, target_dtype, device)
+
+    def dequantize_table(self, boxes, source_dtype, target_dtype, device):
+        self.num_casts += 1
+        return super().dequantize_table(boxes, source_dtype, target_dtype, device)
 
     def reduce_table(self, boxes, op, dtype, divisor, device):
         self.num_reductions += 1
@@ -99,6 +111,25 @@ def test_tables_are_made_with_the_plan_and_never_again(source, target, maker, la
     assert launches["run"] == 4 * made["run"] > 0
     for before, after in zip(first, last, strict=True):
         assert_close(after, before + (12 if source == "P(sum)" else 3), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float8_e5m2])
+@pytest.mark.parametrize(("source", "target"), [("S0", "S1"), ("S1", "R"), ("P(sum)", "S1"), ("P(avg)", "R")])
+def test_messages_of_another_dtype(source, target, wire_dtype, maker):
+    generator = torch.Generator().manual_seed(9)
+    whole = torch.randn(7, 10, generator=generator) * 2.0 ** torch.randint(-140, 120, (7, 10), generator=generator)
+
+    def body(rank):
+        mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous((7, 10))
+        before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in (source, target))
+        local = T.DTensor.from_local(whole, mesh, [T.Replicate()]).redistribute(placements=before.placements).to_local()
+        return T.redistribute(local, before, after, wire_dtype=wire_dtype)
+
+    found = run_ranks(4, body)
+    assert maker.num_casts > 4
+    with made_by(CppMaker(), "cpu"):
+        for ours, expected in zip(found, run_ranks(4, body), strict=True):
+            assert_close(ours, expected, rtol=0, atol=0)
 
 
 def test_distributing_a_tensor(maker):
