@@ -30,7 +30,13 @@ from tritondt.comm.nccl import NcclCommunicator
 class FakeCapture:
     """Whether what is put into streams is recorded into a graph; it runs all the same, but CUDA's rules hold."""
 
-    is_under_way = False
+    def __init__(self) -> None:
+        self.is_under_way = False
+        self.relaxed_threads: set[int] = set()
+
+    def forbids_questions(self) -> bool:
+        """Whether the calling thread may not ask for events now."""
+        return self.is_under_way and threading.get_ident() not in self.relaxed_threads
 
 
 class FakeEvent:
@@ -43,7 +49,7 @@ class FakeEvent:
         self._capture, self._is_of_graph = capture, capture.is_under_way
 
     def query(self) -> bool:
-        if self._is_of_graph or self._capture.is_under_way:
+        if self._is_of_graph or self._capture.forbids_questions():
             raise RuntimeError("fake CUDA: an event was asked for while a graph is captured, or one that is of a graph")
         return self._event.is_over()
 
@@ -186,6 +192,9 @@ class FakeStreams:
 
     def bind_thread(self) -> None:
         """There is one device."""
+
+    def ignore_captures(self) -> None:
+        self._capture.relaxed_threads.add(threading.get_ident())
 
     def future(self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]) -> Any:
         """There when the stream has come to here: whoever waits for it is the host."""

@@ -131,7 +131,7 @@ class GpuDevice:
         run()  # what is made on first use cannot be captured
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph):
             run()
         replay: Run = graph.replay
         return replay
@@ -210,5 +210,7 @@ def _libraries() -> list[NcclLibrary]:
     found = [NcclLibrary(str(nccl.library)) for nccl in known().values()]
     try:
         return [nccl_library(), *found]
-    except NcclError:  # neither torch nor a package brings one
-        return found
+    except NcclError:
+        if environment.nccl_path() is not None:
+            raise
+        return found  # neither torch nor a package brings one

@@ -1,15 +1,20 @@
 """What is said where ranks on a GPU cannot be started, and how they are told which library is theirs."""
 
+import ctypes
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import tritondt as T
 from tests.gloo_ranks import GlooRanks
 from tests.nccl import devices
+from tritondt import environment
+from tritondt.comm.streams import CudaStreams
 
 
 def libraries(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
@@ -51,12 +56,10 @@ def what_a_rank_has(rank: int) -> tuple[str | None, float]:
 
 def test_fresh_ranks_are_processes_of_their_own() -> None:
     """Those of a GPU are."""
-    with GlooRanks(2, {"CHOSEN": "here"}, fresh=True) as ranks:
-        assert ranks.run(what_a_rank_has) == [("here", 2.0)] * 2
+    with GlooRanks(1, {"CHOSEN": "here"}, fresh=True) as ranks:
+        assert ranks.run(what_a_rank_has) == [("here", 1.0)]
         programs = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2] for pid in ranks.pids]
-    assert (
-        programs == ["import json, sys; from tests import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"] * 2
-    )
+    assert programs == ["import json, sys; from tests import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"]
 
 
 class Started(dict[str, object]):
@@ -70,7 +73,7 @@ class Started(dict[str, object]):
 def test_ranks_on_a_gpu_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch, path: str | None) -> None:
     libraries(monkeypatch, ("2.28.9", 22809), ("2.30.7", 23007))
     monkeypatch.setattr(devices, "GlooRanks", Started)
-    monkeypatch.setattr(devices.environment, "nccl_path", lambda: path)
+    monkeypatch.setattr(environment, "nccl_path", lambda: path)
     one, two = (devices.start("gpu", size, NCCL_MAX_CTAS="") for size in (1, 2))
     assert isinstance(one, Started)
     assert isinstance(two, Started)
@@ -79,3 +82,25 @@ def test_ranks_on_a_gpu_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch,
     assert one["variables"] == {**alone, **named}
     assert two["variables"] == {**devices.SHARED, **alone, **devices.preloaded("/nccl/2.30.7")}
     assert (two["size"], two["fresh"], two["backend"]) == (2, True, "tritondt")
+
+
+class Driver:
+    """Stands for libcuda."""
+
+    def __init__(self, status: int) -> None:
+        self.status, self.mode = status, -1
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        self.mode = mode._obj.value
+        return self.status
+
+
+def test_a_thread_that_ignores_captures_is_relaxed(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(0)
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    streams = CudaStreams(torch.device("cuda", 0))
+    streams.ignore_captures()
+    assert driver.mode == 2
+    driver.status = 999
+    with pytest.raises(T.TransportError, match=r"^cuThreadExchangeStreamCaptureMode was called and returned 999; it"):
+        streams.ignore_captures()

@@ -1,5 +1,7 @@
 """The engine over NCCL: random redistributions, and one that is recorded once and replayed; exact."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -63,6 +65,32 @@ def record_and_replay(rank: int, where: str, size: int, source: str, target: str
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_what_was_recorded_is_replayed_exactly(setting: Setting, source: str, target: str, is_async: bool) -> None:
     setting.ranks.run(record_and_replay, setting.where, setting.ranks.size, source, target, is_async)
+
+
+def record_for_long(rank: int, where: str) -> list[str]:
+    """The watch looks once a second at what was put before, and must not touch what is recorded."""
+    device = device_of(where)
+    mesh = T.Mesh((2,), device_type=device.kind)
+    whole = torch.arange(35.0).reshape(5, 7)
+    x: Any = T.distribute_tensor(whole.to(device.kind), mesh, [T.Shard(0)])
+    found = torch.empty(5, 7, device=device.kind)
+    seconds = iter([0.0, 2.5])
+
+    def run() -> None:
+        time.sleep(next(seconds, 0.0))
+        found.copy_(x.redistribute(placements=[T.Replicate()]).to_local())
+
+    replay = device.recorded(run)
+    found.zero_()
+    replay()
+    assert torch.equal(found.cpu(), whole)
+    return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize(("where", "size"), [SETTINGS[1], SETTINGS[3]])
+def test_the_watch_goes_on_while_something_is_recorded(setting_of: SettingOf, where: str, size: int) -> None:
+    for threads in setting_of(where, size).ranks.run(record_for_long, where):
+        assert "tritondt-watch" in threads
 
 
 @pytest.mark.parametrize(("where", "size"), SETTINGS)

@@ -21,6 +21,7 @@ def join_nccl(member: Membership, library: NcclLibrary, streams: Streams) -> Ncc
 
     Raises PeerError where some do not come, TransportError where NCCL cannot make it.
     """
+    member.watch.prepare(streams.ignore_captures)
     place = member.ranks.index(member.rank)
     store, timeout = dist.PrefixStore(member.key, member.store), member.timeout
     try:

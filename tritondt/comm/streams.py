@@ -4,11 +4,16 @@ The interface is torch.cuda's, so that its streams and events are used as they a
 streams of its own.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+
+from tritondt.errors import TransportError
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Event(Protocol):
@@ -72,6 +77,10 @@ class Streams(Protocol):
         """Makes the device the calling thread's."""
         ...
 
+    def ignore_captures(self) -> None:
+        """Lets the calling thread ask for events while another one captures a graph, which would spoil that graph."""
+        ...
+
     def future(
         self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]
     ) -> "torch.futures.Future[Any]":
@@ -113,6 +122,16 @@ class CudaStreams:
     def bind_thread(self) -> None:
         """Makes the GPU the calling thread's."""
         torch.cuda.set_device(self.device)
+
+    def ignore_captures(self) -> None:
+        """Makes the calling thread's capture mode relaxed: the default lets a capture reach into all threads."""
+        mode = ctypes.c_int(_RELAXED)
+        # The driver's function, which the runtime's calls: torch has neither, and this library one name everywhere.
+        status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        if status != 0:
+            raise TransportError(
+                f"cuThreadExchangeStreamCaptureMode was called and returned {status}; it must return 0"
+            )
 
     def future(
         self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]

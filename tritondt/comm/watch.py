@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 
 from tritondt.comm.communicator import Errand
 from tritondt.comm.comparison import MUST
@@ -93,6 +94,7 @@ class Watch:
         self._line, self._notices, self._rank = line, Notices(line, rank), rank
         self._waits: dict[int, Wait] = {}
         self._published: set[tuple[str, int]] = set()
+        self._preparations: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -102,6 +104,10 @@ class Watch:
         self._waits[id(wait)] = wait
         if self._thread is None:
             self._start()
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        """Calls `run` in the thread that looks, before it looks at any wait that begins from now on."""
+        self._preparations.put(run)
 
     def end(self, wait: Wait) -> None:
         """Stops watching `wait`."""
@@ -151,7 +157,10 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing.wait(self._pause_s()):
-            for wait in tuple(self._waits.values()):
+            waits = tuple(self._waits.values())
+            while not self._preparations.empty():
+                self._preparations.get()()
+            for wait in waits:
                 if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
                     self._look(wait)
 
