@@ -1,4 +1,4 @@
-// A libnccl.so.2 whose every call succeeds at once and does nothing: what is timed over it is all ours.
+// A libnccl.so.2 whose every call succeeds at once and does nothing: what is timed over it is ours.
 #include "nccl_types.h"
 
 using namespace tritondt::nccl;

@@ -3,18 +3,19 @@
 import gc
 import os
 import threading
-import time
 from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import tritondt as T
-from tests.fake_nccl.library import Gate, build, load
+from tests.fake_nccl.library import Gate
 from tests.gloo_ranks import Failure, GlooRanks
 from tests.nccl_on_host import ranks_on
-from tritondt.comm import world
+from tritondt.comm import nccl_watched, world
 
 TIMEOUT_S = 5.0
 
@@ -164,18 +165,32 @@ def test_communicators_are_closed_alike_whichever_was_used_first(failing_ranks: 
     assert failing_ranks.run(close_in_another_order) == [[595.0], [595.0, 595.0], [595.0]]
 
 
-def close_while_destroying_hangs(rank: int) -> float:
-    mesh = T.Mesh((2,))
-    assert rows(2, mesh).full_tensor().sum().item() == 595.0
-    load(build()).set(FAKE_NCCL_STALL="ncclCommDestroy:1")
-    started = time.monotonic()
-    T.close()
-    return time.monotonic() - started
+class StuckNccl:
+    """A double of a communicator whose destroy returns when it is aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def destroy(self) -> None:
+        self.aborted.wait(60)
+
+    def abort(self) -> None:
+        self.aborted.set()
 
 
-def test_what_cannot_be_destroyed_in_time_is_aborted() -> None:
-    with ranks_on("nccl", 2, TRITONDT_TIMEOUT="1.5") as ranks:
-        assert all(1.5 <= seconds < 15 for seconds in ranks.run(close_while_destroying_hangs))
+def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_watched, "join_nccl", lambda *_: StuckNccl())
+    flight = SimpleNamespace(recorder=None)
+    member: Any = SimpleNamespace(watch=None, flight=flight, timeout=timedelta(seconds=0.1))
+    streams: Any = SimpleNamespace(bind_thread=lambda: None)
+    library: Any = None
+    watched: Any = nccl_watched.WatchedNccl(member, library, streams, lambda error: pytest.fail(str(error)))
+    reason = T.WorldError("closed")
+    watched.close(reason)
+    assert watched.native.aborted.is_set()
+    assert watched.failure is reason
+    watched.fail(T.PeerError("too late"))  # whoever comes later changes nothing
+    assert watched.failure is reason
 
 
 def use_after_close(rank: int) -> str:

@@ -45,6 +45,11 @@ class StreamWork(Work):
                 if version is not None and source._version != version:
                     self._error = WorldError(torn(source, self.description))
 
+    def end(self) -> None:
+        """Marks it as run, with what was noted of it; for its queue."""
+        self.release()
+        self._finished = True
+
     def release(self) -> None:
         """Lets go of its tensors: whoever writes to them now does so after it."""
         if self._held is not None:
@@ -119,9 +124,7 @@ class StreamQueue(IssueQueue):
         if self._under_way and self._streams.is_capturing():
             return  # nobody may ask then
         while self._under_way and self._under_way[0].is_completed():
-            work = self._under_way.popleft()
-            work.release()
-            work.finish(work.exception())
+            self._under_way.popleft().end()
 
     def fail(self, error: BaseException) -> None:
         """Marks all that has not run as failed."""
