@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import tritondt as T
@@ -68,7 +69,27 @@ def compiled_on(rank):
         lambda local: T.DTensor.from_local(local, mesh, [T.Shard(0)]).to_local() * 2, backend="aot_eager"
     )
     assert make(torch.ones(3)).tolist() == [2.0] * 3
+    check_what_draws_within_composites(mesh)
     return dropped(mesh)
+
+
+def check_what_draws_within_composites(mesh):
+    """Attention with a mask and weights of torch's own, and choices, in a graph without a break."""
+    x = T.distribute_tensor(torch.linspace(-1, 1, 120).reshape(1, 4, 5, 6), mesh, [T.Shard(1)])
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True, dropout_p=0.3)
+
+    def choose(x):
+        return torch.multinomial(x.flatten(0, 2).abs(), 2)
+
+    for function in (attend, choose):
+        found = []
+        for run in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+            torch.manual_seed(5)
+            result: Any = run(x)
+            found.append(result.full_tensor())
+        torch.testing.assert_close(found[1], found[0])
 
 
 def dropped(mesh):

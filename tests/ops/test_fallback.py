@@ -115,6 +115,16 @@ def test_a_fallback_that_is_not_known():
         set_fallback("gather")  # type: ignore[arg-type]
 
 
+def test_a_check_that_does_not_hold_fails_on_every_rank():
+    def body(rank):
+        x = distribute(X, T.Mesh((2,)), "S0")
+        torch._assert_async((x >= 0).all(), "a negative number")
+        with pytest.raises(RuntimeError, match="a number above 20"):
+            torch._assert_async((x <= 20).all(), "a number above 20")
+
+    run_ranks(2, body)
+
+
 def test_operators_are_taken_apart_before_anything_is_gathered():
     op = aten.nansum.default
     assert not propagator.knows(op)

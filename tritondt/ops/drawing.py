@@ -14,9 +14,8 @@ def choices(
     """
     if not replacement and count > weights.shape[-1]:
         raise RuntimeError(f"multinomial cannot draw {count} of {weights.shape[-1]} places without replacement")
-    valid = (weights >= 0) & weights.isfinite()
-    if not bool(valid.all()) or not bool((weights.sum(-1) > 0).all()):
-        raise RuntimeError("multinomial expects weights that are finite and not negative, with a sum above 0")
+    valid = ((weights >= 0) & weights.isfinite()).all() & (weights.sum(-1) > 0).all()
+    torch._assert_async(valid, "multinomial expects weights that are finite and not negative, with a sum above 0")
     if not replacement or count == 1:
         waits = torch.empty_like(weights).exponential_(generator=generator)
         return (weights / waits).topk(count, -1)[1]

@@ -21,6 +21,7 @@ _POSITIONS = "positions are counted through the whole tensor, whatever its dims"
 _RAGGED = "rows of different lengths lie one after the other, and lengths are held by tensors"
 _ALL_PAIRS = "every row meets every other, and the result is one long row of them"
 
+_CHECKED = "what does not hold is to fail on every rank"
 _BINS = "bins follow from all elements"
 
 REASONS: Mapping[str, str] = {
@@ -40,6 +41,7 @@ REASONS: Mapping[str, str] = {
     **dict.fromkeys(("_pdist_forward", "_pdist_backward"), _ALL_PAIRS),
     **dict.fromkeys(("as_strided", "as_strided_copy", "as_strided_scatter"), _POSITIONS),
     "histc": _BINS,
+    **dict.fromkeys(("_assert_async", "_assert_async.msg", "_functional_assert_async.msg"), _CHECKED),
 }
 
 
