@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ LIMITS = {
     ("redistribution", 2): Limit(0.6, "fastest"),
     ("overhead", 2): Limit(25.0, "median"),
 }
-_FIGURES = {"median": statistics.median, "fastest": min}
+_FIGURES: dict[str, Callable[[Sequence[float]], float]] = {"median": statistics.median, "fastest": min}
 
 
 @dataclass(frozen=True)
