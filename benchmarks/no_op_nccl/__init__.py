@@ -89,6 +89,9 @@ class NoOpStreams:
     def bind_thread(self) -> None:
         """There is one device."""
 
+    def ignore_captures(self) -> None:
+        """There are no captures."""
+
     def future(self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]) -> Any:
         """One that is there."""
         made: torch.futures.Future[Any] = torch.futures.Future()
