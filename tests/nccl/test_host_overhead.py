@@ -1,0 +1,33 @@
+"""`python -m benchmarks.nccl_host_overhead` runs, on doubles of library, streams and kernels that do nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import HAS_CLI, REPOSITORY
+
+
+@pytest.mark.skipif(not HAS_CLI, reason="benchmarks need the extra cli")
+@pytest.mark.skipif(sys.platform != "linux", reason="the double is built for Linux")
+def test_a_short_run_tells_the_time_of_each_case(tmp_path: Path) -> None:
+    told = tmp_path / "told.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.nccl_host_overhead",
+        "--ranks",
+        "2",
+        "--rounds",
+        "3",
+        "--json",
+        str(told),
+    ]
+    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(told.read_text())
+    assert [(case["source"], case["target"]) for case in found["cases"]][:2] == [("S0", "S1"), ("S0", "R")]
+    assert all(0 < case["fastest_us"] <= case["waited_us"] for case in found["cases"])
+    assert found["worst_us"] == max(case["waited_us"] for case in found["cases"][:4])
