@@ -124,7 +124,8 @@ class Dispatcher:
         if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
             return self._run_any(op, *_with_values(args, kwargs))
         if found is None:
-            if are_replicated() and any(map(self._is_plain, _flat((*args, *kwargs.values())))):
+            plain = any(map(self._is_plain, _flat((*args, *kwargs.values()))))
+            if plain and are_replicated(written=self._writes_plain(op, args, kwargs)):
                 return self._run_any(op, *self._all_distributed(args, kwargs))
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
@@ -142,6 +143,16 @@ class Dispatcher:
     def _is_plain(self, argument: Any) -> bool:
         """Whether an argument is a tensor of this rank alone, and no number."""
         return isinstance(argument, torch.Tensor) and argument.ndim > 0 and not isinstance(argument, self._class)
+
+    def _writes_plain(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the operator writes to a tensor of this rank alone."""
+        declared = op._schema.arguments
+        given = {argument.name: found for argument, found in zip(declared, args, strict=False)} | dict(kwargs)
+        return any(
+            any(map(self._is_plain, _flat((given[argument.name],))))
+            for argument in declared
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+        )
 
     def _all_distributed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with plain tensors as replicated ones."""

@@ -57,13 +57,13 @@ def _are_numbers(items: list[Any]) -> bool:
     return all(_are_numbers(item) if type(item) is list else isinstance(item, int) for item in items)
 
 
-def are_replicated() -> bool:
-    """Whether plain tensors of the call that is dispatched count as replicated.
+def are_replicated(*, written: bool = False) -> bool:
+    """Whether plain tensors of the call that is dispatched count as replicated; `written`: one of them is written to.
 
     Within `implicit_replication()`, and where autograd itself calls: what its formulas make, they make of shapes and
-    numbers.
+    numbers. What they write to they may return as a gradient, which would be this rank's alone.
     """
-    return _allowed.get() or is_called_by_autograd()
+    return _allowed.get() or (not written and is_called_by_autograd())
 
 
 def is_called_by_autograd() -> bool:

@@ -182,3 +182,24 @@ def test_what_a_users_backward_mixes_is_refused():
             y.sum().backward()
 
     run_ranks(2, body)
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_a_formula_of_torch_that_writes_to_plain_tensors_is_refused() -> None:
+    """The buffers that its backward fills would come back as gradients of one rank."""
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions  # noqa: PLC0415  torch 2.13
+
+    options = LinearCrossEntropyOptions(batch_chunk_size=3)
+
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2,))
+        hidden, weight = (distribute(torch.ones(8, 8, dtype=torch.float64), mesh, text) for text in ("R", "S1"))
+        hidden.requires_grad_()
+        target = distribute(torch.zeros(8, dtype=torch.int64), mesh, "S0")
+        lost = torch.nn.functional.linear_cross_entropy(hidden, weight, target, reduction="none", options=options)
+        with pytest.raises(T.MixedTensorsError, match=r"^aten.mm.out got a distributed tensor"):
+            lost.sum().backward()
+        assert hidden.grad is None
+
+    with set_fallback("replicate"):
+        run_ranks(2, body)
