@@ -5,7 +5,9 @@
 #include <vector>
 
 #include "instructions.h"
+#include "line_writer.h"
 #include "number_types.h"
+#include "past_cache.h"
 
 namespace tritondt {
 namespace {
@@ -28,7 +30,33 @@ template <typename Type>
   }
 }
 
-template <typename From, typename To>
+// An element without a factor keeps its bits. Of a NaN the factor changes nothing; a NaN that the
+// product makes is the one that is positive and without payload, whatever the machine's is.
+template <bool kIsScaled>
+[[gnu::always_inline]] inline float scaled(float value, float factor) {
+  if constexpr (!kIsScaled) return value;
+  const float product = value * factor;
+  const std::uint32_t defined =
+      select(product == product, bits_of(product), kInfinityBits | kQuietBit);
+  return float_of(select(value == value, defined, bits_of(value)));
+}
+
+template <typename From, typename To, bool kIsScaled>
+[[gnu::always_inline]] inline void run_block(const typename From::Storage* source,
+                                             typename To::Storage* target, float factor) {
+  if constexpr (From::kHasBlocks || To::kHasBlocks) {
+    float values[kBlockElements];
+    load_block<From>(source, values);
+    for (float& value : values) value = scaled<kIsScaled>(value, factor);
+    store_block<To>(values, target);
+  } else {
+    for (std::int64_t i = 0; i < kBlockElements; ++i) {
+      target[i] = To::store(scaled<kIsScaled>(From::load(source[i]), factor));
+    }
+  }
+}
+
+template <typename From, typename To, bool kIsScaled>
 [[gnu::always_inline]] inline void run_pass(const CastPass& pass) {
   const auto* const source = reinterpret_cast<const typename From::Storage*>(pass.source);
   auto* const target = reinterpret_cast<typename To::Storage*>(pass.target);
@@ -36,17 +64,29 @@ template <typename From, typename To>
   const float factor = pass.factor;
   std::int64_t first = 0;
   if constexpr (From::kHasBlocks || To::kHasBlocks) {
-    float values[kBlockElements];
     for (; first + kBlockElements <= num_elements; first += kBlockElements) {
-      load_block<From>(source + first, values);
-      for (std::int64_t i = 0; i < kBlockElements; ++i) values[i] *= factor;
-      store_block<To>(values, target + first);
+      run_block<From, To, kIsScaled>(source + first, target + first, factor);
     }
   }
 #pragma GCC ivdep
   for (std::int64_t i = first; i < num_elements; ++i) {
-    target[i] = To::store(From::load(source[i]) * factor);
+    target[i] = To::store(scaled<kIsScaled>(From::load(source[i]), factor));
   }
+}
+
+// Block by block, so that one is read while another is written: float32 to float64 at 24 GB/s; at
+// 15 by batches of 4 KiB, between which neither goes on (Zen 4).
+template <typename From, typename To, bool kIsScaled, typename Words>
+[[gnu::always_inline]] inline std::int64_t run_lines(const CastPass& pass) {
+  const auto* const source = reinterpret_cast<const typename From::Storage*>(pass.source);
+  alignas(kCacheLineBytes) typename To::Storage block[kBlockElements];
+  const std::int64_t num_elements = pass.num_elements - pass.num_elements % kBlockElements;
+  for (std::int64_t first = 0; first < num_elements; first += kBlockElements) {
+    run_block<From, To, kIsScaled>(source + first, block, pass.factor);
+    Words::write(pass.target + first * static_cast<std::int64_t>(sizeof block[0]),
+                 reinterpret_cast<const char*>(block), sizeof block);
+  }
+  return num_elements;
 }
 
 template <typename From>
@@ -73,9 +113,14 @@ template <typename From>
 }
 
 // Compiled for the machine that the compiler assumes ...
-template <typename From, typename To>
+template <typename From, typename To, bool kIsScaled>
 void run_baseline(const CastPass& pass) {
-  run_pass<From, To>(pass);
+  run_pass<From, To, kIsScaled>(pass);
+}
+
+template <typename From, typename To, bool kIsScaled>
+std::int64_t run_past_cache_baseline(const CastPass& pass) {
+  return run_lines<From, To, kIsScaled, BaselineWords>(pass);
 }
 
 template <typename From>
@@ -84,26 +129,39 @@ std::uint32_t largest_baseline(const char* source, std::int64_t num_elements) {
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
+template <typename Type>
+using Found = typename WithInstructions<Type>::Found;
+
 // ... and for AVX2 with F16C. The bits of a result are the same.
-template <typename From, typename To>
+template <typename From, typename To, bool kIsScaled>
 [[gnu::target("avx2,f16c")]] void run_avx2(const CastPass& pass) {
-  run_pass<typename WithInstructions<From>::Found, typename WithInstructions<To>::Found>(pass);
+  run_pass<Found<From>, Found<To>, kIsScaled>(pass);
+}
+
+template <typename From, typename To, bool kIsScaled>
+[[gnu::target("avx2,f16c")]] std::int64_t run_past_cache_avx2(const CastPass& pass) {
+  return run_lines<Found<From>, Found<To>, kIsScaled, Words32>(pass);
 }
 
 template <typename From>
 [[gnu::target("avx2,f16c")]] std::uint32_t largest_avx2(const char* source,
                                                         std::int64_t num_elements) {
-  return find_largest<typename WithInstructions<From>::Found>(source, num_elements);
+  return find_largest<Found<From>>(source, num_elements);
 }
 #endif
 
-template <typename From, typename To>
+template <typename From, typename To, bool kIsScaled>
 CastKernel make_kernel(float target_max) {
-  CastKernel kernel = {sizeof(typename From::Storage), sizeof(typename To::Storage),
-                       run_baseline<From, To>, largest_baseline<From>, target_max};
+  CastKernel kernel = {sizeof(typename From::Storage),
+                       sizeof(typename To::Storage),
+                       run_baseline<From, To, kIsScaled>,
+                       run_past_cache_baseline<From, To, kIsScaled>,
+                       largest_baseline<From>,
+                       target_max};
 #if defined(__x86_64__) && defined(__GNUC__)
   if (instructions() >= Instructions::kAvx2) {
-    kernel.run = run_avx2<From, To>;
+    kernel.run = run_avx2<From, To, kIsScaled>;
+    kernel.run_past_cache = run_past_cache_avx2<From, To, kIsScaled>;
     kernel.largest = largest_avx2<From>;
   }
 #endif
@@ -119,16 +177,17 @@ struct Entry {
 
 template <typename From, typename To>
 void add_cast(std::vector<Entry>* entries, const char* source_dtype, const char* target_dtype) {
-  entries->push_back({CastVerb::kCast, source_dtype, target_dtype, make_kernel<From, To>(0)});
+  entries->push_back(
+      {CastVerb::kCast, source_dtype, target_dtype, make_kernel<From, To, false>(0)});
 }
 
 template <typename Wide, typename Narrow>
 void add_scaled(std::vector<Entry>* entries, const char* wide_dtype, const char* narrow_dtype,
                 float narrow_max) {
   entries->push_back(
-      {CastVerb::kQuantize, wide_dtype, narrow_dtype, make_kernel<Wide, Narrow>(narrow_max)});
+      {CastVerb::kQuantize, wide_dtype, narrow_dtype, make_kernel<Wide, Narrow, true>(narrow_max)});
   entries->push_back(
-      {CastVerb::kDequantize, narrow_dtype, wide_dtype, make_kernel<Narrow, Wide>(0)});
+      {CastVerb::kDequantize, narrow_dtype, wide_dtype, make_kernel<Narrow, Wide, true>(0)});
 }
 
 template <typename From>

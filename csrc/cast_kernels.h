@@ -17,6 +17,9 @@ struct CastKernel {
   std::int64_t source_itemsize;  // and alignment
   std::int64_t target_itemsize;
   void (*run)(const CastPass& pass);
+  // Writes whole blocks past the cache, to a target at the start of a line; returns how many
+  // elements they hold, for the rest is not written.
+  std::int64_t (*run_past_cache)(const CastPass& pass);
   // The bits of the largest finite magnitude of an array, as a float32; 0 where there is none.
   std::uint32_t (*largest)(const char* source, std::int64_t num_elements);
   float target_max;  // the largest number of an 8-bit target

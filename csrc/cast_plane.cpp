@@ -3,6 +3,10 @@
 namespace tritondt {
 namespace {
 
+// Of shorter runs so much is the part of a line at either end that they are no faster without a
+// buffer.
+constexpr std::int64_t kLeastUnbufferedBytes = 4096;
+
 bool is_row(const CastPlane& plane, Strides strides, std::int64_t itemsize) {
   return plane.num_rows == 1 && strides.column == itemsize;
 }
@@ -12,6 +16,14 @@ bool is_row(const CastPlane& plane, Strides strides, std::int64_t itemsize) {
 void PlaneCaster::run(const CastPlane& plane, char* target, const char* source, float factor,
                       LineWriter* writer) {
   const std::int64_t itemsize = kernel_.target_itemsize;
+  if (writer != nullptr && plane.num_columns * itemsize >= kLeastUnbufferedBytes &&
+      plane.target.column == itemsize && plane.source.column == kernel_.source_itemsize) {
+    for (std::int64_t row = 0; row < plane.num_rows; ++row) {
+      run_through(source + row * plane.source.row, target + row * plane.target.row,
+                  plane.num_columns, factor, writer);
+    }
+    return;
+  }
   const bool is_buffered = writer != nullptr || !is_row(plane, plane.target, itemsize);
   for_each_batch(
       plane.num_rows, plane.num_columns, largest_batch_of(plane, is_buffered),
@@ -36,6 +48,25 @@ std::uint32_t PlaneCaster::largest_magnitude(const CastPlane& plane, const char*
                    largest = std::max(largest, kernel_.largest(array, batch.num_elements()));
                  });
   return largest;
+}
+
+void PlaneCaster::run_through(const char* source, char* target, std::int64_t num_elements,
+                              float factor, LineWriter* writer) {
+  const auto from = [&](std::int64_t element) {
+    return source + element * kernel_.source_itemsize;
+  };
+  const auto to = [&](std::int64_t element) { return target + element * kernel_.target_itemsize; };
+  const auto append = [&](std::int64_t first, std::int64_t end) {
+    if (first == end) return;
+    kernel_.run({from(first), scattered_, end - first, factor});
+    writer->append(to(first), scattered_, to(end) - to(first));
+  };
+  const auto begin = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(target));
+  const std::int64_t head = (-begin & (kCacheLineBytes - 1)) / kernel_.target_itemsize;
+  append(0, head);
+  const std::int64_t body =
+      kernel_.run_past_cache({from(head), to(head), num_elements - head, factor});
+  append(head + body, num_elements);
 }
 
 // Without buffers, their size is no limit.

@@ -30,6 +30,9 @@ class PlaneCaster {
   std::uint32_t largest_magnitude(const CastPlane& plane, const char* source);
 
  private:
+  // A run that is written past the cache, whole lines of it without a buffer.
+  void run_through(const char* source, char* target, std::int64_t num_elements, float factor,
+                   LineWriter* writer);
   Batch largest_batch_of(const CastPlane& plane, bool is_buffered) const;
   void scatter(const Batch& batch, char* target, Strides strides, LineWriter* writer) const;
 

@@ -3,10 +3,7 @@
 #include <cstring>
 
 #include "instructions.h"
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
-#endif
+#include "past_cache.h"
 
 namespace tritondt {
 namespace {
@@ -14,37 +11,6 @@ namespace {
 void copy(char* target, const char* source, std::int64_t num_bytes) {
   std::memcpy(target, source, static_cast<std::size_t>(num_bytes));
 }
-
-// How whole lines are written: past the cache, by the widest stores there are. 64 stores are in
-// flight at most, and with stores of 16 bytes the processor reads only 1 KiB ahead.
-#if defined(__x86_64__) && defined(__GNUC__)
-struct Words16 {
-  static void write(char* target, const char* source, std::int64_t num_bytes) {
-    for (std::int64_t i = 0; i < num_bytes; i += 16) {
-      __m128i word;
-      std::memcpy(&word, source + i, sizeof word);
-      _mm_stream_si128(reinterpret_cast<__m128i*>(target + i), word);
-    }
-  }
-};
-
-struct Words32 {
-  [[gnu::target("avx")]] static void write(char* target, const char* source,
-                                           std::int64_t num_bytes) {
-    for (std::int64_t i = 0; i < num_bytes; i += 32) {
-      __m256i word;
-      std::memcpy(&word, source + i, sizeof word);
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(target + i), word);
-    }
-  }
-};
-#else
-struct CachedWords {
-  static void write(char* target, const char* source, std::int64_t num_bytes) {
-    copy(target, source, num_bytes);
-  }
-};
-#endif
 
 }  // namespace
 
@@ -141,20 +107,26 @@ void LineWriter::add_by(LineWriter* writer, const char* source, std::int64_t num
     writer->end_ = new_end;
     return;
   }
-  const __m512i full = _mm512_mask_loadu_epi8(kept, behind_end, from);
-  if (writer->begin_ == 0) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(line), full);
-  } else {
-    _mm512_mask_storeu_epi8(line, ~std::uint64_t{0} << writer->begin_, full);
+  std::int64_t next = 0;
+  if (end > 0) {
+    const __m512i full = _mm512_mask_loadu_epi8(kept, behind_end, from);
+    if (writer->begin_ == 0) {
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(line), full);
+    } else {
+      _mm512_mask_storeu_epi8(line, ~std::uint64_t{0} << writer->begin_, full);
+    }
+    line += kCacheLineBytes;
+    next = kCacheLineBytes;
   }
-  line += kCacheLineBytes;
-  std::int64_t next = kCacheLineBytes;
   for (; next + kCacheLineBytes <= new_end; next += kCacheLineBytes) {
     _mm512_stream_si512(reinterpret_cast<__m512i*>(line), _mm512_loadu_si512(from + next));
     line += kCacheLineBytes;
   }
-  const __mmask64 left = ~(~std::uint64_t{0} << (new_end - next));
-  _mm512_store_si512(bytes, _mm512_maskz_loadu_epi8(left, from + next));
+  // A load of no byte waits for its line all the same, and what is kept next waits for the load.
+  if (next < new_end) {
+    const __mmask64 left = ~(~std::uint64_t{0} << (new_end - next));
+    _mm512_store_si512(bytes, _mm512_maskz_loadu_epi8(left, from + next));
+  }
   writer->line_ = line;
   writer->begin_ = 0;
   writer->end_ = new_end - next;
@@ -167,7 +139,7 @@ LineWriter::Add LineWriter::choose_add() {
     case Instructions::kAvx2:
       return add_by<Words32>;
     default:
-      return add_by<Words16>;
+      return add_by<BaselineWords>;
   }
 }
 
@@ -178,7 +150,7 @@ bool goes_past_cache(std::int64_t num_bytes) {
 
 #else
 
-LineWriter::Add LineWriter::choose_add() { return add_by<CachedWords>; }
+LineWriter::Add LineWriter::choose_add() { return add_by<BaselineWords>; }
 
 bool goes_past_cache(std::int64_t) { return false; }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 
 #include "small_floats.h"
 
@@ -17,14 +16,13 @@ namespace tritondt {
 // floats between to vectorise, short enough for these to stay in the first-level cache.
 constexpr std::int64_t kBlockElements = 64;
 
+// The machine's conversions keep the sign and the payload of a NaN and make it quiet.
 template <typename T>
 struct Real {
   using Storage = T;
   static constexpr bool kHasBlocks = false;
   [[gnu::always_inline]] static float load(T x) { return static_cast<float>(x); }
-  [[gnu::always_inline]] static T store(float x) {
-    return x != x ? std::numeric_limits<T>::quiet_NaN() : static_cast<T>(x);
-  }
+  [[gnu::always_inline]] static T store(float x) { return static_cast<T>(x); }
 };
 
 struct BFloat16Storage {
@@ -64,11 +62,7 @@ struct Float16Instructions : Float16Storage {
       __m256 floats;
       std::memcpy(&floats, from + i, sizeof floats);
       const __m128i halves = _mm256_cvtps_ph(floats, _MM_FROUND_TO_NEAREST_INT);
-      // The instruction keeps a NaN's sign and payload.
-      const __m128i magnitudes = _mm_and_si128(halves, _mm_set1_epi16(0x7fff));
-      const __m128i is_nan = _mm_cmpgt_epi16(magnitudes, _mm_set1_epi16(0x7c00));
-      const __m128i with_one_nan = _mm_blendv_epi8(halves, _mm_set1_epi16(0x7e00), is_nan);
-      std::memcpy(to + i, &with_one_nan, sizeof with_one_nan);
+      std::memcpy(to + i, &halves, sizeof halves);
     }
   }
 };

@@ -41,6 +41,7 @@ template <typename Type, typename Op, bool kIsFirst, bool kIsLast, bool kDivides
     if constexpr (kDivides) {
       for (float& total : totals) total = Type::divide(total, static_cast<float>(divisor));
     }
+    for (float& total : totals) total = Type::with_one_nan(total);
     Type::Blocks::store_block(totals, target + first);
   } else {
     std::copy(totals, totals + kBlockElements, accumulators + first);

@@ -21,14 +21,18 @@ struct Number {
   [[gnu::always_inline]] static T divide(T x, T divisor) { return x / divisor; }
 };
 
-// Of 16 bits: read to float32, and rounded to `Stored` once.
+// Of 16 bits: read to float32, and rounded to `Stored` once. Which of two NaN a sum keeps depends
+// on the order of an instruction's operands, so that all become one.
 template <typename Stored>
 struct Half : Number<float> {
   using Storage = typename Stored::Storage;
   using Blocks = Stored;
   static constexpr bool kHasBlocks = Stored::kHasBlocks;
   [[gnu::always_inline]] static float load(Storage x) { return Stored::load(x); }
-  [[gnu::always_inline]] static Storage store(float x) { return Stored::store(x); }
+  [[gnu::always_inline]] static float with_one_nan(float x) {
+    return float_of(select(x == x, bits_of(x), kInfinityBits | kQuietBit));
+  }
+  [[gnu::always_inline]] static Storage store(float x) { return Stored::store(with_one_nan(x)); }
 };
 
 template <typename Stored>

@@ -4,9 +4,9 @@
 #include <cstring>
 
 // Floating-point numbers of 8 and 16 bits as bits, for compilers without the types. Rounding is to
-// nearest, ties to even; every NaN becomes the one that is positive, quiet and without payload (of
-// 8 bits: 0x7f). All is arithmetic and selection, without a branch, so that loops over it
-// vectorise.
+// nearest, ties to even. A NaN becomes quiet and keeps its sign and as much of its payload as fits,
+// as the machine's own conversions have it; in bfloat16 it becomes 0x7fc0, and of 8 bits only the
+// sign is kept. All is arithmetic and selection, without a branch, so that loops over it vectorise.
 namespace tritondt {
 
 [[gnu::always_inline]] inline std::uint32_t bits_of(float x) {
@@ -30,6 +30,7 @@ namespace tritondt {
 }
 
 constexpr std::uint32_t kInfinityBits = 0x7f800000;
+constexpr std::uint32_t kQuietBit = 1u << 22;
 
 [[gnu::always_inline]] inline float bfloat16_to_float(std::uint16_t half) {
   return float_of(std::uint32_t{half} << 16);
@@ -44,7 +45,7 @@ constexpr std::uint32_t kInfinityBits = 0x7f800000;
 
 // A sign, an exponent, a mantissa, in this order, and subnormals. The largest exponent means
 // infinity and NaN, as in IEEE 754; or, where kIsFiniteNumber, only all ones mean anything but a
-// number, which is NaN, and what is too large becomes NaN.
+// number, which is NaN, and what is too large, an infinity too, becomes the largest number.
 template <int kExponentBits, int kMantissaBits, bool kIsFiniteNumber>
 struct SmallFloat {
   static constexpr int kSignBit = kExponentBits + kMantissaBits;
@@ -53,11 +54,10 @@ struct SmallFloat {
   static constexpr std::uint32_t kBiasBits = (127u - kBias) << 23;
   static constexpr std::int32_t kAllOnes = (1 << kSignBit) - 1;
   static constexpr std::int32_t kIeeeInfinity = ((1 << kExponentBits) - 1) << kMantissaBits;
-  // The least magnitude that is no number, what too large a number becomes, and NaN.
+  // The least magnitude that is no number, the largest that is no NaN, and what is too large.
   static constexpr std::int32_t kNoNumber = kIsFiniteNumber ? kAllOnes : kIeeeInfinity;
-  static constexpr std::uint32_t kTooLarge = kNoNumber;
-  static constexpr std::uint32_t kNan =
-      kSignBit == 7 ? kAllOnes : kIeeeInfinity | 1 << (kMantissaBits - 1);
+  static constexpr std::int32_t kLargest = kIsFiniteNumber ? kAllOnes - 1 : kIeeeInfinity;
+  static constexpr std::uint32_t kTooLarge = kLargest;
 
   [[gnu::always_inline]] static float to_float(std::uint32_t bits) {
     constexpr float kSubnormalUnit = 1.0f / (std::int64_t{1} << (kBias - 1 + kMantissaBits));
@@ -66,8 +66,9 @@ struct SmallFloat {
     const std::uint32_t normal = shifted + kBiasBits;
     const std::uint32_t subnormal = bits_of(static_cast<float>(magnitude) * kSubnormalUnit);
     const std::uint32_t finite = select(magnitude < (1 << kMantissaBits), subnormal, normal);
+    const std::uint32_t quiet = select(magnitude > kLargest, kQuietBit, 0);
     const std::uint32_t without_sign =
-        select(magnitude < kNoNumber, finite, shifted | kInfinityBits);
+        select(magnitude < kNoNumber, finite, shifted | kInfinityBits | quiet);
     return float_of(without_sign | (bits >> kSignBit & 1) << 31);
   }
 
@@ -76,13 +77,10 @@ struct SmallFloat {
     const std::uint32_t magnitude = bits & 0x7fffffff;
     // Compared as signed numbers, for which AVX2 has the instruction.
     const std::int32_t order = static_cast<std::int32_t>(magnitude);
-    // A carry out of the largest exponent but one makes what is too large, and so does the
-    // selection from the largest one on.
-    constexpr std::int32_t kTooLargeOrder = (kBias + 1 + (kIsFiniteNumber ? 1 : 0) + 127) << 23;
     const std::uint32_t odd = (magnitude >> kDroppedBits) & 1;
     const std::uint32_t rounded =
         (magnitude + ((1u << (kDroppedBits - 1)) - 1) + odd - kBiasBits) >> kDroppedBits;
-    const std::uint32_t normal = select(order < kTooLargeOrder, rounded, kTooLarge);
+    const std::uint32_t normal = rounded < kTooLarge ? rounded : kTooLarge;
     // Below the normal numbers: floats from kMagic to twice that lie as far apart as the
     // subnormals; adding it rounds to them.
     constexpr std::uint32_t kMagicBits = (127u + 1 - kBias - kMantissaBits + 23) << 23;
@@ -90,10 +88,13 @@ struct SmallFloat {
     const std::uint32_t subnormal =
         bits_of(float_of(magnitude) + float_of(kMagicBits)) - kMagicBits;
     const std::uint32_t finite = select(order < kNormalOrder, subnormal, normal);
-    const std::uint32_t with_sign = finite | (bits >> 31) << kSignBit;
-    const bool is_nan = kIsFiniteNumber ? (with_sign & kAllOnes) == kAllOnes
-                                        : order > static_cast<std::int32_t>(kInfinityBits);
-    return select(is_nan, kNan, with_sign);
+    const bool is_nan = order > static_cast<std::int32_t>(kInfinityBits);
+    return select(is_nan, nan(magnitude), finite) | (bits >> 31) << kSignBit;
+  }
+
+ private:
+  [[gnu::always_inline]] static std::uint32_t nan(std::uint32_t magnitude) {
+    return kSignBit == 7 ? kAllOnes : ((magnitude | kQuietBit) >> kDroppedBits & kAllOnes);
   }
 };
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from tritondt.kernels import box_table
 from tritondt.kernels.boxes import CastBox
 from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
-from tritondt.kernels.floats import to_bits, to_float32
+from tritondt.kernels.floats import scaled, to_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
     HEAD,
@@ -36,7 +36,7 @@ _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "float8_e4m3f
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 # How an element is read, and the bits that are written.
 WRITTEN_AS = {dtype: _BITS[num_bytes] for dtype, num_bytes in _BYTES.items()}
-READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64, "float16": tl.float16}
+READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64}
 # What a kernel does with scales: 0 nothing, 1 multiplies by them, 2 divides by them.
 NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
 _DIVIDES = tl.constexpr(DIVIDES)
@@ -227,7 +227,7 @@ def _cast_if(
         targets = elements_at(target, target_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
         values = to_float32(tl.load(sources, mask=inside), SOURCE)
         if SCALES:
-            values = values * factor
+            values = scaled(values, factor)
         tl.store(targets, to_bits(values, TARGET), mask=inside)
 
 

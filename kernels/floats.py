@@ -15,26 +15,42 @@ def to_float32(x, DTYPE: tl.constexpr):
         x = (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == "float8_e4m3fn" or DTYPE == "float8_e5m2":
         x = _from_fp8(x.to(tl.uint32), DTYPE)
-    elif DTYPE != "float32":
-        x = x.to(tl.float32)
+    elif DTYPE == "float16":
+        wide = x.to(tl.float16, bitcast=True).to(tl.float32).to(tl.uint32, bitcast=True)
+        nan = (x.to(tl.uint32) & 0x8000) << 16 | 0x7FC00000 | (x.to(tl.uint32) & 0x3FF) << 13
+        x = tl.where((x & 0x7FFF) > 0x7C00, nan, wide).to(tl.uint32).to(tl.float32, bitcast=True)
+    elif DTYPE == "float64":
+        bits = x.to(tl.uint64, bitcast=True)
+        nan = (bits >> 32).to(tl.uint32) & 0x80000000 | 0x7FC00000 | (bits >> 29).to(tl.uint32) & 0x3FFFFF
+        x = tl.where(x != x, nan, x.to(tl.float32).to(tl.uint32, bitcast=True))
+        x = x.to(tl.uint32).to(tl.float32, bitcast=True)
     return x
 
 
 @triton.jit
 def to_bits(x, DTYPE: tl.constexpr):
-    """The bits of a float32 in another dtype. A NaN becomes that of float("nan"), of fp8 0x7f."""
+    """The bits of a float32 in another dtype; a NaN's are put together by hand, for a GPU has but one."""
+    bits = x.to(tl.uint32, bitcast=True)
     if DTYPE == "float64":
-        x = x.to(tl.float64)
-        bits = tl.where(x != x, 0x7FF8000000000000, x.to(tl.uint64, bitcast=True))
+        wide = bits.to(tl.uint64)
+        nan = (wide & 0x80000000) << 32 | 0x7FF8000000000000 | (wide & 0x3FFFFF) << 29
+        bits = tl.where(x != x, nan, x.to(tl.float64).to(tl.uint64, bitcast=True)).to(tl.uint64)
     elif DTYPE == "bfloat16":
         bits = to_bfloat16_bits(x)
     elif DTYPE == "float16":
-        bits = tl.where(x != x, 0x7E00, x.to(tl.float16).to(tl.uint16, bitcast=True)).to(tl.uint16)
+        nan = bits >> 16 & 0x8000 | 0x7E00 | bits >> 13 & 0x1FF
+        bits = tl.where(x != x, nan.to(tl.uint16), x.to(tl.float16).to(tl.uint16, bitcast=True)).to(tl.uint16)
     elif DTYPE == "float8_e4m3fn" or DTYPE == "float8_e5m2":
         bits = _to_fp8(x, DTYPE)
-    else:
-        bits = tl.where(x != x, 0x7FC00000, x.to(tl.uint32, bitcast=True)).to(tl.uint32)
     return bits
+
+
+@triton.jit
+def scaled(x, factor):
+    """A product that leaves a NaN as it is; what else becomes one becomes that of float("nan")."""
+    product = x * factor
+    defined = tl.where(product != product, 0x7FC00000, product.to(tl.uint32, bitcast=True)).to(tl.uint32)
+    return tl.where(x != x, x.to(tl.uint32, bitcast=True), defined).to(tl.uint32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -61,17 +77,18 @@ def _from_fp8(code, DTYPE: tl.constexpr):
     BIAS: tl.constexpr = 2.0**120 if DTYPE == "float8_e4m3fn" else 2.0**112
     shifted = ((code & 0x7F) << (23 - MANTISSA_BITS)).to(tl.float32, bitcast=True)
     bits = (shifted * BIAS).to(tl.uint32, bitcast=True) | (code & 0x80) << 24
+    special = (code & 0x80) << 24 | 0x7F800000
     if DTYPE == "float8_e4m3fn":
-        bits = tl.where((code & 0x7F) == 0x7F, 0x7FC00000, bits).to(tl.uint32)
+        bits = tl.where((code & 0x7F) == 0x7F, special | 0x700000, bits).to(tl.uint32)
     else:
-        bits = tl.where((code & 0x7F) == 0x7C, 0x7F800000 | (code & 0x80) << 24, bits).to(tl.uint32)
-        bits = tl.where((code & 0x7F) > 0x7C, 0x7FC00000, bits).to(tl.uint32)
+        bits = tl.where((code & 0x7F) == 0x7C, special, bits).to(tl.uint32)
+        bits = tl.where((code & 0x7F) > 0x7C, special | 0x400000 | (code & 1) << 21, bits).to(tl.uint32)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _to_fp8(x, DTYPE: tl.constexpr):
-    """Of what is at most the format's largest value, or not finite; e4m3fn has no infinities, they become NaN."""
+    """Of what is at most the format's largest value, or not finite; e4m3fn has that value for an infinity."""
     MANTISSA_BITS: tl.constexpr = 3 if DTYPE == "float8_e4m3fn" else 2
     BIAS: tl.constexpr = 7 if DTYPE == "float8_e4m3fn" else 15
     SHIFT: tl.constexpr = 23 - MANTISSA_BITS
@@ -83,10 +100,8 @@ def _to_fp8(x, DTYPE: tl.constexpr):
     small = (magnitude.to(tl.float32, bitcast=True) + LAST_BIT).to(tl.uint32, bitcast=True) - LAST_BIT_BITS
     rounded = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT
     normal = rounded - ((127 - BIAS) << MANTISSA_BITS)
-    code = tl.where(magnitude < (128 - BIAS) << 23, small, normal) | (bits >> 24) & 0x80
-    if DTYPE == "float8_e4m3fn":
-        code = tl.where(magnitude >= 0x7F800000, 0x7F, code)
-    else:
-        code = tl.where(magnitude == 0x7F800000, (bits >> 24) & 0x80 | 0x7C, code)
-        code = tl.where(magnitude > 0x7F800000, 0x7F, code)
-    return code.to(tl.uint8)
+    INFINITY: tl.constexpr = 0x7E if DTYPE == "float8_e4m3fn" else 0x7C
+    code = tl.where(magnitude < (128 - BIAS) << 23, small, normal)
+    code = tl.where(magnitude == 0x7F800000, INFINITY, code)
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | (bits >> 24) & 0x80).to(tl.uint8)

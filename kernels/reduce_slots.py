@@ -237,8 +237,10 @@ def _widen(x, DTYPE: tl.constexpr):
     """What is accumulated of an element in memory: float32 of half types, 0 or 1 of bool."""
     if DTYPE == "bool":
         x = (x != 0).to(tl.uint8)
-    elif DTYPE == "bfloat16" or DTYPE == "float16":
+    elif DTYPE == "bfloat16":
         x = to_float32(x, DTYPE)
+    elif DTYPE == "float16":
+        x = x.to(tl.float32)
     return x
 
 

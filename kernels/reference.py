@@ -2,9 +2,7 @@
 
 The arithmetic is spelled out where torch leaves it open. On CPU, `torch.mul` of complex numbers and
 `torch.maximum` of -0.0 and 0.0 give other bits in the last few elements of a tensor than in the rest
-(torch 2.13), so neither is used here; nor is `torch.add` of complex numbers, which mixes their parts. The NaN
-that a cast makes of a NaN has other bits with other strides or vector instructions, so here it is always the
-same one: positive, quiet, without payload.
+(torch 2.13), so neither is used here; nor is `torch.add` of complex numbers, which mixes their parts.
 """
 
 import math
@@ -13,18 +11,17 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
+from tritondt.kernels.cast_bits import FP8_DTYPES, bits_of, cast, keep_nan
 from tritondt.kernels.given_tensors import check_tensors
 
-_FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 # What may become what.
 _CASTS = {
     "cast": (_FLOATS, _FLOATS),
-    "quantize": (_EXACT_IN_FLOAT32, _FP8_DTYPES),
-    "dequantize": (_FP8_DTYPES, _EXACT_IN_FLOAT32),
+    "quantize": (_EXACT_IN_FLOAT32, FP8_DTYPES),
+    "dequantize": (FP8_DTYPES, _EXACT_IN_FLOAT32),
 }
-_FP8_NAN_BITS = 0x7F
 _SMALLEST_SCALE = 2.0**-126
 _ACCUMULATION_DTYPES = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 
@@ -59,7 +56,8 @@ def cast_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
 
     The dtypes are float32, float64, bfloat16 and float16, and differ. As in torch's `.to()`, what is too
     large becomes an infinity, subnormals are kept, and float64 goes to the half types by way of float32.
-    Every NaN becomes the NaN of `float("nan")`.
+    A NaN becomes quiet and keeps its sign and what fits of its payload; in bfloat16 it is 0x7fc0, and from
+    bfloat16 to float32 all its bits are kept.
 
     Example: 2 rows of a 2x3 tensor to bfloat16, transposed.
 
@@ -75,7 +73,7 @@ def cast_boxes(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor],
     for box in boxes:
         target = targets[box.target]
         source = _view(sources[box.source], box.source_offset, box.lengths, box.source_strides)
-        _write(target, box, source.to(target.dtype))
+        _write(target, box, cast(source, target.dtype))
 
 
 def quantize_boxes(
@@ -90,9 +88,9 @@ def quantize_boxes(
     box's largest finite magnitude divided by it is at most the format's largest value (448 of
     float8_e4m3fn, 57344 of float8_e5m2); 1.0 where that magnitude is 0 or there is no element. Sources
     are float32, bfloat16 or float16. Division by such a scale is exact but for quotients so small that
-    they are 0 in fp8; zeros keep their signs. Infinities stay infinite in e5m2. In e4m3fn, which has
-    none, they become NaN: made finite, as torch 2.13 casts them, they would hide an overflow. Every NaN
-    has the bits 0x7f.
+    they are 0 in fp8; zeros keep their signs. Infinities stay infinite in e5m2; in e4m3fn, which has
+    none, they become the largest value, as in torch 2.13 (NaN in older ones). A NaN is 0x7f with its
+    sign.
 
     Example: 500 / 2 lies between 240 and 256, 0.3 / 2 between 0.140625 and 0.15625.
 
@@ -110,12 +108,14 @@ def quantize_boxes(
         _check_dtypes("quantize", sources[box.source].dtype, targets[box.target].dtype)
     for i, box in enumerate(boxes):
         target = targets[box.target]
-        x = _view(sources[box.source], box.source_offset, box.lengths, box.source_strides).float()
-        scale = _scale(x, torch.finfo(target.dtype).max)
-        scales[i] = scale
-        bits = (x / scale).to(target.dtype).view(torch.uint8)
-        becomes_nan = x.isnan() if target.dtype == torch.float8_e5m2 else ~x.isfinite()
-        _write(target.view(torch.uint8), box, torch.where(becomes_nan, _FP8_NAN_BITS, bits))
+        x = _view(sources[box.source], box.source_offset, box.lengths, box.source_strides)
+        x = cast(x, torch.float32)
+        largest = torch.finfo(target.dtype).max
+        scales[i] = scale = _scale(x, largest)
+        quotient = keep_nan(x, x / scale)
+        if target.dtype == torch.float8_e4m3fn:
+            quotient = keep_nan(x, quotient.clamp(-largest, largest))
+        _write(target, box, cast(quotient, target.dtype))
 
 
 def dequantize_boxes(
@@ -128,7 +128,8 @@ def dequantize_boxes(
 
     `scales` (float32, one per box) is read. Targets are float32, bfloat16 or float16. With the scales of
     `quantize_boxes` the product is exact, but where rounding to fp8 went beyond the dtype's largest
-    value: it is an infinity then. Every NaN becomes the NaN of `float("nan")`.
+    value: it is an infinity then. A NaN is cast as if its scale were 1; one that the product makes is
+    that of `float("nan")`.
 
     Example: what the example of `quantize_boxes` made.
 
@@ -147,7 +148,10 @@ def dequantize_boxes(
         source, target = sources[box.source], targets[box.target]
         # As bytes, for torch does not flip 8-bit floats.
         codes = _view(source.view(torch.uint8), box.source_offset, box.lengths, box.source_strides)
-        _write(target, box, (codes.view(source.dtype).float() * scales[i]).to(target.dtype))
+        x = cast(codes.view(source.dtype), torch.float32)
+        product = x * scales[i]
+        defined = torch.where(product.isnan(), float("nan"), product)
+        _write(target, box, cast(keep_nan(x, defined), target.dtype))
 
 
 def reduce_slots(
@@ -199,10 +203,9 @@ def _view(x: torch.Tensor, offset: int, lengths: Sequence[int], strides: Sequenc
 
 
 def _write(target: torch.Tensor, box: CastBox, values: torch.Tensor) -> None:
-    """Writes the box's values, any NaN among them as the one that is defined."""
-    if values.dtype.is_floating_point:
-        values = torch.where(values.isnan(), float("nan"), values)
-    _view(target, box.target_offset, box.lengths, box.target_strides).copy_(values)
+    """As integers, for a copy of floats need not keep the bits of a NaN."""
+    view = _view(bits_of(target), box.target_offset, box.lengths, box.target_strides)
+    view.copy_(bits_of(values))
 
 
 def _scale(x: torch.Tensor, largest: float) -> float:

@@ -52,6 +52,7 @@ def results():
         _C.ReduceTable(boxes, op, name(dtype), 1).run([slots.data_ptr()], [into.data_ptr()], 1)
         yield into
     yield from packed_and_unpacked()
+    yield past_the_cache()
 
 
 def packed_and_unpacked():
@@ -74,6 +75,15 @@ def packed_and_unpacked():
     if not torch.equal(back, x):
         raise AssertionError("what was packed and unpacked is not what it was")
     yield packed
+
+
+def past_the_cache():
+    """A cast that begins and ends within a line."""
+    x = random_floats(4_200_001, torch.float32)
+    into = torch.zeros(len(x) + 3, dtype=torch.float64)
+    box = CastBox(0, 0, 0, 2, (len(x),), (1,), (1,))
+    _C.CastTable([box], "float32", "float64").run([x.data_ptr()], [into.data_ptr()], 2)
+    return into
 
 
 if __name__ == "__main__":

@@ -187,6 +187,12 @@ def test_columns_of_several_peers(verb, source, target, num_rows, num_threads, i
     assert_as_reference(verb, [values], random_bits(num_rows * columns + 3, getattr(torch, target)), boxes, num_threads)
 
 
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_long_runs_that_are_written_past_the_cache(num_threads):
+    """Lines are written whole but at both ends of a run, which lie anywhere in theirs."""
+    assert_one_box("cast", "float16", "float64", (3, 1_400_003), (1_400_004, 1), (1_400_006, 1), num_threads)
+
+
 def test_sizes_and_empty_boxes():
     boxes = [
         CastBox(5, 5, 0, 0, (3, 0), (1, 1), (1, 1)),

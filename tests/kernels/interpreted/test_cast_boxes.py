@@ -25,7 +25,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def bits(x):
-    """All of them: every NaN is written as one and the same."""
+    """All of them: which NaN is written is defined."""
     return x.view(INTEGERS[x.element_size()])
 
 
@@ -83,6 +83,20 @@ def test_every_half_value(source, target):
         return
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(getattr(torch, source))
     cast_all(values, getattr(torch, target))
+
+
+@pytest.mark.parametrize("target", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("source", ["float32", "float64"])
+def test_every_kind_of_nan(source, target):
+    if source == target:
+        return
+    integer = INTEGERS[getattr(torch, source).itemsize]
+    infinity = torch.tensor(float("inf"), dtype=getattr(torch, source)).view(integer)
+    payloads = torch.tensor([1 << bit for bit in range(23 if source == "float32" else 52)], dtype=integer)
+    positive = torch.cat((infinity[None], infinity | payloads, torch.tensor([torch.iinfo(integer).max], dtype=integer)))
+    cast_all(
+        torch.cat((positive, positive | torch.iinfo(integer).min)).view(getattr(torch, source)), getattr(torch, target)
+    )
 
 
 @pytest.mark.parametrize("target", ["float16", "bfloat16"])
