@@ -40,6 +40,14 @@ READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64}
 # What a kernel does with scales: 0 nothing, 1 multiplies by them, 2 divides by them.
 NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
 _DIVIDES = tl.constexpr(DIVIDES)
+_OPTIONS = {"enable_fp_fusion": False}
+# Without a bound, the assembler spills 8 bytes to stay at 32 registers (sm_100); with one, 40 of casts to float64.
+_SCALED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
+
+
+def options(scales: int) -> dict[str, Any]:
+    """The compiler's, for a kernel that does with scales what the number says."""
+    return _SCALED_OPTIONS if scales != NO_SCALES else _OPTIONS
 
 
 class DtypePair(NamedTuple):
@@ -99,7 +107,7 @@ class DeviceCastTable(DeviceTable):
         nests = [cast_nest(position, box) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes for nest in nests) * max(element_bytes)
         super().__init__(
-            Kernel(cast_kernel, "cast", (), self._dtypes.constants(NO_SCALES), {"enable_fp_fusion": False}),
+            Kernel(cast_kernel, "cast", (), self._dtypes.constants(NO_SCALES), options(NO_SCALES)),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(alignments=element_bytes, units=element_bytes),
@@ -227,7 +235,7 @@ def _cast_if(
         targets = elements_at(target, target_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
         values = to_float32(tl.load(sources, mask=inside), SOURCE)
         if SCALES:
-            values = scaled(values, factor)
+            values = scaled(values, factor, SCALES == _DIVIDES)
         tl.store(targets, to_bits(values, TARGET), mask=inside)
 
 

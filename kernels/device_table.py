@@ -51,10 +51,10 @@ def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) 
     """What a kernel with these options of its own is compiled with.
 
     To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
-    bound is given it takes what it needs, 48.
+    bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
     """
     bound = {"maxnreg": _MAX_REGISTERS} if num_dims > _FEW_DIMS else {}
-    return {"num_warps": choice.num_warps, **bound, **options}
+    return {"num_warps": choice.num_warps, **options, **bound}
 
 
 class Shared:

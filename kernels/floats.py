@@ -16,9 +16,10 @@ def to_float32(x, DTYPE: tl.constexpr):
     elif DTYPE == "float8_e4m3fn" or DTYPE == "float8_e5m2":
         x = _from_fp8(x.to(tl.uint32), DTYPE)
     elif DTYPE == "float16":
-        wide = x.to(tl.float16, bitcast=True).to(tl.float32).to(tl.uint32, bitcast=True)
-        nan = (x.to(tl.uint32) & 0x8000) << 16 | 0x7FC00000 | (x.to(tl.uint32) & 0x3FF) << 13
-        x = tl.where((x & 0x7FFF) > 0x7C00, nan, wide).to(tl.uint32).to(tl.float32, bitcast=True)
+        # By way of a number with the mantissa of the NaN, of which only the exponent is wrong.
+        is_nan = (0x7C00 - (x & 0x7FFF).to(tl.int32)) >> 31
+        number = (x - (is_nan & 0x4000).to(tl.uint16)).to(tl.float16, bitcast=True).to(tl.float32)
+        x = (number.to(tl.uint32, bitcast=True) | (is_nan & 0x7FC00000).to(tl.uint32)).to(tl.float32, bitcast=True)
     elif DTYPE == "float64":
         bits = x.to(tl.uint64, bitcast=True)
         nan = (bits >> 32).to(tl.uint32) & 0x80000000 | 0x7FC00000 | (bits >> 29).to(tl.uint32) & 0x3FFFFF
@@ -32,9 +33,12 @@ def to_bits(x, DTYPE: tl.constexpr):
     """The bits of a float32 in another dtype; a NaN's are put together by hand, for a GPU has but one."""
     bits = x.to(tl.uint32, bitcast=True)
     if DTYPE == "float64":
-        wide = bits.to(tl.uint64)
-        nan = (wide & 0x80000000) << 32 | 0x7FF8000000000000 | (wide & 0x3FFFFF) << 29
-        bits = tl.where(x != x, nan, x.to(tl.float64).to(tl.uint64, bitcast=True)).to(tl.uint64)
+        # By way of a number with the mantissa of the NaN, whose exponent is one less; and by a mask, for neither shifts
+        # of 64 bits nor so many conditions fit into the registers.
+        is_nan = (0x7F800000 - (bits & 0x7FFFFFFF).to(tl.int32)) >> 31
+        number = (bits + ((is_nan << 23).to(tl.uint32) & 0xFF800000)).to(tl.float32, bitcast=True)
+        wide = number.to(tl.float64).to(tl.uint64, bitcast=True)
+        bits = wide | (is_nan.to(tl.int64) & 0x7FF8000000000000).to(tl.uint64)
     elif DTYPE == "bfloat16":
         bits = to_bfloat16_bits(x)
     elif DTYPE == "float16":
@@ -46,11 +50,17 @@ def to_bits(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scaled(x, factor):
-    """A product that leaves a NaN as it is; what else becomes one becomes that of float("nan")."""
-    product = x * factor
-    defined = tl.where(product != product, 0x7FC00000, product.to(tl.uint32, bitcast=True)).to(tl.uint32)
-    return tl.where(x != x, x.to(tl.uint32, bitcast=True), defined).to(tl.uint32).to(tl.float32, bitcast=True)
+def scaled(x, factor, IS_TO_FP8: tl.constexpr):
+    """A product with a positive factor. A NaN stays as it is, on its way to fp8 its sign does; another is positive."""
+    bits = x.to(tl.uint32, bitcast=True)
+    if IS_TO_FP8:
+        magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * factor
+        bits = (magnitude.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | (bits & 0x80000000)
+    else:
+        product = x * factor
+        defined = tl.where(product != product, 0x7FC00000, product.to(tl.uint32, bitcast=True)).to(tl.uint32)
+        bits = tl.where(x != x, bits, defined).to(tl.uint32)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -100,8 +110,7 @@ def _to_fp8(x, DTYPE: tl.constexpr):
     small = (magnitude.to(tl.float32, bitcast=True) + LAST_BIT).to(tl.uint32, bitcast=True) - LAST_BIT_BITS
     rounded = (magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1)) >> SHIFT
     normal = rounded - ((127 - BIAS) << MANTISSA_BITS)
-    INFINITY: tl.constexpr = 0x7E if DTYPE == "float8_e4m3fn" else 0x7C
-    code = tl.where(magnitude < (128 - BIAS) << 23, small, normal)
-    code = tl.where(magnitude == 0x7F800000, INFINITY, code)
+    LARGEST: tl.constexpr = 0x7E if DTYPE == "float8_e4m3fn" else 0x7C
+    code = tl.minimum(tl.where(magnitude < (128 - BIAS) << 23, small, normal), LARGEST)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | (bits >> 24) & 0x80).to(tl.uint8)

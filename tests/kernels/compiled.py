@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritondt.kernels.box_table import mode
-from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, WRITTEN_AS, cast_kernel
+from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, WRITTEN_AS, cast_kernel, options
 from tritondt.kernels.copy_boxes import copy_kernel
 from tritondt.kernels.device_table import compiler_options
 from tritondt.kernels.pieces import Kind
@@ -60,7 +60,7 @@ def compile_cast(
         "WRITTEN": WRITTEN_AS[target],
         "SCALES": scales,
     }
-    return _compile(cast_kernel, constants, architecture, choice, {"enable_fp_fusion": False})
+    return _compile(cast_kernel, constants, architecture, choice, options(scales))
 
 
 def compile_scale(source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int) -> Compiled:
