@@ -4,6 +4,7 @@ What a kernel may assume of addresses is settled by the pointers of a run: how f
 bytes. For every such combination that occurs, usually one, a table has a variant; the first is made with the table.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -113,7 +114,7 @@ class Launch:
         self._start(self._cells.values, pointers, *self._arguments, stream=stream.cuda_stream)
 
 
-class DeviceTable:
+class DeviceTable(ABC):
     """What tables of copies, casts and reductions share; see DeviceCopyTable, DeviceCastTable, DeviceReduceTable."""
 
     def __init__(
@@ -198,9 +199,9 @@ class DeviceTable:
         """Kernels that one run launches: one, unless the boxes touch very many tensors."""
         return max(map(len, self._variants.values()), default=0)
 
+    @abstractmethod
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
         """The pieces of some nests, with offsets in bytes."""
-        raise NotImplementedError
 
     def _check(self, addresses: Sequence[int]) -> None:
         for pointer, address in zip(self._used, addresses, strict=True):
