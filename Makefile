@@ -53,7 +53,7 @@ demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 
 	$(BIN)/python -m tritondt demo
 
 test: venv $(VENV)/.stamp-nccl ## run the tests and the examples in docstrings
-	$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not alone"
+	$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not alone and not sanitized"
 	$(BIN)/python -m pytest --quiet -m alone
 
 nccl: $(VENV)/.stamp-nccl $(VENV)/nccl/2.28.9/.stamp $(VENV)/nccl/2.30.7/.stamp ## fetch more versions of NCCL for the tests (600 MB)
@@ -70,6 +70,7 @@ check: venv ## lint, formatting, types, layers, compiler warnings, the extension
 sanitize: venv ## run csrc, the double of NCCL, and the NCCL transport over it, under sanitizers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/csrc/sanitize/Makefile
 	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/fake_nccl/Makefile sanitize
+	$(BIN)/python -m pytest --quiet -m sanitized
 	$(BIN)/python -m tests.sanitized tests/comm/test_nccl_cases.py tests/comm/test_nccl_transport.py tests/backend
 	$(BIN)/python -m tests.sanitized tests/comm/test_faults.py -k nccl
 

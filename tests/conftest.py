@@ -19,10 +19,10 @@ collect_ignore = [] if HAS_CLI else ["cli"]
 # Tests that start processes, rank by rank, or measure time: they get the machine to themselves. All others run side by
 # side, a worker of pytest-xdist on each core (`make test`).
 ALONE = (
-    *("backend/", "cli/", "comm/", "fake_nccl/", "nccl/", "packaging/"),
+    *("cli/", "comm/", "fake_nccl/", "nccl/", "packaging/"),
     *("csrc/test_sanitizers.py", "csrc/test_team.py", "csrc/test_watchdog.py"),
     *("parallel/test_hidden_communication.py", "parallel/test_overlap.py"),
-    *("test_bounded.py", "test_on_gpu.py", "test_sanitized.py", "test_transforms.py"),
+    *("test_bounded.py", "test_on_gpu.py", "test_transforms.py"),
 )
 
 # No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.

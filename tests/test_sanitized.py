@@ -21,6 +21,8 @@ REPRESENTATIVE = (
     "tests/comm/test_faults.py::test_a_fault[killed, nccl]",
 )
 
+pytestmark = pytest.mark.sanitized
+
 
 @pytest.fixture(scope="module", autouse=True)
 def built(tmp_path_factory: pytest.TempPathFactory) -> None:
