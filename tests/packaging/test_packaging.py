@@ -1,5 +1,6 @@
 """The package is the same from a wheel, from an editable install and from the repository's root."""
 
+import compileall
 import importlib.metadata
 import json
 import os
@@ -25,14 +26,18 @@ import importlib, json
 names = ["tritondt", "tritondt.kernels", "tritondt.kernels.reference", "tritondt._C"]
 print(json.dumps([importlib.import_module(name).__file__ for name in names]))
 """
-REPORT_IMPORT_SECONDS = """
-import json, sys, time
+REPORT_IMPORT = """
+import gc, json, sys, time
 import torch
 triton_came_with_torch = "triton" in sys.modules
+full_collections = gc.get_stats()[2]["collections"]
 start = time.perf_counter()
 import tritondt
-seconds = time.perf_counter() - start
-print(json.dumps([seconds, "triton" in sys.modules and not triton_came_with_torch]))
+report = {"seconds": time.perf_counter() - start}
+report["full_collections"] = gc.get_stats()[2]["collections"] - full_collections
+report["collects"] = gc.isenabled()
+report["triton"] = "triton" in sys.modules and not triton_came_with_torch
+print(json.dumps(report))
 """
 
 
@@ -73,6 +78,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel unpacked, with its bytecode compiled, as pip installs it."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    assert compileall.compile_dir(folder, quiet=1)
+    return folder
+
+
 def lend_compiled_extension(checkout: Path) -> None:
     """Puts the extension compiled in place where the build looks for its own, if there is one.
 
@@ -97,10 +112,7 @@ def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
 
-def test_wheel_imports_outside_the_repository(wheel: Path, tmp_path: Path) -> None:
-    installed = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(installed)
+def test_wheel_imports_outside_the_repository(installed: Path, tmp_path: Path) -> None:
     found = origins(WITHOUT_EDITABLE_HOOK + REPORT_ORIGINS, tmp_path, PYTHONPATH=str(installed))
     assert all(path.is_relative_to(installed / "tritondt") for path in found), found
 
@@ -122,11 +134,20 @@ def test_kernels_refuses_to_be_a_package_of_its_own() -> None:
     assert "tritondt.kernels" in run_python(code, REPOSITORY)
 
 
-def test_import_is_quick_and_leaves_triton_alone(tmp_path: Path) -> None:
-    runs = [json.loads(run_python(REPORT_IMPORT_SECONDS, tmp_path, PYTHONPATH=str(REPOSITORY))) for _ in range(5)]
-    assert not any(imports_triton for _, imports_triton in runs)
-    median_seconds = statistics.median(seconds for seconds, _ in runs)
+def test_import_is_quick_and_leaves_triton_alone(installed: Path, tmp_path: Path) -> None:
+    code = WITHOUT_EDITABLE_HOOK + REPORT_IMPORT
+    runs = [json.loads(run_python(code, tmp_path, PYTHONPATH=str(installed))) for _ in range(5)]
+    assert not any(run["triton"] for run in runs)
+    median_seconds = statistics.median(run["seconds"] for run in runs)
     assert median_seconds <= 0.3, f"import tritondt adds {median_seconds:.3f} s to import torch"
+
+
+@pytest.mark.parametrize("ask", ["gc.enable()", "gc.disable()"])
+def test_import_collects_nothing_and_leaves_the_collector_as_it_was(ask: str, tmp_path: Path) -> None:
+    code = f"import gc\n{ask}\n{REPORT_IMPORT}"
+    run = json.loads(run_python(code, tmp_path, PYTHONPATH=str(REPOSITORY)))
+    assert run["full_collections"] == 0
+    assert run["collects"] == (ask == "gc.enable()")
 
 
 def installed_editable() -> bool:
