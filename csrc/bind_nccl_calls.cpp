@@ -167,6 +167,20 @@ void bind_groups(CommunicatorClass* type) {
           py::arg("sends"), py::arg("receives"), py::arg("stream"),
           "Letters (peer, address, bytes), started together.")
       .def(
+          "exchange_slices",
+          [](Communicator& self, const LetterSlices& sends,
+             const std::vector<std::uintptr_t>& sources, std::uintptr_t send_buffer,
+             const LetterSlices& receives, const std::vector<std::uintptr_t>& targets,
+             std::uintptr_t receive_buffer, std::uintptr_t stream) {
+            issue(self,
+                  nccl::exchange(sends.letters(sources, send_buffer),
+                                 receives.letters(targets, receive_buffer)),
+                  stream);
+          },
+          py::arg("sends"), py::arg("sources"), py::arg("send_buffer"), py::arg("receives"),
+          py::arg("targets"), py::arg("receive_buffer"), py::arg("stream"),
+          "The same of slices of tensors at addresses, and of buffers.")
+      .def(
           "all_gather_v",
           [](Communicator& self, std::uintptr_t source, const std::vector<PartFields>& targets,
              const std::string& dtype, std::uintptr_t stream) {

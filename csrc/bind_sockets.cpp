@@ -54,6 +54,9 @@ std::shared_ptr<FlightRecorder> recorder_of(const RecorderHandle* handle) {
 }  // namespace
 
 void bind_socket_group(py::module_* module) {
+  py::class_<LetterSlices>(*module, "LetterSlices",
+                           "The letters of an exchange before it is known where tensors lie.")
+      .def(py::init(&make_slices), py::arg("slices"));
   py::class_<SocketGroup, std::shared_ptr<SocketGroup>>(
       *module, "SocketGroup", "Connected sockets to peers, driven by the thread that calls.")
       .def(py::init<std::vector<int>>(), py::arg("sockets"))
@@ -69,6 +72,20 @@ void bind_socket_group(py::module_* module) {
           py::arg("sends"), py::arg("receives"), py::arg("tag"),
           "Begins an exchange of letters (peer, address, bytes) and sends what can be sent at "
           "once.")
+      .def(
+          "start_slices",
+          [](SocketGroup& group, const LetterSlices& sends,
+             const std::vector<std::uintptr_t>& sources, std::uintptr_t send_buffer,
+             const LetterSlices& receives, const std::vector<std::uintptr_t>& targets,
+             std::uintptr_t receive_buffer, std::uint64_t tag) {
+            const std::vector<Letter> out = sends.letters(sources, send_buffer);
+            const std::vector<Letter> in = receives.letters(targets, receive_buffer);
+            const py::gil_scoped_release released;
+            group.start(out, in, tag);
+          },
+          py::arg("sends"), py::arg("sources"), py::arg("send_buffer"), py::arg("receives"),
+          py::arg("targets"), py::arg("receive_buffer"), py::arg("tag"),
+          "The same of slices of tensors at addresses, and of buffers.")
       .def(
           "finish",
           [](SocketGroup& group) {

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <vector>
 
 namespace tritondt {
 
@@ -9,6 +12,28 @@ struct Letter {
   std::int64_t peer;
   std::uintptr_t address;
   std::int64_t num_bytes;
+};
+
+// A letter before it is known where tensors lie: bytes from `start` on of tensor number `tensor`,
+// or of a buffer.
+struct LetterSlice {
+  std::int64_t peer;
+  std::optional<std::size_t> tensor;
+  std::uintptr_t start;
+  std::int64_t num_bytes;
+};
+
+// The letters of an exchange, for all times that it runs.
+class LetterSlices {
+ public:
+  explicit LetterSlices(std::vector<LetterSlice> slices);
+
+  // Throws std::out_of_range where a tensor is not among those at `addresses`.
+  std::vector<Letter> letters(const std::vector<std::uintptr_t>& addresses,
+                              std::uintptr_t buffer) const;
+
+ private:
+  std::vector<LetterSlice> slices_;
 };
 
 }  // namespace tritondt

@@ -5,8 +5,10 @@ bytes. For every such combination that occurs, usually one, a table has a varian
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -103,9 +105,9 @@ class Launch:
         # Triton's interpreter compiles nothing.
         self._start = (kernel.function if compiled is None else compiled)[grid]
 
-    def run(self, addresses: Sequence[int]) -> None:
+    def run(self, addresses: tuple[int, ...]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
-        pointers = tuple(addresses if self._is_in_order else [addresses[place] for place in self._places])
+        pointers = addresses if self._is_in_order else tuple([addresses[place] for place in self._places])
         if self._device is None:
             self._start(self._cells.values, pointers, *self._arguments)
             return
@@ -139,9 +141,9 @@ class DeviceTable(ABC):
                 Pointer(number == 0, operand.tensor) for nest in nests for number, operand in enumerate(nest.operands)
             )
         )
+        self._used_of = _chooser(self._used)
         self._variants: dict[tuple[int, ...], tuple[Launch, ...]] = {}
-        if nests:
-            self._variant((0,) * len(self._used))
+        self._aligned = self._variant((0,) * len(self._used)) if nests else ()
 
     def run(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], num_threads: int = 1) -> None:
         """Runs every box on the tensors whose first elements lie at the given addresses, on the current stream.
@@ -152,24 +154,22 @@ class DeviceTable(ABC):
 
     def prepared(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]
-    ) -> tuple[tuple[Launch, ...], Sequence[int]]:
+    ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
         """What `launch` takes; ValueError where a pointer is missing or not what the table was made for."""
-        if not self._used:
-            return (), ()
         try:
-            addresses = [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in self._used]
+            addresses = self._used_of(source_ptrs, target_ptrs)
         except IndexError:
             raise self._missing(source_ptrs, target_ptrs) from None
+        if not reduce(or_, addresses, 0) % WIDEST and all(addresses):
+            return self._aligned, addresses
         behind = tuple([address % WIDEST for address in addresses])
         launches = self._variants.get(behind)
         if launches is None or 0 in addresses:
             self._check(addresses)
             launches = self._variant(behind)
-        if any(behind):
-            addresses = [address - past for address, past in zip(addresses, behind, strict=True)]
-        return launches, addresses
+        return launches, tuple([address - past for address, past in zip(addresses, behind, strict=True)])
 
-    def launch(self, launches: Sequence[Launch], addresses: Sequence[int]) -> None:
+    def launch(self, launches: Sequence[Launch], addresses: tuple[int, ...]) -> None:
         """Launches on the current stream of the table's device."""
         if self._number is not None and torch.cuda.current_device() != self._number:
             with torch.cuda.device(self._device):
@@ -263,6 +263,16 @@ class DeviceTable(ABC):
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
         num_dims = max(len(piece.lengths) for piece in pieces)
         return choose(name, self._kernel.name, max(moved, key=lambda width: moved[width]), num_dims)
+
+
+def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
+    """What takes the pointers of a run, of sources and of targets, and returns those used; IndexError without one."""
+    if [pointer.is_target for pointer in used] == [True, False]:  # most tables, which are run most: half of the time
+        (_, target), (_, source) = used
+        return lambda source_ptrs, target_ptrs: (target_ptrs[target], source_ptrs[source])
+    return lambda source_ptrs, target_ptrs: tuple(
+        [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in used]
+    )
 
 
 def _resolved(device: torch.device, kernel: Kernel) -> torch.device:

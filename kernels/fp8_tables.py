@@ -51,7 +51,7 @@ class _ScaledTable(DeviceTable):
 
     def with_scales(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], scales_ptr: int
-    ) -> tuple[tuple[Launch, ...], Sequence[int]]:
+    ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
         """What `launch` takes; the scale of box i is number i of the float32 numbers at `scales_ptr`."""
         if len(source_ptrs) < self._num_sources:
             raise self._missing(source_ptrs, target_ptrs)

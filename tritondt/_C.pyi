@@ -5,12 +5,27 @@ from typing import Any, Literal, NoReturn
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
+class LetterSlices:
+    """The letters of an exchange before it is known where tensors lie."""
+
+    def __init__(self, slices: Sequence[tuple[int, int | None, int, int]]) -> None: ...
+
 class SocketGroup:
     """Connected sockets to peers, driven by the thread that calls."""
 
     def __init__(self, sockets: Sequence[int]) -> None: ...
     def start(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], tag: int
+    ) -> None: ...
+    def start_slices(
+        self,
+        sends: LetterSlices,
+        sources: Sequence[int],
+        send_buffer: int,
+        receives: LetterSlices,
+        targets: Sequence[int],
+        receive_buffer: int,
+        tag: int,
     ) -> None: ...
     def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
     def interrupt(self) -> None: ...
@@ -229,6 +244,16 @@ class NcclCommunicator:
     ) -> float | None: ...
     def exchange(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
+    ) -> None: ...
+    def exchange_slices(
+        self,
+        sends: LetterSlices,
+        sources: Sequence[int],
+        send_buffer: int,
+        receives: LetterSlices,
+        targets: Sequence[int],
+        receive_buffer: int,
+        stream: int,
     ) -> None: ...
     def all_gather_v(self, source: int, targets: Sequence[tuple[int, int]], dtype: str, stream: int) -> None: ...
     def reduce_scatter_v(

@@ -155,7 +155,7 @@ class DTensor(torch.Tensor):
         if target is spec:
             return source
         forward = None if wire is None else wire.forward
-        return cast("DTensor", moved(source, DTensor, target, async_op=async_op, wire_dtype=forward))
+        return cast("DTensor", moved(source, _wrap, target, async_op=async_op, wire_dtype=forward))
 
     @property
     def work(self) -> Work | None:

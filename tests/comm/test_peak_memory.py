@@ -121,7 +121,8 @@ def test_peak_is_at_most_what_is_packed_and_received(
     for rank, peak in enumerate(four_ranks.run(measure, mesh_shape, shape, source, target)):
         text = f"rank {rank}: {peak}"
         assert peak.packed <= peak.sent, text
-        assert peak.tensors - peak.target == peak.explained, text
+        # Both buffers lie in one block, the second at a multiple of 512 bytes.
+        assert 0 <= peak.tensors - peak.target - peak.explained < (512 if peak.packed else 1), text
         assert peak.explained <= peak.packed + peak.received, text
         # The rest of the process, and pages of 2 MB at the ends of three large tensors, take a few MB.
         assert peak.resident <= peak.target + peak.packed + peak.received + (8 << 20), text
@@ -132,4 +133,5 @@ def test_peak_is_at_most_what_is_packed_and_received(
 )
 def test_peak_with_a_wire_dtype_is_what_explain_says(four_ranks: GlooRanks, source: str, target: str) -> None:
     for rank, peak in enumerate(four_ranks.run(measure, (2, 2), (511, 513), source, target, torch.bfloat16)):
-        assert peak.tensors - peak.target == peak.explained, f"rank {rank}: {peak}"
+        # Three buffers in one block, the second and the third at multiples of 512 bytes.
+        assert 0 <= peak.tensors - peak.target - peak.explained < 2 * 512, f"rank {rank}: {peak}"

@@ -43,7 +43,7 @@ def test_a_copy_is_launched_with_its_arguments_in_order(recording):
     pieces = [piece for box in boxes for piece in copy_pieces(copy_nest(0, box))]
     table, launch = made_launch(Kernel(copy_kernel, "copy", (), {}, {}), pieces)
     assert recording.launches == []
-    addresses = [1 << 45, 1 << 46]
+    addresses = (1 << 45, 1 << 46)
     launch.run(addresses)
     (found,) = recording.launches
     assert found.pop("table").tolist() == list(table.cells)
@@ -66,7 +66,7 @@ def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
     constants = {"UNROLL": 1, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
     kernel = Kernel(reduce_kernel, "reduce 4", (3,), constants, {"enable_fp_fusion": False})
     _, launch = made_launch(kernel, list(run_pieces(reduce_nest(0, box, 4), Grain())))
-    launch.run([1 << 45, 1 << 46, 1 << 47])
+    launch.run((1 << 45, 1 << 46, 1 << 47))
     (found,) = recording.launches
     assert found["grid"] == (CHOICE.max_ctas, 1, 1)
     # Three pointers are padded to four.
@@ -78,14 +78,14 @@ def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
 def test_launches_again_without_touching_a_tensor(recording):
     (piece,) = copy_pieces(copy_nest(0, CopyBox(0, 0, 0, 0, 16, (9,), (1,), (1,))))
     _, launch = made_launch(Kernel(copy_kernel, "copy", (), {}, {}), [piece])
-    launch.run([1 << 45, 1 << 46])
+    launch.run((1 << 45, 1 << 46))
 
     class NoTorch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             raise AssertionError(f"{func} was called")
 
     with NoTorch():
-        launch.run([1 << 46, 1 << 47])
+        launch.run((1 << 46, 1 << 47))
     first, second = recording.launches
     assert first["table"] is second["table"]
     assert second["pointers"] == (1 << 46, 1 << 47)

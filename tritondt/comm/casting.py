@@ -13,7 +13,7 @@ import torch
 
 from tritondt import region as regions
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.packing import Blocks, Casting, PackedTransfer, Slice, Term, moves, reduce_tables
+from tritondt.comm.packing import Blocks, Casting, PackedTransfer, Slice, Slices, Term, moves, reduce_tables
 from tritondt.kernels.boxes import CastBox
 from tritondt.kernels.scaled_tables import SCALE_BYTES, ScalePlace
 from tritondt.kernels.tables import Table, cast_table, dequantize_table, quantize_table
@@ -120,12 +120,12 @@ def casting_transfer(transfer: Transfer, wire_dtype: torch.dtype) -> PackedTrans
     )
 
 
-def _slices(buffer: _Buffer, messages: Sequence[Message], wire_dtype: torch.dtype) -> tuple[Slice, ...]:
+def _slices(buffer: _Buffer, messages: Sequence[Message], wire_dtype: torch.dtype) -> Slices:
     size, slices = wire_dtype.itemsize, list[Slice]()
     for message in messages:
         place = buffer.place(message.parts)
         slices.append(Slice(message.peer, None, place.start * size, (place.end - place.start) * size))
-    return tuple(slices)
+    return Slices(slices)
 
 
 def _packed(transfer: Transfer, found: _Held) -> Iterator[_Cast]:

@@ -56,9 +56,9 @@ class GlooCommunicator(PackedCommunicator):
 
     def _converse(self, wait: Wait, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         tag, group = tag_of(wait.fingerprint, self.sequence), self._group
-        pending = [self._posted(wait, group.recv, peer, tensor, tag) for peer, tensor in receives.memory()]
+        pending = [self._posted(wait, group.recv, peer, tensor, tag) for peer, tensor in receives.parts()]
         pack()
-        pending += [self._posted(wait, group.send, peer, tensor, tag) for peer, tensor in sends.memory()]
+        pending += [self._posted(wait, group.send, peer, tensor, tag) for peer, tensor in sends.parts()]
         meanwhile()
         for peer, work in pending:
             with self._explained(wait, peer):

@@ -5,28 +5,21 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt.comm.packing import Slice
+from tritondt.comm.packing import Slices
 
 
 class Letters(NamedTuple):
-    """Messages that go to peers, or come from them: slices of tensors, or of a buffer."""
+    """Messages that go to peers, or come from them: slices of tensors, or of the buffer in `memory` at an address."""
 
-    slices: Sequence[Slice]
+    slices: Slices
     tensors: Sequence[torch.Tensor]
     pointers: Sequence[int]
-    buffer: torch.Tensor
+    memory: torch.Tensor
+    buffer: int
 
-    def addresses(self) -> list[tuple[int, int, int]]:
-        """Peer, address and bytes of each."""
-        start_of_buffer, pointers = self.buffer.data_ptr(), self.pointers
-        return [
-            (peer, (start_of_buffer if tensor is None else pointers[tensor]) + start, num_bytes)
-            for peer, tensor, start, num_bytes in self.slices
-        ]
-
-    def memory(self) -> list[tuple[int, torch.Tensor]]:
+    def parts(self) -> list[tuple[int, torch.Tensor]]:
         """Peer and bytes of each, as tensors that share the memory."""
-        flat: dict[int | None, torch.Tensor] = {None: self.buffer}
+        flat: dict[int | None, torch.Tensor] = {None: self.memory[self.buffer - self.memory.data_ptr() :]}
         for tensor in {place for _, place, _, _ in self.slices if place is not None}:
             flat[tensor] = _memory(self.tensors[tensor])
         return [(peer, flat[tensor][start : start + num_bytes]) for peer, tensor, start, num_bytes in self.slices]

@@ -48,8 +48,15 @@ class NcclCommunicator(PackedCommunicator):
 
         def converse() -> None:
             pack()
-            native, stream = self._watched.native, self._queue.stream
-            native.exchange(sends.addresses(), receives.addresses(), stream.cuda_stream)
+            self._watched.native.exchange_slices(
+                sends.slices.native,
+                sends.pointers,
+                sends.buffer,
+                receives.slices.native,
+                receives.pointers,
+                receives.buffer,
+                self._queue.stream.cuda_stream,
+            )
             meanwhile()
 
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for

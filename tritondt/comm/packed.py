@@ -19,7 +19,7 @@ from tritondt.comm.comparison import FINGERPRINT, Note, difference, read_note, w
 from tritondt.comm.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Flight
 from tritondt.comm.forked import ForkedError
 from tritondt.comm.letters import Letters
-from tritondt.comm.packing import Casting, PackedTransfer, Slice, packed_transfer
+from tritondt.comm.packing import Casting, PackedTransfer, Slice, Slices, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
 from tritondt.errors import TransportError, WorldError
 from tritondt.memory import allocate
@@ -246,9 +246,9 @@ class PackedCommunicator(ABC):
         num_bytes, sent = len(own), self._bytes_of(own)
         told = sent.repeat(len(self._ranks), 1)
         peers = [place for place in range(len(self._ranks)) if place != self._place]
-        sends = Letters([Slice(peer, 0, 0, num_bytes) for peer in peers], [sent], [sent.data_ptr()], _NO_BYTES)
-        rows = [Slice(peer, 0, peer * num_bytes, num_bytes) for peer in peers]
-        receives = Letters(rows, [told], [told.data_ptr()], _NO_BYTES)
+        sends = Letters(Slices(Slice(peer, 0, 0, num_bytes) for peer in peers), [sent], [sent.data_ptr()], _NO_BYTES, 0)
+        rows = Slices(Slice(peer, 0, peer * num_bytes, num_bytes) for peer in peers)
+        receives = Letters(rows, [told], [told.data_ptr()], _NO_BYTES, 0)
         self.sequence += 1
         self._run_recorded(errand, lambda: self.carry(errand, receives, sends, _nothing, _nothing))
         return told
@@ -267,17 +267,17 @@ class PackedCommunicator(ABC):
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
         threads, set_state, record = torch.get_num_threads(), self._recorder.state, errand.record
-        staging, buffer, widened = self._buffers(plan, device)
+        memory, staging, buffer, widened = self._buffers(plan, device)
 
         def pack() -> None:
             if plan.pack is not None:
                 set_state(record, PACKING)
-                self._launch(plan.pack.run, source_pointers, [buffer.data_ptr()], threads)
+                self._launch(plan.pack.run, source_pointers, [buffer], threads)
             set_state(record, EXCHANGING)
 
         def keep() -> None:
             if plan.keep is not None:
-                kept = source_pointers if widened is None else [buffer.data_ptr()]
+                kept = source_pointers if plan.casting is None else [buffer]
                 self._launch(plan.keep.run, kept, target_pointers, threads)
 
         self.sequence += 1
@@ -285,8 +285,8 @@ class PackedCommunicator(ABC):
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
             self.carry(
                 errand,
-                Letters(plan.receives, targets, target_pointers, staging),
-                Letters(plan.sends, sources, source_pointers, buffer),
+                Letters(plan.receives, targets, target_pointers, memory, staging),
+                Letters(plan.sends, sources, source_pointers, memory, buffer),
                 pack,
                 keep,
             )
@@ -296,26 +296,32 @@ class PackedCommunicator(ABC):
         if plan.unpack is not None or plan.reduces:
             set_state(record, UNPACKING)
         if plan.unpack is not None:
-            self._launch(plan.unpack.run, [staging.data_ptr()], target_pointers, threads)
-        if widened is not None:
-            self._widen(plan.casting, [staging.data_ptr(), buffer.data_ptr()], widened.data_ptr(), threads)
+            self._launch(plan.unpack.run, [staging], target_pointers, threads)
+        if plan.casting is not None:
+            self._widen(plan.casting, [staging, buffer], widened, threads)
             staging = widened
         for table in plan.reduces:
-            self._launch(table.run, [*source_pointers, staging.data_ptr()], target_pointers, threads)
+            self._launch(table.run, [*source_pointers, staging], target_pointers, threads)
 
-    def _buffers(
-        self, plan: PackedTransfer, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """For what arrives, for what is packed, and with a wire dtype for terms as wide as the tensor."""
+    def _buffers(self, plan: PackedTransfer, device: torch.device) -> tuple[torch.Tensor, int, int, int]:
+        """Memory, and where in it begins what arrives, what is packed, and with a wire dtype what is widened."""
+        packed_at = (plan.staged_bytes + _ALIGNMENT - 1) & -_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
+        num_bytes = widened_at = packed_at + plan.packed_bytes
+        if plan.casting is not None:
+            widened_at = (widened_at + _ALIGNMENT - 1) & -_ALIGNMENT
+            num_bytes = widened_at + plan.casting.widened_bytes
+        if num_bytes == 0:
+            return _NO_BYTES, 0, 0, 0
         try:
-            widened = None if plan.casting is None else _buffer(plan.casting.widened_bytes, device)
-            return _buffer(plan.staged_bytes, device), _buffer(plan.packed_bytes, device), widened
+            memory = allocate((num_bytes,), torch.uint8, device)
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
+        start = memory.data_ptr()
+        return memory, start, start + packed_at, start + widened_at
 
-    def _widen(self, casting: Casting | None, buffers: list[int], widened: int, threads: int) -> None:
-        if casting is not None and casting.widen is not None:
+    def _widen(self, casting: Casting, buffers: list[int], widened: int, threads: int) -> None:
+        if casting.widen is not None:
             self._launch(casting.widen.run, buffers, [widened], threads)
 
     def _second_thread(self, description: str) -> WorldError:
@@ -377,8 +383,6 @@ def _at_once(run: Callable[..., object], *arguments: object) -> None:
     run(*arguments)
 
 
+# Buffers lie in one block of memory, each where an allocator of CUDA's or glibc's could have put it.
+_ALIGNMENT = 512
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
-
-def _buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    return allocate((num_bytes,), torch.uint8, device) if num_bytes else _NO_BYTES

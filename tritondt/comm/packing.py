@@ -6,8 +6,10 @@ others get consecutive places in a buffer, without padding between their parts.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
+from tritondt import _C
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.tables import Table, copy_table, reduce_table
@@ -26,6 +28,15 @@ class Slice(NamedTuple):
     num_bytes: int
 
 
+class Slices(tuple[Slice, ...]):
+    """The messages of an exchange to peers, or from them."""
+
+    @cached_property
+    def native(self) -> _C.LetterSlices:
+        """The same for the transports in C++."""
+        return _C.LetterSlices(self)
+
+
 class PackedTransfer(NamedTuple):
     """A transfer in bytes.
 
@@ -34,8 +45,8 @@ class PackedTransfer(NamedTuple):
     there with a wire dtype, and changes what `keep` and `reduces` read.
     """
 
-    sends: tuple[Slice, ...]
-    receives: tuple[Slice, ...]
+    sends: Slices
+    receives: Slices
     sent_bytes: int
     received_bytes: int
     packed_bytes: int
@@ -103,7 +114,7 @@ def moves(transfer: Transfer, part: Part) -> bool:
 
 def _slices(
     transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], *, landing: bool
-) -> tuple[tuple[Slice, ...], int, list[Arrival]]:
+) -> tuple[Slices, int, list[Arrival]]:
     """Where each message lies, the buffer's size, and the parts that lie in the buffer."""
     alignment = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
     slices, buffered, filled = [], list[Arrival](), 0
@@ -121,7 +132,7 @@ def _slices(
         for part in message.parts:
             buffered.append(Arrival(part, filled))
             filled += _num_bytes(transfer, part)
-    return tuple(slices), filled, buffered
+    return Slices(slices), filled, buffered
 
 
 def _num_bytes(transfer: Transfer, part: Part) -> int:

@@ -17,12 +17,14 @@ _changing = threading.Lock()
 
 def begin(tensors: Iterable[torch.Tensor], wait: Callable[[], None]) -> Collection[int]:
     """Notes that the storages of `tensors` are being read until `end` is called with what this returns."""
-    # Empty storages are all at address 0, those of other communicators and rank threads too; nothing is read there.
-    addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    addresses.discard(0)
+    addresses: list[int] = []
     with _changing:
-        for address in addresses:
-            readers[address] = (*readers.get(address, ()), wait)
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            # Empty storages are all at address 0, those of other communicators and rank threads too: nothing is read.
+            if address and address not in addresses:
+                addresses.append(address)
+                readers[address] = (*readers.get(address, ()), wait)
     return addresses
 
 
@@ -30,11 +32,11 @@ def end(addresses: Collection[int], wait: Callable[[], None]) -> None:
     """Ends what `begin` noted."""
     with _changing:
         for address in addresses:
-            left = tuple([other for other in readers[address] if other != wait])
-            if left:
-                readers[address] = left
-            else:
+            found = readers[address]
+            if len(found) == 1:
                 del readers[address]
+            else:
+                readers[address] = tuple([other for other in found if other != wait])
 
 
 def wait_before_writing(tensors: Iterable[torch.Tensor]) -> None:

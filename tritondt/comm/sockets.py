@@ -26,8 +26,6 @@ from tritondt.errors import PeerError, WorldError
 # How long an abort waits for the thread that it has woken to let go of the sockets.
 _PATIENCE_S = 5.0
 
-Address = tuple[int, int, int]  # a peer, an address and a number of bytes
-
 
 class SocketCommunicator(PackedCommunicator):
     """Ranks connected pairwise by TCP; made by all of them together."""
@@ -43,12 +41,20 @@ class SocketCommunicator(PackedCommunicator):
     def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
         """Packs, sends what the sockets take, keeps, and carries on until all has gone and come."""
         pack()
-        self._converse(errand, sends.addresses(), receives.addresses(), meanwhile)
+        self._converse(errand, sends, receives, meanwhile)
 
-    def _converse(self, errand: Errand, sends: list[Address], receives: list[Address], meanwhile: Run) -> None:
+    def _converse(self, errand: Errand, sends: Letters, receives: Letters, meanwhile: Run) -> None:
         started = time.monotonic()
         try:
-            self._group.start(sends, receives, tag_of(errand.fingerprint, self.sequence))
+            self._group.start_slices(
+                sends.slices.native,
+                sends.pointers,
+                sends.buffer,
+                receives.slices.native,
+                receives.pointers,
+                receives.buffer,
+                tag_of(errand.fingerprint, self.sequence),
+            )
             meanwhile()
             outcome, peer = self._group.finish()
             if outcome != "done":

@@ -119,11 +119,11 @@ class ThreadCommunicator(PackedCommunicator):
         board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
         wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: None, _NO_TIMEOUT_S)
         pack()
-        for peer, tensor in sends.memory():
+        for peer, tensor in sends.parts():
             board.mail[self._key, self._place, peer, tag].append(tensor.clone())
         meanwhile()
         party = self._turns.party_of_caller()
-        for peer, tensor in receives.memory():
+        for peer, tensor in receives.parts():
             wait.peer = self._ranks[peer]
             slot = (self._key, peer, self._place, tag)
             mail = board.mail[slot]
