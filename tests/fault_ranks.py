@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from collections import Counter
 from datetime import timedelta
@@ -20,17 +21,21 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import tritondt as T
 from tests.fault_training import AwayError, PlantedError, fail, train
 from tests.faults import SIZE, Case, Fault, Observation, Outcome
 from tests.nccl_on_host import use_fake_nccl
+from tests.stacks import listen, stacks_of
 
 # What nobody hears of is waited for that long; what somebody hears of must come long before the other.
 SILENT_TIMEOUT_S, HEARD_TIMEOUT_S = 2.0, 30.0
 _DEADLINE_S, _SETTLE_S = 60.0, 5.0
 _FREE_PORT = 0
+# What the first view of a distributed tensor imports in every process is imported once: it takes 0.3 s, or a second.
+_PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.tensor", "tritondt.ops.families", "tests.fault_ranks"]
 _HOSTED_PORTS: list[int] = []
 
 
@@ -46,6 +51,7 @@ class FaultRanks:
         # As with torchrun, whose agent holds the store: a rank that dies does not take it along.
         self._store = dist.TCPStore("127.0.0.1", _FREE_PORT, is_master=True, wait_for_workers=False)
         self._num_started = 0
+        self._stacks = tempfile.TemporaryDirectory(prefix="tritondt-stacks-")
 
     def __enter__(self) -> "FaultRanks":
         return self
@@ -54,6 +60,7 @@ class FaultRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
+        self._stacks.cleanup()
 
     def observe(self, case: Case) -> Observation:
         """Lets the ranks train, one of them fail, and the others train on."""
@@ -92,13 +99,13 @@ class FaultRanks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # torch._dynamo is what the first view of a distributed tensor imports.
-        context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor", "tests.fault_ranks"])
+        context.set_forkserver_preload(_PRELOADED)
         self._num_started += 1
         place = _Place(self._transport, self._fault, self._store.port, f"{self._num_started}")
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_live, args=(place, rank, theirs), daemon=True)
+            listener = self._stacks_path(rank)
+            process = context.Process(target=_live, args=(place, rank, theirs, listener), daemon=True)
             with pytest.MonkeyPatch.context() as patch:
                 # Without it c10d takes a second to print the stack of each warning about a store that is gone.
                 patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -122,13 +129,17 @@ class FaultRanks:
     def _next(self, rank: int) -> Any:
         """What a rank says next, None where it dies or says nothing."""
         if not self._pipes[rank].poll(max(self._deadline - time.monotonic(), 0)):
-            self._hung.append(f"rank {rank} says nothing")
+            where = stacks_of(self._processes[rank].pid, self._stacks_path(rank))
+            self._hung.append(f"rank {rank} says nothing, {where}")
             return None
         try:
             return self._pipes[rank].recv()
         except EOFError:
             self._hung.append(f"rank {rank} is gone")
             return None
+
+    def _stacks_path(self, rank: int) -> Path:
+        return Path(self._stacks.name) / f"{self._num_started}-{rank}"
 
     def _tell(self, rank: int, order: Any) -> None:
         try:
@@ -226,11 +237,13 @@ def _sockets_of_hosted_stores() -> set[str]:
     return {f"socket:[{line[9]}]" for line in lines if int(line[1].rpartition(":")[2], 16) in _HOSTED_PORTS}
 
 
-def _live(place: _Place, rank: int, pipe: Connection) -> None:
+def _live(place: _Place, rank: int, pipe: Connection, stacks: Path) -> None:
     """The life of one of the processes."""
+    listen(stacks)
     gc.freeze()  # what the server has imported is shared memory until a collection looks at it, for 0.2 s
     transport = "sockets" if place.transport == "nccl" else place.transport
-    os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)  # the server may have imported torch with more, which wait for each other on busy cores
     try:
         _serve(place, rank, pipe)
     except SystemExit as leaving:  # as a program does: multiprocessing would not let Python end

@@ -1,6 +1,9 @@
 """Ranks that fail on purpose: the others are told by whom and in which step, nothing is left, and they train on."""
 
+import faulthandler
+import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 from tests.fault_matrix import JOBS, Job, Observed, start, words_of
 from tests.fault_ranks import SILENT_TIMEOUT_S
 from tests.faults import FAULTS, MOMENTS, RANKS, SIZE, Case, Observation, Ranks, cases_of, news
+from tests.stacks import listen, stacks_of
 
 # What a busy machine may add; who hears of a fault does so long before the timeout of 30 s.
 SLACK_S = 15.0
@@ -36,7 +40,7 @@ def test_a_fault(observed: dict[Job, "Future[Observed]"], job: Job) -> None:
     cases = observed[job].result()
     assert len(cases) == len(cases_of(*job))
     for case, observation in cases:
-        assert not observation.hung, f"{case}: {observation.hung}"
+        assert not observation.hung, "\n".join([str(case), *observation.hung])
         assert_told(case, job[1], observation)
         assert_trained_on(case, observation)
 
@@ -71,3 +75,16 @@ def test_the_table_in_the_readme_is_of_these_faults() -> None:
         for cell in cells:
             assert re.fullmatch(f"{words_of(fault)}: {seconds} s", cell), cell
         assert fault.not_on_threads in " ".join(text.split()), f"why threads cannot be {fault.name}"
+
+
+def test_a_process_that_says_nothing_is_asked_where_it_is(tmp_path: Path) -> None:
+    stacks = tmp_path / "stacks"
+    assert stacks_of(os.getpid(), stacks) == "it has not come to listen"
+    listen(stacks)
+    try:
+        for _ in range(2):
+            text = stacks_of(os.getpid(), stacks)
+            assert text.count(test_a_process_that_says_nothing_is_asked_where_it_is.__name__) == 1, text
+            assert re.match(r"in state [RS]\n", text), text
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)

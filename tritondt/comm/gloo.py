@@ -6,9 +6,14 @@ all-to-all, which is why its collectives are not used.
 Gloo matches messages by tag alone. A message longer than its receive aborts the process and a shorter one
 passes unnoticed, so the tag is a fingerprint of what is exchanged: ranks that disagree never match, and the
 watch tells them so.
+
+Gloo's own thread writes a message when its receiver is ready. Where it finds the connection closed by then, it forgets
+the message (torch 2.13), and nothing wakes who waits for it: not even closing all connections, as the watch does. A
+rank that goes on after a stop can meet that. So every wait has its own limit, a little behind that of the watch.
 """
 
 import ctypes
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,6 +32,9 @@ from tritondt.errors import PeerError, WorldError
 
 # Gloo's own limit must never strike first: it closes every connection without saying why.
 _GLOO_TIMEOUT_FACTOR = 4
+# How much longer than its timeout a wait may take: the watch gives a second of grace, and the store up to three.
+_LIMIT_BEHIND_S = 5.0
+_AT_ONCE_S = 0.001
 _INTERRUPT_TAG = 0x7FFFFFFF
 
 
@@ -62,7 +70,7 @@ class GlooCommunicator(PackedCommunicator):
         meanwhile()
         for peer, work in pending:
             with self._explained(wait, peer):
-                work.wait()
+                work.wait(timedelta(seconds=_left_s(wait)))
 
     def _posted(self, wait: Wait, post: Any, peer: int, tensor: torch.Tensor, tag: int) -> tuple[int, Any]:
         with self._explained(wait, peer):
@@ -128,8 +136,19 @@ class GlooCommunicator(PackedCommunicator):
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
         """Why a wait broke: what the watch or the store knows, else that the connection closed."""
+        if wait.reason is None and time.monotonic() >= _limit(wait):
+            return self._watch.why_expired(wait)
         return self._watch.broken(
             wait,
             f"rank {wait.peer} closed its connection while rank {self._rank} waited for it in {wait.description}; it "
             f"has failed or left ({str(error).splitlines()[0]})",
         )
+
+
+def _limit(wait: Wait) -> float:
+    return wait.started + wait.timeout_s + _LIMIT_BEHIND_S
+
+
+def _left_s(wait: Wait) -> float:
+    """How long it may still take: no time where the watch has interrupted it."""
+    return _AT_ONCE_S if wait.reason is not None else max(_limit(wait) - time.monotonic(), _AT_ONCE_S)
