@@ -1,7 +1,7 @@
 """Copies of strided boxes from one floating-point dtype to another, packed or unpacked in one launch."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,13 +41,8 @@ READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64}
 NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
 _DIVIDES = tl.constexpr(DIVIDES)
 _OPTIONS = {"enable_fp_fusion": False}
-# Without a bound, the assembler spills 8 bytes to stay at 32 registers (sm_100); with one, 40 of casts to float64.
-_SCALED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
-
-
-def options(scales: int) -> dict[str, Any]:
-    """The compiler's, for a kernel that does with scales what the number says."""
-    return _SCALED_OPTIONS if scales != NO_SCALES else _OPTIONS
+# With scales, and to float64, the assembler spills 8 bytes to stay at 32 registers where it has no bound (sm_100).
+_BOUNDED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
 
 
 class DtypePair(NamedTuple):
@@ -61,15 +56,19 @@ class DtypePair(NamedTuple):
         """Of targets and of sources."""
         return _BYTES[self.target], _BYTES[self.source]
 
-    def constants(self, scales: int) -> dict[str, Any]:
-        """What the kernel is compiled for."""
-        return {
+    def kernel(self, scales: int) -> Kernel:
+        """The kernel that casts so, and does with scales what the number says."""
+        constants = {
             "SOURCE": self.source,
             "TARGET": self.target,
             "READ": READ_AS[self.source],
             "WRITTEN": WRITTEN_AS[self.target],
             "SCALES": scales,
         }
+        is_to_float64 = self.target == "float64"
+        name = "cast to float64" if is_to_float64 else "cast"
+        options = _BOUNDED_OPTIONS if is_to_float64 or scales != NO_SCALES else _OPTIONS
+        return Kernel(cast_kernel, name, (), constants, options)
 
     def pieces(self, nest: LoopNest) -> Iterator[Piece]:
         """Runs of as many elements at a time as fill 16 bytes on the narrower side, with offsets in bytes."""
@@ -107,7 +106,7 @@ class DeviceCastTable(DeviceTable):
         nests = [cast_nest(position, box) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes for nest in nests) * max(element_bytes)
         super().__init__(
-            Kernel(cast_kernel, "cast", (), self._dtypes.constants(NO_SCALES), options(NO_SCALES)),
+            self._dtypes.kernel(NO_SCALES),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(alignments=element_bytes, units=element_bytes),
