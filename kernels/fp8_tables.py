@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tritondt.kernels.boxes import CastBox, CopyBox
+from tritondt.kernels.boxes import SCALE_BYTES, CastBox, CopyBox
 from tritondt.kernels.cast_boxes import DIVIDES, MULTIPLIES, READ_AS, DtypePair
 from tritondt.kernels.copy_boxes import DeviceCopyTable
-from tritondt.kernels.device_table import SCALE_BYTES, SCALES, DeviceTable, Kernel, Launch, Shared, Sides
+from tritondt.kernels.device_table import SCALES, DeviceTable, Kernel, Launch, Shared, Sides
 from tritondt.kernels.loop_nest import LoopNest, Operand, cast_nest, coalesce
 from tritondt.kernels.pieces import Piece
 from tritondt.kernels.scales import scale_kernel

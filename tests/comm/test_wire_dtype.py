@@ -15,8 +15,7 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.kernels import reference
-from tritondt.kernels.boxes import CastBox
-from tritondt.kernels.scaled_tables import SCALE_BYTES
+from tritondt.kernels.boxes import SCALE_BYTES, CastBox
 from tritondt.planning.exchange import exchange
 from tritondt.planning.geometry import blocks
 

@@ -14,7 +14,7 @@ from tests.oracle import arithmetic
 from tests.oracle.random_layouts import MESH_SHAPES, random_placements, random_shape
 from tritondt import events, identity
 from tritondt.comm.threads import run_ranks
-from tritondt.kernels.scaled_tables import SCALE_BYTES
+from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.placement import ReduceOp
 from tritondt.runnable import plan_for
 from tritondt.wire import is_scaled
