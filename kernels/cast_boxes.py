@@ -13,16 +13,12 @@ from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
 from tritondt.kernels.floats import scaled, to_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
-    HEAD,
-    LOOP,
-    SLOT_HEAD,
     address_at,
-    elements_at,
-    elements_inside,
     find_piece,
-    rows_of_tile,
-    split_rows,
-    walk,
+    first_slot,
+    source_elements,
+    target_elements,
+    units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, cast_nest, coalesce
 from tritondt.kernels.pieces import WIDEST, Grain, Piece, run_pieces
@@ -182,9 +178,8 @@ def cast_kernel(
 ):
     """Casts tile after tile of the pieces in `table`, whose widths count elements; a second slot is a box's scale."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
-        slot = piece + HEAD + NUM_DIMS * LOOP
-        own_tile = tile - tl.load(piece).to(tl.int32)
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
         factor = 1.0
@@ -194,7 +189,7 @@ def cast_kernel(
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _cast_if(
-                    *(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target, factor),
+                    *(mode, candidate, piece, slot, own_tile, source, target, factor),
                     *(NUM_DIMS, BLOCK, SOURCE, TARGET, READ, WRITTEN, SCALES),
                 )
 
@@ -204,7 +199,7 @@ def _cast_if(
     mode,
     MODE: tl.constexpr,
     piece,
-    slot_strides,
+    slot,
     tile,
     source,
     target,
@@ -223,15 +218,9 @@ def _cast_if(
         LANES: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE)
         READ_BYTES: tl.constexpr = LANES * READ.primitive_bitwidth // 8
         WRITTEN_BYTES: tl.constexpr = LANES * WRITTEN.primitive_bitwidth // 8
-        rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
-        indices = split_rows(rows, piece + HEAD, NUM_DIMS)
-        count = tl.load(piece + 4).to(tl.int32)
-        run = tl.load(piece + 5).to(tl.int32)
-        inside = elements_inside(rows, count, indices[0], run, before, READ, READ_BYTES, IS_GROUPED)
-        source_units = walk(indices, before, slot_strides, 1, NUM_DIMS)
-        target_units = walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
-        sources = elements_at(source, source_units, READ, READ_BYTES, IS_GROUPED)
-        targets = elements_at(target, target_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
+        indices, before, inside = units_of_tile(piece, tile, READ, READ_BYTES, IS_GROUPED, NUM_DIMS, BLOCK)
+        sources = source_elements(source, slot, indices, before, READ, READ_BYTES, IS_GROUPED, NUM_DIMS)
+        targets = target_elements(target, piece, indices, before, WRITTEN, WRITTEN_BYTES, IS_GROUPED, NUM_DIMS)
         values = to_float32(tl.load(sources, mask=inside), SOURCE)
         if SCALES:
             values = scaled(values, factor, SCALES == _DIVIDES)

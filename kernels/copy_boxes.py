@@ -15,12 +15,11 @@ from tritondt.kernels.indexing import (
     LOOP,
     SLOT_HEAD,
     address_at,
-    elements_at,
-    elements_inside,
     find_piece,
-    rows_of_tile,
-    split_rows,
-    walk,
+    first_slot,
+    source_elements,
+    target_elements,
+    units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, coalesce, copy_nest
 from tritondt.kernels.pieces import Piece, copy_pieces
@@ -115,15 +114,14 @@ def copy_kernel(
 ):
     """Moves tile after tile of the pieces in `table`; it has a branch for every mode in MODES, and no other."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
-        slot = piece + HEAD + NUM_DIMS * LOOP
-        own_tile = tile - tl.load(piece).to(tl.int32)
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
         mode = tl.load(piece + 3)
         for candidate in tl.static_range(NUM_MODES):
             if (MODES >> candidate) & 1:
-                _copy_if(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target, NUM_DIMS, BLOCK)
+                _copy_if(mode, candidate, piece, slot, own_tile, source, target, NUM_DIMS, BLOCK)
 
 
 @triton.jit
@@ -131,7 +129,7 @@ def _copy_if(
     mode,
     MODE: tl.constexpr,
     piece,
-    slot_strides,
+    slot,
     tile,
     source,
     target,
@@ -141,19 +139,19 @@ def _copy_if(
     """Copies a tile if it has the mode MODE."""
     if mode == MODE:
         if MODE < GROUPS:
-            _copy_units(piece, slot_strides, tile, source, target, 2**MODE, False, NUM_DIMS, BLOCK)
+            _copy_units(piece, slot, tile, source, target, 2**MODE, False, NUM_DIMS, BLOCK)
         elif MODE < TILES:
-            _copy_units(piece, slot_strides, tile, source, target, 2 ** (MODE - GROUPS), True, NUM_DIMS, BLOCK)
+            _copy_units(piece, slot, tile, source, target, 2 ** (MODE - GROUPS), True, NUM_DIMS, BLOCK)
         elif MODE < WIDE_TILES:
-            _copy_tile(piece + HEAD, slot_strides, tile, source, target, 2 ** (MODE - TILES), False, NUM_DIMS)
+            _copy_tile(piece + HEAD, slot + SLOT_HEAD, tile, source, target, 2 ** (MODE - TILES), False, NUM_DIMS)
         else:
-            _copy_tile(piece + HEAD, slot_strides, tile, source, target, 2 ** (MODE - WIDE_TILES), True, NUM_DIMS)
+            _copy_tile(piece + HEAD, slot + SLOT_HEAD, tile, source, target, 2 ** (MODE - WIDE_TILES), True, NUM_DIMS)
 
 
 @triton.jit
 def _copy_units(
     piece,
-    slot_strides,
+    slot,
     tile,
     source,
     target,
@@ -162,15 +160,11 @@ def _copy_units(
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Units in the order of the target, so that stores are contiguous."""
+    """Units in the order of the target."""
     ELEMENT: tl.constexpr = tl.int32 if WIDTH >= 4 else (tl.int16 if WIDTH == 2 else tl.int8)
-    rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
-    indices = split_rows(rows, piece + HEAD, NUM_DIMS)
-    count = tl.load(piece + 4).to(tl.int32)
-    run = tl.load(piece + 5).to(tl.int32)
-    inside = elements_inside(rows, count, indices[0], run, before, ELEMENT, WIDTH, IS_GROUPED)
-    sources = elements_at(source, walk(indices, before, slot_strides, 1, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
-    targets = elements_at(target, walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+    indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
+    sources = source_elements(source, slot, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
+    targets = target_elements(target, piece, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
     tl.store(targets, tl.load(sources, mask=inside), mask=inside)
 
 
