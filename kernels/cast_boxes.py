@@ -13,11 +13,13 @@ from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
 from tritondt.kernels.floats import scaled, to_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
+    SLOT_HEAD,
     address_at,
+    elements_at,
     find_piece,
     first_slot,
-    source_elements,
-    target_elements,
+    source_units,
+    target_units,
     units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, cast_nest, coalesce
@@ -37,7 +39,8 @@ READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64}
 NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
 _DIVIDES = tl.constexpr(DIVIDES)
 _OPTIONS = {"enable_fp_fusion": False}
-# With scales, and to float64, the assembler spills 8 bytes to stay at 32 registers where it has no bound (sm_100).
+# Without a bound, the assembler spills 8 bytes to stay at 32 registers, or 40, with scales and to these (sm_100).
+_BOUNDED_TARGETS = ("float64", "float16")
 _BOUNDED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
 
 
@@ -61,9 +64,8 @@ class DtypePair(NamedTuple):
             "WRITTEN": WRITTEN_AS[self.target],
             "SCALES": scales,
         }
-        is_to_float64 = self.target == "float64"
-        name = "cast to float64" if is_to_float64 else "cast"
-        options = _BOUNDED_OPTIONS if is_to_float64 or scales != NO_SCALES else _OPTIONS
+        name = "cast to float64" if self.target == "float64" else "cast"
+        options = _BOUNDED_OPTIONS if self.target in _BOUNDED_TARGETS or scales != NO_SCALES else _OPTIONS
         return Kernel(cast_kernel, name, (), constants, options)
 
     def pieces(self, nest: LoopNest) -> Iterator[Piece]:
@@ -189,7 +191,7 @@ def cast_kernel(
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _cast_if(
-                    *(mode, candidate, piece, slot, own_tile, source, target, factor),
+                    *(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target, factor),
                     *(NUM_DIMS, BLOCK, SOURCE, TARGET, READ, WRITTEN, SCALES),
                 )
 
@@ -199,7 +201,7 @@ def _cast_if(
     mode,
     MODE: tl.constexpr,
     piece,
-    slot,
+    slot_strides,
     tile,
     source,
     target,
@@ -219,8 +221,10 @@ def _cast_if(
         READ_BYTES: tl.constexpr = LANES * READ.primitive_bitwidth // 8
         WRITTEN_BYTES: tl.constexpr = LANES * WRITTEN.primitive_bitwidth // 8
         indices, before, inside = units_of_tile(piece, tile, READ, READ_BYTES, IS_GROUPED, NUM_DIMS, BLOCK)
-        sources = source_elements(source, slot, indices, before, READ, READ_BYTES, IS_GROUPED, NUM_DIMS)
-        targets = target_elements(target, piece, indices, before, WRITTEN, WRITTEN_BYTES, IS_GROUPED, NUM_DIMS)
+        from_units = source_units(slot_strides, indices, before, NUM_DIMS)
+        to_units = target_units(piece, indices, before, NUM_DIMS)
+        sources = elements_at(source, from_units, READ, READ_BYTES, IS_GROUPED)
+        targets = elements_at(target, to_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
         values = to_float32(tl.load(sources, mask=inside), SOURCE)
         if SCALES:
             values = scaled(values, factor, SCALES == _DIVIDES)

@@ -15,10 +15,11 @@ from tritondt.kernels.indexing import (
     LOOP,
     SLOT_HEAD,
     address_at,
+    elements_at,
     find_piece,
     first_slot,
-    source_elements,
-    target_elements,
+    source_units,
+    target_units,
     units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, coalesce, copy_nest
@@ -121,7 +122,7 @@ def copy_kernel(
         mode = tl.load(piece + 3)
         for candidate in tl.static_range(NUM_MODES):
             if (MODES >> candidate) & 1:
-                _copy_if(mode, candidate, piece, slot, own_tile, source, target, NUM_DIMS, BLOCK)
+                _copy_if(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target, NUM_DIMS, BLOCK)
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def _copy_if(
     mode,
     MODE: tl.constexpr,
     piece,
-    slot,
+    slot_strides,
     tile,
     source,
     target,
@@ -139,19 +140,19 @@ def _copy_if(
     """Copies a tile if it has the mode MODE."""
     if mode == MODE:
         if MODE < GROUPS:
-            _copy_units(piece, slot, tile, source, target, 2**MODE, False, NUM_DIMS, BLOCK)
+            _copy_units(piece, slot_strides, tile, source, target, 2**MODE, False, NUM_DIMS, BLOCK)
         elif MODE < TILES:
-            _copy_units(piece, slot, tile, source, target, 2 ** (MODE - GROUPS), True, NUM_DIMS, BLOCK)
+            _copy_units(piece, slot_strides, tile, source, target, 2 ** (MODE - GROUPS), True, NUM_DIMS, BLOCK)
         elif MODE < WIDE_TILES:
-            _copy_tile(piece + HEAD, slot + SLOT_HEAD, tile, source, target, 2 ** (MODE - TILES), False, NUM_DIMS)
+            _copy_tile(piece + HEAD, slot_strides, tile, source, target, 2 ** (MODE - TILES), False, NUM_DIMS)
         else:
-            _copy_tile(piece + HEAD, slot + SLOT_HEAD, tile, source, target, 2 ** (MODE - WIDE_TILES), True, NUM_DIMS)
+            _copy_tile(piece + HEAD, slot_strides, tile, source, target, 2 ** (MODE - WIDE_TILES), True, NUM_DIMS)
 
 
 @triton.jit
 def _copy_units(
     piece,
-    slot,
+    slot_strides,
     tile,
     source,
     target,
@@ -163,8 +164,8 @@ def _copy_units(
     """Units in the order of the target."""
     ELEMENT: tl.constexpr = tl.int32 if WIDTH >= 4 else (tl.int16 if WIDTH == 2 else tl.int8)
     indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
-    sources = source_elements(source, slot, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
-    targets = target_elements(target, piece, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
+    sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+    targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
     tl.store(targets, tl.load(sources, mask=inside), mask=inside)
 
 

@@ -111,33 +111,15 @@ def units_of_tile(
 
 
 @triton.jit
-def source_elements(
-    address,
-    slot,
-    indices,
-    before,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IS_GROUPED: tl.constexpr,
-    NUM_DIMS: tl.constexpr,
-):
-    """Pointers to the elements of units in a slot, whose walk starts at an address."""
-    return elements_at(address, walk(indices, before, slot + SLOT_HEAD, 1, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+def source_units(strides, indices, before, NUM_DIMS: tl.constexpr):
+    """Where units lie behind the start of a slot's walk; `strides` are the slot's."""
+    return walk(indices, before, strides, 1, NUM_DIMS)
 
 
 @triton.jit
-def target_elements(
-    address,
-    piece,
-    indices,
-    before,
-    ELEMENT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    IS_GROUPED: tl.constexpr,
-    NUM_DIMS: tl.constexpr,
-):
-    """Pointers to the elements of units in the target, where the walk starts at an address."""
-    return elements_at(address, walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+def target_units(piece, indices, before, NUM_DIMS: tl.constexpr):
+    """Where they lie behind the start of the target's walk."""
+    return walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
 
 
 @triton.jit

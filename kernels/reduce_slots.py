@@ -14,10 +14,11 @@ from tritondt.kernels.given_tensors import check_tensors, common_device, common_
 from tritondt.kernels.indexing import (
     SLOT_HEAD,
     address_at,
+    elements_at,
     find_piece,
     first_slot,
-    source_elements,
-    target_elements,
+    source_units,
+    target_units,
     units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, coalesce, reduce_nest
@@ -195,20 +196,22 @@ def _reduce_if(
         num_later = tl.load(piece + 6).to(tl.int32) - 1
         first = first_slot(piece, NUM_DIMS)
         source = address_at(pointers, first, NUM_POINTERS)
-        elements = source_elements(source, first, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
+        units = source_units(first + SLOT_HEAD, indices, before, NUM_DIMS)
+        elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
         total = _widen(tl.load(elements, mask=inside), DTYPE)
         for start in range(0, num_later, UNROLL):
             for step in tl.static_range(UNROLL):
                 is_there = start + step < num_later
                 slot = later_slots + tl.minimum(start + step, num_later - 1) * SLOT
                 source = address_at(pointers, slot, NUM_POINTERS)
-                elements = source_elements(source, slot, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
+                units = source_units(slot + SLOT_HEAD, indices, before, NUM_DIMS)
+                elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
                 value = _widen(tl.load(elements, mask=inside & is_there), DTYPE)
                 total = tl.where(is_there, _combine(total, value, OP, DTYPE), total)
         if DIVIDES:
             total = _divide(total, divisor, DTYPE)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
-        targets = target_elements(target, piece, indices, before, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS)
+        targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
         tl.store(targets, _narrow(total, DTYPE), mask=inside)
 
 

@@ -6,10 +6,12 @@ import triton.language as tl
 from tritondt.kernels import box_table
 from tritondt.kernels.floats import scale_bits, to_float32
 from tritondt.kernels.indexing import (
+    SLOT_HEAD,
     address_at,
+    elements_at,
     find_piece,
     first_slot,
-    source_elements,
+    source_units,
     units_of_tile,
 )
 
@@ -42,7 +44,7 @@ def scale_kernel(
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _scale_if(
-                    *(mode, candidate, piece, slot, own_tile, source, scale),
+                    *(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, scale),
                     *(NUM_DIMS, BLOCK, SOURCE, TARGET, READ),
                 )
 
@@ -52,7 +54,7 @@ def _scale_if(
     mode,
     MODE: tl.constexpr,
     piece,
-    slot,
+    slot_strides,
     tile,
     source,
     scale,
@@ -67,7 +69,8 @@ def _scale_if(
         IS_GROUPED: tl.constexpr = MODE >= GROUPS
         READ_BYTES: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE) * READ.primitive_bitwidth // 8
         indices, before, inside = units_of_tile(piece, tile, READ, READ_BYTES, IS_GROUPED, NUM_DIMS, BLOCK)
-        sources = source_elements(source, slot, indices, before, READ, READ_BYTES, IS_GROUPED, NUM_DIMS)
+        units = source_units(slot_strides, indices, before, NUM_DIMS)
+        sources = elements_at(source, units, READ, READ_BYTES, IS_GROUPED)
         values = to_float32(tl.load(sources, mask=inside, other=0), SOURCE)
         magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(tl.where(magnitudes < 0x7F800000, magnitudes, 0))
