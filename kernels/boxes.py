@@ -8,6 +8,9 @@ are positive wherever a length exceeds 1, for no two elements may land on one pl
 
 from typing import NamedTuple
 
+# Of the float32 that a box to or from fp8 is scaled by.
+SCALE_BYTES = 4
+
 
 class CopyBox(NamedTuple):
     """Moves one box; any dtype, as words of `itemsize` bytes (1, 2, 4, 8 or 16)."""

@@ -1,7 +1,7 @@
 """Copies of strided boxes from one floating-point dtype to another, packed or unpacked in one launch."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,16 +13,14 @@ from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
 from tritondt.kernels.floats import scaled, to_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
-    HEAD,
-    LOOP,
     SLOT_HEAD,
     address_at,
     elements_at,
-    elements_inside,
     find_piece,
-    rows_of_tile,
-    split_rows,
-    walk,
+    first_slot,
+    source_units,
+    target_units,
+    units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, cast_nest, coalesce
 from tritondt.kernels.pieces import WIDEST, Grain, Piece, run_pieces
@@ -41,13 +39,9 @@ READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64}
 NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
 _DIVIDES = tl.constexpr(DIVIDES)
 _OPTIONS = {"enable_fp_fusion": False}
-# Without a bound, the assembler spills 8 bytes to stay at 32 registers (sm_100); with one, 40 of casts to float64.
-_SCALED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
-
-
-def options(scales: int) -> dict[str, Any]:
-    """The compiler's, for a kernel that does with scales what the number says."""
-    return _SCALED_OPTIONS if scales != NO_SCALES else _OPTIONS
+# Without a bound, the assembler spills 8 bytes to stay at 32 registers, or 40, with scales and to these (sm_100).
+_BOUNDED_TARGETS = ("float64", "float16")
+_BOUNDED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
 
 
 class DtypePair(NamedTuple):
@@ -61,15 +55,18 @@ class DtypePair(NamedTuple):
         """Of targets and of sources."""
         return _BYTES[self.target], _BYTES[self.source]
 
-    def constants(self, scales: int) -> dict[str, Any]:
-        """What the kernel is compiled for."""
-        return {
+    def kernel(self, scales: int) -> Kernel:
+        """The kernel that casts so, and does with scales what the number says."""
+        constants = {
             "SOURCE": self.source,
             "TARGET": self.target,
             "READ": READ_AS[self.source],
             "WRITTEN": WRITTEN_AS[self.target],
             "SCALES": scales,
         }
+        name = "cast to float64" if self.target == "float64" else "cast"
+        options = _BOUNDED_OPTIONS if self.target in _BOUNDED_TARGETS or scales != NO_SCALES else _OPTIONS
+        return Kernel(cast_kernel, name, (), constants, options)
 
     def pieces(self, nest: LoopNest) -> Iterator[Piece]:
         """Runs of as many elements at a time as fill 16 bytes on the narrower side, with offsets in bytes."""
@@ -107,7 +104,7 @@ class DeviceCastTable(DeviceTable):
         nests = [cast_nest(position, box) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes for nest in nests) * max(element_bytes)
         super().__init__(
-            Kernel(cast_kernel, "cast", (), self._dtypes.constants(NO_SCALES), options(NO_SCALES)),
+            self._dtypes.kernel(NO_SCALES),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(alignments=element_bytes, units=element_bytes),
@@ -183,9 +180,8 @@ def cast_kernel(
 ):
     """Casts tile after tile of the pieces in `table`, whose widths count elements; a second slot is a box's scale."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
-        slot = piece + HEAD + NUM_DIMS * LOOP
-        own_tile = tile - tl.load(piece).to(tl.int32)
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
         factor = 1.0
@@ -224,15 +220,11 @@ def _cast_if(
         LANES: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE)
         READ_BYTES: tl.constexpr = LANES * READ.primitive_bitwidth // 8
         WRITTEN_BYTES: tl.constexpr = LANES * WRITTEN.primitive_bitwidth // 8
-        rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
-        indices = split_rows(rows, piece + HEAD, NUM_DIMS)
-        count = tl.load(piece + 4).to(tl.int32)
-        run = tl.load(piece + 5).to(tl.int32)
-        inside = elements_inside(rows, count, indices[0], run, before, READ, READ_BYTES, IS_GROUPED)
-        source_units = walk(indices, before, slot_strides, 1, NUM_DIMS)
-        target_units = walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
-        sources = elements_at(source, source_units, READ, READ_BYTES, IS_GROUPED)
-        targets = elements_at(target, target_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
+        indices, before, inside = units_of_tile(piece, tile, READ, READ_BYTES, IS_GROUPED, NUM_DIMS, BLOCK)
+        from_units = source_units(slot_strides, indices, before, NUM_DIMS)
+        to_units = target_units(piece, indices, before, NUM_DIMS)
+        sources = elements_at(source, from_units, READ, READ_BYTES, IS_GROUPED)
+        targets = elements_at(target, to_units, WRITTEN, WRITTEN_BYTES, IS_GROUPED)
         values = to_float32(tl.load(sources, mask=inside), SOURCE)
         if SCALES:
             values = scaled(values, factor, SCALES == _DIVIDES)

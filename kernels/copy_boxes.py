@@ -16,11 +16,11 @@ from tritondt.kernels.indexing import (
     SLOT_HEAD,
     address_at,
     elements_at,
-    elements_inside,
     find_piece,
-    rows_of_tile,
-    split_rows,
-    walk,
+    first_slot,
+    source_units,
+    target_units,
+    units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, coalesce, copy_nest
 from tritondt.kernels.pieces import Piece, copy_pieces
@@ -115,9 +115,8 @@ def copy_kernel(
 ):
     """Moves tile after tile of the pieces in `table`; it has a branch for every mode in MODES, and no other."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
-        slot = piece + HEAD + NUM_DIMS * LOOP
-        own_tile = tile - tl.load(piece).to(tl.int32)
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
         mode = tl.load(piece + 3)
@@ -162,15 +161,11 @@ def _copy_units(
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Units in the order of the target, so that stores are contiguous."""
+    """Units in the order of the target."""
     ELEMENT: tl.constexpr = tl.int32 if WIDTH >= 4 else (tl.int16 if WIDTH == 2 else tl.int8)
-    rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
-    indices = split_rows(rows, piece + HEAD, NUM_DIMS)
-    count = tl.load(piece + 4).to(tl.int32)
-    run = tl.load(piece + 5).to(tl.int32)
-    inside = elements_inside(rows, count, indices[0], run, before, ELEMENT, WIDTH, IS_GROUPED)
-    sources = elements_at(source, walk(indices, before, slot_strides, 1, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
-    targets = elements_at(target, walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+    indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
+    sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+    targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
     tl.store(targets, tl.load(sources, mask=inside), mask=inside)
 
 

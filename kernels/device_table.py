@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.kernels.box_table import BoxTable, Pointer, box_table, by_pointers
+from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.loop_nest import LoopNest
 from tritondt.kernels.pieces import WIDEST, Piece
 from tritondt.kernels.tuning import DEFAULT, Choice, choose
@@ -40,7 +41,6 @@ class Kernel(NamedTuple):
 
 # The tensor that holds the scales of boxes: a source of its own. Its offset in a nest counts bytes.
 SCALES = -1
-SCALE_BYTES = 4
 
 
 class Sides(NamedTuple):

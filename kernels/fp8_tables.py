@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from tritondt.kernels.boxes import CastBox, CopyBox
-from tritondt.kernels.cast_boxes import DIVIDES, MULTIPLIES, READ_AS, DtypePair, cast_kernel, options
+from tritondt.kernels.boxes import SCALE_BYTES, CastBox, CopyBox
+from tritondt.kernels.cast_boxes import DIVIDES, MULTIPLIES, READ_AS, DtypePair
 from tritondt.kernels.copy_boxes import DeviceCopyTable
-from tritondt.kernels.device_table import SCALE_BYTES, SCALES, DeviceTable, Kernel, Launch, Shared, Sides
+from tritondt.kernels.device_table import SCALES, DeviceTable, Kernel, Launch, Shared, Sides
 from tritondt.kernels.loop_nest import LoopNest, Operand, cast_nest, coalesce
 from tritondt.kernels.pieces import Piece
 from tritondt.kernels.scales import scale_kernel
@@ -137,7 +137,7 @@ class DeviceQuantizeTable(_Fp8Table):
         finding = {"SOURCE": source_dtype, "TARGET": target_dtype, "READ": READ_AS[source_dtype]}
         kernels = (
             Kernel(scale_kernel, "cast", (), finding, {}),
-            Kernel(cast_kernel, "cast", (), dtypes.constants(DIVIDES), options(DIVIDES)),
+            dtypes.kernel(DIVIDES),
         )
         super().__init__(boxes, dtypes, kernels, device, is_aligned=is_aligned, max_ctas=max_ctas, choice=choice)
         # What no tile raises: the scale of an empty box.
@@ -179,8 +179,8 @@ class DeviceDequantizeTable(_Fp8Table):
     ) -> None:
         dtypes = DtypePair(source_dtype, target_dtype)
         check_dtypes("dequantize", dtypes)
-        kernel = Kernel(cast_kernel, "cast", (), dtypes.constants(MULTIPLIES), options(MULTIPLIES))
-        super().__init__(boxes, dtypes, [kernel], device, is_aligned=is_aligned, max_ctas=max_ctas, choice=choice)
+        kernels = [dtypes.kernel(MULTIPLIES)]
+        super().__init__(boxes, dtypes, kernels, device, is_aligned=is_aligned, max_ctas=max_ctas, choice=choice)
 
     def run(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], scales_ptr: int, num_threads: int = 1

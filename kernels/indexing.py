@@ -18,7 +18,7 @@ STEPS_IN_GROUP = tl.constexpr(box_table.GROUP_STEPS)
 
 @triton.jit
 def find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS: tl.constexpr):
-    """The row of the piece that a tile belongs to, by bisection of the first tiles."""
+    """The row of the piece that a tile belongs to, by bisection of the first tiles, and the tile's number in it."""
     CELLS: tl.constexpr = HEAD + NUM_DIMS * (LOOP + 1) + SLOT_HEAD
     low = 0
     high = num_pieces
@@ -27,7 +27,14 @@ def find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS: tl.constexpr):
         is_later = tl.load(table + middle * CELLS) <= tile
         low = tl.where(is_later, middle, low)
         high = tl.where(is_later, high, middle)
-    return table + low * CELLS
+    piece = table + low * CELLS
+    return piece, tile - tl.load(piece).to(tl.int32)
+
+
+@triton.jit
+def first_slot(piece, NUM_DIMS: tl.constexpr):
+    """The row of a piece's first slot."""
+    return piece + HEAD + NUM_DIMS * LOOP
 
 
 @triton.jit
@@ -80,6 +87,39 @@ def rows_of_tile(tile, IS_GROUPED: tl.constexpr, BLOCK: tl.constexpr):
         rows = tile * BLOCK + tl.arange(0, BLOCK)
         before = tl.zeros([BLOCK], tl.int32)
     return rows, before
+
+
+@triton.jit
+def units_of_tile(
+    piece,
+    tile,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile's units in the order of the target, so that stores are contiguous.
+
+    Their indices, a tensor per loop, and the units before a group's step, both for `walk`; and which elements exist.
+    """
+    rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
+    indices = split_rows(rows, piece + HEAD, NUM_DIMS)
+    count = tl.load(piece + 4).to(tl.int32)
+    run = tl.load(piece + 5).to(tl.int32)
+    return indices, before, elements_inside(rows, count, indices[0], run, before, ELEMENT, WIDTH, IS_GROUPED)
+
+
+@triton.jit
+def source_units(strides, indices, before, NUM_DIMS: tl.constexpr):
+    """Where units lie behind the start of a slot's walk; `strides` are the slot's."""
+    return walk(indices, before, strides, 1, NUM_DIMS)
+
+
+@triton.jit
+def target_units(piece, indices, before, NUM_DIMS: tl.constexpr):
+    """Where they lie behind the start of the target's walk."""
+    return walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
 
 
 @triton.jit

@@ -12,16 +12,14 @@ from tritondt.kernels.device_table import DeviceTable, Kernel, Sides
 from tritondt.kernels.floats import to_bfloat16_bits, to_float32
 from tritondt.kernels.given_tensors import check_tensors, common_device, common_dtype
 from tritondt.kernels.indexing import (
-    HEAD,
-    LOOP,
     SLOT_HEAD,
     address_at,
     elements_at,
-    elements_inside,
     find_piece,
-    rows_of_tile,
-    split_rows,
-    walk,
+    first_slot,
+    source_units,
+    target_units,
+    units_of_tile,
 )
 from tritondt.kernels.loop_nest import LoopNest, coalesce, reduce_nest
 from tritondt.kernels.pieces import Grain, Piece, run_pieces
@@ -160,8 +158,7 @@ def reduce_kernel(
 ):
     """Reduces tile after tile of the pieces in `table`, elements of DTYPE that are read as ELEMENT, one or two each."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
-        own_tile = tile - tl.load(piece).to(tl.int32)
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
         later_slots = table + tl.load(piece + 7)
         mode = tl.load(piece + 3)
         for candidate in tl.static_range(TILES):
@@ -195,40 +192,26 @@ def _reduce_if(
         IS_GROUPED: tl.constexpr = MODE >= GROUPS
         WIDTH: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE)
         SLOT: tl.constexpr = SLOT_HEAD + NUM_DIMS
-        rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
-        indices = split_rows(rows, piece + HEAD, NUM_DIMS)
-        count = tl.load(piece + 4).to(tl.int32)
-        run = tl.load(piece + 5).to(tl.int32)
+        indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
         num_later = tl.load(piece + 6).to(tl.int32) - 1
-        inside = elements_inside(rows, count, indices[0], run, before, ELEMENT, WIDTH, IS_GROUPED)
-        first = piece + HEAD + NUM_DIMS * LOOP
-        elements = elements_at(
-            address_at(pointers, first, NUM_POINTERS),
-            walk(indices, before, first + SLOT_HEAD, 1, NUM_DIMS),
-            ELEMENT,
-            WIDTH,
-            IS_GROUPED,
-        )
+        first = first_slot(piece, NUM_DIMS)
+        source = address_at(pointers, first, NUM_POINTERS)
+        units = source_units(first + SLOT_HEAD, indices, before, NUM_DIMS)
+        elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
         total = _widen(tl.load(elements, mask=inside), DTYPE)
         for start in range(0, num_later, UNROLL):
             for step in tl.static_range(UNROLL):
                 is_there = start + step < num_later
                 slot = later_slots + tl.minimum(start + step, num_later - 1) * SLOT
-                elements = elements_at(
-                    address_at(pointers, slot, NUM_POINTERS),
-                    walk(indices, before, slot + SLOT_HEAD, 1, NUM_DIMS),
-                    ELEMENT,
-                    WIDTH,
-                    IS_GROUPED,
-                )
+                source = address_at(pointers, slot, NUM_POINTERS)
+                units = source_units(slot + SLOT_HEAD, indices, before, NUM_DIMS)
+                elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
                 value = _widen(tl.load(elements, mask=inside & is_there), DTYPE)
                 total = tl.where(is_there, _combine(total, value, OP, DTYPE), total)
         if DIVIDES:
             total = _divide(total, divisor, DTYPE)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
-        targets = elements_at(
-            target, walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED
-        )
+        targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
         tl.store(targets, _narrow(total, DTYPE), mask=inside)
 
 

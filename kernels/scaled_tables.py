@@ -9,9 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from tritondt.kernels.boxes import CopyBox
-
-SCALE_BYTES = 4
+from tritondt.kernels.boxes import SCALE_BYTES, CopyBox
 
 
 class ScalePlace(NamedTuple):

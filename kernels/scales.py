@@ -6,16 +6,13 @@ import triton.language as tl
 from tritondt.kernels import box_table
 from tritondt.kernels.floats import scale_bits, to_float32
 from tritondt.kernels.indexing import (
-    HEAD,
-    LOOP,
     SLOT_HEAD,
     address_at,
     elements_at,
-    elements_inside,
     find_piece,
-    rows_of_tile,
-    split_rows,
-    walk,
+    first_slot,
+    source_units,
+    units_of_tile,
 )
 
 GROUPS = tl.constexpr(box_table.GROUPS)
@@ -39,9 +36,8 @@ def scale_kernel(
 ):
     """Raises the scale of each piece's box to what tile after tile needs; a scale of zeros stays 0."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
-        slot = piece + HEAD + NUM_DIMS * LOOP
-        own_tile = tile - tl.load(piece).to(tl.int32)
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        slot = first_slot(piece, NUM_DIMS)
         source = address_at(pointers, slot, NUM_POINTERS)
         scale = address_at(pointers, table + tl.load(piece + 7), NUM_POINTERS)
         mode = tl.load(piece + 3)
@@ -72,13 +68,9 @@ def _scale_if(
     if mode == MODE:
         IS_GROUPED: tl.constexpr = MODE >= GROUPS
         READ_BYTES: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE) * READ.primitive_bitwidth // 8
-        rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
-        indices = split_rows(rows, piece + HEAD, NUM_DIMS)
-        count = tl.load(piece + 4).to(tl.int32)
-        run = tl.load(piece + 5).to(tl.int32)
-        inside = elements_inside(rows, count, indices[0], run, before, READ, READ_BYTES, IS_GROUPED)
-        source_units = walk(indices, before, slot_strides, 1, NUM_DIMS)
-        sources = elements_at(source, source_units, READ, READ_BYTES, IS_GROUPED)
+        indices, before, inside = units_of_tile(piece, tile, READ, READ_BYTES, IS_GROUPED, NUM_DIMS, BLOCK)
+        units = source_units(slot_strides, indices, before, NUM_DIMS)
+        sources = elements_at(source, units, READ, READ_BYTES, IS_GROUPED)
         values = to_float32(tl.load(sources, mask=inside, other=0), SOURCE)
         magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         largest = tl.max(tl.where(magnitudes < 0x7F800000, magnitudes, 0))

@@ -167,10 +167,8 @@ def quantize_table(
     >>> quantize_table([box], [place], "float32", "float8_e4m3fn", torch.device("cpu")).num_bytes
     12
     """
-    made = _maker(device)
-    cast = made.quantize_table(boxes, source_dtype, target_dtype, device)
-    copies = made.copy_table(scale_copies(scales, to_places=True), device)
-    return PlacedQuantizeTable(cast, copies, len(boxes), device)
+    cast = _maker(device).quantize_table(boxes, source_dtype, target_dtype, device)
+    return PlacedQuantizeTable(cast, copy_table(scale_copies(scales, to_places=True), device), len(boxes), device)
 
 
 def dequantize_table(
@@ -181,10 +179,8 @@ def dequantize_table(
     device: torch.device,
 ) -> Table:
     """The inverse of `quantize_table`: takes the scale of each box from its place among the sources."""
-    made = _maker(device)
-    cast = made.dequantize_table(boxes, source_dtype, target_dtype, device)
-    copies = made.copy_table(scale_copies(scales, to_places=False), device)
-    return PlacedDequantizeTable(cast, copies, len(boxes), device)
+    cast = _maker(device).dequantize_table(boxes, source_dtype, target_dtype, device)
+    return PlacedDequantizeTable(cast, copy_table(scale_copies(scales, to_places=False), device), len(boxes), device)
 
 
 def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device) -> Table:

@@ -29,7 +29,8 @@ class Entry(NamedTuple):
 def choose(device_name: str, kernel: str, width: int, num_dims: int) -> Choice:
     """What is recorded for a device, or else for all.
 
-    `kernel` is copy, cast, or reduce with the bytes of an element behind it; the width of a cast counts elements.
+    `kernel` is copy, cast, cast to float64, or reduce with the bytes of an element behind it; the width of a cast
+    counts elements.
 
     >>> choose("a device that nobody has tuned for", "copy", 16, 2) == choose("default", "copy", 16, 2)
     True

@@ -24,6 +24,8 @@ ALONE = (
     *("parallel/test_hidden_communication.py", "parallel/test_overlap.py"),
     *("test_bounded.py", "test_on_gpu.py", "test_transforms.py"),
 )
+# In those folders, what has ranks in threads only.
+SIDE_BY_SIDE = ("comm/test_wire_dtype.py", "comm/test_wire_gradients.py", "comm/test_wire_layouts.py")
 
 # No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.
 hypothesis.settings.register_profile("tritondt", deadline=None, derandomize=True)
@@ -40,8 +42,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves tests that need GPUs to machines that have them, and says which tests run alone."""
     found, here = torch.cuda.device_count(), REPOSITORY / "tests"
     for item in items:
-        if item.path.is_relative_to(here) and item.path.relative_to(here).as_posix().startswith(ALONE):
-            item.add_marker(pytest.mark.alone)
+        if item.path.is_relative_to(here):
+            path = item.path.relative_to(here).as_posix()
+            if path.startswith(ALONE) and path not in SIDE_BY_SIDE:
+                item.add_marker(pytest.mark.alone)
         for mark, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(mark) and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {found}"))

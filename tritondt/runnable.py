@@ -12,7 +12,7 @@ from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator, Reduction, Transfer
 from tritondt.comm.packing import packed_transfer
 from tritondt.errors import LayoutError, MeshError
-from tritondt.kernels.scaled_tables import SCALE_BYTES
+from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.tables import Table
 from tritondt.layout import Coordinate, Layout
 from tritondt.placement import Partial, ReduceOp

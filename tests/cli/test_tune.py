@@ -43,10 +43,11 @@ def test_reductions_that_are_timed_are_what_they_are_recorded_as(itemsize, width
 
 @pytest.mark.parametrize(("width", "num_dims"), list(tune.cases("cast")))
 def test_casts_that_are_timed_are_what_they_are_recorded_as(width, num_dims):
-    grain = Grain(widest=8, word=1, num_bytes=4)
-    (piece,) = run_pieces(cast_nest(0, tune.cast_box(width, num_dims, 1 << 22)), grain)
-    assert (piece.width, len(piece.lengths)) == (width, num_dims)
-    assert piece.num_bytes * 2 == pytest.approx(1 << 22, rel=0.05)  # it counts elements
+    for itemsize in (2, 8):
+        grain = Grain(widest=8, word=1, num_bytes=4)
+        (piece,) = run_pieces(cast_nest(0, tune.cast_box(width, num_dims, itemsize, 1 << 24)), grain)
+        assert (piece.width, len(piece.lengths)) == (width, num_dims)
+        assert piece.num_bytes * itemsize == pytest.approx(1 << 24, rel=0.05)  # it counts elements
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritondt.kernels.box_table import mode
-from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, WRITTEN_AS, cast_kernel, options
+from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, DtypePair
 from tritondt.kernels.copy_boxes import copy_kernel
 from tritondt.kernels.device_table import compiler_options
 from tritondt.kernels.pieces import Kind
@@ -37,30 +38,32 @@ class Compiled(NamedTuple):
 def compile_copy(kind: Kind, width: int, num_dims: int, architecture: int, *more: tuple[Kind, int]) -> Compiled:
     """The copy kernel as it is launched for pieces of one mode, or of several."""
     choice = choose("default", "copy", width, num_dims)
-    modes = 0
-    for one in ((kind, width), *more):
-        modes |= 1 << mode(*one)
+    modes = _modes((kind, width), *more)
     constants = {"NUM_POINTERS": 2, "NUM_DIMS": num_dims, "MODES": modes, "BLOCK": choice.block}
     return _compile(copy_kernel, constants, architecture, choice, {})
 
 
 def compile_cast(
-    source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int, *, scales: int = NO_SCALES
+    source: str,
+    target: str,
+    kind: Kind,
+    lanes: int,
+    num_dims: int,
+    architecture: int,
+    *more: tuple[Kind, int],
+    scales: int = NO_SCALES,
 ) -> Compiled:
-    """The cast kernel as it is launched for pieces of so many elements at a time."""
-    choice = choose("default", "cast", lanes, num_dims)
+    """The cast kernel as it is launched for pieces of so many elements at a time, or for several such modes."""
+    kernel = DtypePair(source, target).kernel(scales)
+    choice = choose("default", kernel.name, lanes, num_dims)
     constants = {
         "NUM_POINTERS": 4 if scales else 2,
         "NUM_DIMS": num_dims,
-        "MODES": 1 << mode(kind, lanes),
+        "MODES": _modes((kind, lanes), *more),
         "BLOCK": choice.block,
-        "SOURCE": source,
-        "TARGET": target,
-        "READ": READ_AS[source],
-        "WRITTEN": WRITTEN_AS[target],
-        "SCALES": scales,
+        **kernel.constants,
     }
-    return _compile(cast_kernel, constants, architecture, choice, options(scales))
+    return _compile(kernel.function, constants, architecture, choice, kernel.options)
 
 
 def compile_scale(source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int) -> Compiled:
@@ -97,8 +100,13 @@ def compile_reduction(
     return _compile(reduce_kernel, constants, architecture, choice, {"enable_fp_fusion": False})
 
 
+def _modes(*pieces: tuple[Kind, int]) -> int:
+    """A bit for the mode of each kind of piece."""
+    return sum({1 << mode(*piece) for piece in pieces})
+
+
 def _compile(
-    kernel: Any, constants: dict[str, Any], architecture: int, choice: Choice, options: dict[str, Any]
+    kernel: Any, constants: dict[str, Any], architecture: int, choice: Choice, options: Mapping[str, Any]
 ) -> Compiled:
     arguments = dict.fromkeys(kernel.arg_names, "i32") | {
         "table": "*i64",

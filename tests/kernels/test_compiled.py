@@ -13,6 +13,7 @@ from tritondt.kernels.pieces import Kind
 from tritondt.kernels.reductions import DTYPES
 
 MAX_REGISTERS = 64
+SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 
 
 def assert_lean(compiled, num_dims):
@@ -104,19 +105,33 @@ def test_averages_divide_once_and_correctly(dtype):
     assert_lean(compiled, 2)
 
 
-@pytest.mark.parametrize(
-    ("source", "target"), list(itertools.permutations(("float32", "float64", "bfloat16", "float16"), 2))
-)
-def test_wide_casts(source, target):
-    sizes = [8 if name == "float64" else 4 if name == "float32" else 2 for name in (source, target)]
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(SIZES, 2)))
+def test_wide_casts(source, target, architecture):
+    sizes = (SIZES[source], SIZES[target])
     lanes = 16 // min(sizes)
-    for num_dims in (1, 4):
-        compiled = compile_cast(source, target, Kind.RUNS, lanes, num_dims, 90)
+    # Units per thread, each of as many 16-byte words as its elements fill.
+    units = 1 if target == "float64" else 2
+    for num_dims in (2, 4):
+        assert_lean(compile_cast(source, target, Kind.GROUPS, 1, num_dims, architecture), num_dims)
+    for num_dims in (1, 2, 3, 4) if 8 in sizes else (1, 4):
+        compiled = compile_cast(source, target, Kind.RUNS, lanes, num_dims, architecture)
         assert_lean(compiled, num_dims)
-        # Two units per thread, each of as many 16-byte words as its elements fill.
-        assert compiled.wide_loads == 2 * lanes * sizes[0] // 16
-        assert compiled.wide_stores == 2 * lanes * sizes[1] // 16
+        assert compiled.wide_loads == units * lanes * sizes[0] // 16
+        assert compiled.wide_stores == units * lanes * sizes[1] // 16
         assert "ftz" not in compiled.ptx
+
+
+@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
+def test_casts_to_float64_by_widths(source, architecture):
+    wide = 16 // SIZES[source]
+    narrow = ((Kind.RUNS, wide // 2), (Kind.GROUPS, 1), (Kind.RUNS, 1))
+    for num_dims in (3, 4, 8):
+        assert_lean(compile_cast(source, "float64", Kind.GROUPS, 1, num_dims, architecture), num_dims)
+        compiled = compile_cast(source, "float64", Kind.RUNS, wide, num_dims, architecture, *narrow)
+        assert_lean(compiled, num_dims)
+        assert compiled.wide_loads == 1
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
@@ -127,8 +142,7 @@ def test_casts_by_dims(source, target, architecture):
         assert_lean(wide, num_dims)
         assert (wide.wide_loads, wide.wide_stores) == ((4, 2) if source == "float32" else (2, 4))
     for num_dims in (2, 4):
-        for kind in (Kind.RUNS, Kind.GROUPS):
-            assert_lean(compile_cast(source, target, kind, 1, num_dims, architecture), num_dims)
+        assert_lean(compile_cast(source, target, Kind.RUNS, 1, num_dims, architecture), num_dims)
 
 
 @pytest.mark.parametrize("architecture", [90, 100])

@@ -23,12 +23,11 @@ _PROGRAMS_PER_PROCESSOR = (2, 4, 8, 16)
 _NUM_SLOTS = 8
 # The kernel of each name, and a dtype whose elements it reduces.
 _DTYPES = {"reduce 1": "int8", "reduce 2": "bfloat16", "reduce 4": "float32", "reduce 8": "float64"}
-_KERNELS = ("copy", "cast", *_DTYPES)
-# Elements at a time of a cast from float32 to bfloat16; 16, which only fp8 has, is not tuned.
+# So too, and dtypes that it casts from and to.
+_CASTS = {"cast": (torch.float32, torch.bfloat16), "cast to float64": (torch.bfloat16, torch.float64)}
+_KERNELS = ("copy", *_CASTS, *_DTYPES)
+# Elements at a time of such casts; 16, which only fp8 has, is not tuned.
 _CAST_WIDTHS = (8, 4, 2, 1)
-
-# What a run moves, of what it writes; a reduction reads its slots.
-_MOVED = {"copy": 2, "cast": 3}
 
 Timer = Callable[[Choice], float]
 
@@ -59,8 +58,8 @@ def tune(device: int, kernels: tuple[str, ...], mebibytes: int, output: Path) ->
                 timer = _timer(kernel, width, num_dims, mebibytes << 20)
                 choice, seconds = fastest(timer, candidates)
                 found[kernel].append(Entry(width, _DIMS[num_dims], choice))
-                moved = (mebibytes << 20) * _MOVED.get(kernel, _NUM_SLOTS + 1) / seconds / 1e9
-                unit = "elements" if kernel == "cast" else "bytes"
+                moved = (mebibytes << 20) * _moved(kernel) / seconds / 1e9
+                unit = "elements" if kernel in _CASTS else "bytes"
                 click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {moved:.0f} GB/s read and written, {choice}")
     record(properties.name, found, output)
     click.echo(f"recorded for {properties.name} in {output}")
@@ -73,7 +72,7 @@ def cases(kernel: str) -> Iterator[tuple[int, int]]:
     [(16, 1), (16, 2), (16, 4), (8, 1), (8, 2), (8, 4)]
     """
     narrowest = int(kernel.split()[1]) if kernel in _DTYPES else 1
-    for width in _CAST_WIDTHS if kernel == "cast" else _WIDTHS:
+    for width in _CAST_WIDTHS if kernel in _CASTS else _WIDTHS:
         if width >= narrowest:
             yield from ((width, num_dims) for num_dims in _DIMS)
 
@@ -98,9 +97,9 @@ def copy_box(width: int, num_dims: int, num_bytes: int) -> CopyBox:
     return CopyBox(0, 0, 0 if width == 16 else 1, 0, width, lengths, source_strides, target_strides)
 
 
-def cast_box(width: int, num_dims: int, num_bytes: int) -> CastBox:
-    """A box of so many dims that becomes about so many bytes of bfloat16, exactly `width` elements at a time."""
-    lengths, source_strides, target_strides = _shape(num_dims, num_bytes // 2 // width)
+def cast_box(width: int, num_dims: int, itemsize: int, num_bytes: int) -> CastBox:
+    """A box of so many dims that becomes about so many bytes, exactly `width` elements of the target at a time."""
+    lengths, source_strides, target_strides = _shape(num_dims, num_bytes // itemsize // width)
     lengths = (*lengths[:-1], lengths[-1] * width)
     steps, target_steps = ((*(n * width for n in strides[:-1]), 1) for strides in (source_strides, target_strides))
     return CastBox(0, 0, 0 if width == _CAST_WIDTHS[0] else width, 0, lengths, steps, target_steps)
@@ -133,9 +132,17 @@ def _extent(lengths: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
+def _moved(kernel: str) -> float:
+    """What a run moves, of what it writes; a reduction reads its slots."""
+    if kernel in _CASTS:
+        source, target = _CASTS[kernel]
+        return 1 + source.itemsize / target.itemsize
+    return 2 if kernel == "copy" else _NUM_SLOTS + 1
+
+
 def _timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
     """Times a table of one box, made anew for every choice."""
-    make = {"copy": _copy_timer, "cast": _cast_timer}.get(kernel, _reduce_timer)
+    make = _copy_timer if kernel == "copy" else _cast_timer if kernel in _CASTS else _reduce_timer
     return make(kernel, width, num_dims, num_bytes)
 
 
@@ -154,14 +161,16 @@ def _copy_timer(_: str, width: int, num_dims: int, num_bytes: int) -> Timer:
     return seconds_of
 
 
-def _cast_timer(_: str, width: int, num_dims: int, num_bytes: int) -> Timer:
-    box = cast_box(width, num_dims, num_bytes)
-    source = torch.ones(box.source_offset + _extent(box.lengths, box.source_strides), device="cuda")
-    target = torch.empty(_extent(box.lengths, box.target_strides), dtype=torch.bfloat16, device="cuda")
+def _cast_timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
+    dtypes = _CASTS[kernel]
+    box = cast_box(width, num_dims, dtypes[1].itemsize, num_bytes)
+    source = torch.ones(box.source_offset + _extent(box.lengths, box.source_strides), dtype=dtypes[0], device="cuda")
+    target = torch.empty(_extent(box.lengths, box.target_strides), dtype=dtypes[1], device="cuda")
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     module = importlib.import_module("tritondt.kernels.cast_boxes")
 
     def seconds_of(choice: Choice) -> float:
-        table = module.DeviceCastTable([box], "float32", "bfloat16", "cuda", choice=choice)
+        table = module.DeviceCastTable([box], *names, "cuda", choice=choice)
         return device_seconds(lambda: table.run([source.data_ptr()], [target.data_ptr()]))
 
     return seconds_of

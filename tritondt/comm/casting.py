@@ -14,8 +14,8 @@ import torch
 from tritondt import region as regions
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing import Blocks, Casting, PackedTransfer, Slice, Slices, Term, moves, reduce_tables
-from tritondt.kernels.boxes import CastBox
-from tritondt.kernels.scaled_tables import SCALE_BYTES, ScalePlace
+from tritondt.kernels.boxes import SCALE_BYTES, CastBox
+from tritondt.kernels.scaled_tables import ScalePlace
 from tritondt.kernels.tables import Table, cast_table, dequantize_table, quantize_table
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.geometry import joint_boxes, message_block

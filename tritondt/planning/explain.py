@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tritondt import region as regions
 from tritondt.layout import Coordinate, Layout
 from tritondt.planning.cost import CostTable, step_cost
-from tritondt.planning.exchange import Message, Part
+from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.geometry import Block, contiguous_offset, step_blocks
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan
@@ -166,18 +166,9 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
     landing = 0
     if step.kind != "reduce":
         landing = sum(message.numel for message in found.receives if is_one_run(target_blocks, message))
-    return StepReport(
-        kind=step.kind,
-        source=str(step.source),
-        target=str(step.target),
-        num_sent=len(found.sends),
-        num_received=len(found.receives),
-        sent_bytes=sum(message.numel for message in found.sends) * itemsize,
-        received_bytes=received * itemsize,
-        packed_bytes=packed * itemsize,
-        staged_bytes=(received - landing) * itemsize,
-        seconds=step_cost(step, itemsize, costs).seconds,
-    )
+    sent = sum(message.numel for message in found.sends)
+    moved = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
+    return _step_report(step, found, moved, step_cost(step, itemsize, costs).seconds)
 
 
 class _Wire(NamedTuple):
@@ -206,17 +197,32 @@ def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTab
     widened = 0
     if step.kind == "reduce":
         widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
+    sent = sum(wire.num_bytes(message.parts) for message in found.sends)
+    moved = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
+    return _step_report(step, found, moved, step_cost(step, wire.wire_itemsize, costs).seconds)
+
+
+class _Bytes(NamedTuple):
+    """Of a StepReport."""
+
+    sent: int
+    received: int
+    packed: int
+    staged: int
+
+
+def _step_report(step: Step, found: Exchange, moved: _Bytes, seconds: float) -> StepReport:
     return StepReport(
         kind=step.kind,
         source=str(step.source),
         target=str(step.target),
         num_sent=len(found.sends),
         num_received=len(found.receives),
-        sent_bytes=sum(wire.num_bytes(message.parts) for message in found.sends),
-        received_bytes=received,
-        packed_bytes=sum(wire.num_bytes(parts) for parts in packed),
-        staged_bytes=received + widened,
-        seconds=step_cost(step, wire.wire_itemsize, costs).seconds,
+        sent_bytes=moved.sent,
+        received_bytes=moved.received,
+        packed_bytes=moved.packed,
+        staged_bytes=moved.staged,
+        seconds=seconds,
     )
 
 
