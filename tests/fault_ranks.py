@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import tritondt as T
@@ -33,6 +34,8 @@ from tests.stacks import listen, stacks_of
 SILENT_TIMEOUT_S, HEARD_TIMEOUT_S = 2.0, 30.0
 _DEADLINE_S, _SETTLE_S = 60.0, 5.0
 _FREE_PORT = 0
+# What the first view of a distributed tensor imports in every process is imported once: it takes 0.3 s, or a second.
+_PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.tensor", "tritondt.ops.families", "tests.fault_ranks"]
 _HOSTED_PORTS: list[int] = []
 
 
@@ -96,8 +99,7 @@ class FaultRanks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        # torch._dynamo is what the first view of a distributed tensor imports.
-        context.set_forkserver_preload(["pytest", "torch._dynamo", "torch.distributed.tensor", "tests.fault_ranks"])
+        context.set_forkserver_preload(_PRELOADED)
         self._num_started += 1
         place = _Place(self._transport, self._fault, self._store.port, f"{self._num_started}")
         for rank in range(SIZE):
@@ -240,7 +242,8 @@ def _live(place: _Place, rank: int, pipe: Connection, stacks: Path) -> None:
     listen(stacks)
     gc.freeze()  # what the server has imported is shared memory until a collection looks at it, for 0.2 s
     transport = "sockets" if place.transport == "nccl" else place.transport
-    os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)  # the server may have imported torch with more, which wait for each other on busy cores
     try:
         _serve(place, rank, pipe)
     except SystemExit as leaving:  # as a program does: multiprocessing would not let Python end
