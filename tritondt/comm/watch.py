@@ -193,8 +193,9 @@ class Watch:
             wait.interrupt(wait)
 
     def _has_expired(self, wait: Wait) -> bool:
+        """Whether it is time to name somebody: later where others know better, or may yet say that they wait."""
         late_s = _late_s(wait)
-        return late_s >= GRACE_S or (late_s >= 0 and not self._peer_waits(wait))
+        return late_s >= GRACE_S or (late_s >= 0 and len(self._silent(wait)) == 1)
 
     def why_expired(self, wait: Wait) -> PeerError:
         """Why a wait took too long, as far as the store knows; else that it did."""
@@ -218,17 +219,17 @@ class Watch:
 
     def _peer_waits(self, wait: Wait) -> bool:
         """Whether whoever is waited for has said that it waits as well: it knows who is at fault."""
-        return not set(wait.peers) - self._waiting(wait)
+        return not self._silent(wait)
 
     def _narrow(self, wait: Wait) -> None:
         """Where one of several is waited for: those that have not said that they wait as well, if there are any."""
         if wait.peer < 0:
-            wait.suspects = tuple(sorted(set(wait.peers) - self._waiting(wait))) or wait.suspects
+            wait.suspects = tuple(sorted(self._silent(wait))) or wait.suspects
 
-    def _waiting(self, wait: Wait) -> set[int]:
-        """Of those that are waited for, who has said that it waits, at this exchange or before."""
+    def _silent(self, wait: Wait) -> set[int]:
+        """Of those that are waited for, who has not said that it waits as well, at this exchange or before."""
         said = self._notices.waiting(wait.key, wait.peers)
-        return {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
+        return set(wait.peers) - {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
 
     def _met(self, wait: Wait) -> PeerError | None:
         """What the transport has met in the background, told to the others as well.
