@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.agreement import check_agreed
-from tritondt.dtensor import DTensor, mesh_or_current
+from tritondt.dtensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError
 from tritondt.execute import redistribute_local
 from tritondt.layout import Layout
-from tritondt.mesh import Mesh, canonical_mesh
+from tritondt.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.placement import Placement, Replicate, placements_code, placements_text
 from tritondt.sending import send_from
 from tritondt.spec import DTensorSpec, TensorMeta

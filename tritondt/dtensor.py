@@ -2,12 +2,12 @@
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
@@ -20,14 +20,14 @@ from tritondt.errors import MeshError, MixedTensorsError, PropagationError, Trit
 from tritondt.execute import trace_with
 from tritondt.following import followed
 from tritondt.local_spec import spec_of_local
-from tritondt.mesh import Mesh, canonical_mesh
+from tritondt.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.mixing import as_replicated, with_tensors
 from tritondt.ops import propagator
 from tritondt.pending import moved, put_ahead, work_of
 from tritondt.placement import Placement, Replicate, placements_text
 from tritondt.random import trace_random_with
 from tritondt.saving import loaded, spec_values
-from tritondt.spec import DTensorSpec, TensorMeta
+from tritondt.spec import DTensorSpec, TensorMeta, target_spec
 from tritondt.traced import random_words_in_graph, redistribution_in_graph
 from tritondt.wire import narrower, wire_of
 from tritondt.wrapping import construct
@@ -344,25 +344,6 @@ dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, followed, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 let_composites_make_tensors(DTensor, _wrap)
-
-
-def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
-    """The mesh, or that of the `with mesh:` around the call."""
-    if mesh is not None:
-        return mesh
-    return _mesh_resources.get_current_mesh()
-
-
-@lru_cache(maxsize=4096)
-def target_spec(
-    spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[int | str, ...] | None = None
-) -> DTensorSpec:
-    """The spec after a redistribution: `spec` itself where nothing changes, else of a dense row-major tensor."""
-    wanted = spec.with_placements(placements, order)
-    if wanted is spec:
-        return spec
-    meta = TensorMeta.contiguous(spec.shape, spec.dtype)
-    return DTensorSpec(spec.mesh, wanted.placements, meta, wanted.order)
 
 
 def prefetch(

@@ -7,10 +7,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.distributions import normal, uniform
-from tritondt.dtensor import DTensor, mesh_or_current
+from tritondt.dtensor import DTensor
 from tritondt.errors import LayoutError
 from tritondt.execute import redistribute_local
-from tritondt.mesh import Mesh, canonical_mesh
+from tritondt.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.placement import Partial, Placement, Replicate
 from tritondt.random import words_of
 from tritondt.spec import DTensorSpec, TensorMeta

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch.distributed as dist
 from torch.compiler import is_dynamo_compiling
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 from torch.distributed.device_mesh import init_device_mesh as _torch_init_device_mesh
 
 from tritondt import identity
@@ -150,6 +150,13 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
         known.clear()
         known[who] = found
     return found
+
+
+def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
+    """The mesh, or that of the `with mesh:` around the call."""
+    if mesh is not None:
+        return mesh
+    return _mesh_resources.get_current_mesh()
 
 
 def init_device_mesh(

@@ -162,6 +162,18 @@ def _under(spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[in
     return DTensorSpec(spec.mesh, placements, spec.tensor_meta, order)
 
 
+@lru_cache(maxsize=4096)
+def target_spec(
+    spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[int | str, ...] | None = None
+) -> DTensorSpec:
+    """The spec after a redistribution: `spec` itself where nothing changes, else of a dense row-major tensor."""
+    wanted = spec.with_placements(placements, order)
+    if wanted is spec:
+        return spec
+    meta = TensorMeta.contiguous(spec.shape, spec.dtype)
+    return DTensorSpec(spec.mesh, wanted.placements, meta, wanted.order)
+
+
 class _SymbolicSpec(DTensorSpec):
     """A spec with symbolic sizes: compared by value, where the others are one object if equal and hash as such."""
 

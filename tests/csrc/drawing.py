@@ -15,19 +15,26 @@ def nested_strides(lengths, draw, widest_gap):
     return tuple(strides), extent
 
 
-def random_source(lengths, draw, num_elements):
-    """Offset and strides of a box within a source; now and then a dim is repeated or walked backwards."""
-    strides, extent = nested_strides(lengths, draw, draw.choice((0, 0, 2)))
-    offset = draw.randint(0, num_elements - extent)
+def repeated_or_backwards(lengths, strides, draw):
+    """Strides of which now and then one is 0 or negative, and how far the first element moves for it."""
+    shift = 0
     walked = list(strides)
     for dim, length in enumerate(lengths):
         kind = draw.random()
         if kind < 0.1:
             walked[dim] = 0
         elif kind < 0.2:
-            offset += max(length - 1, 0) * strides[dim]
+            shift += max(length - 1, 0) * strides[dim]
             walked[dim] = -strides[dim]
-    return offset, tuple(walked)
+    return shift, tuple(walked)
+
+
+def random_source(lengths, draw, num_elements):
+    """Offset and strides of a box within a source; now and then a dim is repeated or walked backwards."""
+    strides, extent = nested_strides(lengths, draw, draw.choice((0, 0, 2)))
+    offset = draw.randint(0, num_elements - extent)
+    shift, walked = repeated_or_backwards(lengths, strides, draw)
+    return offset + shift, walked
 
 
 def random_bits(num_elements, dtype):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.csrc.drawing import nested_strides
+from tests.csrc.drawing import nested_strides, repeated_or_backwards
 from tritondt import _C
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox
@@ -20,26 +20,18 @@ def random_box(draw, itemsize, source_elements, target_start):
     lengths = tuple(draw.choice((0, 1, 2, 3, 3, 5, 8)) for _ in range(draw.randint(0, 6)))
     target_strides, target_extent = nested_strides(lengths, draw, draw.choice((0, 0, 2)))
     strides, source_extent = nested_strides(lengths, draw, draw.choice((0, 0, 2)))
-    source_strides = list(strides)
     if draw.random() < 0.3:
-        source_strides = list(target_strides)
-        source_extent = target_extent
+        strides, source_extent = target_strides, target_extent
     offset = draw.randint(0, 9)
-    for dim, length in enumerate(lengths):
-        kind = draw.random()
-        if kind < 0.1:
-            source_strides[dim] = 0
-        elif kind < 0.2:
-            offset += max(length - 1, 0) * source_strides[dim]
-            source_strides[dim] = -source_strides[dim]
+    shift, source_strides = repeated_or_backwards(lengths, strides, draw)
     box = CopyBox(
         source=draw.randrange(2),
         target=0,
-        source_offset=offset,
+        source_offset=offset + shift,
         target_offset=target_start,
         itemsize=itemsize,
         lengths=lengths,
-        source_strides=tuple(source_strides),
+        source_strides=source_strides,
         target_strides=target_strides,
     )
     fits = 10 + source_extent <= source_elements

@@ -16,8 +16,8 @@ import torch
 from tritondt.comm.casting import casting_transfer
 from tritondt.comm.communicator import Errand, Traffic, Transfer
 from tritondt.comm.comparison import FINGERPRINT, Note, difference, read_note, write_note
+from tritondt.comm.endable import Endable
 from tritondt.comm.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Flight
-from tritondt.comm.forked import ForkedError
 from tritondt.comm.letters import Letters
 from tritondt.comm.packing import Casting, PackedTransfer, Slice, Slices, packed_transfer
 from tritondt.comm.work import IssueQueue, Run, Work
@@ -26,10 +26,6 @@ from tritondt.memory import allocate
 
 NO_SITE = -1
 _BARRIER_FINGERPRINT = 0x62617272
-
-
-class _EndedError(WorldError):
-    """The communicator was ended on purpose."""
 
 
 class Member(Protocol):
@@ -60,11 +56,8 @@ class Member(Protocol):
         """Whether ranks compare what they are about to exchange."""
 
 
-class PackedCommunicator(ABC):
-    """A communicator whose transport carries bytes from one rank to another.
-
-    `failure` is the first thing that went wrong for good: nothing can be exchanged afterwards.
-    """
+class PackedCommunicator(Endable, ABC):
+    """A communicator whose transport carries bytes from one rank to another."""
 
     device_types: tuple[str, ...] = ("cpu",)
 
@@ -78,7 +71,6 @@ class PackedCommunicator(ABC):
         self._label = self._recorder.label(member.name)
         self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self.sequence = 0  # exchanges so far, those without a message of ours included
-        self.failure: BaseException | None = None
         self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, Errand]] = WeakKeyDictionary()
         self._turn = threading.RLock()
         self._compares = member.compares
@@ -331,36 +323,11 @@ class PackedCommunicator(ABC):
             "issue from one thread, or from one after the other"
         )
 
-    def _end(self, how: str) -> BaseException:
-        """Refuses further use, and gives the reason; `how` is "closed" or "aborted"."""
-        self.failure = self.failure or _EndedError(f"the communicator was {how}")
-        return self.failure
-
     def disown(self, error: WorldError) -> None:
         """Refuses all further use with `error`, in a process that was forked from the communicator's."""
         self.failure = error
         self._turn = threading.RLock()  # another thread of the parent may have it
         self._queue.disown(error)
-
-    @property
-    def _is_inherited(self) -> bool:
-        """Whether all that there is to end belongs to the process that this one was forked from."""
-        return isinstance(self.failure, ForkedError)
-
-    def _check_own(self) -> None:
-        if self._is_inherited:
-            self._check_usable("the end of a communicator")
-
-    def _check_usable(self, description: str) -> None:
-        if self.failure is None:
-            return
-        if self._is_inherited:
-            raise ForkedError(f"{description} was asked for, but {self.failure}")
-        found = "ended" if isinstance(self.failure, _EndedError) else "failed before"
-        raise WorldError(
-            f"{description} was asked of a communicator that {found} ({self.failure}); make a new world: call "
-            "tritondt.abort() on every rank, or initialise torch.distributed again"
-        ) from self.failure
 
     def _check_devices(self, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
         for tensor in tensors:
