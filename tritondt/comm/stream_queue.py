@@ -39,11 +39,14 @@ class StreamWork(Work):
 
     def check_sources(self) -> None:
         """Fails where what it reads was written to without a wait."""
-        if self._held is not None and self._error is None:
-            sources = self._held[0]
-            for source, version in zip(sources, self._versions, strict=True):
-                if version is not None and source._version != version:
-                    self._error = WorldError(torn(source, self.description))
+        if self._held is None or self._error is not None:
+            return
+        sources = self._held[0]
+        now = versions(sources)
+        if now != self._versions:
+            pairs = zip(sources, now, self._versions, strict=True)
+            source = next(source for source, version, before in pairs if version != before)
+            self._error = WorldError(torn(source, self.description))
 
     def end(self) -> None:
         """Marks it as run, with what was noted of it; for its queue."""
