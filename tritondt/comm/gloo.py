@@ -7,9 +7,9 @@ Gloo matches messages by tag alone. A message longer than its receive aborts the
 passes unnoticed, so the tag is a fingerprint of what is exchanged: ranks that disagree never match, and the
 watch tells them so.
 
-Gloo's own thread writes a message when its receiver is ready. Where it finds the connection closed by then, it forgets
-the message (torch 2.13), and nothing wakes who waits for it: not even closing all connections, as the watch does. A
-rank that goes on after a stop can meet that. So every wait has its own limit, a little behind that of the watch.
+A send whose connection closes while it is posted may never end (torch 2.13, seen in the stacks of a rank that went on
+after a stop): nothing wakes who waits for it, not even closing all connections, as the watch does. It seems that Gloo's
+own thread drops the message. So every wait has its own limit, a little behind that of the watch.
 """
 
 import ctypes

@@ -75,8 +75,7 @@ class StreamQueue(IssueQueue):
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool) -> Work:
         """Runs `run` now, on the stream, after what the current stream has been given."""
-        if self._under_way:
-            self.let_go()
+        self.let_go()
         work = StreamWork(self, description, sources, run)
         try:
             self._enqueue(work, run)
