@@ -34,6 +34,6 @@ nccl::ncclUniqueId id_of(const pybind11::bytes& bytes);
 
 void bind_nccl(pybind11::module_* module);
 void bind_nccl_communicator(pybind11::module_* module);
-void bind_nccl_calls(CommunicatorClass* type);
+void bind_nccl_calls(pybind11::module_* module, CommunicatorClass* type);
 
 }  // namespace tritondt

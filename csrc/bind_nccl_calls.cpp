@@ -25,6 +25,10 @@ using Config = const CallConfigHandle*;
 using CallFields = std::tuple<std::string, std::uintptr_t, std::uintptr_t, std::int64_t,
                               std::string, nccl::OpName, std::int64_t>;
 using PartFields = std::pair<std::uintptr_t, std::int64_t>;
+// A tensor by its number and bytes in it, and a call whose source and target are such.
+using SpotFields = std::pair<std::size_t, std::uintptr_t>;
+using CallSliceFields = std::tuple<std::string, SpotFields, SpotFields, std::int64_t, std::string,
+                                   nccl::OpName, std::int64_t>;
 
 nccl::Place place_of(Communicator& communicator) {
   const py::gil_scoped_release released;
@@ -47,6 +51,23 @@ std::vector<Call> make_calls(const Communicator& communicator,
                      nccl::dtype_of(dtype, communicator.library()), nccl::op_of(op), peer});
   }
   return calls;
+}
+
+nccl::CallSlices make_call_slices(const nccl::Api& api,
+                                  const std::vector<CallSliceFields>& fields) {
+  std::vector<nccl::CallSlice> slices;
+  slices.reserve(fields.size());
+  for (const auto& [kind, source, target, count, dtype, op, peer] : fields) {
+    const Call call = {nccl::kind_of(kind),
+                       source.second,
+                       target.second,
+                       count,
+                       nccl::dtype_of(dtype, api.library()),
+                       nccl::op_of(op),
+                       peer};
+    slices.push_back({call, source.first, target.first});
+  }
+  return nccl::CallSlices(std::move(slices));
 }
 
 nccl::Parts make_parts(const std::vector<PartFields>& fields) {
@@ -148,6 +169,13 @@ void bind_groups(CommunicatorClass* type) {
           py::arg("calls"), py::arg("stream"), py::arg("config") = py::none(),
           "Calls (operation, source, target, count, dtype, op, peer), started together.")
       .def(
+          "run",
+          [](Communicator& self, const nccl::CallSlices& calls,
+             const std::vector<std::uintptr_t>& addresses,
+             std::uintptr_t stream) { issue(self, calls.calls(addresses), stream); },
+          py::arg("calls"), py::arg("addresses"), py::arg("stream"),
+          "The calls of an operation, started together, on tensors at `addresses`.")
+      .def(
           "simulate",
           [](Communicator& self, const std::vector<CallFields>& calls,
              std::uintptr_t stream) -> std::optional<float> {
@@ -241,7 +269,12 @@ void bind_groups(CommunicatorClass* type) {
 
 }  // namespace
 
-void bind_nccl_calls(CommunicatorClass* type) {
+void bind_nccl_calls(py::module_* module, CommunicatorClass* type) {
+  py::class_<nccl::CallSlices>(*module, "NcclCalls", "The calls of an operation, by tensors.")
+      .def(
+          py::init(&make_call_slices), py::arg("library"), py::arg("calls"),
+          "Calls (operation, (tensor, bytes), (tensor, bytes), count, dtype, op, peer): where they "
+          "read and write, from the beginning of tensors by number.");
   bind_collectives(type);
   bind_groups(type);
 }

@@ -157,7 +157,7 @@ void bind_one_sided(CommunicatorClass* type) {
 void bind_nccl_communicator(py::module_* module) {
   CommunicatorClass type(*module, "NcclCommunicator", "One rank of a communicator of NCCL.");
   bind_life(&type);
-  bind_nccl_calls(&type);
+  bind_nccl_calls(module, &type);
   bind_ops(&type);
   bind_memory(&type);
   bind_one_sided(&type);

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace tritondt::nccl {
 namespace {
@@ -71,7 +72,26 @@ Parts equal_parts(std::uintptr_t address, const Call& call, int num_parts) {
   return parts;
 }
 
+std::uintptr_t address_of(std::size_t tensor, const std::vector<std::uintptr_t>& addresses) {
+  if (tensor < addresses.size()) return addresses[tensor];
+  throw std::out_of_range("a call is of tensor " + std::to_string(tensor) +
+                          ", but the number of addresses is " + std::to_string(addresses.size()));
+}
+
 }  // namespace
+
+CallSlices::CallSlices(std::vector<CallSlice> slices) : slices_(std::move(slices)) {}
+
+std::vector<Call> CallSlices::calls(const std::vector<std::uintptr_t>& addresses) const {
+  std::vector<Call> calls;
+  calls.reserve(slices_.size());
+  for (const auto& [call, source_tensor, target_tensor] : slices_) {
+    calls.push_back(call);
+    calls.back().source += address_of(source_tensor, addresses);
+    calls.back().target += address_of(target_tensor, addresses);
+  }
+  return calls;
+}
 
 void check_call(const Call& call, Place place) {
   if (call.count < 0) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -31,6 +32,26 @@ struct Call {
   ncclDataType_t dtype;
   ncclRedOp_t op = ncclSum;
   std::int64_t peer = 0;
+};
+
+// A call before it is known where tensors lie: its source and target are bytes from where tensors
+// with these numbers begin.
+struct CallSlice {
+  Call call;
+  std::size_t source_tensor;
+  std::size_t target_tensor;
+};
+
+// The calls of an operation, for all times that it runs.
+class CallSlices {
+ public:
+  explicit CallSlices(std::vector<CallSlice> slices);
+
+  // Throws std::out_of_range where a tensor is not among those at `addresses`.
+  std::vector<Call> calls(const std::vector<std::uintptr_t>& addresses) const;
+
+ private:
+  std::vector<CallSlice> slices_;
 };
 
 // A rank of a communicator.

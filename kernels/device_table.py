@@ -67,11 +67,17 @@ class Shared:
         self.values = torch.tensor(numbers, dtype=dtype).to(device)
         self._streams: set[int] = set()
 
-    def is_read_on(self, stream: torch.cuda.Stream) -> None:
-        """Has the allocator give them to nobody else before all that this stream will have launched is done."""
-        if stream.cuda_stream not in self._streams:
-            self.values.record_stream(stream)
-            self._streams.add(stream.cuda_stream)
+    def read_by_current_stream(self) -> int:
+        """The current stream's handle; the allocator gives them to nobody else before it is done with them.
+
+        torch.cuda makes an object of it only once: that takes as long as a launch.
+        """
+        device = self.values.device
+        handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+        if handle not in self._streams:
+            self.values.record_stream(torch.cuda.current_stream(device))
+            self._streams.add(handle)
+        return handle
 
 
 class Launch:
@@ -111,9 +117,8 @@ class Launch:
         if self._device is None:
             self._start(self._cells.values, pointers, *self._arguments)
             return
-        stream = torch.cuda.current_stream(self._device)
-        self._cells.is_read_on(stream)
-        self._start(self._cells.values, pointers, *self._arguments, stream=stream.cuda_stream)
+        stream = self._cells.read_by_current_stream()
+        self._start(self._cells.values, pointers, *self._arguments, stream=stream)
 
 
 class DeviceTable(ABC):

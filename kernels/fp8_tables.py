@@ -154,7 +154,7 @@ class DeviceQuantizeTable(_Fp8Table):
             )
         prepared = [step.with_scales(source_ptrs, target_ptrs, scales_ptr) for step in self._steps]
         if self._device.type == "cuda":
-            self._least.is_read_on(torch.cuda.current_stream(self._device))
+            self._least.read_by_current_stream()
         self._start.run([self._least.values.data_ptr()], [scales_ptr])
         for step, found in zip(self._steps, prepared, strict=True):
             step.launch(*found)

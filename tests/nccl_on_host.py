@@ -175,6 +175,9 @@ class FakeStreams:
         finally:
             self._on.stream = None if before is self._host else before
 
+    def follow(self, stream: Any, other: Any) -> None:
+        stream.wait_event(other.record_event())
+
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
         self.current().launch(partial(run, *arguments))
 

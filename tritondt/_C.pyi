@@ -127,6 +127,15 @@ class NcclLibrary:
     ) -> NcclCommunicator: ...
     def call_config(self, options: Mapping[str, int | str]) -> NcclCallConfig: ...
 
+class NcclCalls:
+    """The calls of an operation, for all times that it runs: where they read and write is said by tensor and byte."""
+
+    def __init__(
+        self,
+        library: NcclLibrary,
+        calls: Sequence[tuple[str, tuple[int, int], tuple[int, int], int, str, int | str, int]],
+    ) -> None: ...
+
 class NcclCallConfig:
     """Options for single calls; `NcclLibrary.call_config` makes one."""
 
@@ -239,6 +248,7 @@ class NcclCommunicator:
         stream: int,
         config: NcclCallConfig | None = None,
     ) -> None: ...
+    def run(self, calls: NcclCalls, addresses: Sequence[int], stream: int) -> None: ...
     def simulate(
         self, calls: Sequence[tuple[str, int, int, int, str, int | str, int]], stream: int = 0
     ) -> float | None: ...

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from tritondt._C import NcclLibrary
+from tritondt.backend.carriers import carriers
+from tritondt.backend.lane import Carrier
 from tritondt.comm import world
 from tritondt.comm.membership import Membership
 from tritondt.comm.nccl import NcclCommunicator
@@ -78,6 +80,9 @@ class NoOpStreams:
         """Nothing changes."""
         return self._nothing
 
+    def follow(self, stream: Any, other: Any) -> None:
+        """Everything has run."""
+
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
         """As on a GPU: `run` launches."""
         run(*arguments)
@@ -116,14 +121,16 @@ def _launch(*arguments: object) -> None: ...
 
 @contextmanager
 def carried_by_nothing() -> Iterator[None]:
-    """Within, this process's tensors on the CPU go by the NCCL transport, and nothing moves."""
+    """Within, this process's tensors on the CPU go by NCCL, in our transport and our backend, and nothing moves."""
     library, before = NcclLibrary(str(build()), None), dict(world.transports)
+    carriers_before = dict(carriers)
     kernels = copy_boxes.copy_kernel, reduce_slots.reduce_kernel
 
     def make(member: Membership) -> NcclCommunicator:
         return NcclCommunicator(member, library, NoOpStreams())
 
     world.transports["cpu"] = make
+    carriers["cpu"] = lambda device: Carrier(library, NoOpStreams())
     copy_boxes.copy_kernel = reduce_slots.reduce_kernel = NoOpKernel()
     try:
         with made_by(TritonMaker(), "cpu"):
@@ -131,3 +138,5 @@ def carried_by_nothing() -> Iterator[None]:
     finally:
         copy_boxes.copy_kernel, reduce_slots.reduce_kernel = kernels
         world.transports.update(before)
+        carriers.clear()
+        carriers.update(carriers_before)

@@ -49,6 +49,26 @@ ncclResult_t ncclCommCuDevice(ncclComm_t, int* device) {
 }
 ncclResult_t ncclGroupStart() { return ncclSuccess; }
 ncclResult_t ncclGroupEnd() { return ncclSuccess; }
+ncclResult_t ncclAllReduce(const void*, void*, std::size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t,
+                           cudaStream_t) {
+  return ncclSuccess;
+}
+ncclResult_t ncclAllGather(const void*, void*, std::size_t, ncclDataType_t, ncclComm_t,
+                           cudaStream_t) {
+  return ncclSuccess;
+}
+ncclResult_t ncclReduceScatter(const void*, void*, std::size_t, ncclDataType_t, ncclRedOp_t,
+                               ncclComm_t, cudaStream_t) {
+  return ncclSuccess;
+}
+ncclResult_t ncclBroadcast(const void*, void*, std::size_t, ncclDataType_t, int, ncclComm_t,
+                           cudaStream_t) {
+  return ncclSuccess;
+}
+ncclResult_t ncclReduce(const void*, void*, std::size_t, ncclDataType_t, ncclRedOp_t, int,
+                        ncclComm_t, cudaStream_t) {
+  return ncclSuccess;
+}
 ncclResult_t ncclSend(const void*, std::size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t) {
   return ncclSuccess;
 }

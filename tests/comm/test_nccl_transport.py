@@ -181,10 +181,12 @@ class StuckNccl:
 def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_watched, "join_nccl", lambda *_: StuckNccl())
     flight = SimpleNamespace(recorder=None)
-    member: Any = SimpleNamespace(watch=None, flight=flight, timeout=timedelta(seconds=0.1))
+    watch = SimpleNamespace(attend=lambda find: None, leave=lambda find: None)
+    member: Any = SimpleNamespace(watch=watch, flight=flight, timeout=timedelta(seconds=0.1))
     streams: Any = SimpleNamespace(bind_thread=lambda: None)
     library: Any = None
-    watched: Any = nccl_watched.WatchedNccl(member, library, streams, lambda error: pytest.fail(str(error)))
+    terms = nccl_watched.Terms()
+    watched: Any = nccl_watched.WatchedNccl(member, library, streams, lambda error: pytest.fail(str(error)), terms)
     reason = T.WorldError("closed")
     watched.close(reason)
     assert watched.native.aborted.is_set()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.csrc.nccl.recording import INVALID_ARGUMENT, REMOTE_ERROR
-from tritondt._C import LetterSlices, NcclError, NcclUnsupportedError
+from tritondt._C import LetterSlices, NcclCalls, NcclError, NcclUnsupportedError
 
 # NCCL's numbers, as the recorder writes them.
 UINT8, INT32, FLOAT16, FLOAT32, BFLOAT16 = 1, 2, 6, 7, 9
@@ -140,6 +140,32 @@ def test_calls_as_values_are_one_group(recording):
     assert started(recording) == [
         ["ncclAllReduce 16 16 3 7 0", "ncclBroadcast 32 32 5 1 1", "ncclSend 64 2 2 1"],
     ]
+
+
+def test_calls_of_tensors_run_wherever_these_lie(recording):
+    comm = recording.init()
+    calls = NcclCalls(
+        recording.nccl,
+        [
+            ("all_reduce", (0, 0), (0, 0), 3, "float32", "sum", 0),
+            ("broadcast", (1, 4), (0, 8), 5, "uint8", "sum", 1),
+        ],
+    )
+    comm.run(calls, [16, 32], STREAM)
+    comm.run(calls, [64, 96], STREAM)
+    assert started(recording) == [
+        ["ncclAllReduce 16 16 3 7 0", "ncclBroadcast 36 24 5 1 1"],
+        ["ncclAllReduce 64 64 3 7 0", "ncclBroadcast 100 72 5 1 1"],
+    ]
+    with pytest.raises(IndexError, match=r"^a call is of tensor 1, but the number of addresses is 1$"):
+        comm.run(calls, [16], STREAM)
+    comm.run(NcclCalls(recording.nccl, []), [], STREAM)
+    assert recording.take() == []
+
+
+def test_calls_that_a_library_lacks_are_refused_when_they_are_made(libraries):
+    with pytest.raises(NcclUnsupportedError, match="float8_e5m2"):
+        NcclCalls(libraries(22203).nccl, [("all_reduce", (0, 0), (0, 0), 3, "float8_e5m2", "sum", 0)])
 
 
 REFUSED = {

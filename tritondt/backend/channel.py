@@ -7,7 +7,9 @@ irecv the ranks choose, it runs. Neither waits on the host for the other to come
 import threading
 from collections.abc import Callable
 
-from tritondt.backend.lane import Issued, Lane
+from tritondt.backend.lane import Lane
+from tritondt.backend.operation import Request
+from tritondt.backend.work import NcclWork
 from tritondt.comm.streams import Streams
 
 
@@ -17,20 +19,21 @@ class Channel:
     def __init__(self, name: str, make: Callable[[], Lane], streams: Streams) -> None:
         self._name, self._make, self._streams = name, make, streams
         self._changing = threading.RLock()  # what fails while it is put ends its channel
-        self._waiting: list[Issued] = []
+        self._waiting: list[tuple[NcclWork, Request]] = []
         self._lane: Lane | None = None
         self._is_connecting = False
         self._failure: BaseException | None = None
 
-    def put(self, issued: Issued) -> None:
+    def put(self, work: NcclWork, request: Request) -> None:
         """Puts a message into the stream, when the other rank has come."""
         with self._changing:
             if self._failure is not None:
-                issued.work.fail(self._failure)
+                work.fail(self._failure)
             elif self._lane is not None:
-                self._lane.put(issued)
+                self._lane.put(work, request)
             else:
-                self._waiting.append(issued)
+                work.defer()
+                self._waiting.append((work, request))
                 self._connect_once()
 
     def _connect_once(self) -> None:
@@ -49,8 +52,8 @@ class Channel:
             if self._failure is not None:
                 lane.fail(self._failure)
             self._lane = lane
-            for issued in self._waiting:
-                lane.put(issued)
+            for work, request in self._waiting:
+                lane.put(work, request)
             self._waiting.clear()
 
     def fail(self, error: BaseException) -> None:
@@ -59,8 +62,8 @@ class Channel:
             self._lane.fail(error)
         with self._changing:
             self._failure = self._failure or error
-            for issued in self._waiting:
-                issued.work.fail(error)
+            for work, _ in self._waiting:
+                work.fail(error)
             self._waiting.clear()
 
     def close(self) -> None:

@@ -4,18 +4,18 @@ The host waits for none of them. What does not come to an end in time is aborted
 """
 
 import threading
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from tritondt._C import NcclLibrary
 from tritondt.backend.elements import PreMulSum
-from tritondt.backend.operation import Operation
+from tritondt.backend.operation import Operation, Request
 from tritondt.backend.work import NcclWork
-from tritondt.comm.communicator import Errand
 from tritondt.comm.flight import EXCHANGING
 from tritondt.comm.membership import Membership
-from tritondt.comm.nccl_watched import UnderWay, WatchedNccl
-from tritondt.comm.streams import Event, Streams
+from tritondt.comm.nccl_watched import Terms, WatchedNccl
+from tritondt.comm.streams import Streams
 from tritondt.errors import PeerError, WorldError
 
 _LIMIT = "the process group's"
@@ -29,16 +29,6 @@ class Carrier(NamedTuple):
     streams: Streams
 
 
-class Issued(NamedTuple):
-    """An operation with all that goes with it: the line that asked, and what its stream waits for before."""
-
-    operation: Operation
-    work: NcclWork
-    site: int
-    ready: Event
-    timeout_s: float
-
-
 class Lane:
     """One rank's end of it; made by all ranks of `member` together. `on_failure` is told why nothing runs any more."""
 
@@ -46,60 +36,64 @@ class Lane:
         self._member, self._streams = member, carrier.streams
         self._recorder = member.flight.recorder
         self._label = self._recorder.label(member.name)
-        self._watched = WatchedNccl(member, carrier.library, carrier.streams, on_failure)
+        others = tuple(rank for rank in member.ranks if rank != member.rank)
+        terms = Terms(_LIMIT, _MUST, others)
+        self._watched = WatchedNccl(member, carrier.library, carrier.streams, on_failure, terms)
         self.stream = carrier.streams.make()
         self.sequence = 0
         self._turn = threading.Lock()
 
-    def put(self, issued: Issued) -> None:
-        """Puts an operation into the stream; what goes wrong is its work's error."""
-        operation, work = issued.operation, issued.work
+    def put(self, work: NcclWork, request: Request) -> None:
+        """Puts a request into the stream; what goes wrong is its work's error."""
         with self._turn:
             if self._watched.failure is not None:
                 work.fail(self._watched.failure)
                 return
-            self.stream.wait_event(issued.ready)
+            if work.ready is None:
+                self._streams.follow(self.stream, self._streams.current())
+            else:
+                self.stream.wait_event(work.ready)
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
-                self._call(operation)
+                self._call(request)
             else:
                 self._watched.reap()
-                self.sequence += 1
+                self._record(work)
                 try:
-                    self._watched.put(self._recorded(issued), lambda: self._call(operation), "run")
+                    self._watched.put(work, lambda: self._call(request), "run")
                 except PeerError:  # which its work has been told
                     return
             work.was_put(self.stream)
 
-    def _recorded(self, issued: Issued) -> UnderWay:
-        """The operation as recorder and watch know it."""
-        operation, member = issued.operation, self._member
-        fingerprint, label = operation.fingerprint, self._recorder.label(operation.text)
-        record = self._recorder.begin(self._label, self.sequence, label, fingerprint, issued.site)
-        self._recorder.state(record, EXCHANGING)
-        errand = Errand(fingerprint, operation.text, label, self._recorder, issued.site, record)
-        found = self._watched.operation(self.sequence, errand, issued.timeout_s)
-        found.suspects = tuple(rank for rank in member.ranks if rank != member.rank)
-        found.limit, found.must, found.holder = _LIMIT, _MUST, issued.work
-        return found
+    def _record(self, work: NcclWork) -> None:
+        """Gives it its number, for recorder and watch."""
+        self.sequence += 1
+        recorder, operation = self._recorder, work.operation
+        label = recorder.label(operation.text)
+        work.sequence, work.started = self.sequence, time.monotonic()
+        work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site)
+        recorder.state(work.record, EXCHANGING)
 
-    def _call(self, operation: Operation) -> None:
-        """Gives the calls to NCCL; ops that are made for them end when it has them."""
-        made: list[int] = []
+    def _call(self, request: Request) -> None:
+        """Gives the calls to NCCL."""
+        operation, tensors = request
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if operation.native is None:
+            self._call_with_ops(operation, addresses)
+        else:
+            self._watched.native.run(operation.native, addresses, self.stream.cuda_stream)
+
+    def _call_with_ops(self, operation: Operation, addresses: list[int]) -> None:
+        """The same where ops are made for the calls; they end when NCCL has these."""
+        native, made = self._watched.native, dict[int, int]()
         try:
-            calls = []
-            for kind, source, target, num_elements, dtype, asked, peer in operation.calls:
-                op: int | str
-                if isinstance(asked, PreMulSum):
-                    op = self._made_op(asked, dtype)
-                    made.append(op)
-                else:
-                    op = asked
-                calls.append((kind, source, target, num_elements, dtype, op, peer))
-            if calls:
-                self._watched.native.group(calls, self.stream.cuda_stream)
+            for place, call in enumerate(operation.calls):
+                if isinstance(call.op, PreMulSum):
+                    made[place] = self._made_op(call.op, call.dtype)
+            calls = [(*call[:5], made.get(place, call.op), call.peer) for place, call in enumerate(operation.calls)]
+            native.run(operation.compiled(calls), addresses, self.stream.cuda_stream)
         finally:
-            for number in made:
-                self._watched.native.destroy_op(number)
+            for number in made.values():
+                native.destroy_op(number)
 
     def _made_op(self, op: PreMulSum, dtype: str) -> int:
         if isinstance(op.factor, float):

@@ -1,15 +1,16 @@
 """The part of a process group that is on NCCL: communicators made on first use, by the ranks that take part."""
 
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 
+from tritondt.backend.calls import Place
 from tritondt.backend.channel import Channel
-from tritondt.backend.lane import Carrier, Issued, Lane
-from tritondt.backend.operation import Operation, merged
+from tritondt.backend.lane import Carrier, Lane
+from tritondt.backend.operation import Request, merged
+from tritondt.backend.requests import Requests
 from tritondt.backend.work import NcclWork
 from tritondt.comm import world
 from tritondt.comm.work import again
@@ -31,32 +32,37 @@ class NcclSide:
         self._channels: dict[tuple[int, int], Channel] = {}
         self._failure: BaseException | None = None
         self._is_told = self._is_ended = False
-        self._gathered: list[Operation] | None = None
+        self._gathered: list[Request] | None = None
+        self.requests = Requests(Place(place, len(ranks)), self.device, carrier.library)
 
     @property
     def device(self) -> torch.device:
         """Whose tensors it carries."""
         return self._carrier.streams.device
 
-    def run(self, operation: Operation, timeout: timedelta) -> NcclWork | None:
-        """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end."""
-        self._check_usable(operation.text)
+    def run(self, request: Request, timeout_s: float) -> NcclWork | None:
+        """Puts a request of all ranks into their stream; None between `start_coalescing` and its end."""
+        if self._failure is not None:
+            self._check_usable(request.operation.text)
         if self._gathered is not None:
-            self._gathered.append(operation)
+            self._gathered.append(request)
             return None
-        return self._put(operation, timeout, self._lane_of_all().put)
+        return self._put(request, timeout_s, self._lane_of_all())
 
-    def send(self, operation: Operation, source: int, target: int, timeout: timedelta) -> NcclWork | None:
+    def send(self, request: Request, source: int, target: int, timeout_s: float) -> NcclWork | None:
         """The same with a message between two places of the group, of which this is one."""
-        self._check_usable(operation.text)
+        self._check_usable(request.operation.text)
         if self._gathered is not None:
-            self._gathered.append(operation)
+            self._gathered.append(request)
             return None
-        channel = self._channel(source, target)
-        # The channel's communicator has two ranks, in the order of the world.
-        peer = int(self._ranks[source] < self._ranks[target]) ^ int(self._place == target)
-        operation.calls = [call._replace(peer=peer) for call in operation.calls]
-        return self._put(operation, timeout, channel.put)
+        return self._put(request, timeout_s, self._channel(source, target))
+
+    def peer_of_message(self, source: int, target: int) -> int:
+        """What the other rank is called by the communicator that will carry a message between these places."""
+        if self._gathered is not None:
+            return target if self._place == source else source
+        # A channel's communicator has two ranks, in the order of the world.
+        return int(self._ranks[source] < self._ranks[target]) ^ int(self._place == target)
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank takes no part in their next operation, and why."""
@@ -74,19 +80,15 @@ class NcclSide:
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             raise WorldError("coalescing was ended that was not started")
-        return self.run(merged(gathered), self.timeout) if gathered else None
+        return self.run(merged(gathered), self.timeout.total_seconds()) if gathered else None
 
-    def _put(self, operation: Operation, timeout: timedelta, put: Callable[[Issued], None]) -> NcclWork:
-        streams = self._carrier.streams
-        work = NcclWork(operation, streams, self._told)
-        site = self._flight_site()
-        put(Issued(operation, work, site, streams.current().record_event(), timeout.total_seconds()))
+    def _put(self, request: Request, timeout_s: float, into: Lane | Channel) -> NcclWork:
+        streams, site = self._carrier.streams, self._current_world().flight.recorder.site()
+        work = NcclWork(request, streams, self._told, site, timeout_s)
+        into.put(work, request)
         if self._failure is not None:  # at once: nobody need wait to be told
-            self._check_usable(operation.text)
+            self._check_usable(request.operation.text)
         return work
-
-    def _flight_site(self) -> int:
-        return self._current_world().flight.recorder.site()
 
     def _told(self) -> None:
         self._is_told = True

@@ -3,46 +3,82 @@
 import functools
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
+from tritondt._C import NcclCalls, NcclError, NcclLibrary
 from tritondt.backend.elements import PreMulSum
+from tritondt.errors import TransportError
+
+ALL = slice(None)
+
+
+class Spot(NamedTuple):
+    """Where a call reads or writes: bytes from the beginning of a tensor, which is named by its number."""
+
+    tensor: int
+    start: int = 0
 
 
 class Call(NamedTuple):
-    """One call of NCCL; see `NcclCommunicator.group`. `op` may be one that is to be made first."""
+    """One call of NCCL; see `NcclCalls`. `op` may be one that is to be made first."""
 
     kind: str
-    source: int
-    target: int
+    source: Spot
+    target: Spot
     num_elements: int
     dtype: str = "uint8"
     op: str | PreMulSum = "sum"
     peer: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """Calls that travel together, equal on all ranks where their `text` is.
+    """Calls that travel together, on any tensors like those it was made for; equal on all ranks where its `text` is.
 
-    `tensors` are all that it reads and writes, `results` what a future of it gives; `peers` are places in the group,
-    None for all.
+    `results` says which of the tensors a future of it gives; `peers` are places in the group, None for all. `native` is
+    what runs, None where an op is to be made first. Raises TransportError where the library lacks what a call needs.
     """
 
     text: str
-    calls: Sequence[Call]
-    tensors: Sequence[torch.Tensor]
-    results: Sequence[torch.Tensor]
+    calls: tuple[Call, ...]
+    library: NcclLibrary
+    results: slice = field(default_factory=lambda: ALL)
     peers: tuple[int, ...] | None = None
     waits_on_host: bool = False
     source: int = -1  # where a message comes from
+    fingerprint: int = field(init=False)  # equal on ranks that run the same
+    native: NcclCalls | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fingerprint", fingerprint_of(self.text))
+        object.__setattr__(self, "native", None if self.makes_ops else self.compiled(self.calls))
 
     @property
-    def fingerprint(self) -> int:
-        """Equal on ranks that run the same."""
-        return fingerprint_of(self.text)
+    def makes_ops(self) -> bool:
+        """Whether it reduces by ops that live as long as one run of it."""
+        return any(isinstance(call.op, PreMulSum) for call in self.calls)
+
+    def compiled(self, calls: Sequence[Any]) -> NcclCalls:
+        """Calls as NCCL takes them."""
+        try:
+            return NcclCalls(self.library, calls)
+        except NcclError as error:
+            raise TransportError(f"{self.text} was asked for: {error}") from error
+
+
+class Request(NamedTuple):
+    """An operation and the tensors that it is to run on."""
+
+    operation: Operation
+    tensors: Sequence[torch.Tensor]
+
+    @property
+    def results(self) -> Sequence[torch.Tensor]:
+        """What is written."""
+        return self.tensors[self.operation.results]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,15 +91,28 @@ def fingerprint_of(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def merged(operations: Sequence[Operation]) -> Operation:
-    """All of them as one: what torch calls coalesced."""
+def merged(requests: Sequence[Request]) -> Request:
+    """All of them as one: what torch calls coalesced. Its tensors are what is written, and then all of each."""
+    operations = [request.operation for request in requests]
+    results = [tensor for request in requests for tensor in request.results]
+    tensors, calls = list(results), list[Call]()
+    for request in requests:
+        calls += [_shifted(call, len(tensors)) for call in request.operation.calls]
+        tensors += request.tensors
     peers = {peer for operation in operations for peer in operation.peers or ()}
     is_of_all = any(operation.peers is None for operation in operations)
-    return Operation(
+    made = Operation(
         # Sends on one side are receives on the other: their texts differ from rank to rank.
         " and ".join(found.text for found in operations if found.peers is None) or "messages",
-        [call for operation in operations for call in operation.calls],
-        [tensor for operation in operations for tensor in operation.tensors],
-        [tensor for operation in operations for tensor in operation.results],
+        tuple(calls),
+        operations[0].library,
+        slice(len(results)),
         None if is_of_all else tuple(sorted(peers)),
     )
+    return Request(made, tensors)
+
+
+def _shifted(call: Call, count: int) -> Call:
+    """The call where `count` tensors come before its own."""
+    source, target = (spot._replace(tensor=spot.tensor + count) for spot in (call.source, call.target))
+    return call._replace(source=source, target=target)

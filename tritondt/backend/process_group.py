@@ -4,7 +4,7 @@ torch calls most methods from Python, and some from C++, which finds those by na
 has renamed is here by both names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,9 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from tritondt.backend.agreement import Parts
+from tritondt.backend.calls import lie_end_to_end
 from tritondt.backend.described import described
+from tritondt.backend.elements import PRE_MUL_SUM, number_of
 from tritondt.backend.group import Group
 from tritondt.errors import TransportError
 
@@ -42,138 +44,136 @@ class TritondtProcessGroup(Group):
     def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
         """Tensors, each reduced in place on all ranks."""
         op = opts.reduceOp
-        text = described("all_reduce", tensors, op=op)
         return self._router.run(
-            text,
+            key_of("all_reduce", op),
             tensors,
             opts,
+            lambda: described("all_reduce", tensors, op=op),
             lambda gloo: gloo.allreduce(tensors, opts),
-            lambda on: on.all_reduce(text, tensors, op),
+            lambda on, text: on.all_reduce(text, tensors, op),
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE_COALESCED) -> Any:
         """The same, as one operation."""
         op = opts.reduceOp
-        text = described("all_reduce", tensors, op=op)
         return self._router.run(
-            text,
+            key_of("all_reduce", op),
             tensors,
             opts,
+            lambda: described("all_reduce", tensors, op=op),
             lambda gloo: gloo.allreduce_coalesced(tensors, opts),
-            lambda on: on.all_reduce(text, tensors, op),
+            lambda on, text: on.all_reduce(text, tensors, op),
         )
 
     def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Any:
         """Tensors of the root, to all."""
         root = opts.rootRank
-        text = described("broadcast", tensors, root=root)
         return self._router.run(
-            text,
+            ("broadcast", root),
             tensors,
             opts,
+            lambda: described("broadcast", tensors, root=root),
             lambda gloo: gloo.broadcast(tensors, opts),
-            lambda on: on.broadcast(text, tensors, root),
+            lambda on, text: on.broadcast(text, tensors, root),
         )
 
     def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Any:
         """A tensor, reduced in place on the root."""
         op, root = opts.reduceOp, opts.rootRank
-        text = described("reduce", tensors, op=op, root=root)
         return self._router.run(
-            text,
+            key_of("reduce", op, root),
             tensors,
             opts,
+            lambda: described("reduce", tensors, op=op, root=root),
             lambda gloo: gloo.reduce(tensors, opts),
-            lambda on: on.reduce(text, tensors, op, root),
+            lambda on, text: on.reduce(text, tensors, op, root),
         )
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensor, to the list of each; sizes may differ from rank to rank."""
-        text = described("all_gather", [output for each in outputs for output in each] or inputs)
-        return self._router.run(
-            text,
-            inputs,
-            opts,
-            lambda gloo: gloo.allgather(outputs, inputs, opts),
-            lambda on: on.all_gather(text, outputs, inputs),
-        )
+        return self._all_gather(outputs, inputs, opts, lambda gloo: gloo.allgather(outputs, inputs, opts))
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """The same for several tensors; `outputs` has a list for each rank here."""
-        text = described("all_gather", [output for each in outputs for output in each] or inputs)
+        lists = [list(each) for each in zip(*outputs, strict=True)]
+        return self._all_gather(lists, inputs, opts, lambda gloo: gloo.allgather_coalesced(outputs, inputs, opts))
+
+    def _all_gather(self, lists: Lists, inputs: Tensors, opts: Any, over_gloo: Callable[[Any], Any]) -> Any:
+        outputs = _flat(lists)
         return self._router.run(
-            text,
-            inputs,
+            ("all_gather", len(inputs), _shape(lists)),
+            [*inputs, *outputs],
             opts,
-            lambda gloo: gloo.allgather_coalesced(outputs, inputs, opts),
-            lambda on: on.all_gather(text, [list(each) for each in zip(*outputs, strict=True)], inputs),
+            lambda: described("all_gather", outputs or inputs),
+            over_gloo,
+            lambda on, text: on.all_gather(text, lists, inputs),
         )
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = ALL_GATHER) -> Any:
-        text = described("all_gather_into_tensor", [given])
         return self._router.run(
-            text,
-            [given],
+            "all_gather_into_tensor",
+            (given, output),
             opts,
+            lambda: described("all_gather_into_tensor", [given]),
             lambda gloo: gloo._allgather_base(output, given, opts),
-            lambda on: on.all_gather_into(text, [output], [given]),
+            lambda on, text: on.all_gather_into(text, [output], [given]),
         )
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensors, end to end, to all."""
-        text = described("all_gather_into_tensor", inputs)
         return self._router.run(
-            text,
-            inputs,
+            ("all_gather_into_tensor", len(inputs)),
+            [*inputs, *outputs],
             opts,
+            lambda: described("all_gather_into_tensor", inputs),
             lambda gloo: gloo.allgather_into_tensor_coalesced(outputs, inputs, opts),
-            lambda on: on.all_gather_into(text, outputs, inputs),
+            lambda on, text: on.all_gather_into(text, outputs, inputs),
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' lists, each tensor to its rank; sizes may differ from rank to rank."""
-        op = opts.reduceOp
-        text = described("reduce_scatter", [given for each in inputs for given in each] or outputs, op=op)
+        op, given = opts.reduceOp, _flat(inputs)
         return self._router.run(
-            text,
-            outputs,
+            key_of("reduce_scatter", op, len(outputs), _shape(inputs)),
+            [*given, *outputs],
             opts,
+            lambda: described("reduce_scatter", given or outputs, op=op),
             lambda gloo: gloo.reduce_scatter(outputs, inputs, opts),
-            lambda on: on.reduce_scatter(text, outputs, inputs, op),
+            lambda on, text: on.reduce_scatter(text, outputs, inputs, op),
         )
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = REDUCE_SCATTER) -> Any:
         op = opts.reduceOp
-        text = described("reduce_scatter_tensor", [output], op=op)
         return self._router.run(
-            text,
-            [output],
+            key_of("reduce_scatter_tensor", op),
+            (given, output),
             opts,
+            lambda: described("reduce_scatter_tensor", [output], op=op),
             lambda gloo: gloo._reduce_scatter_base(output, given, opts),
-            lambda on: on.reduce_scatter_into(text, [output], [given], op),
+            lambda on, text: on.reduce_scatter_into(text, [output], [given], op),
         )
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' tensors, an equal part of each to every rank."""
         op = opts.reduceOp
-        text = described("reduce_scatter_tensor", outputs, op=op)
         return self._router.run(
-            text,
-            outputs,
+            key_of("reduce_scatter_tensor", op, len(inputs)),
+            [*inputs, *outputs],
             opts,
+            lambda: described("reduce_scatter_tensor", outputs, op=op),
             lambda gloo: gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
-            lambda on: on.reduce_scatter_into(text, outputs, inputs, op),
+            lambda on, text: on.reduce_scatter_into(text, outputs, inputs, op),
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_TO_ALL) -> Any:
         """A tensor to every rank and one from every rank."""
-        text = described("all_to_all", inputs, is_even=False)
         return self._router.run(
-            text,
-            inputs,
+            ("all_to_all", len(inputs)),
+            [*inputs, *outputs],
             opts,
+            lambda: described("all_to_all", inputs, is_even=False),
             lambda gloo: gloo.alltoall(outputs, inputs, opts),
-            lambda on: on.all_to_all(text, outputs, inputs),
+            lambda on, text: on.all_to_all(text, outputs, inputs),
             lambda: Parts(_counts(inputs), _counts(outputs)),
         )
 
@@ -186,39 +186,39 @@ class TritondtProcessGroup(Group):
         opts: Any = ALL_TO_ALL,
     ) -> Any:
         """The same with parts of one tensor, by rows; without sizes, equal parts."""
-        text = described("all_to_all_single", [given], is_even=False)
         return self._router.run(
-            text,
-            [given],
+            ("all_to_all_single", given.shape, output.shape, tuple(input_rows), tuple(output_rows)),
+            (given, output),
             opts,
+            lambda: described("all_to_all_single", [given], is_even=False),
             lambda gloo: gloo.alltoall_base(output, given, output_rows, input_rows, opts),
-            lambda on: on.all_to_all_parts(text, output, given, output_rows, input_rows),
+            lambda on, text: on.all_to_all_parts(text, output, given, output_rows, input_rows),
             lambda: Parts(tuple(input_rows), tuple(output_rows)),
         )
 
     def gather(self, outputs: Lists, inputs: Tensors, opts: Any = GATHER) -> Any:
         """Every rank's tensor, to the root's list."""
         root = opts.rootRank
-        text = described("gather", inputs, root=root, is_even=False)
         return self._router.run(
-            text,
-            inputs,
+            ("gather", root, len(inputs), _shape(outputs)),
+            [*inputs, *_flat(outputs)],
             opts,
+            lambda: described("gather", inputs, root=root, is_even=False),
             lambda gloo: gloo.gather(outputs, inputs, opts),
-            lambda on: on.gather(text, outputs, inputs, root),
+            lambda on, text: on.gather(text, outputs, inputs, root),
             lambda: self._rooted_parts(root, inputs, outputs)[0],
         )
 
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Any = SCATTER) -> Any:
         """A tensor of the root's list to every rank."""
         root = opts.rootRank
-        text = described("scatter", outputs, root=root, is_even=False)
         return self._router.run(
-            text,
-            outputs,
+            ("scatter", root, len(outputs), _shape(inputs)),
+            [*_flat(inputs), *outputs],
             opts,
+            lambda: described("scatter", outputs, root=root, is_even=False),
             lambda gloo: gloo.scatter(outputs, inputs, opts),
-            lambda on: on.scatter(text, outputs, inputs, root),
+            lambda on, text: on.scatter(text, outputs, inputs, root),
             lambda: self._rooted_parts(root, outputs, inputs)[1],
         )
 
@@ -239,7 +239,7 @@ class TritondtProcessGroup(Group):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """A tensor of whoever sends first; TransportError on a GPU, where NCCL receives of ranks that are named."""
         text = "a receive from any rank"
-        if self._router.side(text, tensors[0].device) is not None:
+        if self._router.side(lambda: text, tensors[0].device) is not None:
             raise TransportError(f"{text} was asked for; NCCL receives from a rank that is named")
         return self._router.over_gloo.recv_anysource(tensors, tag)
 
@@ -258,7 +258,7 @@ class TritondtProcessGroup(Group):
         return self._coalescing(device).end_coalescing()
 
     def _coalescing(self, device: torch.device) -> Any:
-        found = self._router.side("coalescing", device)
+        found = self._router.side(lambda: "coalescing", device)
         if found is None:
             raise TransportError(f"coalescing was asked for on {device}; Gloo runs operations one by one")
         return found
@@ -269,6 +269,21 @@ class TritondtProcessGroup(Group):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
+
+
+def key_of(kind: str, op: Any, *rest: Hashable) -> Hashable | None:
+    """What tells a reduction from others on tensors alike; None where its factor does, which is of one call."""
+    number = number_of(op)
+    return None if number == PRE_MUL_SUM else (kind, number, *rest)
+
+
+def _flat(lists: Lists) -> list[torch.Tensor]:
+    return [tensor for each in lists for tensor in each]
+
+
+def _shape(lists: Lists) -> tuple[Hashable, ...]:
+    """Of lists of tensors, what their calls follow from besides the tensors' sizes."""
+    return tuple((len(each), bool(each) and lie_end_to_end(each)) for each in lists)
 
 
 def _counts(tensors: Tensors) -> tuple[int, ...]:

@@ -1,13 +1,14 @@
 """Collectives of torch.distributed as operations: what cannot be carried is refused here, before anything is sent."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tritondt._C import NcclLibrary
 from tritondt.backend import calls
-from tritondt.backend.calls import Place, Tensors
+from tritondt.backend.calls import Place, Tensors, numbered
 from tritondt.backend.checks import (
     check_dense,
     check_dtypes,
@@ -19,69 +20,113 @@ from tritondt.backend.checks import (
     split_sizes,
 )
 from tritondt.backend.elements import op_name
-from tritondt.backend.operation import Operation
+from tritondt.backend.operation import ALL, Call, Operation, Request
+
+# Operations that are kept: those of a training step are far fewer.
+MAX_KEPT = 4096
+
+Signature = tuple[Hashable, ...]
 
 
 class Requests:
-    """Those of one rank of a group, for tensors of a device."""
+    """Those of one rank of a group, for tensors of a device.
 
-    def __init__(self, place: Place, device: torch.device) -> None:
-        self._place, self._device = place, device
+    The tensors of an operation are its inputs and then its outputs; where it works in place, what it works on.
+    """
+
+    def __init__(self, place: Place, device: torch.device, library: NcclLibrary) -> None:
+        self._place, self._device, self._library = place, device, library
+        self._kept: dict[Signature, Operation] = {}
+
+    def signature(self, key: Hashable, tensors: Tensors) -> Signature | None:
+        """What tells an operation from all others; None where its tensors have to be looked at again each time."""
+        parts, device = [key], self._device
+        for tensor in tensors:
+            if (
+                tensor.layout is not torch.strided
+                or not tensor.is_contiguous()
+                or tensor.device != device
+                or tensor.is_conj()
+                or tensor.is_neg()
+            ):
+                return None
+            parts += (tensor.numel(), tensor.dtype)
+        return tuple(parts)
+
+    def kept(self, signature: Signature | None) -> Operation | None:
+        """The operation that was kept by this signature."""
+        return None if signature is None else self._kept.get(signature)
+
+    def keep(self, signature: Signature, operation: Operation) -> None:
+        """Has it there when the same is asked for again."""
+        if len(self._kept) >= MAX_KEPT:
+            self._kept.clear()
+        self._kept[signature] = operation
 
     def all_reduce(self, text: str, tensors: Tensors, op: Any) -> Operation:
         """Tensors, each reduced in place."""
         check_dense(text, tensors, self._device)
-        return Operation(text, calls.all_reduce(tensors, op), [*tensors, *_factor(text, tensors, op)], tensors)
+        _check_factor(text, tensors, op)
+        return self._operation(text, calls.all_reduce(numbered(tensors), op))
 
     def broadcast(self, text: str, tensors: Tensors, root: int) -> Operation:
         """Tensors of the root, to all."""
         check_dense(text, tensors, self._device)
         check_place(text, root, self._place.size)
-        return Operation(text, calls.broadcast(tensors, root), tensors, tensors)
+        return self._operation(text, calls.broadcast(numbered(tensors), root))
 
     def reduce(self, text: str, tensors: Tensors, op: Any, root: int) -> Operation:
         """A tensor, reduced in place on the root."""
         check_dense(text, tensors, self._device)
         check_place(text, root, self._place.size)
-        made = [call for tensor in tensors for call in calls.reduce(tensor, op, root)]
-        return Operation(text, made, [*tensors, *_factor(text, tensors, op)], tensors)
+        _check_factor(text, tensors, op)
+        made = [call for tensor in numbered(tensors) for call in calls.reduce(tensor, op, root)]
+        return self._operation(text, made)
 
     def all_gather(self, text: str, lists: Sequence[Tensors], given: Tensors) -> Operation:
         """Every rank's tensor, to the list of each; the lists say how large the ranks' tensors are."""
         check_number(text, "lists of outputs", len(lists), len(given))
-        made = []
-        for outputs, own in zip(lists, given, strict=True):
-            self._check_list(text, "outputs", outputs, own)
-            check_sizes(text, "an input", own.numel(), outputs[self._place.rank].numel(), "this rank's output")
-            made += calls.all_gather(self._place, outputs, own)
-        results = [output for outputs in lists for output in outputs]
-        return Operation(text, made, [*results, *given], results)
+        made, first = [], len(given)
+        for outputs, own in zip(lists, numbered(given), strict=True):
+            self._check_list(text, "outputs", outputs, own.tensor)
+            check_sizes(text, "an input", own.tensor.numel(), outputs[self._place.rank].numel(), "this rank's output")
+            made += calls.all_gather(self._place, numbered(outputs, first), own)
+            first += len(outputs)
+        return self._operation(text, made, slice(len(given), first))
 
     def all_gather_into(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
         """Every rank's tensor, end to end, to each; for each pair of tensors."""
         self._check_pairs(text, outputs, given)
-        for output, own in zip(outputs, given, strict=True):
-            check_sizes(text, "an output", output.numel(), own.numel() * self._place.size, self._times(own))
-        return Operation(text, calls.all_gather_into(outputs, given), [*outputs, *given], outputs)
+        made = []
+        for output, own in zip(numbered(outputs, len(given)), numbered(given), strict=True):
+            expected = own.tensor.numel() * self._place.size
+            check_sizes(text, "an output", output.tensor.numel(), expected, self._times(own.tensor))
+            made += calls.all_gather_into(output, own)
+        return self._operation(text, made, slice(len(given), None))
 
     def reduce_scatter(self, text: str, outputs: Tensors, lists: Sequence[Tensors], op: Any) -> Operation:
         """The reduction of the ranks' lists, each tensor to its rank."""
         check_number(text, "lists of inputs", len(lists), len(outputs))
-        made = []
-        for output, given in zip(outputs, lists, strict=True):
-            self._check_list(text, "inputs", given, output)
-            check_sizes(text, "an output", output.numel(), given[self._place.rank].numel(), "this rank's input")
-            made += calls.reduce_scatter(self._place, output, given, op)
-        held = [*outputs, *(tensor for given in lists for tensor in given), *_factor(text, outputs, op)]
-        return Operation(text, made, held, outputs)
+        _check_factor(text, outputs, op)
+        made, first = [], 0
+        num_given = sum(map(len, lists))
+        for output, given in zip(numbered(outputs, num_given), lists, strict=True):
+            self._check_list(text, "inputs", given, output.tensor)
+            check_sizes(text, "an output", output.tensor.numel(), given[self._place.rank].numel(), "this rank's input")
+            made += calls.reduce_scatter(self._place, output, numbered(given, first), op)
+            first += len(given)
+        return self._operation(text, made, slice(num_given, None))
 
     def reduce_scatter_into(self, text: str, outputs: Tensors, given: Tensors, op: Any) -> Operation:
         """The reduction of the ranks' tensors, an equal part to each; for each pair of tensors."""
         self._check_pairs(text, outputs, given)
-        for output, whole in zip(outputs, given, strict=True):
-            check_sizes(text, "an input", whole.numel(), output.numel() * self._place.size, self._times(output))
-        made = calls.reduce_scatter_into(outputs, given, op)
-        return Operation(text, made, [*outputs, *given, *_factor(text, outputs, op)], outputs)
+        _check_factor(text, outputs, op)
+        made = []
+        for output, whole in zip(numbered(outputs, len(given)), numbered(given), strict=True):
+            expected = output.tensor.numel() * self._place.size
+            check_sizes(text, "an input", whole.tensor.numel(), expected, self._times(output.tensor))
+            made += calls.reduce_scatter_into(output, whole, op)
+        return self._operation(text, made, slice(len(given), None))
 
     def all_to_all(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
         """A tensor to every rank and one from every rank."""
@@ -90,7 +135,8 @@ class Requests:
         self._check_alike(text, [*given, *outputs])
         own = self._place.rank
         check_sizes(text, "an output", outputs[own].numel(), given[own].numel(), "what this rank sends itself")
-        return Operation(text, calls.all_to_all(outputs, given), [*outputs, *given], outputs)
+        made = calls.all_to_all(numbered(outputs, len(given)), numbered(given))
+        return self._operation(text, made, slice(len(given), None))
 
     def all_to_all_parts(
         self,
@@ -106,34 +152,42 @@ class Requests:
         sent = split_sizes(text, "input", given, input_rows, size)
         received = split_sizes(text, "output", output, output_rows, size)
         check_sizes(text, "an output", received[own], sent[own], "what this rank sends itself")
-        return Operation(text, calls.all_to_all_parts(output, given, received, sent), [output, given], [output])
+        source, target = numbered([given, output])
+        return self._operation(text, calls.all_to_all_parts(target, source, received, sent), slice(1, None))
 
     def gather(self, text: str, lists: Sequence[Tensors], given: Tensors, root: int) -> Operation:
         """Every rank's tensor, to the root's list."""
         check_place(text, root, self._place.size)
         check_number(text, "inputs", len(given), 1)
         outputs = self._of_root(text, "outputs", lists, given[0], root)
-        return Operation(text, calls.gather(given[0], outputs, root), [*given, *outputs], outputs)
+        made = calls.gather(numbered(given)[0], numbered(outputs, 1), root)
+        return self._operation(text, made, slice(1, None))
 
     def scatter(self, text: str, outputs: Tensors, lists: Sequence[Tensors], root: int) -> Operation:
         """A tensor of the root's list to every rank."""
         check_place(text, root, self._place.size)
         check_number(text, "outputs", len(outputs), 1)
         given = self._of_root(text, "inputs", lists, outputs[0], root)
-        return Operation(text, calls.scatter(outputs[0], given, root), [*given, *outputs], outputs)
+        made = calls.scatter(numbered(outputs, len(given))[0], numbered(given), root)
+        return self._operation(text, made, slice(len(given), None))
 
-    def message(self, text: str, kind: str, tensors: Tensors, peer: int) -> Operation:
-        """Tensors to a peer ("send") or from one ("recv")."""
+    def message(self, text: str, kind: str, tensors: Tensors, peer: int, number: int) -> Operation:
+        """Tensors to a peer ("send") or from one ("recv"), by its `number` in the communicator that carries them."""
         check_dense(text, tensors, self._device)
         check_place(text, peer, self._place.size)
-        source = peer if kind == "recv" else self._place.rank
-        made = calls.message(kind, tensors, peer)
-        return Operation(text, made, tensors, tensors if kind == "recv" else [], (peer,), source=source)
+        is_received = kind == "recv"
+        made, source = calls.message(kind, numbered(tensors), number), peer if is_received else self._place.rank
+        results = ALL if is_received else slice(0)
+        return Operation(text, tuple(made), self._library, results, peers=(peer,), source=source)
 
-    def barrier(self, text: str) -> Operation:
+    def barrier(self, text: str) -> Request:
         """Nothing but the coming of all: a sum that nobody reads."""
         token = torch.zeros(1, dtype=torch.int32, device=self._device)
-        return Operation(text, calls.all_reduce([token], dist.ReduceOp.SUM), [token], [], waits_on_host=True)
+        made = calls.all_reduce(numbered([token]), dist.ReduceOp.SUM)
+        return Request(Operation(text, tuple(made), self._library, slice(0), waits_on_host=True), [token])
+
+    def _operation(self, text: str, made: Sequence[Call], results: slice = ALL) -> Operation:
+        return Operation(text, tuple(made), self._library, results)
 
     def _of_root(self, text: str, what: str, lists: Sequence[Tensors], own: torch.Tensor, root: int) -> Tensors:
         """The root's list; none elsewhere."""
@@ -164,12 +218,7 @@ class Requests:
         return f"{part.numel()} on each of {self._place.size} ranks"
 
 
-def _factor(text: str, tensors: Tensors, op: Any) -> list[torch.Tensor]:
-    """The factor of a PREMUL_SUM where it is a tensor, which the operation reads as well."""
-    if op_name(op) != "premul_sum":
-        return []
-    factor = op.__getstate__()[1]
-    if not isinstance(factor, torch.Tensor):
-        return []
-    check_factor(text, factor, tensors)
-    return [factor]
+def _check_factor(text: str, tensors: Tensors, op: Any) -> None:
+    """Looks at the factor of a PREMUL_SUM where it is a tensor, which the operation reads as well."""
+    if op_name(op) == "premul_sum" and isinstance(factor := op.__getstate__()[1], torch.Tensor):
+        check_factor(text, factor, tensors)

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +15,7 @@ from tritondt.backend.calls import Place
 from tritondt.backend.carriers import carriers
 from tritondt.backend.elements import text_of
 from tritondt.backend.nccl_side import NcclSide
-from tritondt.backend.operation import Operation
+from tritondt.backend.operation import Operation, Request
 from tritondt.backend.requests import Requests
 from tritondt.comm import world
 from tritondt.comm.store_home import StoreHome
@@ -23,7 +23,7 @@ from tritondt.comm.store_line import StoreLine
 from tritondt.errors import TransportError, TritondtError, WorldError
 
 CPU = torch.device("cpu")
-
+_AT_ALL = timedelta(0)  # torch's options say this or less where the group's timeout is meant
 
 # How often groups of a name have been made, since the default group was.
 _num_makings: Counter[str] = Counter()
@@ -58,7 +58,6 @@ class Router:
         self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._sides: dict[str, NcclSide] = {}
-        self._requests: dict[str, Requests] = {}
         self._process, self._is_ended = os.getpid(), False
         self._line: StoreLine | None = None
         self._agreement: Agreement | None = None
@@ -67,93 +66,121 @@ class Router:
             self._line = StoreLine(debug_store, StoreHome(options.store))
             self._agreement = Agreement(self._line, self.ranks, rank)
 
-    def side(self, text: str, device: torch.device) -> NcclSide | None:
+    def side(self, describe: Callable[[], str], device: torch.device) -> NcclSide | None:
         """What carries tensors on such a device by NCCL; None for Gloo."""
         kind = device.type
         if self._process != os.getpid():
             raise WorldError(
-                f"{text} was asked of {self.name} by a process forked from the one that made it; fork before "
+                f"{describe()} was asked of {self.name} by a process forked from the one that made it; fork before "
                 "init_process_group, or start processes by the spawn method"
             )
-        if self._is_ended and kind not in self._sides:
-            raise WorldError(f"{text} was asked of {self.name}, which has ended; make a new one")
         found = self._sides.get(kind)
         if found is not None:
             return found
+        if self._is_ended:
+            raise WorldError(f"{describe()} was asked of {self.name}, which has ended; make a new one")
         kinds = self._kinds()
         if kind not in kinds:
             raise TransportError(
-                f"{text} was given a tensor on {device}; {self.name} was made for {' and '.join(kinds)}"
+                f"{describe()} was given a tensor on {device}; {self.name} was made for {' and '.join(kinds)}"
             )
         if kind not in carriers:
             return None
         carrier = carriers[kind](device)
         found = NcclSide(f"{self.name} on {kind}", self.ranks, self.place.rank, carrier, self.timeout)
-        self._requests[kind] = Requests(self.place, found.device)
         self._sides[kind] = found
         return found
 
     def run(
         self,
-        text: str,
+        key: Hashable | None,
         tensors: Sequence[torch.Tensor],
         options: Any,
+        describe: Callable[[], str],
         over_gloo: Callable[[Any], Any],
-        over_nccl: Callable[[Requests], Operation],
+        over_nccl: Callable[[Requests, str], Operation],
         parts: Callable[[], Parts] = Parts,
     ) -> Any:
-        """The Work of an operation of all ranks; the first tensor says where it runs."""
+        """The Work of an operation of all ranks on `tensors`, inputs first; the first one says where it runs.
+
+        Equal keys, and tensors alike, make equal operations, which are kept; None where they may not.
+        """
         self.num_operations += 1
         if not tensors:
-            raise WorldError(f"{text} was given no tensors")
+            raise WorldError(f"{describe()} was given no tensors")
         device = tensors[0].device
-        side, timeout = self.side(text, device), self.timeout_of(options)
+        side, timeout_s = self.side(describe, device), self._timeout_s_of(options)
         if side is None:
-            self._agree(f"{text} on cpu", parts, timeout)
+            if self._agreement is not None:
+                self._agree(f"{describe()} on cpu", parts, timeout_s)
             return over_gloo(self.over_gloo)
+        signature = None if key is None else side.requests.signature(key, tensors)
+        operation = side.requests.kept(signature)
+        if operation is None:
+            operation = self._made(side, describe(), over_nccl, timeout_s)
+            if signature is not None:
+                side.requests.keep(signature, operation)
+        if self._agreement is not None:
+            self._agree(f"{operation.text} on {device.type}", parts, timeout_s)
+        return side.run(Request(operation, tensors), timeout_s)
+
+    def _made(
+        self, side: NcclSide, text: str, over_nccl: Callable[[Requests, str], Operation], timeout_s: float
+    ) -> Operation:
+        """A new operation; the others are told where it is refused."""
         try:
-            operation = over_nccl(self._requests[device.type])
+            return over_nccl(side.requests, text)
         except TritondtError as error:
-            self._agree(text, Parts, timeout, str(error))
+            self._agree(text, Parts, timeout_s, str(error))
             side.refuse(error)
             raise
-        self._agree(f"{text} on {device.type}", parts, timeout)
-        return side.run(operation, timeout)
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, over_gloo: Callable[[Any], Any]) -> Any:
         """The Work of tensors to a place of the group ("send") or from one ("recv")."""
+
+        def describe() -> str:
+            return self._message_text(kind, tensors, peer)
+
+        side = self.side(describe, tensors[0].device)
+        if side is None:
+            return over_gloo(self.over_gloo)
+        own = self.place.rank
+        source, target = (own, peer) if kind == "send" else (peer, own)
+        number = side.peer_of_message(source, target) if 0 <= peer < self.place.size else peer
+        signature = side.requests.signature((kind, peer, number), tensors)
+        operation = side.requests.kept(signature)
+        if operation is None:
+            operation = side.requests.message(describe(), kind, tensors, peer, number)
+            if signature is not None:
+                side.requests.keep(signature, operation)
+        return side.send(Request(operation, tensors), source, target, self.timeout.total_seconds())
+
+    def _message_text(self, kind: str, tensors: Sequence[torch.Tensor], peer: int) -> str:
         counts = " + ".join(str(tensor.numel()) for tensor in tensors)
         own, other = self.ranks[self.place.rank], self.ranks[peer] if 0 <= peer < len(self.ranks) else peer
         ends = (own, other) if kind == "send" else (other, own)
-        text = f"a message of {counts} {text_of(tensors[0].dtype)} from rank {ends[0]} to rank {ends[1]}"
-        side = self.side(text, tensors[0].device)
-        if side is None:
-            return over_gloo(self.over_gloo)
-        operation = self._requests[tensors[0].device.type].message(text, kind, tensors, peer)
-        own_place = self.place.rank
-        places = (own_place, peer) if kind == "send" else (peer, own_place)
-        return side.send(operation, *places, self.timeout)
+        return f"a message of {counts} {text_of(tensors[0].dtype)} from rank {ends[0]} to rank {ends[1]}"
 
     def barrier(self, options: Any) -> Any:
         """The Work of a barrier, which lets the host wait."""
         device = getattr(options, "device", None) or CPU
-        side = self.side("barrier", device)
-        timeout = self.timeout_of(options)
-        self._agree(f"barrier on {device.type}", Parts, timeout)
+        side = self.side(lambda: "barrier", device)
+        timeout_s = self._timeout_s_of(options)
+        self._agree(f"barrier on {device.type}", Parts, timeout_s)
         if side is None:
             return self.over_gloo.barrier(options)
-        return side.run(self._requests[device.type].barrier("barrier"), timeout)
+        return side.run(side.requests.barrier("barrier"), timeout_s)
 
-    def _agree(self, text: str, parts: Callable[[], Parts], timeout: timedelta, refusal: str = "") -> None:
+    def _agree(self, text: str, parts: Callable[[], Parts], timeout_s: float, refusal: str = "") -> None:
         if self._agreement is not None:
             recorder = world.current().flight.recorder
             site = f", asked for at {recorder.site_text(recorder.site())}"
-            self._agreement.check(text, site, parts(), timeout.total_seconds(), refusal)
+            self._agreement.check(text, site, parts(), timeout_s, refusal)
 
-    def timeout_of(self, options: Any) -> timedelta:
+    def _timeout_s_of(self, options: Any) -> float:
         """As the call says, or the group's."""
         asked: timedelta = getattr(options, "timeout", self.timeout)
-        return asked if asked > timedelta(0) else self.timeout
+        return (asked if asked > _AT_ALL else self.timeout).total_seconds()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations may take from now on."""

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from tritondt.backend.operation import Operation
+from tritondt.backend.operation import Request
+from tritondt.comm.nccl_watched import Late
+from tritondt.comm.packing import Slice
 from tritondt.comm.streams import Event, Stream, Streams
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
@@ -21,35 +23,61 @@ _PAUSE_S = 0.0005
 class NcclWork(Work):
     """An operation in a stream: waiting for it lets the calling thread's current stream wait, and not the host.
 
-    It keeps the tensors until somebody has waited for it or it has run, so that the allocator needs not be told.
+    It keeps the tensors until somebody has waited for it or it has run, so that the allocator needs not be told. It is
+    also what its lane puts into the stream, and what is watched there (`InStream`): one object, for the host's time.
+    `site` is the line that asked; `ready` what the stream waits for where that is not the caller's stream as it is.
     """
 
-    def __init__(self, operation: Operation, streams: Streams, seen: Callable[[], None]) -> None:
+    sequence, record, started = 0, -1, 0.0
+    letters: tuple[Sequence[Slice], ...] = ()
+    sent_bytes = received_bytes = 0
+    late: Late | None = None
+    ready: Event | None = None
+    _stream: Stream | None = None
+    _event: Event | None = None
+    _error: BaseException | None = None
+    _put: threading.Event | None = None  # where it may have to wait for its lane
+
+    def __init__(
+        self, request: Request, streams: Streams, seen: Callable[[], None], site: int, timeout_s: float
+    ) -> None:
         super().__init__()
-        self.text, self._results, self._source = operation.text, operation.results, operation.source
-        self._waits_on_host = operation.waits_on_host
+        self.request: Request | None = request
+        self.operation, self._results = request.operation, request.results
         self._streams, self._seen = streams, seen
-        self._held: Sequence[torch.Tensor] = operation.tensors
-        self._stream: Stream | None = None
-        self._event: Event | None = None
-        self._error: BaseException | None = None
-        self._put = threading.Event()
+        self.site, self.timeout_s = site, timeout_s
+
+    @property
+    def text(self) -> str:
+        """What it is called in messages."""
+        return self.operation.text
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on all ranks of one operation."""
+        return self.operation.fingerprint
+
+    def defer(self) -> None:
+        """Notes that there is no lane yet; another thread will say when it was put into one, or why not."""
+        self.ready, self._put = self._streams.current().record_event(), threading.Event()
 
     def was_put(self, stream: Stream) -> None:
         """Notes that `stream` has been given all of it, and no more so far."""
         self._stream, self._event = stream, stream.record_event()
-        self._put.set()
+        if self._put is not None:
+            self._put.set()
 
     def fail(self, error: BaseException) -> None:
         """Notes why what is in the stream will not be right, or why nothing is."""
         self._error = self._error or error
-        self._put.set()
+        if self._put is not None:
+            self._put.set()
 
     def is_over(self) -> bool:
         """Whether the stream has come past it, which lets go of its tensors."""
         is_over = self._event is not None and self._event.query()
         if is_over:
-            self._held = ()
+            self.request = None
         return is_over
 
     def is_completed(self) -> bool:
@@ -69,28 +97,28 @@ class NcclWork(Work):
 
         Raises what it failed with, and PeerError where it is not over within `timeout`.
         """
-        limit = timeout if timeout > _AT_ALL else None
-        if not self._put.wait(None if limit is None else limit.total_seconds()):
-            raise self._late(timeout)
+        limit_s = None if timeout is _AT_ALL or timeout <= _AT_ALL else timeout.total_seconds()
+        if self._put is not None and not self._put.wait(limit_s):
+            raise self._overdue(timeout.total_seconds())
         if self._event is not None:
-            if limit is not None or self._waits_on_host:
-                self._wait_on_host(limit)
+            if limit_s is not None or self.operation.waits_on_host:
+                self._wait_on_host(limit_s)
             self._streams.current().wait_event(self._event)
         if self._error is not None:
             self._seen()
             raise again(self._error) from self._error
-        self._held = ()
+        self.request = None
         return True
 
-    def _wait_on_host(self, limit: timedelta | None) -> None:
+    def _wait_on_host(self, limit_s: float | None) -> None:
         started = time.monotonic()
         while not self.is_completed():
-            if limit is not None and time.monotonic() - started > limit.total_seconds():
-                raise self._late(limit)
+            if limit_s is not None and time.monotonic() - started > limit_s:
+                raise self._overdue(limit_s)
             time.sleep(_PAUSE_S)
 
-    def _late(self, limit: timedelta) -> PeerError:
-        return PeerError(f"{self.text} was waited for {limit.total_seconds():g} s, as asked, and is still under way")
+    def _overdue(self, limit_s: float) -> PeerError:
+        return PeerError(f"{self.text} was waited for {limit_s:g} s, as asked, and is still under way")
 
     def synchronize(self) -> None:
         """Lets the current stream wait."""
@@ -106,7 +134,8 @@ class NcclWork(Work):
 
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of what is written."""
-        self._put.wait()
+        if self._put is not None:
+            self._put.wait()
         if self._event is None:
             made: torch.futures.Future[Any] = torch.futures.Future()
             made.set_exception(self._error)
@@ -114,8 +143,8 @@ class NcclWork(Work):
         return self._streams.future(self._stream, self._results, self.exception)
 
     def _source_rank(self) -> int:
-        return self._source
+        return self.operation.source
 
     def source_rank(self) -> int:
         """Where a message came from, as a rank of the group; -1 for what is none."""
-        return self._source
+        return self.operation.source

@@ -4,6 +4,7 @@ An exchange is one pack, one group of sends and receives and one unpack, put int
 waits for none of them. What does not come to an end in time is aborted, never destroyed, since destroying waits.
 """
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,12 +14,47 @@ from tritondt.comm.communicator import Errand, Transfer
 from tritondt.comm.flight import EXCHANGING
 from tritondt.comm.letters import Letters
 from tritondt.comm.membership import Membership
-from tritondt.comm.nccl_watched import WatchedNccl
+from tritondt.comm.nccl_watched import Late, Terms, WatchedNccl
 from tritondt.comm.packed import PackedCommunicator
+from tritondt.comm.packing import Slice
 from tritondt.comm.stream_queue import StreamQueue
-from tritondt.comm.streams import Streams
+from tritondt.comm.streams import Event, Streams
 from tritondt.comm.work import Run, again
 from tritondt.errors import TransportError
+
+
+class Exchanged:
+    """An exchange in the stream, which has been given all of it when there is an `event`."""
+
+    __slots__ = (
+        *("_errand", "event", "late", "letters", "received_bytes", "record", "sent_bytes", "sequence", "site"),
+        *("started", "timeout_s"),
+    )
+
+    def __init__(self, errand: Errand, sequence: int, letters: tuple[Sequence[Slice], ...], timeout_s: float) -> None:
+        self._errand, self.site, self.record = errand, errand.site, errand.record
+        self.sequence, self.letters, self.timeout_s = sequence, letters, timeout_s
+        self.started = time.monotonic()
+        self.sent_bytes = self.received_bytes = 0
+        self.event: Event | None = None
+        self.late: Late | None = None
+
+    @property
+    def text(self) -> str:
+        """What it is called in messages."""
+        return self._errand.text
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on all ranks of one exchange."""
+        return self._errand.fingerprint
+
+    def is_over(self) -> bool:
+        """Whether the stream has come past it."""
+        return self.event is not None and self.event.query()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing: the queue tells those who wait."""
 
 
 class NcclCommunicator(PackedCommunicator):
@@ -30,7 +66,8 @@ class NcclCommunicator(PackedCommunicator):
         self._streams, self.device_types = streams, (streams.device.type,)
         super().__init__(member, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = member.timeout.total_seconds(), False
-        self._watched = WatchedNccl(member, library, streams, self._on_failure)
+        self._latest: Exchanged | None = None
+        self._watched = WatchedNccl(member, library, streams, self._on_failure, Terms())
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
@@ -63,25 +100,25 @@ class NcclCommunicator(PackedCommunicator):
             converse()
             return
         self._watched.reap()
-        own = Errand(errand.fingerprint, errand.text, errand.label, errand.recorder, errand.site, errand.record)
-        operation = self._watched.operation(self.sequence, own, self._timeout_s)
-        operation.letters = receives.slices, sends.slices
+        letters = receives.slices, sends.slices
+        self._latest = operation = Exchanged(errand, self.sequence, letters, self._timeout_s)
         self._watched.put(operation, converse, "exchange in")
 
     def _moved(self, errand: Errand, sent_bytes: int, received_bytes: int) -> None:
         """An exchange is recorded as done when the stream has come past it."""
-        found = self._watched.latest(errand.record)
-        if found is None:  # of a graph, or without a message
+        found = self._latest
+        if found is None or found.record != errand.record:  # of a graph, or without a message
             super()._moved(errand, sent_bytes, received_bytes)
             return
+        self._latest = None
         found.sent_bytes, found.received_bytes = sent_bytes, received_bytes
         found.event = self._queue.stream.record_event()
         self._recorder.state(errand.record, EXCHANGING)
 
     def _record_failure(self, errand: Errand, error: BaseException) -> None:
         super()._record_failure(errand, error)
-        found = self._watched.latest(errand.record)
-        if found is not None and found.event is None:  # half of it is in the stream
+        found = self._latest
+        if found is not None and found.record == errand.record and found.event is None:  # half of it is in the stream
             self._watched.give_up(error)
 
     def _on_failure(self, error: BaseException) -> None:

@@ -5,26 +5,52 @@ The host waits for none of them. What does not come to an end in time is aborted
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
 from tritondt.comm.communicator import Errand
+from tritondt.comm.comparison import MUST
 from tritondt.comm.flight import DONE, FAILED
 from tritondt.comm.membership import Membership
 from tritondt.comm.nccl_join import join_nccl, within
-from tritondt.comm.streams import Event, Streams
+from tritondt.comm.packing import Slice
+from tritondt.comm.streams import Streams
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, again
 from tritondt.errors import PeerError
 
 
-class Holder(Protocol):
-    """Who was given an operation to hold."""
+class InStream(Protocol):
+    """An operation that goes into the stream: number `sequence`, at `started`, with the recorder's entry `record`.
+
+    `letters` are its messages, where it is made of some; `sent_bytes` and `received_bytes` what its record ends with.
+    `late` is how the watch knows it, which few operations live to see.
+    """
+
+    @property
+    def text(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on all ranks of one operation."""
+        ...
+
+    sequence: int
+    record: int
+    site: int
+    started: float
+    timeout_s: float
+    letters: tuple[Sequence[Slice], ...]
+    sent_bytes: int
+    received_bytes: int
+    late: "Late | None"
 
     def is_over(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has been given all of it and has come past it."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -33,22 +59,22 @@ class Holder(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class UnderWay(Wait):
-    """An operation in the stream; all of it has been put there when there is an `event`, or its `holder` says so.
+class Late(Wait):
+    """An operation that is in the stream still when the watch looks."""
 
-    Its record ends with the bytes that it moved.
-    """
-
-    event: Event | None = None
-    holder: Holder | None = None
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    operation: InStream | None = None
 
     def is_over(self) -> bool:
         """Whether the stream has come past it."""
-        if self.holder is not None:
-            return self.holder.is_over()
-        return self.event is not None and self.event.query()
+        return self.operation is None or self.operation.is_over()
+
+
+class Terms(NamedTuple):
+    """What all operations of a communicator are held to; see `Wait`. `suspects` where none names who it waits for."""
+
+    limit: str = "TRITONDT_TIMEOUT"
+    must: str = MUST
+    suspects: tuple[int, ...] = ()
 
 
 class WatchedNccl:
@@ -58,50 +84,60 @@ class WatchedNccl:
     """
 
     def __init__(
-        self, member: Membership, library: NcclLibrary, streams: Streams, on_failure: Callable[[BaseException], None]
+        self,
+        member: Membership,
+        library: NcclLibrary,
+        streams: Streams,
+        on_failure: Callable[[BaseException], None],
+        terms: Terms,
     ) -> None:
-        self._member, self._streams, self._on_failure = member, streams, on_failure
+        self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
         self._watch, self._recorder = member.watch, member.flight.recorder
-        self._under_way: deque[UnderWay] = deque()
+        self._under_way: deque[InStream] = deque()
         self._breaking = threading.Lock()
         self.failure: BaseException | None = None
         self.native: NcclCommunicator = join_nccl(member, library, streams)
+        self._watch.attend(self._waits)
 
-    def operation(self, sequence: int, errand: Errand, timeout_s: float) -> UnderWay:
-        """Operation number `sequence`, to be put into the stream; `errand` is its own."""
-        member = self._member
-        made = UnderWay(member.key, sequence, errand, member.ranks, self._break_off, timeout_s)
-        made.trouble = self._trouble
-        return made
-
-    def put(self, found: UnderWay, run: Run, doing: str) -> None:
+    def put(self, operation: InStream, run: Run, doing: str) -> None:
         """Watches an operation that `run` puts into the stream.
 
         Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
         PeerError, which says what this rank was `doing`.
         """
-        self._under_way.append(found)
-        self._watch.begin(found)
+        self._under_way.append(operation)
         try:
             run()
         except NcclError as error:
-            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {found.description}: {error}"))
+            what = self._as_late(operation).description
+            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))
             raise again(self.failure or error) from error
         except BaseException as error:
             self.give_up(error)
             raise
 
-    def latest(self, record: int) -> UnderWay | None:
-        """What was put into the stream last, if it is recorded as this."""
-        found = self._under_way[-1] if self._under_way else None
-        return found if found is not None and found.errand.record == record else None
-
     def reap(self) -> None:
         """Ends what the stream has come past; not while a graph is being made, when nobody may ask."""
-        while self._under_way and self._under_way[0].is_over():
-            found = self._under_way.popleft()
-            self._watch.end(found)
-            self._recorder.end(found.errand.record, DONE, -1, found.sent_bytes, found.received_bytes)
+        under_way = self._under_way
+        while under_way and under_way[0].is_over():
+            found = under_way.popleft()
+            if found.late is not None:
+                self._watch.end(found.late)
+            self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
+
+    def _waits(self) -> list[Wait]:
+        """What is in the stream still; called by the watch."""
+        return [self._as_late(found) for found in tuple(self._under_way) if not found.is_over()]
+
+    def _as_late(self, found: InStream) -> Late:
+        if found.late is None:
+            member, terms, label = self._member, self._terms, self._recorder.label(found.text)
+            errand = Errand(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
+            late = Late(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
+            late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
+            late.limit, late.must, late.suspects = terms
+            late.operation, found.late = found, late
+        return found.late
 
     def refuse(self, sequence: int, error: BaseException) -> None:
         """Tells the others that this rank takes no part in operation `sequence`, and why."""
@@ -120,11 +156,11 @@ class WatchedNccl:
         self._on_failure(error)
         label = self._recorder.label(f"{type(error).__name__}: {error}")
         for found in tuple(self._under_way):
-            self._watch.end(found)
+            if found.late is not None:
+                self._watch.end(found.late)
             if not found.is_over():
-                if found.holder is not None:
-                    found.holder.fail(error)
-                self._recorder.end(found.errand.record, FAILED, label)
+                found.fail(error)
+                self._recorder.end(found.record, FAILED, label)
         self.native.abort()
 
     def close(self, reason: BaseException) -> None:
@@ -142,6 +178,7 @@ class WatchedNccl:
         with self._breaking:
             is_first = self.failure is None
             self.failure = self.failure or error
+        self._watch.leave(self._waits)
         return is_first
 
     def _destroy(self) -> None:

@@ -88,7 +88,7 @@ class StreamQueue(IssueQueue):
         assert isinstance(work, StreamWork), "work of a queue of streams"
         self._thread_id = threading.get_ident()
         try:
-            self.stream.wait_event(self._streams.current().record_event())
+            self._streams.follow(self.stream, self._streams.current())
             with self._streams.on(self.stream):
                 self._run(work, run)
         finally:
@@ -154,18 +154,18 @@ class StreamQueue(IssueQueue):
 class Joined:
     """Within, operators of the calling thread go to another stream; those after it wait for them."""
 
-    __slots__ = ("_caller", "_context", "_stream")
+    __slots__ = ("_caller", "_context", "_stream", "_streams")
 
     def __init__(self, streams: Streams, stream: Stream) -> None:
-        self._stream = stream
+        self._streams, self._stream = streams, stream
         self._caller, self._context = streams.current(), streams.on(stream)
 
     def __enter__(self) -> None:
-        self._stream.wait_event(self._caller.record_event())
+        self._streams.follow(self._stream, self._caller)
         self._context.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.__exit__(kind, error, trace)
-        self._caller.wait_event(self._stream.record_event())
+        self._streams.follow(self._caller, self._stream)

@@ -14,6 +14,8 @@ import torch
 from tritondt.errors import TransportError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+# torch has 33 to a priority and device, and those that programs bring.
+_MAX_KNOWN = 256
 
 
 class Event(Protocol):
@@ -61,6 +63,10 @@ class Streams(Protocol):
         """A new stream, of high priority: what others wait for comes before what is computed."""
         ...
 
+    def follow(self, stream: Any, other: Any) -> None:
+        """What `stream` is given next runs after what `other` has been given."""
+        ...
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Sends the operators of the calling thread to `stream`."""
         ...
@@ -92,14 +98,28 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """Those of one GPU."""
+    """Those of one GPU.
+
+    torch.cuda makes an object for every question about the current stream, which takes longer than what CUDA does;
+    here they are kept by CUDA's handles.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._known: dict[int, Stream] = {}
+        self._spare: list[Any] = []  # events that nobody looks at any more
 
     def current(self) -> Stream:
         """The calling thread's."""
+        found = self._known.get(torch._C._cuda_getCurrentRawStream(self.device.index))
+        return self._met() if found is None else found
+
+    def _met(self) -> Stream:
+        """The current stream, to be known from now on."""
         found: Stream = torch.cuda.current_stream(self.device)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[found.cuda_stream] = found
         return found
 
     def make(self) -> Stream:
@@ -107,9 +127,21 @@ class CudaStreams:
         made: Stream = torch.cuda.Stream(self.device, priority=-1)
         return made
 
+    def follow(self, stream: Any, other: Any) -> None:
+        """What `stream` is given next runs after what `other` has been given; by an event that is used again."""
+        if self.is_capturing():  # an event of a graph is the graph's
+            stream.wait_event(other.record_event())
+            return
+        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        event.record(other)
+        event.wait(stream)
+        self._spare.append(event)
+
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Sends the operators of the calling thread to `stream`."""
-        return torch.cuda.stream(stream)
+        if torch._C._cuda_getDevice() != self.device.index:
+            return torch.cuda.stream(stream)
+        return _On(self, stream)
 
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
         """Calls `run`: kernels go to the current stream by themselves."""
@@ -141,3 +173,19 @@ class CudaStreams:
         with self.on(stream):
             made.set_result(list(value))
         return made
+
+
+class _On:
+    """Within, the calling thread's operators go to a stream of its current device."""
+
+    __slots__ = ("_before", "_stream", "_streams")
+
+    def __init__(self, streams: CudaStreams, stream: Any) -> None:
+        self._streams, self._stream = streams, stream
+
+    def __enter__(self) -> None:
+        self._before = self._streams.current()
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.set_stream(self._before)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ the wait interrupted; without a reason that happens at the timeout.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -93,6 +93,7 @@ class Watch:
     def __init__(self, line: StoreLine, rank: int) -> None:
         self._line, self._notices, self._rank = line, Notices(line, rank), rank
         self._waits: dict[int, Wait] = {}
+        self._sources: list[Callable[[], Iterable[Wait]]] = []
         self._published: set[tuple[str, int]] = set()
         self._preparations: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._closing = threading.Event()
@@ -104,6 +105,17 @@ class Watch:
         self._waits[id(wait)] = wait
         if self._thread is None:
             self._start()
+
+    def attend(self, find: Callable[[], Iterable[Wait]]) -> None:
+        """Watches what `find` returns at a look, until its wait is over: most are before anybody looks."""
+        self._sources.append(find)
+        if self._thread is None:
+            self._start()
+
+    def leave(self, find: Callable[[], Iterable[Wait]]) -> None:
+        """Asks `find` no more."""
+        with suppress(ValueError):  # it has left before
+            self._sources.remove(find)
 
     def prepare(self, run: Callable[[], None]) -> None:
         """Calls `run` in the thread that looks, before it looks at any wait that begins from now on."""
@@ -157,10 +169,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing.wait(self._pause_s()):
-            waits = tuple(self._waits.values())
             while not self._preparations.empty():
                 self._preparations.get()()
-            for wait in waits:
+            for find in tuple(self._sources):
+                self._waits.update((id(wait), wait) for wait in find())
+            for wait in tuple(self._waits.values()):
                 if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
                     self._look(wait)
 
