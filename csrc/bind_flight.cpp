@@ -99,17 +99,20 @@ PyObject* site(PyObject* self, PyObject* /*none*/) {
 }
 
 PyObject* begin(PyObject* self, PyObject* const* values, Py_ssize_t count) {
-  if (!check_count("begin", count, 5, 5)) return nullptr;
+  if (!check_count("begin", count, 5, 6)) return nullptr;
   Arguments arguments(values, count);
   const std::int32_t communicator = arguments.number(0);
   const std::int64_t sequence = arguments.integer(1);
   const std::int32_t operation = arguments.number(2);
   const std::uint64_t fingerprint = arguments.fingerprint(3);
   const std::int32_t place = arguments.number(4);
+  const FlightState state = count > 5 ? arguments.state(5) : FlightState::kIssued;
   RecorderHandle* handle = arguments.failed() ? nullptr : handle_of(self);
   if (handle == nullptr) return nullptr;
-  return PyLong_FromLongLong(
-      handle->recorder->begin(communicator, sequence, operation, fingerprint, place));
+  const std::int64_t record =
+      handle->recorder->begin(communicator, sequence, operation, fingerprint, place);
+  if (state != FlightState::kIssued) handle->recorder->state(record, state, -1);
+  return PyLong_FromLongLong(record);
 }
 
 PyObject* state(PyObject* self, PyObject* const* values, Py_ssize_t count) {
@@ -150,8 +153,9 @@ std::array<PyMethodDef, 5> methods = {{
      "site($self, /)\n--\n\nThe number of \"file:line (function)\" of the innermost Python frame "
      "that is not internal; -1 where there is none."},
     {"begin", plain(begin), METH_FASTCALL,
-     "begin($self, communicator, sequence, operation, fingerprint, site, /)\n--\n\nRecords an "
-     "operation as issued now; the number names it in state and end."},
+     "begin($self, communicator, sequence, operation, fingerprint, site, state=0, "
+     "/)\n--\n\nRecords "
+     "an operation as issued now, or as that far already; the number names it in state and end."},
     {"state", plain(state), METH_FASTCALL,
      "state($self, record, state, peer=-1, /)\n--\n\nHow far an operation is, and for which rank "
      "it "

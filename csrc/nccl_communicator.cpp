@@ -2,7 +2,6 @@
 
 #include <sched.h>
 #include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -10,6 +9,7 @@
 #include <utility>
 
 #include "clock.h"
+#include "process.h"
 
 namespace tritondt::nccl {
 namespace {
@@ -45,7 +45,7 @@ void check_place(int rank, int num_ranks) {
 
 Communicator::Communicator(std::shared_ptr<const Api> api, OptionsPtr options,
                            std::shared_ptr<Communicator> parent)
-    : api_(std::move(api)), process_(getpid()), parent_(std::move(parent)) {
+    : api_(std::move(api)), process_(process_number()), parent_(std::move(parent)) {
   if (options != nullptr) configuration_.emplace(api_->library(), *options);
 }
 
@@ -203,7 +203,7 @@ int Communicator::device() {
   return device;
 }
 
-bool Communicator::is_forked() const { return getpid() != process_; }
+bool Communicator::is_forked() const { return process_number() != process_; }
 
 void Communicator::check_usable() const {
   if (is_forked()) {

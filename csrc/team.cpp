@@ -1,10 +1,11 @@
 #include "team.h"
 
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <system_error>
 #include <thread>
+
+#include "process.h"
 
 namespace tritondt {
 namespace {
@@ -23,11 +24,11 @@ ParallelRegion find_parallel_region() {
   return found;
 }
 
-const pid_t process_that_loaded = getpid();
+const pid_t process_that_loaded = process_number();
 
 ParallelRegion parallel_region() {
   static const ParallelRegion found = find_parallel_region();
-  return getpid() == process_that_loaded ? found : nullptr;
+  return process_number() == process_that_loaded ? found : nullptr;
 }
 
 // A machine that refuses a thread has the work done by those that there are.

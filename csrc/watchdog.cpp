@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "clock.h"
+#include "process.h"
 #include "signal_requests.h"
 
 namespace tritondt {
@@ -34,7 +35,7 @@ void write_or_say(const FlightRecorder& recorder, const std::string& path,
 
 }  // namespace
 
-Watchdog::Watchdog() : process_(getpid()), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+Watchdog::Watchdog() : process_(process_number()), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
   if (wake_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
 }
 
@@ -43,7 +44,7 @@ Watchdog::~Watchdog() {
   ::close(wake_);
 }
 
-bool Watchdog::is_forked() const { return getpid() != process_; }
+bool Watchdog::is_forked() const { return process_number() != process_; }
 
 // In a forked child the thread is missing and the lock may be held for ever.
 void Watchdog::check_process() const {

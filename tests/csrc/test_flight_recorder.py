@@ -59,6 +59,16 @@ def test_the_ring_keeps_the_last_and_ignores_what_is_overwritten():
     assert recorder.last(0) == recorder.last(-1) == []
 
 
+def test_what_begins_further_on_has_started():
+    recorder = FlightRecorder(0, 1)
+    for arguments in ((), (0,), (EXCHANGING,)):
+        recorder.begin(0, 1, 0, 5, -1, *arguments)
+    found = [(entry["state"], entry["started_at"] is not None) for entry in recorder.entries()]
+    assert found == [("issued", False), ("issued", False), ("exchanging", True)]
+    with pytest.raises(ValueError, match=r"^argument 6 is 6; it must be a position in STATES$"):
+        recorder.begin(0, 1, 0, 5, -1, 6)
+
+
 def test_labels_are_numbered_once():
     recorder = FlightRecorder(0, 1)
     numbers = [recorder.label(f"text {index % 500}") for index in range(1000)]
@@ -156,7 +166,7 @@ def test_it_is_read_while_it_is_written():
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda r: r.begin(0, 0, 0, 0), TypeError, "begin takes 5 to 5 arguments, but 4 were given"),
+        (lambda r: r.begin(0, 0, 0, 0), TypeError, "begin takes 5 to 6 arguments, but 4 were given"),
         (lambda r: r.begin(0, 0, 0, -1, 0), OverflowError, "negative"),
         (lambda r: r.begin(2**31, 0, 0, 0, 0), ValueError, r"argument 1 is 2147483648; it must be from -1 to 2\^31"),
         (lambda r: r.state(0, 6), ValueError, "argument 2 is 6; it must be a position in STATES"),

@@ -5,10 +5,11 @@ irecv the ranks choose, it runs. Neither waits on the host for the other to come
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from tritondt.backend.lane import Lane
-from tritondt.backend.operation import Request
 from tritondt.backend.work import NcclWork
 from tritondt.comm.streams import Streams
 
@@ -19,21 +20,21 @@ class Channel:
     def __init__(self, name: str, make: Callable[[], Lane], streams: Streams) -> None:
         self._name, self._make, self._streams = name, make, streams
         self._changing = threading.RLock()  # what fails while it is put ends its channel
-        self._waiting: list[tuple[NcclWork, Request]] = []
+        self._waiting: list[tuple[NcclWork, Sequence[torch.Tensor]]] = []
         self._lane: Lane | None = None
         self._is_connecting = False
         self._failure: BaseException | None = None
 
-    def put(self, work: NcclWork, request: Request) -> None:
+    def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
         """Puts a message into the stream, when the other rank has come."""
         with self._changing:
             if self._failure is not None:
                 work.fail(self._failure)
             elif self._lane is not None:
-                self._lane.put(work, request)
+                self._lane.put(work, tensors)
             else:
                 work.defer()
-                self._waiting.append((work, request))
+                self._waiting.append((work, tensors))
                 self._connect_once()
 
     def _connect_once(self) -> None:
@@ -52,8 +53,8 @@ class Channel:
             if self._failure is not None:
                 lane.fail(self._failure)
             self._lane = lane
-            for work, request in self._waiting:
-                lane.put(work, request)
+            for work, tensors in self._waiting:
+                lane.put(work, tensors)
             self._waiting.clear()
 
     def fail(self, error: BaseException) -> None:

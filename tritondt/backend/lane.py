@@ -5,12 +5,14 @@ The host waits for none of them. What does not come to an end in time is aborted
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from tritondt._C import NcclLibrary
 from tritondt.backend.elements import PreMulSum
-from tritondt.backend.operation import Operation, Request
+from tritondt.backend.operation import Operation
 from tritondt.backend.work import NcclWork
 from tritondt.comm.flight import EXCHANGING
 from tritondt.comm.membership import Membership
@@ -43,8 +45,8 @@ class Lane:
         self.sequence = 0
         self._turn = threading.Lock()
 
-    def put(self, work: NcclWork, request: Request) -> None:
-        """Puts a request into the stream; what goes wrong is its work's error."""
+    def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
+        """Puts an operation into the stream, on these tensors; what goes wrong is its work's error."""
         with self._turn:
             if self._watched.failure is not None:
                 work.fail(self._watched.failure)
@@ -54,12 +56,12 @@ class Lane:
             else:
                 self.stream.wait_event(work.ready)
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
-                self._call(request)
+                self._call(work.operation, tensors)
             else:
                 self._watched.reap()
                 self._record(work)
                 try:
-                    self._watched.put(work, lambda: self._call(request), "run")
+                    self._watched.put(work, lambda: self._call(work.operation, tensors), "run")
                 except PeerError:  # which its work has been told
                     return
             work.was_put(self.stream)
@@ -70,12 +72,10 @@ class Lane:
         recorder, operation = self._recorder, work.operation
         label = recorder.label(operation.text)
         work.sequence, work.started = self.sequence, time.monotonic()
-        work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site)
-        recorder.state(work.record, EXCHANGING)
+        work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site, EXCHANGING)
 
-    def _call(self, request: Request) -> None:
+    def _call(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
         """Gives the calls to NCCL."""
-        operation, tensors = request
         addresses = [tensor.data_ptr() for tensor in tensors]
         if operation.native is None:
             self._call_with_ops(operation, addresses)

@@ -1,6 +1,7 @@
 """The part of a process group that is on NCCL: communicators made on first use, by the ranks that take part."""
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from tritondt.backend.calls import Place
 from tritondt.backend.channel import Channel
 from tritondt.backend.lane import Carrier, Lane
-from tritondt.backend.operation import Request, merged
+from tritondt.backend.operation import Operation, Request, merged
 from tritondt.backend.requests import Requests
 from tritondt.backend.work import NcclWork
 from tritondt.comm import world
@@ -25,7 +26,7 @@ class NcclSide:
 
     def __init__(self, name: str, ranks: tuple[int, ...], place: int, carrier: Carrier, timeout: timedelta) -> None:
         self._name, self._ranks, self._place, self._carrier = name, ranks, place, carrier
-        self.timeout = timeout
+        self._streams, self.timeout = carrier.streams, timeout
         self._making = threading.Lock()
         self._world: ProcessWorld | None = None
         self._lane: Lane | None = None
@@ -40,14 +41,14 @@ class NcclSide:
         """Whose tensors it carries."""
         return self._carrier.streams.device
 
-    def run(self, request: Request, timeout_s: float) -> NcclWork | None:
-        """Puts a request of all ranks into their stream; None between `start_coalescing` and its end."""
+    def run(self, operation: Operation, tensors: Sequence[torch.Tensor], timeout_s: float) -> NcclWork | None:
+        """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end."""
         if self._failure is not None:
-            self._check_usable(request.operation.text)
+            self._check_usable(operation.text)
         if self._gathered is not None:
-            self._gathered.append(request)
+            self._gathered.append(Request(operation, tensors))
             return None
-        return self._put(request, timeout_s, self._lane_of_all())
+        return self._put(operation, tensors, timeout_s, self._lane_of_all())
 
     def send(self, request: Request, source: int, target: int, timeout_s: float) -> NcclWork | None:
         """The same with a message between two places of the group, of which this is one."""
@@ -55,7 +56,7 @@ class NcclSide:
         if self._gathered is not None:
             self._gathered.append(request)
             return None
-        return self._put(request, timeout_s, self._channel(source, target))
+        return self._put(*request, timeout_s, self._channel(source, target))
 
     def peer_of_message(self, source: int, target: int) -> int:
         """What the other rank is called by the communicator that will carry a message between these places."""
@@ -80,14 +81,16 @@ class NcclSide:
         gathered, self._gathered = self._gathered, None
         if gathered is None:
             raise WorldError("coalescing was ended that was not started")
-        return self.run(merged(gathered), self.timeout.total_seconds()) if gathered else None
+        return self.run(*merged(gathered), self.timeout.total_seconds()) if gathered else None
 
-    def _put(self, request: Request, timeout_s: float, into: Lane | Channel) -> NcclWork:
-        streams, site = self._carrier.streams, self._current_world().flight.recorder.site()
-        work = NcclWork(request, streams, self._told, site, timeout_s)
-        into.put(work, request)
+    def _put(
+        self, operation: Operation, tensors: Sequence[torch.Tensor], timeout_s: float, into: Lane | Channel
+    ) -> NcclWork:
+        site = self._current_world().flight.recorder.site()
+        work = NcclWork(operation, tensors, self._streams, self._told, site, timeout_s)
+        into.put(work, tensors)
         if self._failure is not None:  # at once: nobody need wait to be told
-            self._check_usable(request.operation.text)
+            self._check_usable(operation.text)
         return work
 
     def _told(self) -> None:

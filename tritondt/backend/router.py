@@ -40,12 +40,25 @@ def _making_of(options: Any) -> int:
     return _num_makings[options.group_id]
 
 
+# Of this process, since it was the one that others were forked from; asking for its number is a call of the kernel's.
+_num_forks = 0
+
+
+def _after_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Router:
     """That of one rank; `options` are torch's DistributedBackendOptions, `kinds` gives the devices it was made for."""
 
     def __init__(self, options: Any, kinds: Callable[[], tuple[str, ...]]) -> None:
         rank, size = options.group_rank, options.group_size
         self.place, self.timeout = Place(rank, size), options.timeout
+        self._timeout_s = self.timeout.total_seconds()
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         self.group_id, self.num_operations = options.group_id, 0
         making = _making_of(options)
@@ -58,7 +71,7 @@ class Router:
         self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._sides: dict[str, NcclSide] = {}
-        self._process, self._is_ended = os.getpid(), False
+        self._num_forks, self._is_ended = _num_forks, False
         self._line: StoreLine | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
@@ -69,7 +82,7 @@ class Router:
     def side(self, describe: Callable[[], str], device: torch.device) -> NcclSide | None:
         """What carries tensors on such a device by NCCL; None for Gloo."""
         kind = device.type
-        if self._process != os.getpid():
+        if self._num_forks != _num_forks:
             raise WorldError(
                 f"{describe()} was asked of {self.name} by a process forked from the one that made it; fork before "
                 "init_process_group, or start processes by the spawn method"
@@ -122,7 +135,7 @@ class Router:
                 side.requests.keep(signature, operation)
         if self._agreement is not None:
             self._agree(f"{operation.text} on {device.type}", parts, timeout_s)
-        return side.run(Request(operation, tensors), timeout_s)
+        return side.run(operation, tensors, timeout_s)
 
     def _made(
         self, side: NcclSide, text: str, over_nccl: Callable[[Requests, str], Operation], timeout_s: float
@@ -153,7 +166,7 @@ class Router:
             operation = side.requests.message(describe(), kind, tensors, peer, number)
             if signature is not None:
                 side.requests.keep(signature, operation)
-        return side.send(Request(operation, tensors), source, target, self.timeout.total_seconds())
+        return side.send(Request(operation, tensors), source, target, self._timeout_s)
 
     def _message_text(self, kind: str, tensors: Sequence[torch.Tensor], peer: int) -> str:
         counts = " + ".join(str(tensor.numel()) for tensor in tensors)
@@ -169,7 +182,7 @@ class Router:
         self._agree(f"barrier on {device.type}", Parts, timeout_s)
         if side is None:
             return self.over_gloo.barrier(options)
-        return side.run(side.requests.barrier("barrier"), timeout_s)
+        return side.run(*side.requests.barrier("barrier"), timeout_s)
 
     def _agree(self, text: str, parts: Callable[[], Parts], timeout_s: float, refusal: str = "") -> None:
         if self._agreement is not None:
@@ -179,12 +192,12 @@ class Router:
 
     def _timeout_s_of(self, options: Any) -> float:
         """As the call says, or the group's."""
-        asked: timedelta = getattr(options, "timeout", self.timeout)
-        return (asked if asked > _AT_ALL else self.timeout).total_seconds()
+        asked: timedelta = getattr(options, "timeout", _AT_ALL)
+        return asked.total_seconds() if asked > _AT_ALL else self._timeout_s
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long operations may take from now on."""
-        self.timeout = timeout
+        self.timeout, self._timeout_s = timeout, timeout.total_seconds()
         self.gloo._set_default_timeout(timeout)
         for side in self._sides.values():
             side.timeout = timeout

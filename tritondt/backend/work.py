@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from tritondt.backend.operation import Request
+from tritondt.backend.operation import ALL, Operation
 from tritondt.comm.nccl_watched import Late
 from tritondt.comm.packing import Slice
 from tritondt.comm.streams import Event, Stream, Streams
@@ -39,11 +39,17 @@ class NcclWork(Work):
     _put: threading.Event | None = None  # where it may have to wait for its lane
 
     def __init__(
-        self, request: Request, streams: Streams, seen: Callable[[], None], site: int, timeout_s: float
+        self,
+        operation: Operation,
+        tensors: Sequence[torch.Tensor],
+        streams: Streams,
+        seen: Callable[[], None],
+        site: int,
+        timeout_s: float,
     ) -> None:
         super().__init__()
-        self.request: Request | None = request
-        self.operation, self._results = request.operation, request.results
+        self.operation, self._held = operation, tensors
+        self._results = tensors if operation.results is ALL else tensors[operation.results]
         self._streams, self._seen = streams, seen
         self.site, self.timeout_s = site, timeout_s
 
@@ -77,7 +83,7 @@ class NcclWork(Work):
         """Whether the stream has come past it, which lets go of its tensors."""
         is_over = self._event is not None and self._event.query()
         if is_over:
-            self.request = None
+            self._held = ()
         return is_over
 
     def is_completed(self) -> bool:
@@ -107,7 +113,7 @@ class NcclWork(Work):
         if self._error is not None:
             self._seen()
             raise again(self._error) from self._error
-        self.request = None
+        self._held = ()
         return True
 
     def _wait_on_host(self, limit_s: float | None) -> None:

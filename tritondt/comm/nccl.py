@@ -112,7 +112,7 @@ class NcclCommunicator(PackedCommunicator):
             return
         self._latest = None
         found.sent_bytes, found.received_bytes = sent_bytes, received_bytes
-        found.event = self._queue.stream.record_event()
+        self._queue.mark_end(found)
         self._recorder.state(errand.record, EXCHANGING)
 
     def _record_failure(self, errand: Errand, error: BaseException) -> None:

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -64,12 +64,19 @@ class StreamWork(Work):
         self._error = self._error or error
 
 
+class Ended(Protocol):
+    """What ends in the stream, at `event`."""
+
+    event: Event | None
+
+
 class StreamQueue(IssueQueue):
     """The queue of a communicator with a stream."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
         self._streams = streams
+        self._ending: list[Ended] = []
         self.stream: Stream = streams.make()
         self._under_way: deque[StreamWork] = deque()
 
@@ -94,6 +101,9 @@ class StreamQueue(IssueQueue):
         finally:
             self._thread_id = None
         work.event = self.stream.record_event()
+        for ended in self._ending:
+            ended.event = work.event
+        self._ending.clear()
         if not self._streams.is_capturing():  # a graph's events cannot be asked for; who waits within it keeps the work
             self._under_way.append(work)
 
@@ -145,6 +155,13 @@ class StreamQueue(IssueQueue):
             return
         self.stream.synchronize()
         self.let_go()
+
+    def mark_end(self, ended: Ended) -> None:
+        """Gives it the point that the stream is filled to: the end of the work that is being put there, or now."""
+        if self.is_own_thread():
+            self._ending.append(ended)
+        else:
+            ended.event = self.stream.record_event()
 
     def joined(self) -> "Joined":
         """Operators within go to the stream, after those before; those after it wait for them."""
