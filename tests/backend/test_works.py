@@ -70,6 +70,24 @@ def test_tensors_are_kept_until_they_have_travelled(ranks: GlooRanks) -> None:
     ranks.run(drop_behind_a_gate)
 
 
+def clear_the_list_behind_a_gate(rank: int) -> None:
+    held = gate()
+    tensors = [own(rank), own(rank) + 1]
+    group: Any = dist.group.WORLD
+    work = group.allreduce(tensors)
+    tensors.clear()
+    taken = [torch.full((6,), -1.0) for _ in range(4)]  # would take the memory that was freed
+    held.open()
+    work.wait()
+    for number, found in enumerate(work.result()):
+        torch.testing.assert_close(found, own(0) + own(1) + 2 * number, rtol=0, atol=0)
+    assert all(torch.equal(each, torch.full((6,), -1.0)) for each in taken)
+
+
+def test_the_callers_list_may_change(ranks: GlooRanks) -> None:
+    ranks.run(clear_the_list_behind_a_gate)
+
+
 def chain_futures(rank: int) -> None:
     held, x = gate(), own(rank)
     future = dist.all_reduce(x, async_op=True).get_future()

@@ -16,6 +16,7 @@ from tests.fake_nccl.library import Gate
 from tests.gloo_ranks import Failure, GlooRanks
 from tests.nccl_on_host import ranks_on
 from tritondt.comm import nccl_watched, world
+from tritondt.comm.flight import Flight
 
 TIMEOUT_S = 5.0
 
@@ -193,6 +194,38 @@ def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyP
     assert watched.failure is reason
     watched.fail(T.PeerError("too late"))  # whoever comes later changes nothing
     assert watched.failure is reason
+
+
+class Lost:
+    """Stands for an operation on a device that does not answer any more."""
+
+    text, fingerprint, record, site, late = "an operation", 1, 0, -1, None
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def is_over(self) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+
+
+def test_a_device_that_does_not_answer_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_watched, "join_nccl", lambda *_: StuckNccl())
+    told: list[BaseException] = []
+    watch = SimpleNamespace(
+        attend=lambda find: None, leave=lambda find: None, report=lambda key, sequence, error: told.append(error)
+    )
+    member: Any = SimpleNamespace(watch=watch, flight=Flight(0, 1, None), key="key")
+    nothing: Any = None
+    watched: Any = nccl_watched.WatchedNccl(member, nothing, nothing, told.append, nccl_watched.Terms())
+    lost: Any = Lost()
+    watched.put(lost, lambda: None, "run")
+    assert watched._waits() == []
+    assert watched.native.aborted.is_set()
+    assert told == [lost.error, lost.error]  # the other ranks, and this one
+    assert str(lost.error).startswith("CUDA error: an illegal memory access")
 
 
 def use_after_close(rank: int) -> str:

@@ -113,6 +113,8 @@ def message(kind: str, tensors: Sequence[Numbered], peer: int) -> list[Call]:
 
 def lie_end_to_end(tensors: Tensors) -> bool:
     """Whether they are equal parts of one run of memory."""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return False  # they will be refused
     first, num_bytes = tensors[0].data_ptr(), tensors[0].nbytes
     return all(
         tensor.nbytes == num_bytes and tensor.data_ptr() == first + place * num_bytes

@@ -135,7 +135,7 @@ class Router:
                 side.requests.keep(signature, operation)
         if self._agreement is not None:
             self._agree(f"{operation.text} on {device.type}", parts, timeout_s)
-        return side.run(operation, tensors, timeout_s)
+        return side.run(operation, tuple(tensors), timeout_s)  # the caller's list may change before it runs
 
     def _made(
         self, side: NcclSide, text: str, over_nccl: Callable[[Requests, str], Operation], timeout_s: float
@@ -166,7 +166,7 @@ class Router:
             operation = side.requests.message(describe(), kind, tensors, peer, number)
             if signature is not None:
                 side.requests.keep(signature, operation)
-        return side.send(Request(operation, tensors), source, target, self._timeout_s)
+        return side.send(Request(operation, tuple(tensors)), source, target, self._timeout_s)
 
     def _message_text(self, kind: str, tensors: Sequence[torch.Tensor], peer: int) -> str:
         counts = " + ".join(str(tensor.numel()) for tensor in tensors)

@@ -16,7 +16,7 @@ from tritondt.comm.flight import DONE, FAILED
 from tritondt.comm.membership import Membership
 from tritondt.comm.nccl_join import join_nccl, within
 from tritondt.comm.packing import Slice
-from tritondt.comm.streams import Streams
+from tritondt.comm.streams import Streams, answered
 from tritondt.comm.watch import Wait
 from tritondt.comm.work import Run, again
 from tritondt.errors import PeerError
@@ -66,7 +66,7 @@ class Late(Wait):
 
     def is_over(self) -> bool:
         """Whether the stream has come past it."""
-        return self.operation is None or self.operation.is_over()
+        return self.operation is None or answered(self.operation.is_over)
 
 
 class Terms(NamedTuple):
@@ -127,7 +127,11 @@ class WatchedNccl:
 
     def _waits(self) -> list[Wait]:
         """What is in the stream still; called by the watch."""
-        return [self._as_late(found) for found in tuple(self._under_way) if not found.is_over()]
+        try:
+            return [self._as_late(found) for found in tuple(self._under_way) if not found.is_over()]
+        except RuntimeError as error:  # the device does not answer any more
+            self.give_up(error)
+            return []
 
     def _as_late(self, found: InStream) -> Late:
         if found.late is None:
@@ -158,7 +162,7 @@ class WatchedNccl:
         for found in tuple(self._under_way):
             if found.late is not None:
                 self._watch.end(found.late)
-            if not found.is_over():
+            if not answered(found.is_over):
                 found.fail(error)
                 self._recorder.end(found.record, FAILED, label)
         self.native.abort()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from tritondt.comm import reading
-from tritondt.comm.streams import Event, Stream, Streams
+from tritondt.comm.streams import Event, Stream, Streams, answered
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
 
@@ -142,7 +142,7 @@ class StreamQueue(IssueQueue):
     def fail(self, error: BaseException) -> None:
         """Marks all that has not run as failed."""
         for work in tuple(self._under_way):
-            if not work.is_completed():
+            if not answered(work.is_completed):
                 work.fail(error)
                 self._failed = self._failed or work
 

@@ -97,6 +97,14 @@ class Streams(Protocol):
         ...
 
 
+def answered(ask: Callable[[], bool]) -> bool:
+    """What a device answers; False where it does not answer any more, which is told where something is asked of it."""
+    try:
+        return ask()
+    except RuntimeError:
+        return False
+
+
 class CudaStreams:
     """Those of one GPU.
 
