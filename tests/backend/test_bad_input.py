@@ -122,6 +122,16 @@ def refusals() -> Refusals:
             T.TransportError,
             "all_reduce (sum) of 2 float32 was given a tensor on meta; process group 0 was made for cpu and cuda",
         ),
+        "input on another device": (
+            lambda group: group._reduce_scatter_base(torch.empty(3), torch.ones(6, device="meta")),
+            T.TransportError,
+            "was given a tensor on meta; NCCL carries tensors on cpu here, and all of one call are to be on the same",
+        ),
+        "a rank's outputs too few": (
+            lambda group: group.allgather_coalesced([[x, x], [x]], [x, x]),
+            T.LocalTensorError,
+            "was given 1 outputs of one rank; there must be 2",
+        ),
         "two devices": (
             lambda group: group._allgather_base(torch.empty(12, device="meta"), x),
             T.TransportError,

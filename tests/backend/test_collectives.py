@@ -61,6 +61,36 @@ def test_lists_of_different_lengths(nccl_ranks: GlooRanks) -> None:
     nccl_ranks.run(gather_uneven)
 
 
+def lists_that_lie_otherwise_on_each_rank(rank: int) -> None:
+    """Every second rank has the parts of its lists end to end, in one tensor; the others have them apart."""
+    size = dist.get_world_size()
+    whole = torch.empty(size, 2, 3)
+    outputs = list(whole.unbind()) if rank % 2 else [torch.empty(2, 3) for _ in range(size)][::-1]
+    given = [own(rank).view(2, 3) + place for place in range(size)]
+    if rank % 2:
+        given = list(torch.stack(given).unbind())
+    for _ in range(2):
+        dist.all_gather(outputs, given[0])
+        torch.testing.assert_close(outputs, [own(place).view(2, 3) for place in range(size)], rtol=0, atol=0)
+        reduced = torch.empty(2, 3)
+        dist.reduce_scatter(reduced, given)
+        expected = sum(own(place).view(2, 3) + rank for place in range(size))
+        torch.testing.assert_close(reduced, expected, rtol=0, atol=0)
+        for output in outputs:
+            output.fill_(-1)
+    group = dist.group.WORLD
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+        group.reduce_scatter([reduced], [given])  # type: ignore[union-attr]
+        group.allgather([outputs], [given[0]])  # type: ignore[union-attr]
+    manager.wait()
+    torch.testing.assert_close(reduced, expected, rtol=0, atol=0)
+    torch.testing.assert_close(outputs, [own(place).view(2, 3) for place in range(size)], rtol=0, atol=0)
+
+
+def test_what_ranks_call_does_not_follow_from_where_their_tensors_lie(nccl_ranks: GlooRanks) -> None:
+    nccl_ranks.run(lists_that_lie_otherwise_on_each_rank)
+
+
 def gather_lists_of_lists(rank: int) -> None:
     size = dist.get_world_size()
     outputs = [[torch.empty(3), torch.empty(2)] for _ in range(size)]

@@ -1,5 +1,8 @@
 """What a Work of the backend says and does, on the double of NCCL: the host goes on while operations are under way."""
 
+import gc
+import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,6 +15,7 @@ import tritondt as T
 from tests.backend.collectives import own
 from tests.fake_nccl.library import Gate
 from tests.gloo_ranks import GlooRanks
+from tritondt.comm.watch import INTERVAL_S
 
 RanksOf = Callable[[str, int], GlooRanks]
 
@@ -86,6 +90,31 @@ def clear_the_list_behind_a_gate(rank: int) -> None:
 
 def test_the_callers_list_may_change(ranks: GlooRanks) -> None:
     ranks.run(clear_the_list_behind_a_gate)
+
+
+def drop_what_was_looked_at(rank: int) -> int:
+    """How many of its tensors outlive an operation that was under way when the watch looked."""
+    gc.disable()
+    try:
+        held, x = gate(), own(rank)
+        seen = weakref.ref(x)
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(2 * INTERVAL_S + 0.2)
+        held.open()
+        work.wait()
+        del work, x
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        end = time.monotonic() + 2 * INTERVAL_S
+        while seen() is not None and time.monotonic() < end:
+            time.sleep(0.05)
+        return int(seen() is not None)
+    finally:
+        gc.enable()
+
+
+def test_nothing_keeps_what_the_watch_has_looked_at(ranks: GlooRanks) -> None:
+    assert ranks.run(drop_what_was_looked_at) == [0, 0]
 
 
 def chain_futures(rank: int) -> None:

@@ -1,12 +1,15 @@
 """What the streams of a GPU ask of torch, by stand-ins for its functions; tests/nccl runs them on one."""
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from tritondt.comm import streams as streams_module
+from tritondt.comm.stream_queue import StreamQueue
 from tritondt.comm.streams import CudaStreams
+from tritondt.comm.threads import run_ranks
 
 
 class StandInStream:
@@ -115,3 +118,57 @@ def test_one_event_serves_all_who_follow(both: Both) -> None:
     both.torch.is_capturing = True  # an event of a graph is no other's
     both.ours.follow(late, early)
     assert both.torch.take() == [("recorded anew", 1), ("waits", 2, "event of 1")]
+
+
+class Counting:
+    """Stands for streams whose events are numbers."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.cuda_stream = 0
+
+    def record_event(self) -> int:
+        self.num_events += 1
+        return self.num_events
+
+    def make(self) -> "Counting":
+        return self
+
+    def current(self) -> "Counting":
+        return self
+
+    def follow(self, stream: Any, other: Any) -> None:
+        """Nothing runs."""
+
+    def on(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class Step:
+    """One of the exchanges of a work."""
+
+    event: Any = None
+
+
+def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
+    steps = [Step(), Step(), Step()]
+
+    def body(rank: int) -> None:
+        counting: Any = Counting()
+        queue = StreamQueue(counting)
+
+        def run() -> None:
+            for step in steps[:2]:
+                queue.mark_step()
+                queue.mark_end(step)
+                assert step.event is None
+
+        work: Any = queue.submit(run, "two steps", are_there=True)
+        assert (steps[0].event, steps[1].event, work.event) == (1, 2, 2)
+        queue.mark_end(steps[2])  # of no work
+        assert steps[2].event == 3
+
+    run_ranks(1, body)

@@ -1,7 +1,8 @@
 """The collectives of torch.distributed as calls of NCCL, straight from and into tensors that are given by number.
 
-What is only moved is moved as bytes, so that any dtype is. Parts of different lengths, and lists of tensors that do not
-lie end to end, become one call for each part, all in one group.
+What is only moved is moved as bytes, so that any dtype is. Parts of different lengths become one call for each part,
+all in one group. Which calls are made follows from lengths alone, which all ranks know alike: where tensors of one
+length do not lie end to end on a rank, as NCCL has them, that rank stages them.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.backend.elements import reduced
-from tritondt.backend.operation import Call, Spot
+from tritondt.backend.operation import Call, Spot, Staging
 
 Tensors = Sequence[torch.Tensor]
 
@@ -54,12 +55,20 @@ def reduce(tensor: Numbered, op: Any, root: int) -> list[Call]:
     return [_reducing("reduce", tensor, tensor, tensor, op, root)] if tensor.tensor.numel() else []
 
 
-def all_gather(place: Place, outputs: Sequence[Numbered], given: Numbered) -> list[Call]:
-    """Every rank's tensor, to all; `outputs` are of the sizes of the ranks' tensors."""
-    if lie_end_to_end([output.tensor for output in outputs]):
-        return all_gather_into(outputs[0], given)
-    calls = _moving("broadcast", outputs)
-    return [call._replace(source=given.spot) if call.peer == place.rank else call for call in calls]
+class Staged(NamedTuple):
+    """Calls, and the staging that they need."""
+
+    calls: list[Call]
+    staging: Staging | None = None
+
+
+def all_gather(place: Place, outputs: Sequence[Numbered], given: Numbered, memory: int) -> Staged:
+    """Every rank's tensor, to all; `outputs` are of the sizes of the ranks' tensors, `memory` what would stage them."""
+    whole = _whole(outputs, memory)
+    if whole is None:
+        calls = _moving("broadcast", outputs)
+        return Staged([call._replace(source=given.spot) if call.peer == place.rank else call for call in calls])
+    return Staged(all_gather_into(whole, given), _staging(whole, outputs, is_before=False))
 
 
 def all_gather_into(output: Numbered, given: Numbered) -> list[Call]:
@@ -68,15 +77,17 @@ def all_gather_into(output: Numbered, given: Numbered) -> list[Call]:
     return [Call("all_gather", given.spot, output.spot, num_bytes)] if num_bytes else []
 
 
-def reduce_scatter(place: Place, output: Numbered, given: Sequence[Numbered], op: Any) -> list[Call]:
-    """The reduction of the ranks' lists, tensor by tensor, each to its rank."""
-    if lie_end_to_end([part.tensor for part in given]):
-        return reduce_scatter_into(output, given[0], op)
-    return [
-        _reducing("reduce", part, output if rank == place.rank else part, part, op, rank)
-        for rank, part in enumerate(given)
-        if part.tensor.numel()
-    ]
+def reduce_scatter(place: Place, output: Numbered, given: Sequence[Numbered], op: Any, memory: int) -> Staged:
+    """The reduction of the ranks' lists, tensor by tensor, each to its rank; `memory` is what would stage them."""
+    whole = _whole(given, memory)
+    if whole is None:
+        reductions = [
+            _reducing("reduce", part, output if rank == place.rank else part, part, op, rank)
+            for rank, part in enumerate(given)
+            if part.tensor.numel()
+        ]
+        return Staged(reductions)
+    return Staged(reduce_scatter_into(output, whole, op), _staging(whole, given, is_before=True))
 
 
 def reduce_scatter_into(output: Numbered, whole: Numbered, op: Any) -> list[Call]:
@@ -109,6 +120,18 @@ def scatter(output: Numbered, given: Sequence[Numbered], root: int) -> list[Call
 def message(kind: str, tensors: Sequence[Numbered], peer: int) -> list[Call]:
     """Tensors to a peer ("send") or from one ("recv")."""
     return _moving(kind, tensors, peer)
+
+
+def _whole(parts: Sequence[Numbered], memory: int) -> Numbered | None:
+    """Where parts of one length lie end to end: from the first on, or in `memory`; None for parts of other lengths."""
+    first = parts[0]
+    if any(part.tensor.numel() != first.tensor.numel() for part in parts):
+        return None
+    return first if lie_end_to_end([part.tensor for part in parts]) else Numbered(memory, first.tensor)
+
+
+def _staging(whole: Numbered, parts: Sequence[Numbered], *, is_before: bool) -> Staging | None:
+    return None if whole is parts[0] else Staging(tuple(part.number for part in parts), is_before)
 
 
 def lie_end_to_end(tensors: Tensors) -> bool:

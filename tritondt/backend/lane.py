@@ -75,7 +75,22 @@ class Lane:
         work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site, EXCHANGING)
 
     def _call(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives the calls to NCCL."""
+        """Gives the calls to NCCL, between the copies that they need."""
+        if not operation.stagings:
+            self._run(operation, tensors)
+            return
+        lists = [[tensors[number] for number in staging.tensors] for staging in operation.stagings]
+        with self._streams.on(self.stream), torch.no_grad():
+            memories = [_memory_of(parts) for parts in lists]
+            for staging, memory, parts in zip(operation.stagings, memories, lists, strict=True):
+                if staging.is_before:
+                    torch._foreach_copy_(_rows(memory, parts), parts)
+            self._run(operation, [*tensors, *memories])
+            for staging, memory, parts in zip(operation.stagings, memories, lists, strict=True):
+                if not staging.is_before:
+                    torch._foreach_copy_(parts, _rows(memory, parts))
+
+    def _run(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
         addresses = [tensor.data_ptr() for tensor in tensors]
         if operation.native is None:
             self._call_with_ops(operation, addresses)
@@ -119,3 +134,14 @@ class Lane:
         self.stream.synchronize()
         with self._turn:
             self._watched.close(WorldError(f"{self._member.name} was closed"))
+
+
+def _memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Memory in which tensors like these, which are alike, lie end to end."""
+    first = parts[0]
+    return torch.empty((len(parts), first.numel()), dtype=first.dtype, device=first.device)
+
+
+def _rows(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory's rows in the shapes of its tensors."""
+    return [row.view_as(part) for row, part in zip(memory, parts, strict=True)]

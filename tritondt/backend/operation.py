@@ -34,6 +34,16 @@ class Call(NamedTuple):
     peer: int = 0
 
 
+class Staging(NamedTuple):
+    """Tensors alike, by number, that NCCL finds end to end in memory of their own.
+
+    They are copied there before its calls, or from there after them. The memory's number follows those of the tensors.
+    """
+
+    tensors: tuple[int, ...]
+    is_before: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
     """Calls that travel together, on any tensors like those it was made for; equal on all ranks where its `text` is.
@@ -46,6 +56,7 @@ class Operation:
     calls: tuple[Call, ...]
     library: NcclLibrary
     results: slice = field(default_factory=lambda: ALL)
+    stagings: tuple[Staging, ...] = ()
     peers: tuple[int, ...] | None = None
     waits_on_host: bool = False
     source: int = -1  # where a message comes from
@@ -95,10 +106,14 @@ def merged(requests: Sequence[Request]) -> Request:
     """All of them as one: what torch calls coalesced. Its tensors are what is written, and then all of each."""
     operations = [request.operation for request in requests]
     results = [tensor for request in requests for tensor in request.results]
-    tensors, calls = list(results), list[Call]()
-    for request in requests:
-        calls += [_shifted(call, len(tensors)) for call in request.operation.calls]
-        tensors += request.tensors
+    tensors, calls, stagings = list(results), list[Call](), list[Staging]()
+    num_tensors = len(results) + sum(len(request.tensors) for request in requests)
+    for operation, own in requests:
+        memories = range(num_tensors + len(stagings), num_tensors + len(stagings) + len(operation.stagings))
+        numbers = [*range(len(tensors), len(tensors) + len(own)), *memories]
+        calls += [_renumbered(call, numbers) for call in operation.calls]
+        stagings += [Staging(tuple(numbers[each] for each in number), when) for number, when in operation.stagings]
+        tensors += own
     peers = {peer for operation in operations for peer in operation.peers or ()}
     is_of_all = any(operation.peers is None for operation in operations)
     made = Operation(
@@ -107,12 +122,13 @@ def merged(requests: Sequence[Request]) -> Request:
         tuple(calls),
         operations[0].library,
         slice(len(results)),
+        tuple(stagings),
         None if is_of_all else tuple(sorted(peers)),
     )
     return Request(made, tensors)
 
 
-def _shifted(call: Call, count: int) -> Call:
-    """The call where `count` tensors come before its own."""
-    source, target = (spot._replace(tensor=spot.tensor + count) for spot in (call.source, call.target))
+def _renumbered(call: Call, numbers: Sequence[int]) -> Call:
+    """The call where its tensors have other numbers."""
+    source, target = (spot._replace(tensor=numbers[spot.tensor]) for spot in (call.source, call.target))
     return call._replace(source=source, target=target)

@@ -95,18 +95,22 @@ class TritondtProcessGroup(Group):
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """The same for several tensors; `outputs` has a list for each rank here."""
-        lists = [list(each) for each in zip(*outputs, strict=True)]
-        return self._all_gather(lists, inputs, opts, lambda gloo: gloo.allgather_coalesced(outputs, inputs, opts))
+        lists = [list(each) for each in zip(*outputs, strict=False)]
+        return self._all_gather(
+            lists, inputs, opts, lambda gloo: gloo.allgather_coalesced(outputs, inputs, opts), list(map(len, outputs))
+        )
 
-    def _all_gather(self, lists: Lists, inputs: Tensors, opts: Any, over_gloo: Callable[[Any], Any]) -> Any:
+    def _all_gather(
+        self, lists: Lists, inputs: Tensors, opts: Any, over_gloo: Callable[[Any], Any], lengths: Sequence[int] = ()
+    ) -> Any:
         outputs = _flat(lists)
         return self._router.run(
-            ("all_gather", len(inputs), _shape(lists)),
+            ("all_gather", len(inputs), _shape(lists), *lengths),
             [*inputs, *outputs],
             opts,
             lambda: described("all_gather", outputs or inputs),
             over_gloo,
-            lambda on, text: on.all_gather(text, lists, inputs),
+            lambda on, text: on.all_gather(text, lists, inputs, lengths),
         )
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = ALL_GATHER) -> Any:
@@ -135,7 +139,7 @@ class TritondtProcessGroup(Group):
         op, given = opts.reduceOp, _flat(inputs)
         return self._router.run(
             key_of("reduce_scatter", op, len(outputs), _shape(inputs)),
-            [*given, *outputs],
+            [*outputs, *given],
             opts,
             lambda: described("reduce_scatter", given or outputs, op=op),
             lambda gloo: gloo.reduce_scatter(outputs, inputs, opts),
@@ -146,7 +150,7 @@ class TritondtProcessGroup(Group):
         op = opts.reduceOp
         return self._router.run(
             key_of("reduce_scatter_tensor", op),
-            (given, output),
+            (output, given),
             opts,
             lambda: described("reduce_scatter_tensor", [output], op=op),
             lambda gloo: gloo._reduce_scatter_base(output, given, opts),
@@ -157,8 +161,8 @@ class TritondtProcessGroup(Group):
         """The reduction of the ranks' tensors, an equal part of each to every rank."""
         op = opts.reduceOp
         return self._router.run(
-            key_of("reduce_scatter_tensor", op, len(inputs)),
-            [*inputs, *outputs],
+            key_of("reduce_scatter_tensor", op, len(outputs)),
+            [*outputs, *inputs],
             opts,
             lambda: described("reduce_scatter_tensor", outputs, op=op),
             lambda gloo: gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
@@ -200,7 +204,7 @@ class TritondtProcessGroup(Group):
         """Every rank's tensor, to the root's list."""
         root = opts.rootRank
         return self._router.run(
-            ("gather", root, len(inputs), _shape(outputs)),
+            ("gather", root, len(inputs), len(outputs)),
             [*inputs, *_flat(outputs)],
             opts,
             lambda: described("gather", inputs, root=root, is_even=False),
@@ -213,8 +217,8 @@ class TritondtProcessGroup(Group):
         """A tensor of the root's list to every rank."""
         root = opts.rootRank
         return self._router.run(
-            ("scatter", root, len(outputs), _shape(inputs)),
-            [*_flat(inputs), *outputs],
+            ("scatter", root, len(outputs), len(inputs)),
+            [*outputs, *_flat(inputs)],
             opts,
             lambda: described("scatter", outputs, root=root, is_even=False),
             lambda gloo: gloo.scatter(outputs, inputs, opts),

@@ -1,6 +1,6 @@
 """Collectives of torch.distributed as operations: what cannot be carried is refused here, before anything is sent."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,10 @@ from tritondt.backend.checks import (
     split_sizes,
 )
 from tritondt.backend.elements import op_name
-from tritondt.backend.operation import ALL, Call, Operation, Request
+from tritondt.backend.operation import ALL, Call, Operation, Request, Staging
 
-# Operations that are kept: those of a training step are far fewer.
-MAX_KEPT = 4096
+# Calls of NCCL in the operations that are kept, about 230 bytes each: those of a training step are far fewer.
+MAX_KEPT_CALLS = 65536
 
 Signature = tuple[Hashable, ...]
 
@@ -31,14 +31,33 @@ Signature = tuple[Hashable, ...]
 class Requests:
     """Those of one rank of a group, for tensors of a device.
 
-    The tensors of an operation are its inputs and then its outputs; where it works in place, what it works on.
+    The tensors of an operation are this rank's own, what it gives or is given, and then the others: inputs and then
+    outputs, but outputs and then inputs of what scatters; where it works in place, what it works on.
     """
 
     def __init__(self, place: Place, device: torch.device, library: NcclLibrary) -> None:
         self._place, self._device, self._library = place, device, library
         self._kept: dict[Signature, Operation] = {}
+        self._num_calls = 0
 
-    def signature(self, key: Hashable, tensors: Tensors) -> Signature | None:
+    def operation(
+        self,
+        key: Hashable | None,
+        tensors: Tensors,
+        describe: Callable[[], str],
+        make: Callable[["Requests", str], Operation],
+    ) -> Operation:
+        """What `make` gives, or gave before for this key and tensors alike; a key of None is no key."""
+        signature = None if key is None else self._signature(key, tensors)
+        if signature is None:
+            return make(self, describe())
+        found = self._kept.get(signature)
+        if found is None:
+            found = make(self, describe())
+            self._keep(signature, found)
+        return found
+
+    def _signature(self, key: Hashable, tensors: Tensors) -> Signature | None:
         """What tells an operation from all others; None where its tensors have to be looked at again each time."""
         parts, device = [key], self._device
         for tensor in tensors:
@@ -53,14 +72,11 @@ class Requests:
             parts += (tensor.numel(), tensor.dtype)
         return tuple(parts)
 
-    def kept(self, signature: Signature | None) -> Operation | None:
-        """The operation that was kept by this signature."""
-        return None if signature is None else self._kept.get(signature)
-
-    def keep(self, signature: Signature, operation: Operation) -> None:
-        """Has it there when the same is asked for again."""
-        if len(self._kept) >= MAX_KEPT:
+    def _keep(self, signature: Signature, operation: Operation) -> None:
+        self._num_calls += len(operation.calls) + 1
+        if self._num_calls > MAX_KEPT_CALLS:
             self._kept.clear()
+            self._num_calls = len(operation.calls) + 1
         self._kept[signature] = operation
 
     def all_reduce(self, text: str, tensors: Tensors, op: Any) -> Operation:
@@ -83,16 +99,24 @@ class Requests:
         made = [call for tensor in numbered(tensors) for call in calls.reduce(tensor, op, root)]
         return self._operation(text, made)
 
-    def all_gather(self, text: str, lists: Sequence[Tensors], given: Tensors) -> Operation:
-        """Every rank's tensor, to the list of each; the lists say how large the ranks' tensors are."""
+    def all_gather(self, text: str, lists: Sequence[Tensors], given: Tensors, lengths: Sequence[int] = ()) -> Operation:
+        """Every rank's tensor, to the list of each; the lists say how large the ranks' tensors are.
+
+        `lengths` are those of lists by rank, where these were given.
+        """
+        for length in lengths:
+            check_number(text, "outputs of one rank", length, len(given))
         check_number(text, "lists of outputs", len(lists), len(given))
-        made, first = [], len(given)
+        made, stagings, first = list[Call](), list[Staging](), len(given)
+        memory = len(given) + sum(map(len, lists))
         for outputs, own in zip(lists, numbered(given), strict=True):
             self._check_list(text, "outputs", outputs, own.tensor)
             check_sizes(text, "an input", own.tensor.numel(), outputs[self._place.rank].numel(), "this rank's output")
-            made += calls.all_gather(self._place, numbered(outputs, first), own)
+            found = calls.all_gather(self._place, numbered(outputs, first), own, memory + len(stagings))
+            made += found.calls
+            stagings += [] if found.staging is None else [found.staging]
             first += len(outputs)
-        return self._operation(text, made, slice(len(given), first))
+        return self._operation(text, made, slice(len(given), first), stagings)
 
     def all_gather_into(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
         """Every rank's tensor, end to end, to each; for each pair of tensors."""
@@ -108,25 +132,27 @@ class Requests:
         """The reduction of the ranks' lists, each tensor to its rank."""
         check_number(text, "lists of inputs", len(lists), len(outputs))
         _check_factor(text, outputs, op)
-        made, first = [], 0
-        num_given = sum(map(len, lists))
-        for output, given in zip(numbered(outputs, num_given), lists, strict=True):
+        made, stagings, first = list[Call](), list[Staging](), len(outputs)
+        memory = len(outputs) + sum(map(len, lists))
+        for output, given in zip(numbered(outputs), lists, strict=True):
             self._check_list(text, "inputs", given, output.tensor)
             check_sizes(text, "an output", output.tensor.numel(), given[self._place.rank].numel(), "this rank's input")
-            made += calls.reduce_scatter(self._place, output, numbered(given, first), op)
+            found = calls.reduce_scatter(self._place, output, numbered(given, first), op, memory + len(stagings))
+            made += found.calls
+            stagings += [] if found.staging is None else [found.staging]
             first += len(given)
-        return self._operation(text, made, slice(num_given, None))
+        return self._operation(text, made, slice(len(outputs)), stagings)
 
     def reduce_scatter_into(self, text: str, outputs: Tensors, given: Tensors, op: Any) -> Operation:
         """The reduction of the ranks' tensors, an equal part to each; for each pair of tensors."""
         self._check_pairs(text, outputs, given)
         _check_factor(text, outputs, op)
         made = []
-        for output, whole in zip(numbered(outputs, len(given)), numbered(given), strict=True):
+        for output, whole in zip(numbered(outputs), numbered(given, len(outputs)), strict=True):
             expected = output.tensor.numel() * self._place.size
             check_sizes(text, "an input", whole.tensor.numel(), expected, self._times(output.tensor))
             made += calls.reduce_scatter_into(output, whole, op)
-        return self._operation(text, made, slice(len(given), None))
+        return self._operation(text, made, slice(len(outputs)))
 
     def all_to_all(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
         """A tensor to every rank and one from every rank."""
@@ -168,8 +194,8 @@ class Requests:
         check_place(text, root, self._place.size)
         check_number(text, "outputs", len(outputs), 1)
         given = self._of_root(text, "inputs", lists, outputs[0], root)
-        made = calls.scatter(numbered(outputs, len(given))[0], numbered(given), root)
-        return self._operation(text, made, slice(len(given), None))
+        made = calls.scatter(numbered(outputs)[0], numbered(given, 1), root)
+        return self._operation(text, made, slice(1))
 
     def message(self, text: str, kind: str, tensors: Tensors, peer: int, number: int) -> Operation:
         """Tensors to a peer ("send") or from one ("recv"), by its `number` in the communicator that carries them."""
@@ -186,8 +212,10 @@ class Requests:
         made = calls.all_reduce(numbered([token]), dist.ReduceOp.SUM)
         return Request(Operation(text, tuple(made), self._library, slice(0), waits_on_host=True), [token])
 
-    def _operation(self, text: str, made: Sequence[Call], results: slice = ALL) -> Operation:
-        return Operation(text, tuple(made), self._library, results)
+    def _operation(
+        self, text: str, made: Sequence[Call], results: slice = ALL, stagings: Sequence[Staging] = ()
+    ) -> Operation:
+        return Operation(text, tuple(made), self._library, results, tuple(stagings))
 
     def _of_root(self, text: str, what: str, lists: Sequence[Tensors], own: torch.Tensor, root: int) -> Tensors:
         """The root's list; none elsewhere."""

@@ -114,7 +114,7 @@ class Router:
         over_nccl: Callable[[Requests, str], Operation],
         parts: Callable[[], Parts] = Parts,
     ) -> Any:
-        """The Work of an operation of all ranks on `tensors`, inputs first; the first one says where it runs.
+        """The Work of an operation of all ranks on `tensors`, this rank's own first, which say where it runs.
 
         Equal keys, and tensors alike, make equal operations, which are kept; None where they may not.
         """
@@ -127,26 +127,15 @@ class Router:
             if self._agreement is not None:
                 self._agree(f"{describe()} on cpu", parts, timeout_s)
             return over_gloo(self.over_gloo)
-        signature = None if key is None else side.requests.signature(key, tensors)
-        operation = side.requests.kept(signature)
-        if operation is None:
-            operation = self._made(side, describe(), over_nccl, timeout_s)
-            if signature is not None:
-                side.requests.keep(signature, operation)
+        try:
+            operation = side.requests.operation(key, tensors, describe, over_nccl)
+        except TritondtError as error:
+            self._agree(describe(), Parts, timeout_s, str(error))
+            side.refuse(error)
+            raise
         if self._agreement is not None:
             self._agree(f"{operation.text} on {device.type}", parts, timeout_s)
         return side.run(operation, tuple(tensors), timeout_s)  # the caller's list may change before it runs
-
-    def _made(
-        self, side: NcclSide, text: str, over_nccl: Callable[[Requests, str], Operation], timeout_s: float
-    ) -> Operation:
-        """A new operation; the others are told where it is refused."""
-        try:
-            return over_nccl(side.requests, text)
-        except TritondtError as error:
-            self._agree(text, Parts, timeout_s, str(error))
-            side.refuse(error)
-            raise
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, over_gloo: Callable[[Any], Any]) -> Any:
         """The Work of tensors to a place of the group ("send") or from one ("recv")."""
@@ -160,12 +149,9 @@ class Router:
         own = self.place.rank
         source, target = (own, peer) if kind == "send" else (peer, own)
         number = side.peer_of_message(source, target) if 0 <= peer < self.place.size else peer
-        signature = side.requests.signature((kind, peer, number), tensors)
-        operation = side.requests.kept(signature)
-        if operation is None:
-            operation = side.requests.message(describe(), kind, tensors, peer, number)
-            if signature is not None:
-                side.requests.keep(signature, operation)
+        operation = side.requests.operation(
+            (kind, peer, number), tensors, describe, lambda on, text: on.message(text, kind, tensors, peer, number)
+        )
         return side.send(Request(operation, tuple(tensors)), source, target, self._timeout_s)
 
     def _message_text(self, kind: str, tensors: Sequence[torch.Tensor], peer: int) -> str:

@@ -23,9 +23,10 @@ _PAUSE_S = 0.0005
 class NcclWork(Work):
     """An operation in a stream: waiting for it lets the calling thread's current stream wait, and not the host.
 
-    It keeps the tensors until somebody has waited for it or it has run, so that the allocator needs not be told. It is
-    also what its lane puts into the stream, and what is watched there (`InStream`): one object, for the host's time.
-    `site` is the line that asked; `ready` what the stream waits for where that is not the caller's stream as it is.
+    It keeps what it reads until somebody has waited for it or it has run, so that the allocator needs not be told, and
+    what it writes for whoever asks for its result. It is also what its lane puts into the stream, and what is watched
+    there (`InStream`): one object, for the host's time. `site` is the line that asked; `ready` what the stream waits
+    for where that is not the caller's stream as it is.
     """
 
     sequence, record, started = 0, -1, 0.0
@@ -36,7 +37,7 @@ class NcclWork(Work):
     _stream: Stream | None = None
     _event: Event | None = None
     _error: BaseException | None = None
-    _put: threading.Event | None = None  # where it may have to wait for its lane
+    _placed: threading.Event | None = None  # where it may have to wait for its lane
 
     def __init__(
         self,
@@ -65,19 +66,19 @@ class NcclWork(Work):
 
     def defer(self) -> None:
         """Notes that there is no lane yet; another thread will say when it was put into one, or why not."""
-        self.ready, self._put = self._streams.current().record_event(), threading.Event()
+        self.ready, self._placed = self._streams.current().record_event(), threading.Event()
 
     def was_put(self, stream: Stream) -> None:
         """Notes that `stream` has been given all of it, and no more so far."""
         self._stream, self._event = stream, stream.record_event()
-        if self._put is not None:
-            self._put.set()
+        if self._placed is not None:
+            self._placed.set()
 
     def fail(self, error: BaseException) -> None:
         """Notes why what is in the stream will not be right, or why nothing is."""
         self._error = self._error or error
-        if self._put is not None:
-            self._put.set()
+        if self._placed is not None:
+            self._placed.set()
 
     def is_over(self) -> bool:
         """Whether the stream has come past it, which lets go of its tensors."""
@@ -104,7 +105,7 @@ class NcclWork(Work):
         Raises what it failed with, and PeerError where it is not over within `timeout`.
         """
         limit_s = None if timeout is _AT_ALL or timeout <= _AT_ALL else timeout.total_seconds()
-        if self._put is not None and not self._put.wait(limit_s):
+        if self._placed is not None and not self._placed.wait(limit_s):
             raise self._overdue(timeout.total_seconds())
         if self._event is not None:
             if limit_s is not None or self.operation.waits_on_host:
@@ -140,8 +141,8 @@ class NcclWork(Work):
 
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of what is written."""
-        if self._put is not None:
-            self._put.wait()
+        if self._placed is not None:
+            self._placed.wait()
         if self._event is None:
             made: torch.futures.Future[Any] = torch.futures.Future()
             made.set_exception(self._error)

@@ -99,6 +99,7 @@ class NcclCommunicator(PackedCommunicator):
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
             converse()
             return
+        self._queue.mark_step()
         self._watched.reap()
         letters = receives.slices, sends.slices
         self._latest = operation = Exchanged(errand, self.sequence, letters, self._timeout_s)

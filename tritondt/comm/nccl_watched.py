@@ -94,7 +94,7 @@ class WatchedNccl:
         self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
         self._watch, self._recorder = member.watch, member.flight.recorder
         self._under_way: deque[InStream] = deque()
-        self._breaking = threading.Lock()
+        self._breaking, self._naming = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.native: NcclCommunicator = join_nccl(member, library, streams)
         self._watch.attend(self._waits)
@@ -122,26 +122,38 @@ class WatchedNccl:
         while under_way and under_way[0].is_over():
             found = under_way.popleft()
             if found.late is not None:
-                self._watch.end(found.late)
+                self._end(found, found.late)
             self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
 
     def _waits(self) -> list[Wait]:
         """What is in the stream still; called by the watch."""
         try:
-            return [self._as_late(found) for found in tuple(self._under_way) if not found.is_over()]
+            # A list: others put and reap meanwhile, and a tuple of so many could be interrupted by the collector.
+            under_way = [found for found in list(self._under_way) if not found.is_over()]
         except RuntimeError as error:  # the device does not answer any more
             self.give_up(error)
             return []
+        return [self._as_late(found) for found in under_way]
+
+    def _end(self, operation: InStream, late: "Late") -> None:
+        """The watch is done with it, and neither keeps the other: a cycle would keep its tensors for the collector."""
+        self._watch.end(late)
+        late.operation = operation.late = None
 
     def _as_late(self, found: InStream) -> Late:
-        if found.late is None:
-            member, terms, label = self._member, self._terms, self._recorder.label(found.text)
-            errand = Errand(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
-            late = Late(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
-            late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
-            late.limit, late.must, late.suspects = terms
-            late.operation, found.late = found, late
-        return found.late
+        with self._naming:  # the watch and whoever puts it there may come at once
+            if found.late is None:
+                found.late = self._late(found)
+            return found.late
+
+    def _late(self, found: InStream) -> Late:
+        member, label = self._member, self._recorder.label(found.text)
+        errand = Errand(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
+        late = Late(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
+        late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
+        late.limit, late.must, late.suspects = self._terms
+        late.operation = found
+        return late
 
     def refuse(self, sequence: int, error: BaseException) -> None:
         """Tells the others that this rank takes no part in operation `sequence`, and why."""
@@ -159,9 +171,9 @@ class WatchedNccl:
             return
         self._on_failure(error)
         label = self._recorder.label(f"{type(error).__name__}: {error}")
-        for found in tuple(self._under_way):
+        for found in list(self._under_way):
             if found.late is not None:
-                self._watch.end(found.late)
+                self._end(found, found.late)
             if not answered(found.is_over):
                 found.fail(error)
                 self._recorder.end(found.record, FAILED, label)

@@ -101,9 +101,7 @@ class StreamQueue(IssueQueue):
         finally:
             self._thread_id = None
         work.event = self.stream.record_event()
-        for ended in self._ending:
-            ended.event = work.event
-        self._ending.clear()
+        self._mark(work.event)
         if not self._streams.is_capturing():  # a graph's events cannot be asked for; who waits within it keeps the work
             self._under_way.append(work)
 
@@ -141,7 +139,7 @@ class StreamQueue(IssueQueue):
 
     def fail(self, error: BaseException) -> None:
         """Marks all that has not run as failed."""
-        for work in tuple(self._under_way):
+        for work in list(self._under_way):
             if not answered(work.is_completed):
                 work.fail(error)
                 self._failed = self._failed or work
@@ -162,6 +160,16 @@ class StreamQueue(IssueQueue):
             self._ending.append(ended)
         else:
             ended.event = self.stream.record_event()
+
+    def mark_step(self) -> None:
+        """What is put there next comes after the end of what was to end with the work."""
+        if self._ending:
+            self._mark(self.stream.record_event())
+
+    def _mark(self, event: Event) -> None:
+        for ended in self._ending:
+            ended.event = event
+        self._ending.clear()
 
     def joined(self) -> "Joined":
         """Operators within go to the stream, after those before; those after it wait for them."""

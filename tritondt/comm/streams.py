@@ -140,7 +140,10 @@ class CudaStreams:
         if self.is_capturing():  # an event of a graph is the graph's
             stream.wait_event(other.record_event())
             return
-        event = self._spare.pop() if self._spare else torch.cuda.Event()
+        try:
+            event = self._spare.pop()
+        except IndexError:
+            event = torch.cuda.Event()
         event.record(other)
         event.wait(stream)
         self._spare.append(event)

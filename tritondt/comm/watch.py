@@ -169,13 +169,17 @@ class Watch:
 
     def _run(self) -> None:
         while not self._closing.wait(self._pause_s()):
-            while not self._preparations.empty():
-                self._preparations.get()()
-            for find in tuple(self._sources):
-                self._waits.update((id(wait), wait) for wait in find())
-            for wait in tuple(self._waits.values()):
-                if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
-                    self._look(wait)
+            self._look_around()  # keeps no wait, and nothing that hangs on it, until the next look
+
+    def _look_around(self) -> None:
+        waits, sources = tuple(self._waits.values()), tuple(self._sources)
+        while not self._preparations.empty():
+            self._preparations.get()()
+        found = [wait for find in sources for wait in find()]
+        self._waits.update((id(wait), wait) for wait in found)
+        for wait in dict.fromkeys((*waits, *found)):
+            if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
+                self._look(wait)
 
     def _pause_s(self) -> float:
         """Until the next look: the interval, or less where a wait reaches its timeout before."""
