@@ -157,7 +157,7 @@ class NcclSide:
             self._failure = error
         if self._lane is not None:
             self._lane.fail(error)
-        for channel in tuple(self._channels.values()):
+        for channel in list(self._channels.values()):
             channel.fail(error)
 
     def abort(self) -> None:

@@ -172,7 +172,8 @@ class Watch:
             self._look_around()  # keeps no wait, and nothing that hangs on it, until the next look
 
     def _look_around(self) -> None:
-        waits, sources = tuple(self._waits.values()), tuple(self._sources)
+        # Lists: a tuple of more than 20 may be interrupted by the collector, and what is added meanwhile is an error.
+        waits, sources = list(self._waits.values()), list(self._sources)
         while not self._preparations.empty():
             self._preparations.get()()
         found = [wait for find in sources for wait in find()]
@@ -183,7 +184,7 @@ class Watch:
 
     def _pause_s(self) -> float:
         """Until the next look: the interval, or less where a wait reaches its timeout before."""
-        waits = [wait for wait in tuple(self._waits.values()) if wait.is_timed and wait.reason is None]
+        waits = [wait for wait in list(self._waits.values()) if wait.is_timed and wait.reason is None]
         ends = [wait.started + wait.timeout_s for wait in waits]
         return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
 
