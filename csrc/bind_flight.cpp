@@ -153,9 +153,9 @@ std::array<PyMethodDef, 5> methods = {{
      "site($self, /)\n--\n\nThe number of \"file:line (function)\" of the innermost Python frame "
      "that is not internal; -1 where there is none."},
     {"begin", plain(begin), METH_FASTCALL,
-     "begin($self, communicator, sequence, operation, fingerprint, site, state=0, "
-     "/)\n--\n\nRecords "
-     "an operation as issued now, or as that far already; the number names it in state and end."},
+     "begin($self, communicator, sequence, operation, fingerprint, site, state=0, /)\n--\n\n"
+     "Records an operation as issued now, or as that far already; the number names it in state and "
+     "end."},
     {"state", plain(state), METH_FASTCALL,
      "state($self, record, state, peer=-1, /)\n--\n\nHow far an operation is, and for which rank "
      "it "

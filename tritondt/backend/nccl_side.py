@@ -43,20 +43,21 @@ class NcclSide:
 
     def run(self, operation: Operation, tensors: Sequence[torch.Tensor], timeout_s: float) -> NcclWork | None:
         """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end."""
-        if self._failure is not None:
-            self._check_usable(operation.text)
+        self._check_usable(operation.text)
         if self._gathered is not None:
             self._gathered.append(Request(operation, tensors))
             return None
         return self._put(operation, tensors, timeout_s, self._lane_of_all())
 
-    def send(self, request: Request, source: int, target: int, timeout_s: float) -> NcclWork | None:
+    def send(
+        self, operation: Operation, tensors: Sequence[torch.Tensor], source: int, target: int, timeout_s: float
+    ) -> NcclWork | None:
         """The same with a message between two places of the group, of which this is one."""
-        self._check_usable(request.operation.text)
+        self._check_usable(operation.text)
         if self._gathered is not None:
-            self._gathered.append(request)
+            self._gathered.append(Request(operation, tensors))
             return None
-        return self._put(*request, timeout_s, self._channel(source, target))
+        return self._put(operation, tensors, timeout_s, self._channel(source, target))
 
     def peer_of_message(self, source: int, target: int) -> int:
         """What the other rank is called by the communicator that will carry a message between these places."""
@@ -89,8 +90,7 @@ class NcclSide:
         site = self._current_world().flight.recorder.site()
         work = NcclWork(operation, tensors, self._streams, self._told, site, timeout_s)
         into.put(work, tensors)
-        if self._failure is not None:  # at once: nobody need wait to be told
-            self._check_usable(operation.text)
+        self._check_usable(operation.text)  # at once: nobody need wait to be told
         return work
 
     def _told(self) -> None:

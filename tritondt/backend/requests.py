@@ -47,7 +47,7 @@ class Requests:
         describe: Callable[[], str],
         make: Callable[["Requests", str], Operation],
     ) -> Operation:
-        """What `make` gives, or gave before for this key and tensors alike; a key of None is no key."""
+        """What `make` gives, or gave before for this key and tensors alike; nothing is kept for a key of None."""
         signature = None if key is None else self._signature(key, tensors)
         if signature is None:
             return make(self, describe())

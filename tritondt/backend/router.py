@@ -15,7 +15,7 @@ from tritondt.backend.calls import Place
 from tritondt.backend.carriers import carriers
 from tritondt.backend.elements import text_of
 from tritondt.backend.nccl_side import NcclSide
-from tritondt.backend.operation import Operation, Request
+from tritondt.backend.operation import Operation
 from tritondt.backend.requests import Requests
 from tritondt.comm import world
 from tritondt.comm.store_home import StoreHome
@@ -124,17 +124,15 @@ class Router:
         device = tensors[0].device
         side, timeout_s = self.side(describe, device), self._timeout_s_of(options)
         if side is None:
-            if self._agreement is not None:
-                self._agree(f"{describe()} on cpu", parts, timeout_s)
+            self._agree(describe, device, parts, timeout_s)
             return over_gloo(self.over_gloo)
         try:
             operation = side.requests.operation(key, tensors, describe, over_nccl)
         except TritondtError as error:
-            self._agree(describe(), Parts, timeout_s, str(error))
+            self._agree(describe, None, Parts, timeout_s, str(error))
             side.refuse(error)
             raise
-        if self._agreement is not None:
-            self._agree(f"{operation.text} on {device.type}", parts, timeout_s)
+        self._agree(describe, device, parts, timeout_s)
         return side.run(operation, tuple(tensors), timeout_s)  # the caller's list may change before it runs
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, over_gloo: Callable[[Any], Any]) -> Any:
@@ -152,7 +150,7 @@ class Router:
         operation = side.requests.operation(
             (kind, peer, number), tensors, describe, lambda on, text: on.message(text, kind, tensors, peer, number)
         )
-        return side.send(Request(operation, tuple(tensors)), source, target, self._timeout_s)
+        return side.send(operation, tuple(tensors), source, target, self._timeout_s)
 
     def _message_text(self, kind: str, tensors: Sequence[torch.Tensor], peer: int) -> str:
         counts = " + ".join(str(tensor.numel()) for tensor in tensors)
@@ -163,15 +161,27 @@ class Router:
     def barrier(self, options: Any) -> Any:
         """The Work of a barrier, which lets the host wait."""
         device = getattr(options, "device", None) or CPU
-        side = self.side(lambda: "barrier", device)
-        timeout_s = self._timeout_s_of(options)
-        self._agree(f"barrier on {device.type}", Parts, timeout_s)
+
+        def describe() -> str:
+            return "barrier"
+
+        side, timeout_s = self.side(describe, device), self._timeout_s_of(options)
+        self._agree(describe, device, Parts, timeout_s)
         if side is None:
             return self.over_gloo.barrier(options)
-        return side.run(*side.requests.barrier("barrier"), timeout_s)
+        return side.run(*side.requests.barrier(describe()), timeout_s)
 
-    def _agree(self, text: str, parts: Callable[[], Parts], timeout_s: float, refusal: str = "") -> None:
+    def _agree(
+        self,
+        describe: Callable[[], str],
+        device: torch.device | None,
+        parts: Callable[[], Parts],
+        timeout_s: float,
+        refusal: str = "",
+    ) -> None:
+        """In debug mode, returns when all ranks have come to the same on such a device, or to a refusal (no device)."""
         if self._agreement is not None:
+            text = describe() if device is None else f"{describe()} on {device.type}"
             recorder = world.current().flight.recorder
             site = f", asked for at {recorder.site_text(recorder.site())}"
             self._agreement.check(text, site, parts(), timeout_s, refusal)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from tritondt.backend.operation import ALL, Operation
+from tritondt.backend.operation import Operation
 from tritondt.comm.nccl_watched import Late
 from tritondt.comm.packing import Slice
 from tritondt.comm.streams import Event, Stream, Streams
@@ -50,7 +50,7 @@ class NcclWork(Work):
     ) -> None:
         super().__init__()
         self.operation, self._held = operation, tensors
-        self._results = tensors if operation.results is ALL else tensors[operation.results]
+        self._results = tensors[operation.results]
         self._streams, self._seen = streams, seen
         self.site, self.timeout_s = site, timeout_s
 
@@ -104,7 +104,7 @@ class NcclWork(Work):
 
         Raises what it failed with, and PeerError where it is not over within `timeout`.
         """
-        limit_s = None if timeout is _AT_ALL or timeout <= _AT_ALL else timeout.total_seconds()
+        limit_s = timeout.total_seconds() if timeout > _AT_ALL else None
         if self._placed is not None and not self._placed.wait(limit_s):
             raise self._overdue(timeout.total_seconds())
         if self._event is not None:

@@ -27,27 +27,28 @@ class Exchanged:
     """An exchange in the stream, which has been given all of it when there is an `event`."""
 
     __slots__ = (
-        *("_errand", "event", "late", "letters", "received_bytes", "record", "sent_bytes", "sequence", "site"),
-        *("started", "timeout_s"),
+        "event",
+        "fingerprint",
+        "late",
+        "letters",
+        "received_bytes",
+        "record",
+        "sent_bytes",
+        "sequence",
+        "site",
+        "started",
+        "text",
+        "timeout_s",
     )
 
     def __init__(self, errand: Errand, sequence: int, letters: tuple[Sequence[Slice], ...], timeout_s: float) -> None:
-        self._errand, self.site, self.record = errand, errand.site, errand.record
+        self.text, self.fingerprint = errand.text, errand.fingerprint
+        self.site, self.record = errand.site, errand.record
         self.sequence, self.letters, self.timeout_s = sequence, letters, timeout_s
         self.started = time.monotonic()
         self.sent_bytes = self.received_bytes = 0
         self.event: Event | None = None
         self.late: Late | None = None
-
-    @property
-    def text(self) -> str:
-        """What it is called in messages."""
-        return self._errand.text
-
-    @property
-    def fingerprint(self) -> int:
-        """Equal on all ranks of one exchange."""
-        return self._errand.fingerprint
 
     def is_over(self) -> bool:
         """Whether the stream has come past it."""

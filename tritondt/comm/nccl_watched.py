@@ -94,7 +94,7 @@ class WatchedNccl:
         self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
         self._watch, self._recorder = member.watch, member.flight.recorder
         self._under_way: deque[InStream] = deque()
-        self._breaking, self._naming = threading.Lock(), threading.Lock()
+        self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.native: NcclCommunicator = join_nccl(member, library, streams)
         self._watch.attend(self._waits)
@@ -141,7 +141,7 @@ class WatchedNccl:
         late.operation = operation.late = None
 
     def _as_late(self, found: InStream) -> Late:
-        with self._naming:  # the watch and whoever puts it there may come at once
+        with self._making_late:  # the watch and whoever puts it there may come at once
             if found.late is None:
                 found.late = self._late(found)
             return found.late
