@@ -14,9 +14,8 @@ from queue import SimpleQueue
 import torch
 
 from tritondt import identity
-from tritondt.comm import reading
-from tritondt.comm.forked import ForkedError
-from tritondt.errors import WorldError
+from tritondt.comm import read_guard
+from tritondt.errors import ForkedError, WorldError
 
 Run = Callable[[], None]
 
@@ -186,14 +185,14 @@ class _Guarded:
     def __init__(self, work: Work, run: Run, sources: Sequence[torch.Tensor], *, are_there: bool) -> None:
         self._work, self._run, self._sources = work, run, sources
         self._versions = versions(sources) if are_there else None
-        self._addresses = reading.begin(sources, work.settle)
+        self._addresses = read_guard.begin(sources, work.settle)
 
     def __call__(self) -> None:
         found = versions(self._sources) if self._versions is None else self._versions
         try:
             self._run()
         finally:
-            reading.end(self._addresses, self._work.settle)
+            read_guard.end(self._addresses, self._work.settle)
         for source, version in zip(self._sources, found, strict=True):
             if version is not None and source._version != version:
                 raise WorldError(torn(source, self._work.description))

@@ -28,24 +28,23 @@ from tritondt import environment, identity
 from tritondt._C import Watchdog
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator
-from tritondt.comm.costs import default_costs
-from tritondt.comm.flight import Flight
-from tritondt.comm.gloo import GlooCommunicator
-from tritondt.comm.inherited import InheritedWorld
-from tritondt.comm.meeting import Meeting
-from tritondt.comm.membership import Membership
-from tritondt.comm.nccl import NcclCommunicator
-from tritondt.comm.nccl_library import nccl_library
+from tritondt.comm.forked import InheritedWorld
+from tritondt.comm.member import Membership
+from tritondt.comm.monitor.flight import Flight
+from tritondt.comm.monitor.watch import Watch
+from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
-from tritondt.comm.sockets import SocketCommunicator
-from tritondt.comm.store_home import StoreHome
-from tritondt.comm.store_line import StoreLine
-from tritondt.comm.streams import CudaStreams
-from tritondt.comm.watch import Watch
+from tritondt.comm.store.client import StoreLine
+from tritondt.comm.store.host import StoreHome
+from tritondt.comm.store.rendezvous import Meeting
+from tritondt.comm.transports.gloo import GlooCommunicator
+from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
-from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.planning.cost import CostTable
+from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 _MAX_NAMED = 16
 
@@ -339,3 +338,18 @@ def _end_all() -> None:
     for world in _worlds_of_process():
         registry.end(world.identity)
         world.abort()
+
+
+def default_costs(world_size: int) -> CostTable:
+    """The built-in prices, and those of the environment in place of them; WorldError where those are none."""
+    per_host, given = environment.ranks_per_host(), environment.costs()
+    table = CostTable(ranks_per_host=world_size if per_host is None else per_host)
+    if given is None:
+        return table
+    try:
+        return table.with_json(given)
+    except ValueError as error:
+        raise WorldError(
+            f"TRITONDT_COSTS={given!r} is set, but {error}; allowed are fields of tritondt.planning.cost.CostTable as "
+            'a JSON object, such as {"network": {"bandwidth": 1e8}}'
+        ) from error

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt.autograd import gradient_spec
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import MeshError
-from tritondt.local_spec import spec_of_local
-from tritondt.mesh import Mesh
-from tritondt.placement import Partial, Placement
-from tritondt.spec import DTensorSpec, TensorMeta
+from tritondt.redistribution.autograd import gradient_spec
+from tritondt.sharding.local_spec import spec_of_local
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 
 @lru_cache(maxsize=4096)

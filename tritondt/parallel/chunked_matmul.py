@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.autograd import redistribute
-from tritondt.chunked import chunked_gather, chunked_scatter, gather, scatter
 from tritondt.comm import registry, world
-from tritondt.execute import redistribute_local
-from tritondt.memory import allocate
-from tritondt.placement import Partial, Replicate
+from tritondt.kernels.memory import allocate
 from tritondt.planning.pipelining import Rows, merged, pace_of
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import redistribute
+from tritondt.redistribution.chunked import chunked_gather, chunked_scatter, gather, scatter
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.placement import Partial, Replicate
+from tritondt.sharding.spec import DTensorSpec
 
 Grads = tuple[torch.Tensor | None, ...]
 

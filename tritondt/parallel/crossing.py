@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.autograd import FromLocal, Redistribute, ToLocal, cotangent_spec, gradient_spec, redistribute
-from tritondt.dtensor import DTensor
-from tritondt.execute import redistribute_local
+from tritondt.dtensor.autograd import FromLocal, ToLocal
+from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import Entry, Exit
 from tritondt.parallel.gradients import add_when_backward_ends, can_wait
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import Redistribute, cotangent_spec, gradient_spec, redistribute
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.spec import DTensorSpec
 
 # Where a distributed tensor keeps the part that the layers share which take it in.
 _PART = "_tritondt_shared_part"

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import Entry, entry_of
 from tritondt.parallel.local_run import CutRun
-from tritondt.placement import Partial, Replicate
+from tritondt.sharding.placement import Partial, Replicate
 
 
 class ColumnEmbedding(CutRun):

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tritondt.autograd import gradient_spec
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import Entry, activation_spec, entry_of
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import CutRun, call_of
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
-from tritondt.placement import Partial, Placement, Replicate, Shard
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import gradient_spec
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec
 
 
 def _features(module: nn.Module) -> int:

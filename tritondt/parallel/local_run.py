@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh
 from tritondt.parallel.boundary import Entry, Exit, exit_of
 from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.parallel.graphs import outside_of_graphs
-from tritondt.placement import Partial, Placement, Shard
-from tritondt.spec import DTensorSpec
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement, Shard
+from tritondt.sharding.spec import DTensorSpec
 
 # What was found on entering and is needed on leaving, kept in the module while its forward runs.
 _CALL = "_tritondt_call"

@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from tritondt.autograd import redistribute
 from tritondt.comm import registry, world
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
 from tritondt.parallel.chunked_matmul import AllGatherMatmul, MatmulReduceScatter, Travel, rows_of
-from tritondt.placement import Partial, Shard
 from tritondt.planning.pipelining import best_shares
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import redistribute
+from tritondt.sharding.placement import Partial, Shard
+from tritondt.sharding.spec import DTensorSpec
 
 
 def all_gather_matmul(

@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh
 from tritondt.parallel.boundary import Entry, entry_of
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.weights import WeightStyle
-from tritondt.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 # Of torch's own layers those that treat every position of the sequence by itself.
 _BY_POSITION: tuple[type[nn.Module], ...] = (

@@ -1,0 +1,1 @@
+"""Triton kernels, their tables on the device, and what chooses their blocks."""
