@@ -14,8 +14,8 @@ from typing import Any
 
 from tritondt import identity
 from tritondt.comm import registry, world
-from tritondt.comm.monitor.flight import Errand
-from tritondt.comm.packing.messages import Letters
+from tritondt.comm.monitor.flight import ExchangeRecord
+from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.comm.work import Run
 
@@ -37,13 +37,15 @@ class DelayedCommunicator(SocketCommunicator):
 
     delay: Delay
 
-    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         """Sleeps, then carries."""
         time.sleep(self.delay.seconds(_bytes(sends), _bytes(receives)))
         super().carry(errand, receives, sends, pack, meanwhile)
 
 
-def _bytes(letters: Letters) -> int:
+def _bytes(letters: MessageBuffers) -> int:
     return sum(num_bytes for *_, num_bytes in letters.slices)
 
 

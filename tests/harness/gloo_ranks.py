@@ -253,7 +253,9 @@ def fork_ranks() -> None:
             os.environ["RANK"] = str(rank)
             served = (rank, orders, answers, preparation, backend)
             if fresh:
-                program = "import json, sys; from tests.harness import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"
+                program = (
+                    "import json, sys; from tests.harness import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"
+                )
                 os.execv(sys.executable, [sys.executable, "-c", program, json.dumps(served)])
             serve(*served)
             return

@@ -21,9 +21,9 @@ from tests.harness.gloo_ranks import GlooRanks
 from tritondt import identity
 from tritondt._C import NcclLibrary
 from tritondt.comm import registry, world
-from tritondt.comm.member import Membership
+from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
-from tritondt.process_group.stream import Carrier, carriers
+from tritondt.process_group.stream import NcclDevice, nccl_devices
 
 
 class FakeCapture:
@@ -229,7 +229,7 @@ def use_fake_nccl() -> None:
     fake = load(path)
     fake.set(FAKE_NCCL_PEER_LOSS="error")
 
-    def make(member: Membership) -> NcclCommunicator:
+    def make(member: ProcessContext) -> NcclCommunicator:
         return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake))
 
     world.transports["cpu"] = make
@@ -243,10 +243,10 @@ def use_fake_backend() -> None:
     fake.set(FAKE_NCCL_PEER_LOSS="error", FAKE_NCCL_MISMATCH="error")
     streams = fake_streams(fake)
 
-    def carrier(device: torch.device) -> Carrier:
-        return Carrier(NcclLibrary(str(path), None), streams)
+    def carrier(device: torch.device) -> NcclDevice:
+        return NcclDevice(NcclLibrary(str(path), None), streams)
 
-    carriers["cpu"] = carrier
+    nccl_devices["cpu"] = carrier
 
 
 def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:

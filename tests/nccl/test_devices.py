@@ -59,7 +59,9 @@ def test_fresh_ranks_are_processes_of_their_own() -> None:
     with GlooRanks(1, {"CHOSEN": "here"}, fresh=True) as ranks:
         assert ranks.run(what_a_rank_has) == [("here", 1.0)]
         programs = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2] for pid in ranks.pids]
-    assert programs == ["import json, sys; from tests.harness import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"]
+    assert programs == [
+        "import json, sys; from tests.harness import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"
+    ]
 
 
 class Started(dict[str, object]):

@@ -15,7 +15,7 @@ import tritondt as T
 from tests.harness.gloo_ranks import Failure, GlooRanks, UncaughtError
 from tests.harness.nccl_on_host import backend_ranks
 from tests.process_group.collectives import own
-from tritondt.process_group.stream import carriers
+from tritondt.process_group.stream import nccl_devices
 
 TIMEOUT_S = 3.0
 
@@ -199,7 +199,7 @@ _comparing: dict[str, Any] = {}
 def compare(rank: int, over: str) -> None:
     """Makes the group that compares."""
     os.environ["TRITONDT_DEBUG"] = "1"
-    carrier = carriers.pop("cpu", None) if over == "gloo" else None
+    carrier = nccl_devices.pop("cpu", None) if over == "gloo" else None
     _comparing["group"] = dist.new_group()
     _comparing["group"].set_timeout(timedelta(seconds=TIMEOUT_S))
     dist.all_reduce(torch.ones(1), group=_comparing["group"])
@@ -210,7 +210,7 @@ def compare(rank: int, over: str) -> None:
 
 def compare_no_more(rank: int) -> None:
     if "carrier" in _comparing:
-        carriers["cpu"] = _comparing.pop("carrier")
+        nccl_devices["cpu"] = _comparing.pop("carrier")
 
 
 @pytest.fixture(params=["nccl", "gloo"])

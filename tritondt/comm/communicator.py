@@ -88,12 +88,12 @@ class Communicator(Protocol):
         ...
 
     def issue(
-        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
+        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool = True
     ) -> Work:
         """Runs `run` in a thread of the communicator, after all that was issued before, and returns at once.
 
         `run` may call `exchange`; `sources` are what it reads, guarded until then; what was issued before fills
-        them unless `are_there`. Raises WorldError where another
+        them unless `sources_ready`. Raises WorldError where another
         thread issues at the same moment, and after a failure, with its cause.
         """
         ...

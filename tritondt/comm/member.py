@@ -12,7 +12,7 @@ from tritondt.comm.monitor.watch import Watch
 
 
 @dataclass(frozen=True)
-class Membership:
+class ProcessContext:
     """This rank's part in the communicator `name` of `ranks`, and whoever watches over it; no other has its `key`."""
 
     name: str
@@ -27,7 +27,7 @@ class Membership:
     watchdog: Watchdog
 
 
-class Member(Protocol):
+class CommunicatorContext(Protocol):
     """This rank's part in a communicator."""
 
     @property

@@ -29,15 +29,15 @@ from tritondt._C import Watchdog
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.forked import InheritedWorld
-from tritondt.comm.member import Membership
+from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.watch import Watch
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
-from tritondt.comm.store.client import StoreLine
-from tritondt.comm.store.host import StoreHome
-from tritondt.comm.store.rendezvous import Meeting
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.host import StoreHost
+from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports.gloo import GlooCommunicator
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
@@ -71,8 +71,8 @@ class ProcessWorld:
         self._timeout = environment.timeout()
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("tritondt", store)
-        self._home = StoreHome(store)
-        self._line = StoreLine(dist.PrefixStore("tritondt", store.clone()), self._home)
+        self._home = StoreHost(store)
+        self._line = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._home)
         self._watch = Watch(self._line, who.rank)
         environment.transport()  # what is not allowed is refused now, on all ranks
         self._compares = environment.compares()
@@ -80,7 +80,7 @@ class ProcessWorld:
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._parts: dict[str, Part] = {}
-        self._meetings: list[Meeting] = []
+        self._meetings: list[Rendezvous] = []
         self._making = threading.Lock()
         self._home.tell(self._store, who.rank)
         self.costs = self._agreed(default_costs(who.size))
@@ -121,15 +121,15 @@ class ProcessWorld:
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         return make(self.join(name, ranks, self._timeout))
 
-    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> Membership:
+    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
         """This rank's part in what `ranks` make together; returns when all have come, PeerError where some do not."""
         if self._closed:
             raise _ended()
-        meeting = Meeting(self._line, name, ranks, timeout.total_seconds())
+        meeting = Rendezvous(self._line, name, ranks, timeout.total_seconds())
         self._meetings.append(meeting)
         meeting.gather(self.identity.rank)
         self._line.call(self._home.ask, timeout.total_seconds())
-        return Membership(
+        return ProcessContext(
             name=name,
             key=meeting.key,
             ranks=ranks,
@@ -198,17 +198,17 @@ class ProcessWorld:
         """None: the next world of this process is made on first use."""
 
 
-def _on_cpu(member: Membership) -> Communicator:
+def _on_cpu(member: ProcessContext) -> Communicator:
     return GlooCommunicator(member) if environment.transport() == "gloo" else SocketCommunicator(member)
 
 
-def _on_gpu(member: Membership) -> Communicator:
+def _on_gpu(member: ProcessContext) -> Communicator:
     device = torch.device("cuda", torch.cuda.current_device())
     return NcclCommunicator(member, nccl_library(), CudaStreams(device))
 
 
 # What makes communicators, by the type of the devices that tensors are on.
-transports: dict[str, Callable[[Membership], Communicator]] = {"cpu": _on_cpu, "cuda": _on_gpu}
+transports: dict[str, Callable[[ProcessContext], Communicator]] = {"cpu": _on_cpu, "cuda": _on_gpu}
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:

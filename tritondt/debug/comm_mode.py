@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tritondt import events, identity
 from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor, dispatcher
-from tritondt.events import InputMoved, StepRan
+from tritondt.events import ImplicitRedistribution, StepRan
 from tritondt.sharding.placement import Placement, placements_text
 
 BACKWARD = "backward"
@@ -92,7 +92,7 @@ class CommDebugMode:
         self._rank = _rank()
         self._ends = [
             events.subscribe(self._step, StepRan),
-            events.subscribe(self._input, InputMoved),
+            events.subscribe(self._input, ImplicitRedistribution),
             register_module_forward_pre_hook(self._enter_module).remove,
         ]
         return self
@@ -127,7 +127,7 @@ class CommDebugMode:
         for counts in (self._by_module[self._place()], self._by_operator[ASKED if op is None else str(op)]):
             counts[f"{event.source} -> {event.target}"].add(event)
 
-    def _input(self, event: InputMoved) -> None:
+    def _input(self, event: ImplicitRedistribution) -> None:
         if _rank() == self._rank:
             self._implicit[event.op, f"{event.source} -> {event.target}"] += 1
 

@@ -6,7 +6,7 @@ import torch
 
 from tritondt.comm.packing.wire_dtype import Wire
 from tritondt.dtensor.compiled_call import Wrap
-from tritondt.dtensor.pending import moved
+from tritondt.dtensor.pending import redistribute_dtensor
 from tritondt.redistribution.autograd import check_linear, cotangent_spec, gradient_spec, mean_size
 from tritondt.sharding.spec import DTensorSpec
 
@@ -86,7 +86,9 @@ class Redistributed(torch.autograd.Function):
         """The tensor under `target`; under way, and so its gradient, with `async_op`."""
         ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire = distributed._spec, backward_dtype, async_op, wire
         ctx.set_materialize_grads(False)
-        return moved(distributed, wrap, target, async_op=async_op, wire_dtype=None if wire is None else wire.forward)
+        return redistribute_dtensor(
+            distributed, wrap, target, async_op=async_op, wire_dtype=None if wire is None else wire.forward
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:

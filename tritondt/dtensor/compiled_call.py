@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from tritondt.comm import read_guard
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
-from tritondt.redistribution.implicit import move_input
+from tritondt.redistribution.implicit import redistribute_input
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec
 
@@ -74,8 +74,8 @@ class Signature:
     ) -> None:
         self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
         self._refusal, self._admit = decision.refusal, admit
-        self._follow = follow if decision.follows else None
-        self._outputs, self._as_found = decision.output_spec, decision.as_found
+        self._follow = follow if decision.copies_view else None
+        self._outputs, self._data_dependent = decision.output_spec, decision.data_dependent
         self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
         self._moves = () if decision.input_specs is None else tuple(_moves(schema, decision.input_specs, written))
         # One list: of several results each may be missing, as the gradient of what needs none.
@@ -108,13 +108,13 @@ class Signature:
             local_kwargs = {name: self._moved(local_kwargs[name], moves, kwargs[name], away) for name in self._names}
         result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
         for own, moved, move in away:
-            own.copy_(move_input(self._op, moved, move.target, move.source))
+            own.copy_(redistribute_input(self._op, moved, move.target, move.source))
         if self._reshapes:
             return self._reshaped(result, args, kwargs)
         if self._gives_arguments:
             given = [_argument(args, kwargs, place, name) for place, name in self._returns]
             return given[0] if len(given) == 1 else tuple(given) if given else None
-        wrapped = self._whole(result) if self._as_found else self._wrapped(result, self._outputs)
+        wrapped = self._whole(result) if self._data_dependent else self._wrapped(result, self._outputs)
         return wrapped if self._follow is None else self._follow(wrapped, self._op, args, kwargs)
 
     def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
@@ -140,7 +140,7 @@ class Signature:
         move = next(moves)
         if move.source is move.target:
             return argument
-        moved = move_input(self._op, argument, move.source, move.target)
+        moved = redistribute_input(self._op, argument, move.source, move.target)
         if move.is_written:
             away.append((argument, moved, move))
         return moved

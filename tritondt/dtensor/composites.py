@@ -57,18 +57,18 @@ class _Kernel:
             left = keys & _BELOW
             # What is handed to Python has to come through the kernel that this one stands before.
             if left.highestPriorityTypeId() is DispatchKey.Python:
-                return self._taken_apart(args, kwargs)
+                return self._decompose(args, kwargs)
             return self._op.redispatch(left, *args, **kwargs)
         if self._reads:
             tensor, values, *rest = args
             args = tensor, values.full_tensor() if isinstance(values, self._class) else values, *rest  # type: ignore[attr-defined]
-            return self._taken_apart(args, kwargs)
+            return self._decompose(args, kwargs)
         if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
-            return self._taken_apart(args, kwargs)
+            return self._decompose(args, kwargs)
         with implicit_replication():
-            return self._distributed(self._taken_apart(args, kwargs), mesh)
+            return self._distributed(self._decompose(args, kwargs), mesh)
 
-    def _taken_apart(self, args: Any, kwargs: Any) -> Any:
+    def _decompose(self, args: Any, kwargs: Any) -> Any:
         """By torch's C++: its Python forms of some are for graphs."""
         return self._op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 

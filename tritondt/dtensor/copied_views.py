@@ -97,8 +97,8 @@ def following_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         # The writes are counted by whoever called; until then the copies are not to look whether they are.
         for view in copies:
             _bring_back(view, lambda it: wrap(slot.__get__(it), it._spec))
-        follows = not written and any(isinstance(item, made) for _, item in aliased)
-        return followed(result, op, args, given, is_alias=True) if follows else result
+        copies_view = not written and any(isinstance(item, made) for _, item in aliased)
+        return track_base(result, op, args, given, is_alias=True) if copies_view else result
 
     def settled(tensor: Any) -> torch.Tensor:
         """The tensor as it is now, which follows nothing."""
@@ -163,7 +163,7 @@ def versions(distributed: Any, local: torch.Tensor) -> Versions:
     return tuple(-1 if tensor.is_inference() else tensor._version for tensor in counted)
 
 
-def followed(
+def track_base(
     results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_alias: bool = False
 ) -> Any:
     """The results of a view of the first argument, made to follow it; `is_alias` where they share its memory.

@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from tritondt._C import make_call_splitter
 from tritondt.dtensor.compiled_call import Compiled, Follow, Signature, Wrap, WrapAll
 from tritondt.errors import MeshError, MixedTensorsError
-from tritondt.ops.propagation.fallback import decomposition_of, is_whole
+from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_replicated, as_replicated, implicit_replication
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
@@ -129,7 +129,7 @@ class Dispatcher:
                 return self._run_any(op, *self._all_distributed(args, kwargs))
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
-                result = _taken_apart(schema, args, kwargs)
+                result = _decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
             found = self._compile(schema)
@@ -204,7 +204,7 @@ class Dispatcher:
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
         runs_as_it_is = schema.mesh.coordinate is not None and not written
-        runs_as_it_is &= not decision.needs_redistribute and not decision.follows
+        runs_as_it_is &= not decision.needs_redistribute and not decision.copies_view
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             return local, decision.output_spec
         admit = self._propagator.fallback.admit
@@ -284,13 +284,13 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
     )
 
 
-def _taken_apart(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What an operator gives in terms of others; NotImplemented where nobody says how, or it is not needed."""
     # Plain tensors that come up on the way are made of shapes and numbers: no other came with the arguments.
     with implicit_replication():
         if _is_composite(schema.op):
             return _decomposed(schema.op, args, kwargs)
-        decomposition = None if is_whole(schema) else decomposition_of(schema.op)
+        decomposition = None if is_replicated(schema) else decomposition_of(schema.op)
         return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
 
 

@@ -12,7 +12,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError
 from tritondt.redistribution.agreement import check_agreed
 from tritondt.redistribution.run import redistribute_local
-from tritondt.redistribution.send import send_from
+from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, placements_code, placements_text
@@ -105,7 +105,7 @@ def _part(whole: torch.Tensor, target: DTensorSpec, sender: int | None) -> torch
     if whole.device.type != mesh.device_type:
         whole = whole.to(mesh.device_type)
     if sender is not None and len(mesh.ranks) > 1:
-        return send_from(whole, Layout((1,), (Replicate(),), target.shape), (sender,), target)
+        return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (sender,), target)
     meta = TensorMeta(target.shape, whole.stride(), whole.dtype)
     own = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
     if own.layout is target.layout:

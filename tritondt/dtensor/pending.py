@@ -13,7 +13,7 @@ import torch
 from tritondt.comm.work import Work
 from tritondt.dtensor.compiled_call import Wrap
 from tritondt.dtensor.copied_views import versions
-from tritondt.redistribution.run import issue_local, redistribute_local
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.spec import DTensorSpec
 
 _WORK = "_tritondt_work"
@@ -89,7 +89,7 @@ def _local_now(distributed: Any) -> torch.Tensor:
     return whole
 
 
-def moved(
+def redistribute_dtensor(
     distributed: Any,
     wrap: Wrap,
     target: DTensorSpec,
@@ -104,7 +104,7 @@ def moved(
     spec: DTensorSpec = distributed._spec
     if async_op:
         held = _local_now(distributed)
-        local, work = issue_local(held, spec, target, work_of(distributed), wire_dtype)
+        local, work = redistribute_local_async(held, spec, target, work_of(distributed), wire_dtype)
         made = wrap(local.view_as(local) if local is held else local, target)
         if work is not None:
             mark_pending(made, work)
@@ -130,14 +130,14 @@ class _Prefetched(dict[_Moved, tuple[tuple[int, int], torch.Tensor]]):
         return _Prefetched, ()
 
 
-def put_ahead(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> None:
+def issue_prefetch(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> None:
     """Issues the move to `target` for whoever asks for it next."""
     held = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
     key = target, wire_dtype
     now = versions(distributed, _local_now(distributed))
     if key in held and held[key][0] == now:
         return
-    held[key] = (now, moved(distributed, wrap, target, async_op=True, wire_dtype=wire_dtype))
+    held[key] = (now, redistribute_dtensor(distributed, wrap, target, async_op=True, wire_dtype=wire_dtype))
 
 
 def _taken(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:

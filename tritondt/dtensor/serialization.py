@@ -36,7 +36,7 @@ def spec_from(values: SpecValues, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(mesh, parse_placements(placements), TensorMeta(shape, stride, dtype), order)
 
 
-def loaded(
+def rebuild_dtensor(
     make: Callable[..., Any],
     local: torch.Tensor,
     values: SpecValues,

@@ -16,11 +16,11 @@ from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.copied_views import followed
+from tritondt.dtensor.copied_views import track_base
 from tritondt.dtensor.dispatch import Dispatcher
 from tritondt.dtensor.graph_ops import random_words_in_graph, redistribution_in_graph
-from tritondt.dtensor.pending import moved, put_ahead, work_of
-from tritondt.dtensor.serialization import loaded, spec_values
+from tritondt.dtensor.pending import issue_prefetch, redistribute_dtensor, work_of
+from tritondt.dtensor.serialization import rebuild_dtensor, spec_values
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops import propagator
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
@@ -156,7 +156,7 @@ class DTensor(torch.Tensor):
         if target is spec:
             return source
         forward = None if wire is None else wire.forward
-        return cast("DTensor", moved(source, _wrap, target, async_op=async_op, wire_dtype=forward))
+        return cast("DTensor", redistribute_dtensor(source, _wrap, target, async_op=async_op, wire_dtype=forward))
 
     @property
     def work(self) -> Work | None:
@@ -240,7 +240,7 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Keeps this rank's part and, as plain values, what it is a part of."""
         local, values = self._local_tensor.detach(), spec_values(self._spec)
-        return loaded, (type(self), local, values, self.requires_grad, dict(self.__dict__))
+        return rebuild_dtensor, (type(self), local, values, self.requires_grad, dict(self.__dict__))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
         """The names of the tensors within, and what else makes this tensor of them."""
@@ -319,8 +319,8 @@ _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local(
 
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
 # Saved files name the room, so that they load wherever the class stands; older ones name `tritondt.saving`.
-DTensor.__module__ = loaded.__module__ = "tritondt.dtensor"
-torch.serialization.add_safe_globals([DTensor, loaded, (loaded, "tritondt.saving.loaded")])
+DTensor.__module__ = rebuild_dtensor.__module__ = "tritondt.dtensor"
+torch.serialization.add_safe_globals([DTensor, rebuild_dtensor, (rebuild_dtensor, "tritondt.saving.loaded")])
 trace_with(redistribution_in_graph)
 trace_random_with(random_words_in_graph)
 # Optimizers and clip_grad_norm_ take their list operators for these classes.
@@ -343,7 +343,7 @@ def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec
 
 
 _construct_plain = partial(construct, DTensor, requires_grad=False)
-dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, followed, propagator)
+dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, track_base, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 let_composites_make_tensors(DTensor, _wrap)
@@ -368,4 +368,4 @@ def prefetch(
     target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
     if target is not tensor._spec:
         with torch.no_grad():
-            put_ahead(tensor, DTensor, target, narrower(target.dtype, wire_dtype))
+            issue_prefetch(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from tritondt.comm.monitor.comparison import Note, difference
-from tritondt.comm.store.client import StoreLine
+from tritondt.comm.store.client import StoreClient
 from tritondt.errors import MismatchError, PeerError
 from tritondt.process_group.operation import fingerprint_of
 
@@ -24,7 +24,7 @@ class Parts(NamedTuple):
 class Agreement:
     """One rank's side of the comparisons of a process group; `ranks` are those of the world."""
 
-    def __init__(self, line: StoreLine, ranks: Sequence[int], place: int) -> None:
+    def __init__(self, line: StoreClient, ranks: Sequence[int], place: int) -> None:
         self._line, self._ranks, self._place = line, tuple(ranks), place
         self._sequence = 0
 

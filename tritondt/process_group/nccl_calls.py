@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.process_group.naming import reduced
-from tritondt.process_group.operation import Call, Spot, Staging
+from tritondt.process_group.operation import Call, Staging, TensorOffset
 
 Tensors = Sequence[torch.Tensor]
 
@@ -23,9 +23,9 @@ class Numbered(NamedTuple):
     tensor: torch.Tensor
 
     @property
-    def spot(self) -> Spot:
+    def spot(self) -> TensorOffset:
         """Where it begins."""
-        return Spot(self.number)
+        return TensorOffset(self.number)
 
 
 def numbered(tensors: Tensors, first: int = 0) -> list[Numbered]:
@@ -33,7 +33,7 @@ def numbered(tensors: Tensors, first: int = 0) -> list[Numbered]:
     return [Numbered(number, tensor) for number, tensor in enumerate(tensors, first)]
 
 
-class Place(NamedTuple):
+class GroupRank(NamedTuple):
     """A rank of a group."""
 
     rank: int
@@ -62,7 +62,7 @@ class Staged(NamedTuple):
     staging: Staging | None = None
 
 
-def all_gather(place: Place, outputs: Sequence[Numbered], given: Numbered, memory: int) -> Staged:
+def all_gather(place: GroupRank, outputs: Sequence[Numbered], given: Numbered, memory: int) -> Staged:
     """Every rank's tensor, to all; `outputs` are of the sizes of the ranks' tensors, `memory` what would stage them."""
     whole = _whole(outputs, memory)
     if whole is None:
@@ -77,7 +77,7 @@ def all_gather_into(output: Numbered, given: Numbered) -> list[Call]:
     return [Call("all_gather", given.spot, output.spot, num_bytes)] if num_bytes else []
 
 
-def reduce_scatter(place: Place, output: Numbered, given: Sequence[Numbered], op: Any, memory: int) -> Staged:
+def reduce_scatter(place: GroupRank, output: Numbered, given: Sequence[Numbered], op: Any, memory: int) -> Staged:
     """The reduction of the ranks' lists, tensor by tensor, each to its rank; `memory` is what would stage them."""
     whole = _whole(given, memory)
     if whole is None:
@@ -159,7 +159,7 @@ def _parts(kind: str, given: Numbered, sizes: Sequence[int]) -> list[Call]:
     for peer, num_elements in enumerate(sizes):
         num_bytes = num_elements * given.tensor.element_size()
         if num_bytes:
-            spot = Spot(given.number, start)
+            spot = TensorOffset(given.number, start)
             calls.append(Call(kind, spot, spot, num_bytes, peer=peer))
         start += num_bytes
     return calls

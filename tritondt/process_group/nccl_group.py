@@ -11,29 +11,29 @@ from tritondt.comm import world
 from tritondt.comm.work import again
 from tritondt.comm.world import ProcessWorld
 from tritondt.errors import WorldError
-from tritondt.process_group.nccl_calls import Place
+from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.operation import Operation, Request, merged
-from tritondt.process_group.operations import Requests
-from tritondt.process_group.stream import Carrier, Channel, Lane
+from tritondt.process_group.operations import OperationCache
+from tritondt.process_group.stream import CollectiveStream, NcclDevice, P2PStream
 from tritondt.process_group.work import NcclWork
 
-Kept = TypeVar("Kept", Lane, Channel)
+Kept = TypeVar("Kept", CollectiveStream, P2PStream)
 
 
-class NcclSide:
+class NcclGroup:
     """One rank's end of it; `ranks` are those of the world, in the order of the group."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...], place: int, carrier: Carrier, timeout: timedelta) -> None:
+    def __init__(self, name: str, ranks: tuple[int, ...], place: int, carrier: NcclDevice, timeout: timedelta) -> None:
         self._name, self._ranks, self._place, self._carrier = name, ranks, place, carrier
         self._streams, self.timeout = carrier.streams, timeout
         self._making = threading.Lock()
         self._world: ProcessWorld | None = None
-        self._lane: Lane | None = None
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._lane: CollectiveStream | None = None
+        self._channels: dict[tuple[int, int], P2PStream] = {}
         self._failure: BaseException | None = None
         self._is_told = self._is_ended = False
         self._gathered: list[Request] | None = None
-        self.requests = Requests(Place(place, len(ranks)), self.device, carrier.library)
+        self.requests = OperationCache(GroupRank(place, len(ranks)), self.device, carrier.library)
 
     @property
     def device(self) -> torch.device:
@@ -84,7 +84,11 @@ class NcclSide:
         return self.run(*merged(gathered), self.timeout.total_seconds()) if gathered else None
 
     def _put(
-        self, operation: Operation, tensors: Sequence[torch.Tensor], timeout_s: float, into: Lane | Channel
+        self,
+        operation: Operation,
+        tensors: Sequence[torch.Tensor],
+        timeout_s: float,
+        into: CollectiveStream | P2PStream,
     ) -> NcclWork:
         site = self._current_world().flight.recorder.site()
         work = NcclWork(operation, tensors, self._streams, self._told, site, timeout_s)
@@ -124,14 +128,14 @@ class NcclSide:
             self._world = found
         return self._world
 
-    def _lane_of_all(self) -> Lane:
+    def _lane_of_all(self) -> CollectiveStream:
         found = self._lane
         if found is None or (self._world is not None and self._world.is_closed):
             with self._making:
                 found = self._lane = self._made(self._name, self._ranks)
         return found
 
-    def _channel(self, source: int, target: int) -> Channel:
+    def _channel(self, source: int, target: int) -> P2PStream:
         if self._world is not None and self._world.is_closed:
             self._begin_again()
         with self._making:
@@ -140,13 +144,13 @@ class NcclSide:
                 ends = (self._ranks[source], self._ranks[target])
                 name = f"{self._name}: {ends[0]} to {ends[1]}"
                 ranks = tuple(sorted(ends))
-                found = Channel(name, lambda: self._made(name, ranks), self._carrier.streams)
+                found = P2PStream(name, lambda: self._made(name, ranks), self._carrier.streams)
                 self._channels[source, target] = found
         return found
 
-    def _made(self, name: str, ranks: tuple[int, ...]) -> Lane:
+    def _made(self, name: str, ranks: tuple[int, ...]) -> CollectiveStream:
         within = self._current_world()
-        made = Lane(within.join(name, ranks, self.timeout), self._carrier, self._fail)
+        made = CollectiveStream(within.join(name, ranks, self.timeout), self._carrier, self._fail)
         within.keep(name, made)
         return made
 

@@ -15,7 +15,7 @@ from tritondt.process_group.naming import PreMulSum
 ALL = slice(None)
 
 
-class Spot(NamedTuple):
+class TensorOffset(NamedTuple):
     """Where a call reads or writes: bytes from the beginning of a tensor, which is named by its number."""
 
     tensor: int
@@ -26,8 +26,8 @@ class Call(NamedTuple):
     """One call of NCCL; see `NcclCalls`. `op` may be one that is to be made first."""
 
     kind: str
-    source: Spot
-    target: Spot
+    source: TensorOffset
+    target: TensorOffset
     num_elements: int
     dtype: str = "uint8"
     op: str | PreMulSum = "sum"

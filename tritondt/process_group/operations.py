@@ -19,7 +19,7 @@ from tritondt.process_group.checks import (
     split_sizes,
 )
 from tritondt.process_group.naming import op_name
-from tritondt.process_group.nccl_calls import Place, Tensors, numbered
+from tritondt.process_group.nccl_calls import GroupRank, Tensors, numbered
 from tritondt.process_group.operation import ALL, Call, Operation, Request, Staging
 
 # Calls of NCCL in the operations that are kept, about 230 bytes each: those of a training step are far fewer.
@@ -28,14 +28,14 @@ MAX_KEPT_CALLS = 65536
 Signature = tuple[Hashable, ...]
 
 
-class Requests:
+class OperationCache:
     """Those of one rank of a group, for tensors of a device.
 
     The tensors of an operation are this rank's own, what it gives or is given, and then the others: inputs and then
     outputs, but outputs and then inputs of what scatters; where it works in place, what it works on.
     """
 
-    def __init__(self, place: Place, device: torch.device, library: NcclLibrary) -> None:
+    def __init__(self, place: GroupRank, device: torch.device, library: NcclLibrary) -> None:
         self._place, self._device, self._library = place, device, library
         self._kept: dict[Signature, Operation] = {}
         self._num_calls = 0
@@ -45,7 +45,7 @@ class Requests:
         key: Hashable | None,
         tensors: Tensors,
         describe: Callable[[], str],
-        make: Callable[["Requests", str], Operation],
+        make: Callable[["OperationCache", str], Operation],
     ) -> Operation:
         """What `make` gives, or gave before for this key and tensors alike; nothing is kept for a key of None."""
         signature = None if key is None else self._signature(key, tensors)

@@ -11,16 +11,16 @@ import torch.distributed as dist
 
 from tritondt import environment
 from tritondt.comm import world
-from tritondt.comm.store.client import StoreLine
-from tritondt.comm.store.host import StoreHome
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.host import StoreHost
 from tritondt.errors import TransportError, TritondtError, WorldError
 from tritondt.process_group.debug_compare import Agreement, Parts
 from tritondt.process_group.naming import text_of
-from tritondt.process_group.nccl_calls import Place
-from tritondt.process_group.nccl_group import NcclSide
+from tritondt.process_group.nccl_calls import GroupRank
+from tritondt.process_group.nccl_group import NcclGroup
 from tritondt.process_group.operation import Operation
-from tritondt.process_group.operations import Requests
-from tritondt.process_group.stream import carriers
+from tritondt.process_group.operations import OperationCache
+from tritondt.process_group.stream import nccl_devices
 
 CPU = torch.device("cpu")
 _AT_ALL = timedelta(0)  # torch's options say this or less where the group's timeout is meant
@@ -57,7 +57,7 @@ class Router:
 
     def __init__(self, options: Any, kinds: Callable[[], tuple[str, ...]]) -> None:
         rank, size = options.group_rank, options.group_size
-        self.place, self.timeout = Place(rank, size), options.timeout
+        self.place, self.timeout = GroupRank(rank, size), options.timeout
         self._timeout_s = self.timeout.total_seconds()
         self.ranks = tuple(options.global_ranks_in_group) or tuple(range(size))
         self.group_id, self.num_operations = options.group_id, 0
@@ -70,16 +70,16 @@ class Router:
         self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
         self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
-        self._sides: dict[str, NcclSide] = {}
+        self._sides: dict[str, NcclGroup] = {}
         self._num_forks, self._is_ended = _num_forks, False
-        self._line: StoreLine | None = None
+        self._line: StoreClient | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
             debug_store = dist.PrefixStore(f"tritondt/debug/{making}", options.store.clone())
-            self._line = StoreLine(debug_store, StoreHome(options.store))
+            self._line = StoreClient(debug_store, StoreHost(options.store))
             self._agreement = Agreement(self._line, self.ranks, rank)
 
-    def side(self, describe: Callable[[], str], device: torch.device) -> NcclSide | None:
+    def side(self, describe: Callable[[], str], device: torch.device) -> NcclGroup | None:
         """What carries tensors on such a device by NCCL; None for Gloo."""
         kind = device.type
         if self._num_forks != _num_forks:
@@ -97,10 +97,10 @@ class Router:
             raise TransportError(
                 f"{describe()} was given a tensor on {device}; {self.name} was made for {' and '.join(kinds)}"
             )
-        if kind not in carriers:
+        if kind not in nccl_devices:
             return None
-        carrier = carriers[kind](device)
-        found = NcclSide(f"{self.name} on {kind}", self.ranks, self.place.rank, carrier, self.timeout)
+        carrier = nccl_devices[kind](device)
+        found = NcclGroup(f"{self.name} on {kind}", self.ranks, self.place.rank, carrier, self.timeout)
         self._sides[kind] = found
         return found
 
@@ -111,7 +111,7 @@ class Router:
         options: Any,
         describe: Callable[[], str],
         over_gloo: Callable[[Any], Any],
-        over_nccl: Callable[[Requests, str], Operation],
+        over_nccl: Callable[[OperationCache, str], Operation],
         parts: Callable[[], Parts] = Parts,
     ) -> Any:
         """The Work of an operation of all ranks on `tensors`, this rank's own first, which say where it runs.

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from tritondt._C import NcclLibrary
-from tritondt.comm.member import Membership
+from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams, Streams
-from tritondt.comm.nccl.watched import Terms, WatchedNccl
+from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.errors import PeerError, WorldError
 from tritondt.process_group.naming import PreMulSum
 from tritondt.process_group.operation import Operation
@@ -25,23 +25,25 @@ _LIMIT = "the process group's"
 _MUST = "call the same operations with the same sizes in the same order"
 
 
-class Carrier(NamedTuple):
+class NcclDevice(NamedTuple):
     """What carries tensors of a device: a library of NCCL, and the device's streams."""
 
     library: NcclLibrary
     streams: Streams
 
 
-class Lane:
+class CollectiveStream:
     """One rank's end of it; made by all ranks of `member` together. `on_failure` is told why nothing runs any more."""
 
-    def __init__(self, member: Membership, carrier: Carrier, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, member: ProcessContext, carrier: NcclDevice, on_failure: Callable[[BaseException], None]
+    ) -> None:
         self._member, self._streams = member, carrier.streams
         self._recorder = member.flight.recorder
         self._label = self._recorder.label(member.name)
         others = tuple(rank for rank in member.ranks if rank != member.rank)
-        terms = Terms(_LIMIT, _MUST, others)
-        self._watched = WatchedNccl(member, carrier.library, carrier.streams, on_failure, terms)
+        terms = TimeoutPolicy(_LIMIT, _MUST, others)
+        self._watched = MonitoredNccl(member, carrier.library, carrier.streams, on_failure, terms)
         self.stream = carrier.streams.make()
         self.sequence = 0
         self._turn = threading.Lock()
@@ -148,14 +150,14 @@ def _rows(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Ten
     return [row.view_as(part) for row, part in zip(memory, parts, strict=True)]
 
 
-class Channel:
+class P2PStream:
     """This rank's end of it."""
 
-    def __init__(self, name: str, make: Callable[[], Lane], streams: Streams) -> None:
+    def __init__(self, name: str, make: Callable[[], CollectiveStream], streams: Streams) -> None:
         self._name, self._make, self._streams = name, make, streams
         self._changing = threading.RLock()  # what fails while it is put ends its channel
         self._waiting: list[tuple[NcclWork, Sequence[torch.Tensor]]] = []
-        self._lane: Lane | None = None
+        self._lane: CollectiveStream | None = None
         self._is_connecting = False
         self._failure: BaseException | None = None
 
@@ -207,9 +209,9 @@ class Channel:
             self._lane.close()
 
 
-def _of_gpu(device: torch.device) -> Carrier:
-    return Carrier(nccl_library(), CudaStreams(device))
+def _of_gpu(device: torch.device) -> NcclDevice:
+    return NcclDevice(nccl_library(), CudaStreams(device))
 
 
 # By the type of device; tensors on others go over Gloo.
-carriers: dict[str, Callable[[torch.device], Carrier]] = {"cuda": _of_gpu}
+nccl_devices: dict[str, Callable[[torch.device], NcclDevice]] = {"cuda": _of_gpu}

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from tritondt.comm.nccl.streams import Event, Stream, Streams
-from tritondt.comm.nccl.watched import Late
+from tritondt.comm.nccl.watched import OverdueWait
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
@@ -25,14 +25,14 @@ class NcclWork(Work):
 
     It keeps what it reads until somebody has waited for it or it has run, so that the allocator needs not be told, and
     what it writes for whoever asks for its result. It is also what its lane puts into the stream, and what is watched
-    there (`InStream`): one object, for the host's time. `site` is the line that asked; `ready` what the stream waits
+    there (`InFlight`): one object, for the host's time. `site` is the line that asked; `ready` what the stream waits
     for where that is not the caller's stream as it is.
     """
 
     sequence, record, started = 0, -1, 0.0
     letters: tuple[Sequence[Slice], ...] = ()
     sent_bytes = received_bytes = 0
-    late: Late | None = None
+    late: OverdueWait | None = None
     ready: Event | None = None
     _stream: Stream | None = None
     _event: Event | None = None

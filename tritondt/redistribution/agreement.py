@@ -9,7 +9,7 @@ import torch
 
 from tritondt.errors import MismatchError
 from tritondt.redistribution.run import redistribute_local
-from tritondt.redistribution.send import send_from
+from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -87,7 +87,7 @@ def _from_first_replica(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         shape,
         [cut.index(axis) for axis in order if axis in cut] or None,
     )
-    return send_from(local.unsqueeze(0), source, tuple(positions), target, in_place=True).squeeze(0)
+    return distribute_from(local.unsqueeze(0), source, tuple(positions), target, in_place=True).squeeze(0)
 
 
 def _below_terms(placement: Placement) -> Placement:

@@ -24,7 +24,7 @@ from tritondt.planning.chunks import by_distance, in_pieces
 from tritondt.planning.exchange import Exchange, Part
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, joint_boxes, message_block
-from tritondt.redistribution.compile import Runnable, compiled
+from tritondt.redistribution.compile import CompiledStep, compile_plan
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -77,7 +77,7 @@ def chunked_gather(
     device: torch.device,
 ) -> Chunked | None:
     """From Shard to Replicate on a mesh of one axis; None where that is no single exchange."""
-    found = _divided(compiled(source, target, strides, device, None).steps, source, shares)
+    found = _divided(compile_plan(source, target, strides, device, None).steps, source, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -93,7 +93,7 @@ def chunked_scatter(
     source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...], device: torch.device
 ) -> Chunked | None:
     """From Partial to Shard on a mesh of one axis, the farthest first; None where that is no single exchange."""
-    program = compiled(source, target, source.tensor_meta.stride, device, None)
+    program = compile_plan(source, target, source.tensor_meta.stride, device, None)
     found = _divided(program.steps, target, shares)
     if found is None:
         return None
@@ -114,7 +114,7 @@ def chunked_scatter(
 
 
 def _divided(
-    steps: Sequence[Runnable], cut: DTensorSpec, shares: tuple[int, ...]
+    steps: Sequence[CompiledStep], cut: DTensorSpec, shares: tuple[int, ...]
 ) -> tuple[Chunked, Transfer, list[Exchange]] | None:
     """The step without chunks, its transfer, and the exchanges of those: distance by distance, piece by piece."""
     if len(steps) != 1 or steps[0].communicator is None or steps[0].transfer is None:

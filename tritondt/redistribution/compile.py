@@ -29,7 +29,7 @@ from tritondt.sharding.spec import DTensorSpec
 _MAX_COUNTED = 1024
 
 
-class Runnable(NamedTuple):
+class CompiledStep(NamedTuple):
     """A step with all that does not change from call to call.
 
     `target_shape` is what a step allocates: the local tensor, or for a reduction into flat pieces the whole
@@ -53,13 +53,13 @@ class _Start(NamedTuple):
     wire_dtype: torch.dtype | None
 
 
-class Program(NamedTuple):
+class CompiledPlan(NamedTuple):
     """The steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
 
     `last` is the step that allocates the result: one that gathers writes into the tensor of the step before.
     """
 
-    steps: tuple[Runnable, ...]
+    steps: tuple[CompiledStep, ...]
     communicator: Communicator | None
     last: int
     description: str
@@ -117,13 +117,13 @@ def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
 
 
 @lru_cache(maxsize=4096)
-def compiled(
+def compile_plan(
     source: DTensorSpec,
     target: DTensorSpec,
     strides: tuple[int, ...],
     device: torch.device,
     wire_dtype: torch.dtype | None,
-) -> Program:
+) -> CompiledPlan:
     """What this rank runs for a pair of specs and a local tensor of these strides on this device.
 
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
@@ -138,7 +138,7 @@ def compiled(
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
-    return Program(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
+    return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
 
 def _runnable(
@@ -148,12 +148,12 @@ def _runnable(
     spec: DTensorSpec,
     start: _Start,
     communicator: Communicator | None,
-) -> Runnable:
+) -> CompiledStep:
     coordinate = spec.coordinate
     assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
     shape = step.target_layout.local_shape(coordinate)
     if step.kind == "scale":
-        return Runnable(step, None, None, None, shape, None, None)
+        return CompiledStep(step, None, None, None, shape, None, None)
     found, moves = step.exchange(coordinate), bool(step.moving_axes)
     wire_dtype = start.wire_dtype if moves else None
     if step.kind == "gather" and wire_dtype is None:
@@ -172,7 +172,7 @@ def _runnable(
         device=start.device,
         wire_dtype=wire_dtype,
     )
-    return Runnable(
+    return CompiledStep(
         step,
         transfer,
         communicator if moves else None,
@@ -218,4 +218,4 @@ def identity_element(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
     return limits.min if op == "max" else limits.max
 
 
-registry.on_end(compiled.cache_clear)
+registry.on_end(compile_plan.cache_clear)

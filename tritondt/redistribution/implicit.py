@@ -20,7 +20,7 @@ _logger = logging.getLogger("tritondt.moves")
 _refused: ContextVar[bool] = ContextVar("refuse implicit redistribution", default=False)
 
 
-def move_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """The local tensor of an argument of `op` where the operator needs it.
 
     ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. With TRITONDT_LOG=1 each
@@ -35,7 +35,7 @@ def move_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target:
                 f"rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
             )
     if events.enabled():
-        events.emit(events.InputMoved(str(op), str(source), str(target), source.shape))
+        events.emit(events.ImplicitRedistribution(str(op), str(source), str(target), source.shape))
     if environment.logs():
         _log(op, source, target)
     return redistribute_local(local, source, target)

@@ -18,7 +18,7 @@ from tritondt.comm.communicator import Communicator, Traffic
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, TransportError
 from tritondt.kernels.memory import allocate
-from tritondt.redistribution.compile import Runnable, compiled, plan_for
+from tritondt.redistribution.compile import CompiledStep, compile_plan, plan_for
 from tritondt.sharding.spec import DTensorSpec
 
 
@@ -39,7 +39,7 @@ def redistribute_local(
     if not has_memory(local):
         return _traced(local, source, target, wire_dtype)
     local = _with_memory(local)
-    steps, communicator, _, description = compiled(source, target, local.stride(), local.device, wire_dtype)
+    steps, communicator, _, description = compile_plan(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
         return _run_step(steps[0], local, local)[0]
     if communicator is None:
@@ -49,7 +49,7 @@ def redistribute_local(
     return result[0]
 
 
-def issue_local(
+def redistribute_local_async(
     local: torch.Tensor,
     source: DTensorSpec,
     target: DTensorSpec,
@@ -66,7 +66,7 @@ def issue_local(
             before.wait()
         return redistribute_local(local, source, target, wire_dtype), None
     held = _with_memory(local)
-    steps, communicator, last, description = compiled(source, target, held.stride(), held.device, wire_dtype)
+    steps, communicator, last, description = compile_plan(source, target, held.stride(), held.device, wire_dtype)
     if communicator is None:
         if before is not None:
             before.wait()
@@ -79,7 +79,7 @@ def issue_local(
         for place, step in enumerate(steps):
             current, around = _step(step, current, around, whole if place == last else None)
 
-    return whole, communicator.issue(run, description, (held,), are_there=before is None)
+    return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
 
 
 def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
@@ -95,7 +95,7 @@ def _with_memory(local: torch.Tensor) -> torch.Tensor:
     return local.resolve_conj().resolve_neg() if local.is_conj() or local.is_neg() else local
 
 
-def _run_steps(steps: Sequence[Runnable], local: torch.Tensor) -> torch.Tensor:
+def _run_steps(steps: Sequence[CompiledStep], local: torch.Tensor) -> torch.Tensor:
     whole = current = local
     for step in steps:
         current, whole = _run_step(step, current, whole)
@@ -148,7 +148,7 @@ def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
 
 
 def _step(
-    runnable: Runnable, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
+    runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise.
 
@@ -175,7 +175,9 @@ def _step(
     return target, whole
 
 
-def _traced_step(runnable: Runnable, current: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _traced_step(
+    runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a step and tells what it moved and how long it took."""
     traffic = None if runnable.communicator is None else replace(runnable.communicator.traffic)
     started = time.perf_counter()
@@ -196,11 +198,11 @@ def _traced_step(runnable: Runnable, current: torch.Tensor, whole: torch.Tensor)
     return result
 
 
-def _tell_nobody(steps: Sequence[Runnable], communicator: Communicator) -> None:
+def _tell_nobody(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
     """What is issued while nobody listens."""
 
 
-def _tell_issued(steps: Sequence[Runnable], communicator: Communicator) -> None:
+def _tell_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
     """Tells what issued steps will move; how long they take is not known yet, and told as 0."""
     for runnable in steps:
         step = runnable.step
@@ -213,7 +215,7 @@ def _tell_issued(steps: Sequence[Runnable], communicator: Communicator) -> None:
         )
 
 
-_run_step: Callable[[Runnable, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _step
+_run_step: Callable[[CompiledStep, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _step
 _tell = _tell_nobody
 
 

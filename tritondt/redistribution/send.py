@@ -30,7 +30,7 @@ class _Sending(NamedTuple):
     fill: float | int | bool | None
 
 
-def send_from(
+def distribute_from(
     local: torch.Tensor, source: Layout, positions: tuple[int, ...], target: DTensorSpec, *, in_place: bool = False
 ) -> torch.Tensor:
     """This rank's part under `target` of the tensor that the ranks at `positions` of its mesh hold as `source` says.

@@ -14,11 +14,11 @@ import torch
 
 from tritondt._C import NcclLibrary
 from tritondt.comm import world
-from tritondt.comm.member import Membership
+from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.kernels.gpu import copy_boxes, reduce_slots
 from tritondt.kernels.tables import TritonMaker, made_by
-from tritondt.process_group.stream import Carrier, carriers
+from tritondt.process_group.stream import NcclDevice, nccl_devices
 
 _REPOSITORY = Path(__file__).parents[3]
 
@@ -122,14 +122,14 @@ def _launch(*arguments: object) -> None: ...
 def carried_by_nothing() -> Iterator[None]:
     """Within, this process's tensors on the CPU go by NCCL, in our transport and our backend, and nothing moves."""
     library, before = NcclLibrary(str(build()), None), dict(world.transports)
-    carriers_before = dict(carriers)
+    carriers_before = dict(nccl_devices)
     kernels = copy_boxes.copy_kernel, reduce_slots.reduce_kernel
 
-    def make(member: Membership) -> NcclCommunicator:
+    def make(member: ProcessContext) -> NcclCommunicator:
         return NcclCommunicator(member, library, NoOpStreams())
 
     world.transports["cpu"] = make
-    carriers["cpu"] = lambda device: Carrier(library, NoOpStreams())
+    nccl_devices["cpu"] = lambda device: NcclDevice(library, NoOpStreams())
     copy_boxes.copy_kernel = reduce_slots.reduce_kernel = NoOpKernel()
     try:
         with made_by(TritonMaker(), "cpu"):
@@ -137,5 +137,5 @@ def carried_by_nothing() -> Iterator[None]:
     finally:
         copy_boxes.copy_kernel, reduce_slots.reduce_kernel = kernels
         world.transports.update(before)
-        carriers.clear()
-        carriers.update(carriers_before)
+        nccl_devices.clear()
+        nccl_devices.update(carriers_before)

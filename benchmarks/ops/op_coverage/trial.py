@@ -122,7 +122,7 @@ class _Counts:
         if identity.is_assumed() and identity.current().rank in self._open:
             self.sent_bytes[identity.current().rank] += event.sent_bytes
 
-    def moved(self, event: events.InputMoved) -> None:
+    def moved(self, event: events.ImplicitRedistribution) -> None:
         if identity.is_assumed() and identity.current().rank in self._open:
             self.num_moved[identity.current().rank] += 1
 
@@ -132,7 +132,7 @@ def run_trial(
 ) -> Outcome:
     """The call on `num_ranks` ranks with the tensors so placed."""
     counts = _Counts()
-    ends = [events.subscribe(counts.step), events.subscribe(counts.moved, events.InputMoved)]
+    ends = [events.subscribe(counts.step), events.subscribe(counts.moved, events.ImplicitRedistribution)]
     trial = _Trial(case, placements, num_ranks, seed, gradients, side, counts)
     try:
         ended = side.run(num_ranks, trial.on_rank)

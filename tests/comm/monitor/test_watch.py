@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tritondt.comm.monitor.flight import Errand
+from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.monitor.watch import GRACE_S, Wait, Watch
 from tritondt.comm.packing.messages import Slice
-from tritondt.comm.store.client import StoreLine
-from tritondt.comm.store.host import StoreHome
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.notices import Notices, Waiting
 
 KEY, SEQUENCE, FINGERPRINT, TIMEOUT_S = "communicator", 3, 7, 0.5
@@ -24,7 +24,7 @@ class Ranks:
 
     def __init__(self) -> None:
         store = dist.HashStore()
-        self.lines = [StoreLine(store, StoreHome(store)) for _ in RANKS]
+        self.lines = [StoreClient(store, StoreHost(store)) for _ in RANKS]
         self.watch = Watch(self.lines[RANK], RANK)
 
     def say_that_it_waits(self, rank: int) -> None:
@@ -34,7 +34,7 @@ class Ranks:
         """A wait that has come to its end."""
         ended = threading.Event()
         nowhere: Any = None  # an errand without a site asks no recorder
-        errand = Errand(FINGERPRINT, "an exchange", 0, nowhere)
+        errand = ExchangeRecord(FINGERPRINT, "an exchange", 0, nowhere)
         wait = Wait(KEY, SEQUENCE, errand, RANKS, lambda _: ended.set(), TIMEOUT_S)
         wait.letters = ([Slice(peer, None, 0, 8) for peer in peers],)
         self.watch.begin(wait)

@@ -166,7 +166,7 @@ def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
                 queue.mark_end(step)
                 assert step.event is None
 
-        work: Any = queue.submit(run, "two steps", are_there=True)
+        work: Any = queue.submit(run, "two steps", sources_ready=True)
         assert (steps[0].event, steps[1].event, work.event) == (1, 2, 2)
         queue.mark_end(steps[2])  # of no work
         assert steps[2].event == 3

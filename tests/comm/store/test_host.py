@@ -16,8 +16,8 @@ from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
 from tritondt.comm import world
 from tritondt.comm.store import host
-from tritondt.comm.store.client import SilentStoreError, StoreLine
-from tritondt.comm.store.host import StoreHome
+from tritondt.comm.store.client import SilentStoreError, StoreClient
+from tritondt.comm.store.host import StoreHost
 
 FREE_PORT = 0
 FULL = torch.arange(15.0).view(5, 3)
@@ -32,15 +32,15 @@ def client_of(store: dist.TCPStore) -> dist.Store:
     return dist.PrefixStore("inner", dist.TCPStore("127.0.0.1", store.port, is_master=False))
 
 
-def home_of_another_process(store: dist.Store) -> StoreHome:
+def home_of_another_process(store: dist.Store) -> StoreHost:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "_listens_here", lambda port: False)
-        return StoreHome(store)
+        return StoreHost(store)
 
 
 def test_who_holds_the_store_is_known_once_it_has_said_so(held: dist.TCPStore) -> None:
     client = client_of(held)
-    there, here = home_of_another_process(client), StoreHome(dist.PrefixStore("inner", held))
+    there, here = home_of_another_process(client), StoreHost(dist.PrefixStore("inner", held))
     assert (here.is_here, there.is_here) == (True, False)
     for who, rank in ((there, 1), (here, 2)):
         who.tell(client, rank)
@@ -59,13 +59,13 @@ def test_a_store_that_no_rank_holds_has_an_address(held: dist.TCPStore) -> None:
 
 
 def test_a_store_of_another_kind_has_none() -> None:
-    home = StoreHome(dist.HashStore())
+    home = StoreHost(dist.HashStore())
     assert (str(home), home.is_here) == ("the store", False)
 
 
 def test_silence_and_absence_are_told_apart(held: dist.TCPStore) -> None:
-    home = StoreHome(held)
-    line = StoreLine(held, home)
+    home = StoreHost(held)
+    line = StoreClient(held, home)
     with pytest.raises(
         SilentStoreError, match=rf"^the store at 127\.0\.0\.1:{held.port} has not answered for 0\.05 s$"
     ) as told:

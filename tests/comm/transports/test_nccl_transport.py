@@ -187,8 +187,8 @@ def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyP
     member: Any = SimpleNamespace(watch=watch, flight=flight, timeout=timedelta(seconds=0.1))
     streams: Any = SimpleNamespace(bind_thread=lambda: None)
     library: Any = None
-    terms = nccl_watched.Terms()
-    watched: Any = nccl_watched.WatchedNccl(member, library, streams, lambda error: pytest.fail(str(error)), terms)
+    terms = nccl_watched.TimeoutPolicy()
+    watched: Any = nccl_watched.MonitoredNccl(member, library, streams, lambda error: pytest.fail(str(error)), terms)
     reason = T.WorldError("closed")
     watched.close(reason)
     assert watched.native.aborted.is_set()
@@ -220,7 +220,7 @@ def test_a_device_that_does_not_answer_ends_what_is_under_way(monkeypatch: pytes
     )
     member: Any = SimpleNamespace(watch=watch, flight=Flight(0, 1, None), key="key")
     nothing: Any = None
-    watched: Any = nccl_watched.WatchedNccl(member, nothing, nothing, told.append, nccl_watched.Terms())
+    watched: Any = nccl_watched.MonitoredNccl(member, nothing, nothing, told.append, nccl_watched.TimeoutPolicy())
     lost: Any = Lost()
     watched.put(lost, lambda: None, "run")
     assert watched._waits() == []

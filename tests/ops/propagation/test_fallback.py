@@ -56,8 +56,8 @@ def test_without_a_strategy_the_call_is_named_that_makes_it_run(unknown):
 
 
 def test_gathering_is_counted_told_once_and_ends_with_the_block(unknown, caplog):
-    moved: list[events.InputMoved] = []
-    unsubscribe = events.subscribe(moved.append, events.InputMoved)
+    moved: list[events.ImplicitRedistribution] = []
+    unsubscribe = events.subscribe(moved.append, events.ImplicitRedistribution)
     try:
         with caplog.at_level(logging.WARNING, logger="tritondt"), set_fallback("replicate"):
             for text in ("S0", "S1(sizes=0/6)", "P"):

@@ -55,8 +55,8 @@ BOTH = [*MOVED, *(case[:4] for case in REFUSED)]
 
 def moved_to(function, shape, text):
     """Where the arguments of a call on 4 ranks are sent before it."""
-    moved: list[events.InputMoved] = []
-    unsubscribe = events.subscribe(moved.append, events.InputMoved)
+    moved: list[events.ImplicitRedistribution] = []
+    unsubscribe = events.subscribe(moved.append, events.ImplicitRedistribution)
     try:
         run_ranks(4, lambda rank: function(distribute(numbers(*shape), T.Mesh((4,)), text)))
     finally:

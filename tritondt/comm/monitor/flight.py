@@ -79,7 +79,7 @@ def _internal_files() -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class Errand:
+class ExchangeRecord:
     """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
 
     `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the

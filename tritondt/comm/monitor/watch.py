@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from tritondt.comm.monitor.comparison import MUST
-from tritondt.comm.monitor.flight import Errand
+from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import Slice
-from tritondt.comm.store.client import SilentStoreError, StoreLine
+from tritondt.comm.store.client import SilentStoreError, StoreClient
 from tritondt.comm.store.notices import Notices, Waiting
 from tritondt.errors import MismatchError, PeerError
 
@@ -37,7 +37,7 @@ class Wait:
 
     key: str
     sequence: int
-    errand: Errand
+    errand: ExchangeRecord
     ranks: tuple[int, ...]
     interrupt: Callable[["Wait"], None]
     timeout_s: float
@@ -90,7 +90,7 @@ class Wait:
 class Watch:
     """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
 
-    def __init__(self, line: StoreLine, rank: int) -> None:
+    def __init__(self, line: StoreClient, rank: int) -> None:
         self._line, self._notices, self._rank = line, Notices(line, rank), rank
         self._waits: dict[int, Wait] = {}
         self._sources: list[Callable[[], Iterable[Wait]]] = []

@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from tritondt import environment
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
-from tritondt.comm.member import Membership
+from tritondt.comm.member import ProcessContext
 from tritondt.comm.nccl.streams import Streams
 from tritondt.errors import PeerError, TransportError
 
 Result = TypeVar("Result")
 
 
-def join_nccl(member: Membership, library: NcclLibrary, streams: Streams) -> NcclCommunicator:
+def join_nccl(member: ProcessContext, library: NcclLibrary, streams: Streams) -> NcclCommunicator:
     """This rank's part in a communicator of NCCL, which all of the membership make together within its timeout.
 
     Raises PeerError where some do not come, TransportError where NCCL cannot make it.

@@ -80,7 +80,7 @@ class StreamQueue(IssueQueue):
         self.stream: Stream = streams.make()
         self._under_way: deque[StreamWork] = deque()
 
-    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool) -> Work:
+    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run` now, on the stream, after what the current stream has been given."""
         self.let_go()
         work = StreamWork(self, description, sources, run)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
-from tritondt.comm.member import Membership
+from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.comparison import MUST
-from tritondt.comm.monitor.flight import DONE, FAILED, Errand
+from tritondt.comm.monitor.flight import DONE, FAILED, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl.bootstrap import join_nccl, within
 from tritondt.comm.nccl.streams import Streams, answered
@@ -21,7 +21,7 @@ from tritondt.comm.work import Run, again
 from tritondt.errors import PeerError
 
 
-class InStream(Protocol):
+class InFlight(Protocol):
     """An operation that goes into the stream: number `sequence`, at `started`, with the recorder's entry `record`.
 
     `letters` are its messages, where it is made of some; `sent_bytes` and `received_bytes` what its record ends with.
@@ -46,7 +46,7 @@ class InStream(Protocol):
     letters: tuple[Sequence[Slice], ...]
     sent_bytes: int
     received_bytes: int
-    late: "Late | None"
+    late: "OverdueWait | None"
 
     def is_over(self) -> bool:
         """Whether the stream has been given all of it and has come past it."""
@@ -58,17 +58,17 @@ class InStream(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class Late(Wait):
+class OverdueWait(Wait):
     """An operation that is in the stream still when the watch looks."""
 
-    operation: InStream | None = None
+    operation: InFlight | None = None
 
     def is_over(self) -> bool:
         """Whether the stream has come past it."""
         return self.operation is None or answered(self.operation.is_over)
 
 
-class Terms(NamedTuple):
+class TimeoutPolicy(NamedTuple):
     """What all operations of a communicator are held to; see `Wait`. `suspects` where none names who it waits for."""
 
     limit: str = "TRITONDT_TIMEOUT"
@@ -76,7 +76,7 @@ class Terms(NamedTuple):
     suspects: tuple[int, ...] = ()
 
 
-class WatchedNccl:
+class MonitoredNccl:
     """One rank's part; made by all ranks of `member` together. `failure` is why nothing runs on it any more.
 
     `on_failure` is told so first, before whoever waits for what is under way.
@@ -84,21 +84,21 @@ class WatchedNccl:
 
     def __init__(
         self,
-        member: Membership,
+        member: ProcessContext,
         library: NcclLibrary,
         streams: Streams,
         on_failure: Callable[[BaseException], None],
-        terms: Terms,
+        terms: TimeoutPolicy,
     ) -> None:
         self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
         self._watch, self._recorder = member.watch, member.flight.recorder
-        self._under_way: deque[InStream] = deque()
+        self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.native: NcclCommunicator = join_nccl(member, library, streams)
         self._watch.attend(self._waits)
 
-    def put(self, operation: InStream, run: Run, doing: str) -> None:
+    def put(self, operation: InFlight, run: Run, doing: str) -> None:
         """Watches an operation that `run` puts into the stream.
 
         Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
@@ -134,21 +134,21 @@ class WatchedNccl:
             return []
         return [self._as_late(found) for found in under_way]
 
-    def _end(self, operation: InStream, late: "Late") -> None:
+    def _end(self, operation: InFlight, late: "OverdueWait") -> None:
         """The watch is done with it, and neither keeps the other: a cycle would keep its tensors for the collector."""
         self._watch.end(late)
         late.operation = operation.late = None
 
-    def _as_late(self, found: InStream) -> Late:
+    def _as_late(self, found: InFlight) -> OverdueWait:
         with self._making_late:  # the watch and whoever puts it there may come at once
             if found.late is None:
                 found.late = self._late(found)
             return found.late
 
-    def _late(self, found: InStream) -> Late:
+    def _late(self, found: InFlight) -> OverdueWait:
         member, label = self._member, self._recorder.label(found.text)
-        errand = Errand(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
-        late = Late(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
+        errand = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
+        late = OverdueWait(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
         late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
         late.limit, late.must, late.suspects = self._terms
         late.operation = found

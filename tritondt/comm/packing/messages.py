@@ -27,7 +27,7 @@ class Slices(tuple[Slice, ...]):
         return _C.LetterSlices(self)
 
 
-class Letters(NamedTuple):
+class MessageBuffers(NamedTuple):
     """Messages that go to peers, or come from them: slices of tensors, or of the buffer in `memory` at an address."""
 
     slices: Slices

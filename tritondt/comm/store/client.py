@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
-from tritondt.comm.store.host import StoreHome
+from tritondt.comm.store.host import StoreHost
 from tritondt.errors import PeerError
 
 PATIENCE_S = 1.0
@@ -49,10 +49,10 @@ class _Call(Generic[Result]):
         return self._result[0]
 
 
-class StoreLine:
+class StoreClient:
     """Calls on a store from one thread, which starts with the first; `home` is where the store is."""
 
-    def __init__(self, store: dist.Store, home: StoreHome) -> None:
+    def __init__(self, store: dist.Store, home: StoreHost) -> None:
         self._store, self.home = store, home
         self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self._starting = threading.Lock()

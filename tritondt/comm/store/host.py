@@ -13,7 +13,7 @@ _HOLDER = "holder of the store"
 _LISTEN = "0A"  # as /proc/net/tcp writes it
 
 
-class StoreHome:
+class StoreHost:
     """What ranks call the store, in words that follow "and" or "nor does"."""
 
     def __init__(self, store: dist.Store) -> None:

@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from tritondt.comm.store.client import StoreLine
+from tritondt.comm.store.client import StoreClient
 
 
 class Failed(NamedTuple):
@@ -24,7 +24,7 @@ class Waiting(NamedTuple):
 class Notices:
     """The notices of one rank; `key` names a communicator. Of failures the first counts: others follow from it."""
 
-    def __init__(self, line: StoreLine, rank: int) -> None:
+    def __init__(self, line: StoreClient, rank: int) -> None:
         self._line, self._rank = line, rank
 
     def report(self, key: str, sequence: int, error: BaseException) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from tritondt.comm.store.client import StoreLine
+from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.notices import Notices
 from tritondt.errors import PeerError
 
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
-class Meeting:
+class Rendezvous:
     """One making of the communicator `name` by `ranks`; `key` is its own among all makings."""
 
-    def __init__(self, line: StoreLine, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+    def __init__(self, line: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
         self._line, self._name, self._ranks, self._timeout_s = line, name, ranks, timeout_s
         self._number = self._num_ended() + 1
         self.key = f"{name}/{self._number}"

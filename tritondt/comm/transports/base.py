@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tritondt.comm.communicator import Traffic, Transfer
-from tritondt.comm.member import Member
+from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.comparison import FINGERPRINT, Note, difference, read_note, write_note
-from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, Errand
-from tritondt.comm.packing.messages import Letters, Slice, Slices
+from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
+from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
 from tritondt.comm.packing.packed_transfer import Casting, PackedTransfer, packed_transfer
 from tritondt.comm.packing.wire_cast import casting_transfer
-from tritondt.comm.transports.closable import Endable
+from tritondt.comm.transports.closable import Closable
 from tritondt.comm.work import IssueQueue, Run, Work
 from tritondt.errors import TransportError, WorldError
 from tritondt.kernels.memory import allocate
@@ -28,12 +28,14 @@ NO_SITE = -1
 _BARRIER_FINGERPRINT = 0x62617272
 
 
-class PackedCommunicator(Endable, ABC):
+class PackedCommunicator(Closable, ABC):
     """A communicator whose transport carries bytes from one rank to another."""
 
     device_types: tuple[str, ...] = ("cpu",)
 
-    def __init__(self, member: Member, queue: IssueQueue, launch: Callable[..., object] | None = None) -> None:
+    def __init__(
+        self, member: CommunicatorContext, queue: IssueQueue, launch: Callable[..., object] | None = None
+    ) -> None:
         """`launch(run, *arguments)` runs a table where it is in order with the messages: at once, by default."""
         self._launch = launch or _at_once
         self._key, self._ranks, self._rank = member.key, member.ranks, member.rank
@@ -43,7 +45,7 @@ class PackedCommunicator(Endable, ABC):
         self._label = self._recorder.label(member.name)
         self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self.sequence = 0  # exchanges so far, those without a message of ours included
-        self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, Errand]] = WeakKeyDictionary()
+        self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
         self._turn = threading.RLock()
         self._compares = member.compares
 
@@ -58,7 +60,9 @@ class PackedCommunicator(Endable, ABC):
         return self._traffic
 
     @abstractmethod
-    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         """Posts `receives`, calls `pack`, sends `sends`, calls `meanwhile`, and waits for all messages."""
 
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
@@ -80,7 +84,7 @@ class PackedCommunicator(Endable, ABC):
         self._exchange(sources, targets, transfer, self._recorder.site())
 
     def issue(
-        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
+        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool = True
     ) -> Work:
         """Runs `run`, which may exchange and reads `sources`, after all that was issued before; returns at once."""
         if not self._turn.acquire(False):
@@ -93,7 +97,7 @@ class PackedCommunicator(Endable, ABC):
                 self._issued_at = site
                 run()
 
-            return self._queue.submit(issued, description, sources, are_there=are_there)
+            return self._queue.submit(issued, description, sources, sources_ready=sources_ready)
         finally:
             self._turn.release()
 
@@ -130,7 +134,7 @@ class PackedCommunicator(Endable, ABC):
         plan, _ = self._plan(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
 
-    def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, Errand]:
+    def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, ExchangeRecord]:
         """The transfer in bytes, and as it is spoken of."""
         found = self._packed.get(transfer)
         if found is None:
@@ -140,10 +144,10 @@ class PackedCommunicator(Endable, ABC):
             found = self._packed[transfer] = plan, errand
         return found
 
-    def _errand(self, fingerprint: int, text: str) -> Errand:
-        return Errand(fingerprint, text, self._recorder.label(text), self._recorder)
+    def _errand(self, fingerprint: int, text: str) -> ExchangeRecord:
+        return ExchangeRecord(fingerprint, text, self._recorder.label(text), self._recorder)
 
-    def _begin(self, errand: Errand, site: int) -> int:
+    def _begin(self, errand: ExchangeRecord, site: int) -> int:
         """Records the next exchange as issued."""
         errand.site = site
         errand.record = self._recorder.begin(self._label, self.sequence + 1, errand.label, errand.fingerprint, site)
@@ -166,11 +170,11 @@ class PackedCommunicator(Endable, ABC):
             raise
         self._moved(errand, plan.sent_bytes, plan.received_bytes)
 
-    def _moved(self, errand: Errand, sent_bytes: int, received_bytes: int) -> None:
+    def _moved(self, errand: ExchangeRecord, sent_bytes: int, received_bytes: int) -> None:
         """Records the end of an exchange."""
         self._recorder.end(errand.record, DONE, -1, sent_bytes, received_bytes)
 
-    def _run_recorded(self, errand: Errand, run: Run) -> None:
+    def _run_recorded(self, errand: ExchangeRecord, run: Run) -> None:
         """Runs what moves no tensors of the user's."""
         try:
             run()
@@ -179,10 +183,10 @@ class PackedCommunicator(Endable, ABC):
             raise
         self._moved(errand, 0, 0)
 
-    def _record_failure(self, errand: Errand, error: BaseException) -> None:
+    def _record_failure(self, errand: ExchangeRecord, error: BaseException) -> None:
         self._recorder.end(errand.record, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
 
-    def _compare(self, errand: Errand, site: int) -> None:
+    def _compare(self, errand: ExchangeRecord, site: int) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         errand.site = site
         own = Note(errand.fingerprint, errand.description)
@@ -205,14 +209,16 @@ class PackedCommunicator(Endable, ABC):
         self._begin(errand, self._recorder.site())
         self._told_by_all(errand, b"\0")
 
-    def _told_by_all(self, errand: Errand, own: bytes) -> torch.Tensor:
+    def _told_by_all(self, errand: ExchangeRecord, own: bytes) -> torch.Tensor:
         """What the ranks send to each other, a row of as many bytes as `own` for each, as an exchange of its own."""
         num_bytes, sent = len(own), self._bytes_of(own)
         told = sent.repeat(len(self._ranks), 1)
         peers = [place for place in range(len(self._ranks)) if place != self._place]
-        sends = Letters(Slices(Slice(peer, 0, 0, num_bytes) for peer in peers), [sent], [sent.data_ptr()], _NO_BYTES, 0)
+        sends = MessageBuffers(
+            Slices(Slice(peer, 0, 0, num_bytes) for peer in peers), [sent], [sent.data_ptr()], _NO_BYTES, 0
+        )
         rows = Slices(Slice(peer, 0, peer * num_bytes, num_bytes) for peer in peers)
-        receives = Letters(rows, [told], [told.data_ptr()], _NO_BYTES, 0)
+        receives = MessageBuffers(rows, [told], [told.data_ptr()], _NO_BYTES, 0)
         self.sequence += 1
         self._run_recorded(errand, lambda: self.carry(errand, receives, sends, _nothing, _nothing))
         return told
@@ -225,7 +231,7 @@ class PackedCommunicator(Endable, ABC):
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
         plan: PackedTransfer,
-        errand: Errand,
+        errand: ExchangeRecord,
         device: torch.device,
     ) -> None:
         source_pointers = [tensor.data_ptr() for tensor in sources]
@@ -249,8 +255,8 @@ class PackedCommunicator(Endable, ABC):
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
             self.carry(
                 errand,
-                Letters(plan.receives, targets, target_pointers, memory, staging),
-                Letters(plan.sends, sources, source_pointers, memory, buffer),
+                MessageBuffers(plan.receives, targets, target_pointers, memory, staging),
+                MessageBuffers(plan.sends, sources, source_pointers, memory, buffer),
                 pack,
                 keep,
             )

@@ -7,7 +7,7 @@ class _EndedError(WorldError):
     """The communicator was ended on purpose."""
 
 
-class Endable:
+class Closable:
     """A communicator of which `failure` is the first thing that went wrong for good: nothing can be exchanged then."""
 
     failure: BaseException | None = None

@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 
 from tritondt.comm.communicator import tag_of
-from tritondt.comm.member import Membership
-from tritondt.comm.monitor.flight import Errand
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
-from tritondt.comm.packing.messages import Letters
+from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import Run, ThreadQueue
 from tritondt.errors import PeerError, WorldError
@@ -42,13 +42,15 @@ _INTERRUPT_TAG = 0x7FFFFFFF
 class GlooCommunicator(PackedCommunicator):
     """Ranks connected pairwise by Gloo; made by all of them together."""
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: ProcessContext) -> None:
         super().__init__(member, ThreadQueue())
         self._watch, self._timeout_s = member.watch, member.timeout.total_seconds()
         store, timeout = dist.PrefixStore(member.key, member.store), member.timeout * _GLOO_TIMEOUT_FACTOR
         self._group: Any = dist.ProcessGroupGloo(store, self._place, len(self._ranks), timeout)
 
-    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         """Posts all receives, packs, posts all sends, keeps, and waits."""
         wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: self._interrupt(), self._timeout_s)
         self._watch.begin(wait)
@@ -63,7 +65,7 @@ class GlooCommunicator(PackedCommunicator):
         finally:
             self._watch.end(wait)
 
-    def _converse(self, wait: Wait, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def _converse(self, wait: Wait, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run) -> None:
         tag, group = tag_of(wait.fingerprint, self.sequence), self._group
         pending = [self._posted(wait, group.recv, peer, tensor, tag) for peer, tensor in receives.parts()]
         pack()

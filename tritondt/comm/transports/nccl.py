@@ -11,12 +11,12 @@ import torch
 
 from tritondt._C import NcclLibrary
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.member import Membership
-from tritondt.comm.monitor.flight import EXCHANGING, Errand
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import Event, Streams
-from tritondt.comm.nccl.watched import Late, Terms, WatchedNccl
-from tritondt.comm.packing.messages import Letters, Slice
+from tritondt.comm.nccl.watched import MonitoredNccl, OverdueWait, TimeoutPolicy
+from tritondt.comm.packing.messages import MessageBuffers, Slice
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import Run, again
 from tritondt.errors import TransportError
@@ -40,14 +40,16 @@ class Exchanged:
         "timeout_s",
     )
 
-    def __init__(self, errand: Errand, sequence: int, letters: tuple[Sequence[Slice], ...], timeout_s: float) -> None:
+    def __init__(
+        self, errand: ExchangeRecord, sequence: int, letters: tuple[Sequence[Slice], ...], timeout_s: float
+    ) -> None:
         self.text, self.fingerprint = errand.text, errand.fingerprint
         self.site, self.record = errand.site, errand.record
         self.sequence, self.letters, self.timeout_s = sequence, letters, timeout_s
         self.started = time.monotonic()
         self.sent_bytes = self.received_bytes = 0
         self.event: Event | None = None
-        self.late: Late | None = None
+        self.late: OverdueWait | None = None
 
     def is_over(self) -> bool:
         """Whether the stream has come past it."""
@@ -62,12 +64,12 @@ class NcclCommunicator(PackedCommunicator):
 
     _queue: StreamQueue
 
-    def __init__(self, member: Membership, library: NcclLibrary, streams: Streams) -> None:
+    def __init__(self, member: ProcessContext, library: NcclLibrary, streams: Streams) -> None:
         self._streams, self.device_types = streams, (streams.device.type,)
         super().__init__(member, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = member.timeout.total_seconds(), False
         self._latest: Exchanged | None = None
-        self._watched = WatchedNccl(member, library, streams, self._on_failure, Terms())
+        self._watched = MonitoredNccl(member, library, streams, self._on_failure, TimeoutPolicy())
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
@@ -80,7 +82,9 @@ class NcclCommunicator(PackedCommunicator):
             self._exchange(sources, targets, transfer, site)
         self._tell()
 
-    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         """Packs, sends and receives as one group, and keeps, one after the other in the stream."""
 
         def converse() -> None:
@@ -105,7 +109,7 @@ class NcclCommunicator(PackedCommunicator):
         self._latest = operation = Exchanged(errand, self.sequence, letters, self._timeout_s)
         self._watched.put(operation, converse, "exchange in")
 
-    def _moved(self, errand: Errand, sent_bytes: int, received_bytes: int) -> None:
+    def _moved(self, errand: ExchangeRecord, sent_bytes: int, received_bytes: int) -> None:
         """An exchange is recorded as done when the stream has come past it."""
         found = self._latest
         if found is None or found.record != errand.record:  # of a graph, or without a message
@@ -116,7 +120,7 @@ class NcclCommunicator(PackedCommunicator):
         self._queue.mark_end(found)
         self._recorder.state(errand.record, EXCHANGING)
 
-    def _record_failure(self, errand: Errand, error: BaseException) -> None:
+    def _record_failure(self, errand: ExchangeRecord, error: BaseException) -> None:
         super()._record_failure(errand, error)
         found = self._latest
         if found is not None and found.record == errand.record and found.event is None:  # half of it is in the stream
@@ -132,7 +136,7 @@ class NcclCommunicator(PackedCommunicator):
             self._is_told = True
             raise again(self.failure) from self.failure
 
-    def _told_by_all(self, errand: Errand, own: bytes) -> torch.Tensor:
+    def _told_by_all(self, errand: ExchangeRecord, own: bytes) -> torch.Tensor:
         """The same as on the host, in memory of the device; the host waits."""
         with self._queue.joined():
             told = super()._told_by_all(errand, own)

@@ -4,7 +4,7 @@ Gloo makes three writes per message, and its own thread spins while ours holds a
 Shard(0) to Replicate on 4 ranks of 2 cores took 3.9 ms (median) in Gloo's messages and 1.0 ms in messages like
 these, at a seventh of the processor time. A letter here is one write and one read.
 
-Letters of a pair of ranks arrive in order, and each begins with a fingerprint of what is exchanged and its
+MessageBuffers of a pair of ranks arrive in order, and each begins with a fingerprint of what is exchanged and its
 length, so ranks that disagree find out on arrival.
 """
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from tritondt._C import SocketGroup
 from tritondt.comm.communicator import tag_of
-from tritondt.comm.member import Membership
-from tritondt.comm.monitor.flight import EXCHANGING, Errand
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
-from tritondt.comm.packing.messages import Letters
+from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.tcp_connect import connect
 from tritondt.comm.work import Run, ThreadQueue
@@ -30,7 +30,7 @@ _PATIENCE_S = 5.0
 class SocketCommunicator(PackedCommunicator):
     """Ranks connected pairwise by TCP; made by all of them together."""
 
-    def __init__(self, member: Membership) -> None:
+    def __init__(self, member: ProcessContext) -> None:
         super().__init__(member, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = member.watch, member.watchdog, member.timeout.total_seconds()
         store = dist.PrefixStore(member.key, member.store)
@@ -38,12 +38,16 @@ class SocketCommunicator(PackedCommunicator):
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
 
-    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         """Packs, sends what the sockets take, keeps, and carries on until all has gone and come."""
         pack()
         self._converse(errand, sends, receives, meanwhile)
 
-    def _converse(self, errand: Errand, sends: Letters, receives: Letters, meanwhile: Run) -> None:
+    def _converse(
+        self, errand: ExchangeRecord, sends: MessageBuffers, receives: MessageBuffers, meanwhile: Run
+    ) -> None:
         started = time.monotonic()
         try:
             self._group.start_slices(
@@ -66,7 +70,7 @@ class SocketCommunicator(PackedCommunicator):
             self._disconnect()
             raise
 
-    def _go_on(self, errand: Errand, started: float, outcome: str, peer: int) -> None:
+    def _go_on(self, errand: ExchangeRecord, started: float, outcome: str, peer: int) -> None:
         """Sees an exchange through that is not done at once; the watch is told of no other."""
         group = self._group
         wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: group.interrupt(), self._timeout_s)

@@ -19,12 +19,12 @@ from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.forked import InheritedWorld
-from tritondt.comm.monitor.flight import Errand, Flight
+from tritondt.comm.monitor.flight import ExchangeRecord, Flight
 from tritondt.comm.monitor.watch import Wait
-from tritondt.comm.packing.messages import Letters
+from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.registry import World
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.turns import Party, Switchboard
+from tritondt.comm.transports.turns import Participant, TurnScheduler
 from tritondt.comm.work import IssueQueue, Run, Work
 from tritondt.errors import PeerError, WorldError
 from tritondt.identity import Identity
@@ -37,12 +37,12 @@ _NO_TIMEOUT_S = float("inf")
 class TurnQueue(IssueQueue):
     """The queue of a rank thread's communicator: a thread that takes turns with the ranks."""
 
-    def __init__(self, switchboard: Switchboard, owner: Party) -> None:
+    def __init__(self, switchboard: TurnScheduler, owner: Participant) -> None:
         super().__init__()
         self._switchboard, self._owner, self._who = switchboard, owner, identity.current()
         self._waiting: deque[tuple[Work, Run]] = deque()
         self._closing = False
-        self._party: Party | None = None
+        self._party: Participant | None = None
 
     def wait_for(self, work: Work) -> None:
         """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
@@ -60,7 +60,7 @@ class TurnQueue(IssueQueue):
         if self._party is not None and self.is_busy:
             self._party.interruption = error
 
-    def party_of_caller(self) -> Party:
+    def party_of_caller(self) -> Participant:
         """The queue's where its thread calls, else the rank's."""
         return self._party if self._party is not None and self.is_own_thread() else self._owner
 
@@ -70,7 +70,7 @@ class TurnQueue(IssueQueue):
             self._party = self._switchboard.join(self._owner.rank)
             threading.Thread(target=self._serve, args=(self._party,), name="queue", daemon=True).start()
 
-    def _serve(self, party: Party) -> None:
+    def _serve(self, party: Participant) -> None:
         party.may_run.acquire()
         self._thread_id = threading.get_ident()
         with identity.assumed(self._who):
@@ -82,7 +82,7 @@ class TurnQueue(IssueQueue):
         self._switchboard.finish(party, None)
 
 
-class ThreadMembership(NamedTuple):
+class ThreadContext(NamedTuple):
     """A rank thread's part in a communicator."""
 
     name: str
@@ -98,14 +98,16 @@ class ThreadCommunicator(PackedCommunicator):
 
     device_types = ("cpu", "cuda")
 
-    def __init__(self, member: ThreadMembership, switchboard: Switchboard) -> None:
+    def __init__(self, member: ThreadContext, switchboard: TurnScheduler) -> None:
         self._owner = switchboard.parties[member.rank]
         self._turns = TurnQueue(switchboard, self._owner)
         super().__init__(member, self._turns)
         self._switchboard = switchboard
         self._barriers = 0
 
-    def carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         """Leaves copies of what is sent, then collects what arrives."""
         try:
             self._carry(errand, receives, sends, pack, meanwhile)
@@ -115,7 +117,9 @@ class ThreadCommunicator(PackedCommunicator):
                 self.failure = self.failure or error
             raise
 
-    def _carry(self, errand: Errand, receives: Letters, sends: Letters, pack: Run, meanwhile: Run) -> None:
+    def _carry(
+        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
+    ) -> None:
         board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
         wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: None, _NO_TIMEOUT_S)
         pack()
@@ -186,7 +190,7 @@ class ThreadCommunicator(PackedCommunicator):
 class ThreadWorld:
     """The world of one rank thread."""
 
-    def __init__(self, who: Identity, switchboard: Switchboard, costs: CostTable) -> None:
+    def __init__(self, who: Identity, switchboard: TurnScheduler, costs: CostTable) -> None:
         self.identity, self.costs = who, costs
         self._switchboard = switchboard
         self.flight = Flight(who.rank, who.size, None)
@@ -203,7 +207,7 @@ class ThreadWorld:
             name = f"ranks {','.join(map(str, members))}"
             # Which one of this name, as others may have made more of them: store.rendezvous does it for processes.
             key = f"{name}/{self._switchboard.num_ended[name] + 1}"
-            member = ThreadMembership(name, key, members, self.identity.rank, self.flight, environment.compares())
+            member = ThreadContext(name, key, members, self.identity.rank, self.flight, environment.compares())
             found = self._communicators[members] = ThreadCommunicator(member, self._switchboard)
         return found
 
@@ -251,7 +255,7 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     >>> run_ranks(3, lambda rank: rank * rank)
     [0, 1, 4]
     """
-    switchboard, generation = Switchboard(size), identity.new_generation()
+    switchboard, generation = TurnScheduler(size), identity.new_generation()
     table = CostTable(ranks_per_host=size) if costs is None else costs
     results: list[Result | None] = [None] * size
 
@@ -280,7 +284,7 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     return results  # type: ignore[return-value]
 
 
-def _run_rank(who: Identity, party: Party, body: Callable[[int], Result]) -> Result:
+def _run_rank(who: Identity, party: Participant, body: Callable[[int], Result]) -> Result:
     """What a rank thread does; its queues end with it, well or not."""
     try:
         result = body(party.rank)

@@ -16,7 +16,7 @@ from tritondt.errors import PeerError
 
 
 @dataclass(eq=False)
-class Party:
+class Participant:
     """What the switchboard knows of one thread; `is_idle` means that nobody needs to be told that it waits."""
 
     rank: int
@@ -36,11 +36,11 @@ class Party:
         return self.ready is None or self.interruption is not None or self.ready()
 
 
-class Switchboard:
+class TurnScheduler:
     """The parties of one run, and their messages."""
 
     def __init__(self, size: int) -> None:
-        self._size, self.parties = size, [Party(rank) for rank in range(size)]  # and later those of queues
+        self._size, self.parties = size, [Participant(rank) for rank in range(size)]  # and later those of queues
         self.mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
         self.refused: dict[tuple[str, int], tuple[int, str]] = {}
         self.num_ended: dict[str, int] = defaultdict(int)  # of communicators, by name
@@ -51,13 +51,13 @@ class Switchboard:
         """Gives the first rank its turn."""
         self.parties[0].may_run.release()
 
-    def join(self, rank: int) -> Party:
+    def join(self, rank: int) -> Participant:
         """One more party of a rank; its thread starts by taking `may_run`."""
-        made = Party(rank)
+        made = Participant(rank)
         self.parties.append(made)
         return made
 
-    def finish(self, party: Party, error: BaseException | None) -> None:
+    def finish(self, party: Participant, error: BaseException | None) -> None:
         """Ends a party and hands over."""
         party.done, party.error = True, error
         self._hand_over(party)
@@ -68,7 +68,7 @@ class Switchboard:
         self.num_ended[name] = max(self.num_ended[name], int(number))
 
     def wait_until(
-        self, party: Party, ready: Callable[[], bool], wait: Wait | None = None, *, is_idle: bool = False
+        self, party: Participant, ready: Callable[[], bool], wait: Wait | None = None, *, is_idle: bool = False
     ) -> None:
         """Lets the others run until `ready()`; raises when it can no longer become so."""
         while not ready():
@@ -83,7 +83,7 @@ class Switchboard:
             party.may_run.acquire()
             party.ready, party.wait, party.is_idle = None, None, False
 
-    def _hand_over(self, party: Party) -> None:
+    def _hand_over(self, party: Participant) -> None:
         place, size = self.parties.index(party), len(self.parties)
         others = [self.parties[(place + step) % size] for step in range(1, size + 1)]
         chosen = next((other for other in others if other.can_run()), None)
@@ -94,7 +94,7 @@ class Switchboard:
             chosen.is_hopeless = True
         chosen.may_run.release()
 
-    def _told_first(self, waiting: list[Party]) -> Party | None:
+    def _told_first(self, waiting: list[Participant]) -> Participant | None:
         """Who waits in vain for sure: others may wait for what it does next."""
         waits = [other for other in waiting if other.wait is not None]
         over = [other for other in waits if other.wait is not None and self._is_over(other.wait.key)]
@@ -108,12 +108,12 @@ class Switchboard:
     def _is_refused(self, wait: Wait | None) -> bool:
         return wait is not None and (wait.key, wait.sequence) in self.refused
 
-    def _raise_if_refused(self, party: Party, wait: Wait | None) -> None:
+    def _raise_if_refused(self, party: Participant, wait: Wait | None) -> None:
         if wait is not None and self._is_refused(wait):
             other, text = self.refused[wait.key, wait.sequence]
             raise PeerError(failure_text(other, party.rank, wait, text))
 
-    def _why_hopeless(self, party: Party, wait: Wait | None) -> PeerError:
+    def _why_hopeless(self, party: Participant, wait: Wait | None) -> PeerError:
         if wait is None:
             return PeerError(f"rank {party.rank} waits at a barrier that not all ranks reach")
         known = self._failure(party, wait)
@@ -137,7 +137,7 @@ class Switchboard:
             "rank waits or has ended"
         )
 
-    def _failure(self, party: Party, wait: Wait) -> tuple[int, str] | None:
+    def _failure(self, party: Participant, wait: Wait) -> tuple[int, str] | None:
         """The rank that reported a failure, or ended with one, and what it said."""
         if wait.key in self.reported:
             return self.reported[wait.key]

@@ -8,7 +8,7 @@ import torch
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
-from tritondt.ops.rules.equations import declared_tensors, lay_out
+from tritondt.ops.rules.equations import declared_tensors, register_equation
 from tritondt.sharding.placement import Partial, Replicate
 from tritondt.sharding.spec import TensorMeta
 
@@ -58,10 +58,10 @@ def _register() -> None:
         def equation(schema: OpSchema, arguments: str = arguments) -> str:
             return _with_results(arguments, schema)
 
-        lay_out(name, equation)
+        register_equation(name, equation)
     for name, (text, place) in _SOLUTIONS.items():
-        lay_out(name, text, linear_in=[(place,)])
-    lay_out("_linalg_solve_ex", _solve)
+        register_equation(name, text, linear_in=[(place,)])
+    register_equation("_linalg_solve_ex", _solve)
 
 
 def _solve(schema: OpSchema) -> str:

@@ -12,7 +12,7 @@ import torch
 from tritondt.ops.propagation.pointwise import partial_ops
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
-from tritondt.ops.rules.empty_shards import given_for_nothing
+from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.reductions import accumulation_dtype, completion, is_sharded
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
@@ -51,7 +51,7 @@ def _local_batch_norm(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """With statistics of what all ranks hold, where a batch is cut while training."""
     image, dims = schema.args_spec[0], _summed_dims(schema.args_spec[0])
     if not (_is_training(schema) and is_sharded(image, dims)):
-        return given_for_nothing(schema, outputs)
+        return empty_shard_result(schema, outputs)
     several = cast("Sequence[DTensorSpec]", outputs)
     wide = accumulation_dtype(image.dtype)
     complete = completion(image, dims, "sum", wide)
@@ -96,7 +96,7 @@ def _local_gradient(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     gradient, image = schema.args_spec[:2]
     dims = _summed_dims(image)
     if not (_is_training(schema) and is_sharded(image, dims)):
-        return given_for_nothing(schema, outputs)
+        return empty_shard_result(schema, outputs)
     several = cast("Sequence[DTensorSpec | None]", outputs)
     wide = accumulation_dtype(image.dtype)
     complete = completion(gradient, dims, "sum", wide)
@@ -136,7 +136,7 @@ def batch_norm_gradient(schema: OpSchema) -> list[AxisStrategy]:
 
 def _with_local_batch(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """The operator with the length of this rank's batch in place of the global one."""
-    nothing = given_for_nothing(schema, outputs)
+    nothing = empty_shard_result(schema, outputs)
     if nothing is not None:
         return nothing
     image, op = schema.args_spec[0], schema.op._op

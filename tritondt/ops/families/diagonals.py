@@ -8,7 +8,7 @@ from tritondt.errors import LayoutError
 from tritondt.ops.propagation.pointwise import partial_ops
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
-from tritondt.ops.rules.empty_shards import given_for_nothing
+from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import with_local_sizes
 from tritondt.ops.rules.view_layouts import cuts_of, real_cuts, with_cuts
 from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, view_of
@@ -51,7 +51,7 @@ def _linear(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _sized(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    return given_for_nothing(schema, outputs) or with_local_sizes(schema.op, "input_sizes", outputs)
+    return empty_shard_result(schema, outputs) or with_local_sizes(schema.op, "input_sizes", outputs)
 
 
 @strategy_of([aten.diagonal_backward.default], localize=_sized)

@@ -7,7 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
-from tritondt.ops.propagation.fallback import gathered
+from tritondt.ops.propagation.fallback import replicate_all
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding, Strategies
 from tritondt.sharding.placement import Partial, Replicate, Shard
@@ -54,13 +54,13 @@ def _operators(names: Iterator[str] | Mapping[str, str]) -> Iterator[OpOverload]
 
 
 for _op in _operators(REASONS):
-    propagator.set_rule(_op, gathered)
+    propagator.set_rule(_op, replicate_all)
 
 
 def counted_in_bins(schema: OpSchema) -> Strategies:
     """Counts of what each rank holds add up, where the bins are given."""
     if schema.argument(2, "min", 0) == schema.argument(3, "max", 0):
-        return gathered(schema)
+        return replicate_all(schema)
     (spec,) = schema.args_spec
     cut = [AxisStrategy((Shard(dim),), (Partial(),)) for dim in range(spec.ndim)]
     return [*cut, AxisStrategy((Replicate(),), (Replicate(),))]
@@ -77,7 +77,7 @@ def strided(schema: OpSchema) -> OutputSharding:
     """
     spec = schema.args_spec[0]
     if all(isinstance(placement, Replicate) for placement in spec.placements):
-        return gathered(schema)
+        return replicate_all(schema)
     first = 2 if schema.op is aten.as_strided_scatter.default else 1
     sizes, strides = schema.argument(first, "size"), schema.argument(first + 1, "stride")
     offset = schema.argument(first + 2, "storage_offset")
@@ -89,7 +89,7 @@ def strided(schema: OpSchema) -> OutputSharding:
             f"offset {offset}; of a distributed tensor these are its elements in order, without an offset, within its "
             f"{prod(spec.shape)}: index it, or ask for x.full_tensor() and use that"
         )
-    return gathered(schema)
+    return replicate_all(schema)
 
 
 for _op in (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default):

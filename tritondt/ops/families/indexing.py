@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from tritondt.ops.propagation.fallback import gathered
+from tritondt.ops.propagation.fallback import replicate_all
 from tritondt.ops.propagation.pointwise import pointwise_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import (
@@ -19,7 +19,7 @@ from tritondt.ops.propagation.schema import (
     RuntimeSchemaInfo,
     Strategies,
 )
-from tritondt.ops.rules.equations import lay_out
+from tritondt.ops.rules.equations import register_equation
 from tritondt.ops.rules.positions import check_indices, positions_among
 from tritondt.sharding.intervals import total
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -218,7 +218,7 @@ def _has_mask(schema: OpSchema) -> bool:
 def index(schema: OpSchema) -> Strategies:
     """Sharded along dims that are not indexed, or as the indices are; masks gather."""
     if _has_mask(schema):
-        return gathered(schema)
+        return replicate_all(schema)
 
     def reading(of_source: Placement, of_indices: Sequence[Placement], of_picked: Placement) -> AxisStrategy:
         return AxisStrategy((of_source, *of_indices), (of_picked,))
@@ -291,11 +291,11 @@ def _gradient_of_distances(schema: OpSchema) -> str:
     return "*pr,*p.,*r.,*pr->*p."
 
 
-lay_out("searchsorted.Tensor", _in_sorted)
-lay_out("bucketize.Tensor", "*,.->*")
-lay_out("isin.Tensor_Tensor", lambda schema: f"*,{_whole(schema.args_spec[1])}->*")
-lay_out("take", lambda schema: f"{_whole(schema.args_spec[0])},*->*", linear_in=[(0,)])
-lay_out("_cdist_forward", "*p.,*r.->*pr")
-lay_out("_euclidean_dist", "*p.,*r.->*pr")
-lay_out("_cdist_backward", _gradient_of_distances, linear_in=[(0,)])
-lay_out("_trilinear", _in_turn, linear_in=[(0,), (1,), (2,)])
+register_equation("searchsorted.Tensor", _in_sorted)
+register_equation("bucketize.Tensor", "*,.->*")
+register_equation("isin.Tensor_Tensor", lambda schema: f"*,{_whole(schema.args_spec[1])}->*")
+register_equation("take", lambda schema: f"{_whole(schema.args_spec[0])},*->*", linear_in=[(0,)])
+register_equation("_cdist_forward", "*p.,*r.->*pr")
+register_equation("_euclidean_dist", "*p.,*r.->*pr")
+register_equation("_cdist_backward", _gradient_of_distances, linear_in=[(0,)])
+register_equation("_trilinear", _in_turn, linear_in=[(0,), (1,), (2,)])

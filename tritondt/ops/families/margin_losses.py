@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
-from tritondt.ops.rules.empty_shards import given_for_nothing
+from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import declared_tensors, equation_strategies
 
 aten = torch.ops.aten
@@ -52,7 +52,7 @@ def _rows(schema: OpSchema) -> list[AxisStrategy]:
 
 def _of_all_rows(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """A mean is a sum over the number of all rows, and so is its gradient."""
-    loss, nothing = _LOSSES[schema.op], given_for_nothing(schema, outputs)
+    loss, nothing = _LOSSES[schema.op], empty_shard_result(schema, outputs)
     scores = schema.args_spec[loss.is_gradient]
     is_mean = schema.argument(loss.place, "reduction", _MEAN) == _MEAN
     if nothing is not None or not is_mean or scores.local_shape == scores.shape:

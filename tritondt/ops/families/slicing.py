@@ -25,7 +25,7 @@ from tritondt.ops.rules.view_layouts import (
     with_cuts,
 )
 from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, spec_of_view, view_of
-from tritondt.redistribution.implicit import move_input
+from tritondt.redistribution.implicit import redistribute_input
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Intervals
 from tritondt.sharding.layout import Layout
@@ -51,7 +51,7 @@ def selection(schema: OpSchema) -> OutputSharding:
         return view_of(schema, lambda layout: selected(layout, dim))
     layout = selected(sent[1].layout, dim)
     output = DTensorSpec(spec.mesh, layout.placements, meta, layout.order)
-    return OutputSharding(output, None, _local_selection(schema, *sent, index), follows=True)
+    return OutputSharding(output, None, _local_selection(schema, *sent, index), copies_view=True)
 
 
 def _sent_to_all(spec: DTensorSpec, dim: int, index: int) -> tuple[DTensorSpec, DTensorSpec] | None:
@@ -74,7 +74,7 @@ def _local_selection(schema: OpSchema, part: DTensorSpec, whole: DTensorSpec, in
 
     def select(local: torch.Tensor, *_: Any) -> torch.Tensor:
         own = aten.slice.Tensor(local, dim, first, end)
-        return move_input(schema.op, own, part, whole).select(dim, 0)
+        return redistribute_input(schema.op, own, part, whole).select(dim, 0)
 
     return select
 

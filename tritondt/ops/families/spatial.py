@@ -4,8 +4,8 @@ import torch
 
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
-from tritondt.ops.rules.empty_shards import given_for_nothing
-from tritondt.ops.rules.equations import declared_tensors, equation_strategies, lay_out
+from tritondt.ops.rules.empty_shards import empty_shard_result
+from tritondt.ops.rules.equations import declared_tensors, equation_strategies, register_equation
 
 aten = torch.ops.aten
 
@@ -43,21 +43,21 @@ _UPSAMPLED = {
 
 def _register() -> None:
     for name, equation in _POOLED.items():
-        lay_out(name, equation, linear_in=[(0,)])
+        register_equation(name, equation, linear_in=[(0,)])
     for name, equation in _MAXIMA.items():
-        lay_out(name, equation)
+        register_equation(name, equation)
     for name, num_dims in _UPSAMPLED.items():
         equation = f"nc{'.' * num_dims}->nc{'.' * num_dims}"
-        lay_out(name, equation, linear_in=[(0,)])
-        lay_out(f"{name}_backward", equation, linear_in=[(0,)], sizes="input_size")
-    lay_out(
+        register_equation(name, equation, linear_in=[(0,)])
+        register_equation(f"{name}_backward", equation, linear_in=[(0,)], sizes="input_size")
+    register_equation(
         "channel_shuffle", lambda schema: "n{0}->n{0}".format("." * (schema.args_spec[0].ndim - 1)), linear_in=[(0,)]
     )
     for n in (2, 3):
         image, grid = f"nc{'.' * n}", f"n{'.' * (n + 1)}"
-        lay_out(f"grid_sampler_{n}d", f"{image},{grid}->{image}", linear_in=[(0,)])
-        lay_out(f"grid_sampler_{n}d_backward", f"{image},{image},{grid}->{image},{grid}", linear_in=[(0,)])
-    propagator.set_strategy(aten.convolution.default, convolution, localize=given_for_nothing)
+        register_equation(f"grid_sampler_{n}d", f"{image},{grid}->{image}", linear_in=[(0,)])
+        register_equation(f"grid_sampler_{n}d_backward", f"{image},{image},{grid}->{image},{grid}", linear_in=[(0,)])
+    propagator.set_strategy(aten.convolution.default, convolution, localize=empty_shard_result)
     propagator.set_strategy(
         aten.convolution_backward.default, convolution_backward, localize=_local_convolution_backward
     )
@@ -91,7 +91,7 @@ def convolution_backward(schema: OpSchema) -> list[AxisStrategy]:
 
 def _local_convolution_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """The operator with the local size of what is added."""
-    nothing = given_for_nothing(schema, outputs)
+    nothing = empty_shard_result(schema, outputs)
     if nothing is not None:
         return nothing
     assert isinstance(outputs, list), f"{schema.op} gives three tensors"

@@ -58,7 +58,7 @@ def as_bits(schema: OpSchema) -> OutputSharding:
     meta = meta_of_view(schema)
     source = spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
     output = DTensorSpec(spec.mesh, source.placements, meta, source.order)
-    return OutputSharding(output) if source is spec else OutputSharding(output, (source,), follows=True)
+    return OutputSharding(output) if source is spec else OutputSharding(output, (source,), copies_view=True)
 
 
 aten = torch.ops.aten

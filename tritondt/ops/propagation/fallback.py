@@ -58,13 +58,13 @@ class Fallback:
 
         What is whole on every rank already needs no gathering, and runs.
         """
-        if is_whole(schema):
-            return gathered(schema)
+        if is_replicated(schema):
+            return replicate_all(schema)
         # What changes its own shape would leave the memory that others know.
         if self.mode == "raise" or torch.Tag.inplace_view in schema.op.tags:
             raise PropagationError(unknown_text(schema))
         self._tell(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
-        return gathered(schema)
+        return replicate_all(schema)
 
     def admit(self, op: OpOverload, refusal: str) -> None:
         """Raises PropagationError with `refusal`, unless the mode is to replicate.
@@ -106,25 +106,25 @@ class Restored:
         self._fallback.set(self._before)
 
 
-def gathered(schema: OpSchema) -> OutputSharding:
+def replicate_all(schema: OpSchema) -> OutputSharding:
     """Every tensor whole on every rank, before and after; views of what has to move for that follow it."""
     replicated = [Replicate()] * schema.mesh.ndim
     inputs = tuple(spec.with_placements(replicated) for spec in schema.args_spec)
     moved = None if inputs == schema.args_spec else inputs
-    follows = schema.is_view and moved is not None
+    copies_view = schema.is_view and moved is not None
     try:
         metas = propagate_tensor_meta(schema)
     except _SHAPES_UNKNOWN:
-        return OutputSharding(None, moved, as_found=True, follows=follows)
+        return OutputSharding(None, moved, data_dependent=True, copies_view=copies_view)
     outputs: OutputSpecs = None
     if isinstance(metas, TensorMeta):
         outputs = DTensorSpec(schema.mesh, replicated, metas)
     elif metas is not None:
         outputs = [None if meta is None else DTensorSpec(schema.mesh, replicated, meta) for meta in metas]
-    return OutputSharding(outputs, moved, follows=follows)
+    return OutputSharding(outputs, moved, copies_view=copies_view)
 
 
-def is_whole(schema: OpSchema) -> bool:
+def is_replicated(schema: OpSchema) -> bool:
     """Whether every rank holds all of every argument, so that each can run the call for itself."""
     whole = all(isinstance(placement, Replicate) for spec in schema.args_spec for placement in spec.placements)
     return whole and torch.Tag.nondeterministic_seeded not in schema.op.tags

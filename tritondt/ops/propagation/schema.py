@@ -138,17 +138,17 @@ class OutputSharding:
     """What propagation decides about a call.
 
     `input_specs` are the specs that the tensor arguments must have, None where they have them already; `local`
-    replaces the operator on local tensors where it needs local sizes or offsets. `follows` says that the outputs are
-    views that had to move: copies, which are to be copied again when the first argument is written to. `as_found` says
-    that only the values tell the outputs' shapes: without specs, every tensor among them is whole on every rank.
-    `refusal` says why the call is refused, unless the fallback lets it run as decided.
+    replaces the operator on local tensors where it needs local sizes or offsets. `copies_view` says that the
+    outputs are views that had to move: copies, which are to be copied again when the first argument is written to.
+    `data_dependent` says that only the values tell the outputs' shapes: without specs, every tensor among them is
+    whole on every rank. `refusal` says why the call is refused, unless the fallback lets it run as decided.
     """
 
     output_spec: OutputSpecs
     input_specs: tuple[DTensorSpec, ...] | None = None
     local: LocalOp | None = None
-    follows: bool = False
-    as_found: bool = False
+    copies_view: bool = False
+    data_dependent: bool = False
     refusal: str = ""
 
     @property

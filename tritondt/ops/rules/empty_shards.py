@@ -12,7 +12,7 @@ from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.strides import strides_in_order_of
 
 
-def given_for_nothing(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+def empty_shard_result(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """What gives empty results, and zeros where the result is terms of a sum; None where the operator has to run.
 
     It has to where this rank holds something of every argument, or all of arguments that are empty, or a result is no

@@ -19,7 +19,7 @@ from tritondt.errors import PropagationError
 from tritondt.ops.propagation.pointwise import partial_ops
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
-from tritondt.ops.rules.empty_shards import given_for_nothing
+from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -148,7 +148,7 @@ def declared_tensors(schema: OpSchema) -> list[DTensorSpec | None]:
     return found
 
 
-def lay_out(
+def register_equation(
     name: str,
     equation: str | Callable[[OpSchema], str],
     *,
@@ -170,7 +170,7 @@ def lay_out(
         return equation_strategies(text, declared_tensors(schema), linear_in)
 
     def localize(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-        return given_for_nothing(schema, outputs) or (None if sizes is None else with_local_sizes(op, sizes, outputs))
+        return empty_shard_result(schema, outputs) or (None if sizes is None else with_local_sizes(op, sizes, outputs))
 
     propagator.set_strategy(op, strategy, localize=localize)
 

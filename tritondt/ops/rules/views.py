@@ -48,7 +48,7 @@ def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]
             except _NoLayoutError as missing:
                 specs, refusal = (missing.source, *schema.args_spec[1:]), missing.refusal
             decision = rule(schema.with_specs(specs))
-            return replace(decision, input_specs=specs, follows=schema.is_view, refusal=refusal)
+            return replace(decision, input_specs=specs, copies_view=schema.is_view, refusal=refusal)
 
         for op in ops:
             propagator.set_rule(op, decide)

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from tritondt.ops.propagation.pointwise import partial_ops
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
-from tritondt.ops.rules.empty_shards import given_for_nothing
+from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import declared_tensors, with_local_sizes
 from tritondt.ops.rules.reductions import places_of_kept, reduced_dims
 from tritondt.sharding.placement import Placement, Replicate, Shard
@@ -82,7 +82,7 @@ def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
     return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 
 
-def lay_out_along(
+def register_whole_dims(
     name: str,
     dims: str | DimsOf = "dim",
     *,
@@ -104,7 +104,7 @@ def lay_out_along(
     for op in _overloads(name):
 
         def localize(schema: OpSchema, outputs: OutputSpecs, op: OpOverload = op) -> LocalOp | None:
-            return given_for_nothing(schema, outputs) or (
+            return empty_shard_result(schema, outputs) or (
                 None if sizes is None else with_local_sizes(op, sizes, outputs)
             )
 
