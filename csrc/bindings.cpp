@@ -11,13 +11,13 @@
 #include "bind_nccl.h"
 #include "bind_sockets.h"
 #include "call_key.h"
-#include "huge_pages.h"
-#include "instructions.h"
-#include "philox.h"
+#include "cpu/huge_pages.h"
+#include "cpu/instructions.h"
+#include "cpu/philox.h"
+#include "cpu/team.h"
 #include "strided_cast.h"
 #include "strided_copy.h"
 #include "strided_reduce.h"
-#include "team.h"
 
 namespace py = pybind11;
 

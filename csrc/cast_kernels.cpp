@@ -4,10 +4,10 @@
 #include <stdexcept>
 #include <vector>
 
-#include "instructions.h"
+#include "cpu/instructions.h"
+#include "cpu/number_types.h"
+#include "cpu/past_cache.h"
 #include "line_writer.h"
-#include "number_types.h"
-#include "past_cache.h"
 
 namespace tritondt {
 namespace {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <utility>
 
-#include "instructions.h"
+#include "cpu/instructions.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>

@@ -8,7 +8,7 @@
 #include <cstdio>
 #include <system_error>
 
-#include "clock.h"
+#include "cpu/clock.h"
 #include "flight_recorder.h"
 
 namespace tritondt {

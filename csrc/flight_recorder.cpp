@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "clock.h"
+#include "cpu/clock.h"
 
 namespace tritondt {
 namespace {

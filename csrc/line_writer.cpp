@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "instructions.h"
-#include "past_cache.h"
+#include "cpu/instructions.h"
+#include "cpu/past_cache.h"
 
 namespace tritondt {
 namespace {

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "clock.h"
-#include "process.h"
+#include "cpu/clock.h"
+#include "cpu/process.h"
 
 namespace tritondt::nccl {
 namespace {

@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <type_traits>
 
-#include "small_floats.h"
+#include "cpu/small_floats.h"
 
 namespace tritondt::nccl {
 namespace {

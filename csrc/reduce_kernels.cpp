@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "instructions.h"
+#include "cpu/instructions.h"
 #include "reduce_types.h"
 
 namespace tritondt {

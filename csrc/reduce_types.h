@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "number_types.h"
+#include "cpu/number_types.h"
 
 // What a reduction does with one element, per dtype (Storage in memory, Accumulator while it lasts)
 // and per op. Templates that reduce_kernels.cpp puts together.

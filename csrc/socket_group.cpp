@@ -10,7 +10,7 @@
 #include <system_error>
 #include <utility>
 
-#include "clock.h"
+#include "cpu/clock.h"
 
 namespace tritondt {
 namespace {

@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "cast_plane.h"
-#include "small_floats.h"
+#include "cpu/small_floats.h"
 
 namespace tritondt {
 namespace {

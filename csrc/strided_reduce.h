@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/parallel.h"
 #include "loop_nest.h"
-#include "parallel.h"
 #include "reduce_kernels.h"
 
 namespace tritondt {

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpu/parallel.h"
 #include "line_writer.h"
 #include "loop_nest.h"
-#include "parallel.h"
 
 namespace tritondt {
 

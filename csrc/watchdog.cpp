@@ -10,8 +10,8 @@
 #include <system_error>
 #include <utility>
 
-#include "clock.h"
-#include "process.h"
+#include "cpu/clock.h"
+#include "cpu/process.h"
 #include "signal_requests.h"
 
 namespace tritondt {

@@ -1,10 +1,10 @@
-#include "philox.h"
+#include "cpu/philox.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "parallel.h"
+#include "cpu/parallel.h"
 
 namespace tritondt {
 namespace {

@@ -1,4 +1,4 @@
-#include "huge_pages.h"
+#include "cpu/huge_pages.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "team.h"
+#include "cpu/team.h"
 
 namespace tritondt {
 

@@ -2,14 +2,14 @@
 
 #include <cstdint>
 
-#include "small_floats.h"
+#include "cpu/small_floats.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #endif
 
 // Floating-point dtypes in memory (Storage) as float32 in registers. Templates that
-// cast_kernels.cpp and reduce_types.h build on.
+// boxes/cast_kernels.cpp and boxes/reduce_types.h build on.
 namespace tritondt {
 
 // Elements of a block, for dtypes that are converted block by block: long enough for loops over the

@@ -1,4 +1,4 @@
-#include "instructions.h"
+#include "cpu/instructions.h"
 
 #include <algorithm>
 #include <mutex>

@@ -1,4 +1,4 @@
-#include "process.h"
+#include "cpu/process.h"
 
 #include <pthread.h>
 #include <unistd.h>

@@ -1,11 +1,11 @@
-#include "team.h"
+#include "cpu/team.h"
 
 #include <dlfcn.h>
 
 #include <system_error>
 #include <thread>
 
-#include "process.h"
+#include "cpu/process.h"
 
 namespace tritondt {
 namespace {
