@@ -10,14 +10,14 @@
 #include "bind_flight.h"
 #include "bind_nccl.h"
 #include "bind_sockets.h"
+#include "boxes/strided_cast.h"
+#include "boxes/strided_copy.h"
+#include "boxes/strided_reduce.h"
 #include "call_key.h"
 #include "cpu/huge_pages.h"
 #include "cpu/instructions.h"
 #include "cpu/philox.h"
 #include "cpu/team.h"
-#include "strided_cast.h"
-#include "strided_copy.h"
-#include "strided_reduce.h"
 
 namespace py = pybind11;
 

@@ -1,9 +1,9 @@
-#include "strided_cast.h"
+#include "boxes/strided_cast.h"
 
 #include <algorithm>
 #include <atomic>
 
-#include "cast_plane.h"
+#include "boxes/cast_plane.h"
 #include "cpu/small_floats.h"
 
 namespace tritondt {

@@ -1,11 +1,11 @@
-#include "reduce_kernels.h"
+#include "boxes/reduce_kernels.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
 
+#include "boxes/reduce_types.h"
 #include "cpu/instructions.h"
-#include "reduce_types.h"
 
 namespace tritondt {
 namespace {

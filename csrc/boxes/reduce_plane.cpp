@@ -1,4 +1,4 @@
-#include "reduce_plane.h"
+#include "boxes/reduce_plane.h"
 
 #include <algorithm>
 

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "cast_kernels.h"
-#include "sweep.h"
+#include "boxes/cast_kernels.h"
+#include "boxes/sweep.h"
 
 namespace tritondt {
 

@@ -1,4 +1,4 @@
-#include "strided_copy.h"
+#include "boxes/strided_copy.h"
 
 #include <algorithm>
 #include <stdexcept>

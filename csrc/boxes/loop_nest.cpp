@@ -1,4 +1,4 @@
-#include "loop_nest.h"
+#include "boxes/loop_nest.h"
 
 #include <algorithm>
 #include <cstdlib>

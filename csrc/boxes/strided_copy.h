@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "copy_planes.h"
-#include "loop_nest.h"
-#include "sweep.h"
+#include "boxes/copy_planes.h"
+#include "boxes/loop_nest.h"
+#include "boxes/sweep.h"
 
 namespace tritondt {
 

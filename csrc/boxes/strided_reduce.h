@@ -4,9 +4,9 @@
 #include <string>
 #include <vector>
 
+#include "boxes/loop_nest.h"
+#include "boxes/reduce_kernels.h"
 #include "cpu/parallel.h"
-#include "loop_nest.h"
-#include "reduce_kernels.h"
 
 namespace tritondt {
 

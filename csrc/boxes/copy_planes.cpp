@@ -1,4 +1,4 @@
-#include "copy_planes.h"
+#include "boxes/copy_planes.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -2,9 +2,9 @@
 
 #include <cstdint>
 
-#include "batches.h"
-#include "cast_kernels.h"
-#include "line_writer.h"
+#include "boxes/batches.h"
+#include "boxes/cast_kernels.h"
+#include "boxes/line_writer.h"
 
 namespace tritondt {
 

@@ -1,13 +1,13 @@
-#include "cast_kernels.h"
+#include "boxes/cast_kernels.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <vector>
 
+#include "boxes/line_writer.h"
 #include "cpu/instructions.h"
 #include "cpu/number_types.h"
 #include "cpu/past_cache.h"
-#include "line_writer.h"
 
 namespace tritondt {
 namespace {

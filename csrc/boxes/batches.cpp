@@ -1,8 +1,8 @@
-#include "batches.h"
+#include "boxes/batches.h"
 
 #include <cstdlib>
 
-#include "copy_planes.h"
+#include "boxes/copy_planes.h"
 
 namespace tritondt {
 namespace {

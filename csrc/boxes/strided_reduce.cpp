@@ -1,10 +1,10 @@
-#include "strided_reduce.h"
+#include "boxes/strided_reduce.h"
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
-#include "reduce_plane.h"
+#include "boxes/reduce_plane.h"
 
 namespace tritondt {
 namespace {

@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-#include "batches.h"
-#include "loop_nest.h"
-#include "reduce_kernels.h"
+#include "boxes/batches.h"
+#include "boxes/loop_nest.h"
+#include "boxes/reduce_kernels.h"
 
 namespace tritondt {
 

@@ -1,4 +1,4 @@
-#include "cast_plane.h"
+#include "boxes/cast_plane.h"
 
 namespace tritondt {
 namespace {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "line_writer.h"
+#include "boxes/line_writer.h"
 
 namespace tritondt {
 

@@ -1,4 +1,4 @@
-#include "sweep.h"
+#include "boxes/sweep.h"
 
 #include <cstdlib>
 #include <map>

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string>
 
-#include "batches.h"
+#include "boxes/batches.h"
 
 namespace tritondt {
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <vector>
 
+#include "boxes/line_writer.h"
+#include "boxes/loop_nest.h"
 #include "cpu/parallel.h"
-#include "line_writer.h"
-#include "loop_nest.h"
 
 namespace tritondt {
 
