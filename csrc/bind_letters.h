@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "letter.h"
+#include "transport/letter.h"
 
 namespace tritondt {
 

@@ -11,7 +11,7 @@
 
 #include "bind_flight.h"
 #include "bind_letters.h"
-#include "socket_group.h"
+#include "transport/socket_group.h"
 #include "watchdog.h"
 
 namespace py = pybind11;

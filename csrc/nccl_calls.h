@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "letter.h"
 #include "nccl_types.h"
+#include "transport/letter.h"
 
 namespace tritondt::nccl {
 

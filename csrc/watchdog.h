@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "flight_recorder.h"
-#include "socket_group.h"
+#include "transport/socket_group.h"
 
 namespace tritondt {
 

@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "letter.h"
+#include "transport/letter.h"
 
 namespace tritondt {
 

@@ -1,4 +1,4 @@
-#include "socket_group.h"
+#include "transport/socket_group.h"
 
 #include <sys/eventfd.h>
 #include <sys/socket.h>

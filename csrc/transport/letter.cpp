@@ -1,4 +1,4 @@
-#include "letter.h"
+#include "transport/letter.h"
 
 #include <stdexcept>
 #include <string>
