@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "call_site.h"
-#include "flight_recorder.h"
+#include "flight/call_site.h"
+#include "flight/flight_recorder.h"
 
 namespace tritondt {
 

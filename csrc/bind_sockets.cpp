@@ -11,8 +11,8 @@
 
 #include "bind_flight.h"
 #include "bind_letters.h"
+#include "flight/watchdog.h"
 #include "transport/socket_group.h"
-#include "watchdog.h"
 
 namespace py = pybind11;
 

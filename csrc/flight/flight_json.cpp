@@ -9,7 +9,7 @@
 #include <system_error>
 
 #include "cpu/clock.h"
-#include "flight_recorder.h"
+#include "flight/flight_recorder.h"
 
 namespace tritondt {
 namespace {

@@ -9,7 +9,7 @@
 #include <string_view>
 #include <vector>
 
-#include "text_table.h"
+#include "flight/text_table.h"
 
 namespace tritondt {
 

@@ -1,4 +1,4 @@
-#include "flight_recorder.h"
+#include "flight/flight_recorder.h"
 
 #include <sched.h>
 

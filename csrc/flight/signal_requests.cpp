@@ -1,4 +1,4 @@
-#include "signal_requests.h"
+#include "flight/signal_requests.h"
 
 #include <sys/eventfd.h>
 #include <unistd.h>

@@ -1,4 +1,4 @@
-#include "call_site.h"
+#include "flight/call_site.h"
 
 #include <algorithm>
 #include <string_view>

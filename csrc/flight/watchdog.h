@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "flight_recorder.h"
+#include "flight/flight_recorder.h"
 #include "transport/socket_group.h"
 
 namespace tritondt {

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "text_table.h"
+#include "flight/text_table.h"
 
 namespace tritondt {
 

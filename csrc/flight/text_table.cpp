@@ -1,4 +1,4 @@
-#include "text_table.h"
+#include "flight/text_table.h"
 
 #include <limits>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-#include "watchdog.h"
+#include "flight/watchdog.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -12,7 +12,7 @@
 
 #include "cpu/clock.h"
 #include "cpu/process.h"
-#include "signal_requests.h"
+#include "flight/signal_requests.h"
 
 namespace tritondt {
 namespace {
