@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "nccl_pool.h"
+#include "nccl/pool.h"
 
 namespace py = pybind11;
 

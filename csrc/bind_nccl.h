@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <memory>
 
-#include "nccl_api.h"
-#include "nccl_communicator.h"
-#include "nccl_config.h"
+#include "nccl/api.h"
+#include "nccl/communicator.h"
+#include "nccl/config.h"
 
 namespace tritondt {
 

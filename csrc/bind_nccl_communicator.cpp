@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "bind_nccl.h"
-#include "nccl_names.h"
+#include "nccl/names.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-#include "nccl_issue.h"
+#include "nccl/issue.h"
 
 #include <cstddef>
 #include <stdexcept>

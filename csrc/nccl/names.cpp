@@ -1,4 +1,4 @@
-#include "nccl_names.h"
+#include "nccl/names.h"
 
 #include <cstring>
 #include <stdexcept>

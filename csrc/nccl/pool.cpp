@@ -1,4 +1,4 @@
-#include "nccl_pool.h"
+#include "nccl/pool.h"
 
 #include <cstddef>
 #include <cstdio>

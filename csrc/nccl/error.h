@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "nccl_types.h"
+#include "nccl/types.h"
 
 namespace tritondt::nccl {
 

@@ -1,4 +1,4 @@
-#include "nccl_calls.h"
+#include "nccl/calls.h"
 
 #include <cstddef>
 #include <stdexcept>

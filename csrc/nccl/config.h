@@ -7,7 +7,7 @@
 #include <string>
 #include <variant>
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 namespace tritondt::nccl {
 

@@ -2,7 +2,7 @@
 
 #include <memory>
 
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 namespace tritondt::nccl {
 

@@ -76,7 +76,7 @@ constexpr int kWindowSymmetric = 1;
 constexpr unsigned int kConfigMagic = 0xcafebeef;
 constexpr unsigned int kSimulationMagic = 0x74685283;
 
-// Both configurations only ever grow at the end; nccl_config knows what came when. The defaults are
+// Both configurations only ever grow at the end; config.cpp knows what came when. The defaults are
 // those of NCCL's initializers.
 struct ncclConfig_t {
   std::size_t size = sizeof(ncclConfig_t);

@@ -1,4 +1,4 @@
-#include "nccl_config.h"
+#include "nccl/config.h"
 
 #include <algorithm>
 #include <climits>

@@ -1,4 +1,4 @@
-#include "nccl_communicator.h"
+#include "nccl/communicator.h"
 
 #include <sched.h>
 #include <time.h>

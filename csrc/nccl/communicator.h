@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "nccl_api.h"
-#include "nccl_calls.h"
-#include "nccl_config.h"
+#include "nccl/api.h"
+#include "nccl/calls.h"
+#include "nccl/config.h"
 
 namespace tritondt::nccl {
 

@@ -1,8 +1,8 @@
-// What a communicator does once it is there; nccl_communicator.cpp has its making and its end.
+// What a communicator does once it is there; communicator.cpp has its making and its end.
 #include <stdexcept>
 
-#include "nccl_communicator.h"
-#include "nccl_issue.h"
+#include "nccl/communicator.h"
+#include "nccl/issue.h"
 
 namespace tritondt::nccl {
 namespace {

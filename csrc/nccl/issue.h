@@ -1,7 +1,7 @@
 #pragma once
 
-#include "nccl_api.h"
-#include "nccl_calls.h"
+#include "nccl/api.h"
+#include "nccl/calls.h"
 
 namespace tritondt::nccl {
 

@@ -1,4 +1,4 @@
-#include "nccl_api.h"
+#include "nccl/api.h"
 
 #include <dlfcn.h>
 #include <link.h>

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "nccl_error.h"
-#include "nccl_types.h"
+#include "nccl/error.h"
+#include "nccl/types.h"
 
 namespace tritondt::nccl {
 

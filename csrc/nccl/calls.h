@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "nccl_types.h"
+#include "nccl/types.h"
 #include "transport/letter.h"
 
 namespace tritondt::nccl {

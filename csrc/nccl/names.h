@@ -4,8 +4,8 @@
 #include <string>
 #include <variant>
 
-#include "nccl_api.h"
-#include "nccl_calls.h"
+#include "nccl/api.h"
+#include "nccl/calls.h"
 
 // What Python calls dtypes, operators and operations; unknown names throw std::invalid_argument
 // with those that are known.
