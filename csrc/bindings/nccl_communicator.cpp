@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_nccl.h"
+#include "bindings/nccl.h"
 #include "nccl/names.h"
 
 namespace py = pybind11;

@@ -1,4 +1,4 @@
-#include "bind_nccl.h"
+#include "bindings/nccl.h"
 
 #include <pybind11/stl.h>
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "bind_letters.h"
-#include "bind_nccl.h"
+#include "bindings/letters.h"
+#include "bindings/nccl.h"
 #include "nccl/names.h"
 
 namespace py = pybind11;

@@ -7,13 +7,13 @@
 #include <tuple>
 #include <vector>
 
-#include "bind_flight.h"
-#include "bind_nccl.h"
-#include "bind_sockets.h"
+#include "bindings/call_key.h"
+#include "bindings/flight.h"
+#include "bindings/nccl.h"
+#include "bindings/sockets.h"
 #include "boxes/strided_cast.h"
 #include "boxes/strided_copy.h"
 #include "boxes/strided_reduce.h"
-#include "call_key.h"
 #include "cpu/huge_pages.h"
 #include "cpu/instructions.h"
 #include "cpu/philox.h"

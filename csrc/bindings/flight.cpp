@@ -1,4 +1,4 @@
-#include "bind_flight.h"
+#include "bindings/flight.h"
 
 #include <pybind11/stl.h>
 

@@ -1,4 +1,4 @@
-#include "bind_sockets.h"
+#include "bindings/sockets.h"
 
 #include <pybind11/stl.h>
 
@@ -9,8 +9,8 @@
 #include <utility>
 #include <vector>
 
-#include "bind_flight.h"
-#include "bind_letters.h"
+#include "bindings/flight.h"
+#include "bindings/letters.h"
 #include "flight/watchdog.h"
 #include "transport/socket_group.h"
 

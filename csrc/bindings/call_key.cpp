@@ -1,4 +1,4 @@
-#include "call_key.h"
+#include "bindings/call_key.h"
 
 #include <descrobject.h>
 #include <structmember.h>
