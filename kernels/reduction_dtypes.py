@@ -1,4 +1,4 @@
-"""Which reductions there are: operations by dtype, as in csrc/reduce_kernels."""
+"""Which reductions there are: operations by dtype, as in csrc/boxes/reduce_kernels."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""A box as nested loops over bytes: checked, with as few loops as possible. Plain values, as in csrc/loop_nest."""
+"""A box as nested loops over bytes: checked, with the fewest loops. Plain values, as in csrc/boxes/loop_nest."""
 
 from collections.abc import Sequence
 from math import prod

@@ -1,5 +1,5 @@
 // A libnccl.so.2 whose every call succeeds at once and does nothing: what is timed over it is ours.
-#include "nccl_types.h"
+#include "nccl/types.h"
 
 using namespace tritondt::nccl;
 

@@ -7,7 +7,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "small_floats.h"
+#include "cpu/small_floats.h"
 
 namespace fake_nccl {
 namespace {
