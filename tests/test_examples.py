@@ -1,4 +1,4 @@
-"""The programs of examples/ run as ranks, and what README.md and docs/ show: their Python, their links, README's size.
+"""The programs of examples/ run as ranks; the Python that README.md and docs/guide.md show; links, and README's size.
 
 A block of Python in README.md or docs/guide.md is lines of a file of examples/, or else part of its page's program: the
 other blocks of the page, in order, which two ranks run.
@@ -30,12 +30,29 @@ PRINTED = {
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+# One process imports torch, forks into the ranks of a program, and gives each the variables that torchrun sets.
+_LAUNCHER = """
+import os, runpy, sys
+import torch._dynamo, tritondt  # what programs import
+
+program, num_ranks = sys.argv[1], int(sys.argv[2])
+for rank in range(num_ranks):
+    if os.fork() == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+        output = os.open(f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+sys.exit(any([os.wait()[1] for _ in range(num_ranks)]))
+"""
 _BEFORE = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 _AFTER = "dist.destroy_process_group()\n"
 
 
 def documents():
-    return [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+    return [*sorted(REPOSITORY.glob("*.md")), EXAMPLES / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 
 
 def shown_in(page):
@@ -49,30 +66,23 @@ def is_of_an_example(block):
 
 
 def run(program, num_ranks, folder):
-    """What the first rank prints; every rank must end with status 0. The variables are those that torchrun sets."""
+    """What the first rank prints; every rank must end with status 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    variables = {"WORLD_SIZE": num_ranks or 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared = {**os.environ, **{name: str(value) for name, value in variables.items()}, "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(program)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(num_ranks or 1)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), "\n".join(outputs)
-    return outputs[0]
+    found = subprocess.run(
+        [sys.executable, "-c", _LAUNCHER, str(program), str(num_ranks or 1)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        cwd=folder,
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    printed = [(folder / f"rank-{rank}.txt").read_text() for rank in range(num_ranks or 1)]
+    assert found.returncode == 0, "\n".join([found.stdout, *printed])
+    return printed[0]
 
 
 def test_every_example_is_run():
@@ -107,8 +117,18 @@ def test_readme_is_short():
     assert (REPOSITORY / "README.md").stat().st_size <= MAX_README_BYTES
 
 
+def anchors_of(page):
+    """What links may name behind a #, as GitHub makes it of headings."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(page.read_text())
+    }
+
+
 @pytest.mark.parametrize("page", documents(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
-def test_relative_links_lead_to_files(page):
-    targets = [target for target in _LINK.findall(page.read_text()) if not re.match(r"[a-z]+:|#", target)]
-    missing = [target for target in targets if not (page.parent / target.partition("#")[0]).is_file()]
-    assert not missing, f"{page.relative_to(REPOSITORY)} links to {missing}"
+def test_relative_links_lead_somewhere(page):
+    for target in _LINK.findall(page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            found = page.parent / path if path else page
+            assert found.is_file(), target
+            assert not anchor or anchor in anchors_of(found), target
