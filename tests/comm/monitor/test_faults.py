@@ -17,7 +17,7 @@ from tests.harness.stacks import listen, stacks_of
 
 # What a busy machine may add; who hears of a fault does so long before the timeout of 30 s.
 SLACK_S = 15.0
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "failures.md"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def others(case: Case) -> list[int]:
 
 
 def test_the_table_in_the_readme_is_of_these_faults() -> None:
-    text = README.read_text().partition("\n## Faults\n")[2].partition("\n## ")[0]
+    text = PAGE.read_text().partition("\n## Faults\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert rows[0] == ["fault", *MOMENTS]
     assert [row[0] for row in rows[2:]] == [fault.name for fault in FAULTS]
