@@ -1,4 +1,4 @@
-"""Every fault at every moment on every kind of ranks, and the table of docs/failures.md that says what the others are told.
+"""Every fault at every moment on every kind of ranks, and the table of docs/failures.md: what the others are told.
 
 python -m tests.harness.fault_matrix        # prints the table, in about a minute
 """

@@ -28,12 +28,14 @@ print(json.dumps([importlib.import_module(name).__file__ for name in names]))
 """
 REPORT_IMPORT = """
 import gc, json, sys, time
+start = time.perf_counter()
 import torch
+report = {"torch_seconds": time.perf_counter() - start}
 triton_came_with_torch = "triton" in sys.modules
 full_collections = gc.get_stats()[2]["collections"]
 start = time.perf_counter()
 import tritondt
-report = {"seconds": time.perf_counter() - start}
+report["seconds"] = time.perf_counter() - start
 report["full_collections"] = gc.get_stats()[2]["collections"] - full_collections
 report["collects"] = gc.isenabled()
 report["triton"] = "triton" in sys.modules and not triton_came_with_torch
@@ -138,8 +140,9 @@ def test_import_is_quick_and_leaves_triton_alone(installed: Path, tmp_path: Path
     code = WITHOUT_EDITABLE_HOOK + REPORT_IMPORT
     runs = [json.loads(run_python(code, tmp_path, PYTHONPATH=str(installed))) for _ in range(5)]
     assert not any(run["triton"] for run in runs)
-    median_seconds = statistics.median(run["seconds"] for run in runs)
-    assert median_seconds <= 0.3, f"import tritondt adds {median_seconds:.3f} s to import torch"
+    # 0.05 to 0.1 on the machine where this was written, and 0.2 where bytecode is not kept.
+    ratio = statistics.median(run["seconds"] / run["torch_seconds"] for run in runs)
+    assert ratio <= 0.3, f"import tritondt takes {ratio:.2f} of the time of import torch"
 
 
 @pytest.mark.parametrize("ask", ["gc.enable()", "gc.disable()"])

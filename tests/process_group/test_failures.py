@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -78,7 +77,6 @@ def go_on(rank: int) -> list[float]:
 
 
 def test_a_rank_that_does_not_come(ranks: GlooRanks) -> None:
-    started = time.monotonic()
     for rank, told in enumerate(ranks.run(stall)):
         if rank != 1:
             assert "for rank 1 in all_reduce (sum) of 6 float32, asked for at" in told[0]
@@ -88,7 +86,6 @@ def test_a_rank_that_does_not_come(ranks: GlooRanks) -> None:
                 "broadcast of 6 float32, root 0 was asked of a process group that failed before ("
             )
             assert told[1].endswith("); make a new one, or, after a failure, call tritondt.abort() on every rank")
-    assert time.monotonic() - started < 30
     assert ranks.run(go_on) == [[6.0, 1.0], [6.0, 1.0], [6.0, 3.0]]  # in the world that follows
 
 
@@ -117,11 +114,9 @@ def raise_uncaught(rank: int) -> str:
 
 
 def test_an_exception_of_one_rank_ends_the_others(mortal_ranks: GlooRanks) -> None:
-    started = time.monotonic()
     for told in mortal_ranks.outcomes(raise_uncaught)[:2]:
         assert "rank 2 failed while rank" in told
         assert "UncaughtError: no batch left" in told
-    assert time.monotonic() - started < 20
 
 
 def call_something_else(rank: int) -> str:

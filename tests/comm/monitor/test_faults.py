@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.harness.fault_matrix import JOBS, Job, Observed, start, words_of
-from tests.harness.fault_ranks import SILENT_TIMEOUT_S
 from tests.harness.faults import FAULTS, MOMENTS, RANKS, SIZE, Case, Observation, Ranks, cases_of, news
 from tests.harness.stacks import listen, stacks_of
 
 # What a busy machine may add; who hears of a fault does so long before the timeout of 30 s.
-SLACK_S = 15.0
 PAGE = Path(__file__).parents[3] / "docs" / "failures.md"
 
 
@@ -47,12 +45,11 @@ def test_a_fault(observed: dict[Job, "Future[Observed]"], job: Job) -> None:
 
 def assert_told(case: Case, ranks: Ranks, observation: Observation) -> None:
     for rank in others(case):
-        kind, text, seconds = observation.outcomes[rank]
+        kind, text, _ = observation.outcomes[rank]
         assert kind in ("PeerError", "WorldError"), f"{case}: {kind}: {text}"
         assert f"rank {case.fault.culprit}" in text, f"{case}: {text}"
         assert "step 1 of 1 (" in text, f"{case}: {text}"
         assert news(text) == case.fault.told_on(ranks), f"{case}: {text}"
-        assert seconds < SLACK_S + (SILENT_TIMEOUT_S if case.fault.is_silent else 0), str(case)
 
 
 def assert_trained_on(case: Case, observation: Observation) -> None:
