@@ -3,7 +3,8 @@
 import importlib.util
 import os
 import random
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -16,16 +17,8 @@ REPOSITORY = Path(__file__).parents[1]
 HAS_CLI = all(importlib.util.find_spec(name) for name in ("click", "rich", "matplotlib"))
 collect_ignore = [] if HAS_CLI else ["cli"]
 
-# Tests that start processes, rank by rank, or measure time: they get the machine to themselves. All others run side by
-# side, a worker of pytest-xdist on each core (`make test`).
-ALONE = (
-    *("cli/", "comm/", "doubles/", "nccl/", "packaging/", "tools/"),
-    *("csrc/test_sanitizers.py", "csrc/test_team.py", "csrc/test_watchdog.py"),
-    *("parallel/test_hidden_communication.py", "parallel/test_overlap.py"),
-    *("dtensor/test_bounded.py", "dtensor/test_transforms.py"),
-)
-# In those folders, what has ranks in threads only.
-SIDE_BY_SIDE = tuple(f"comm/packing/test_wire_{name}.py" for name in ("dtype", "gradients", "layouts"))
+# Cases of a parametrized test that are in the core (`make test`); the others are `extended`, for `make test-all`.
+CORE_CASES = 2
 
 # No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.
 hypothesis.settings.register_profile("tritondt", deadline=None, derandomize=True)
@@ -39,16 +32,45 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves tests that need GPUs to machines that have them, and says which tests run alone."""
-    found, here = torch.cuda.device_count(), REPOSITORY / "tests"
+    """Marks what is beyond the core and what runs alone, and leaves tests that need GPUs to machines that have them."""
+    found = torch.cuda.device_count()
+    for cases in _cases_of_tests(items):
+        chosen = cases[0].get_closest_marker("in_ci")
+        ci = cases if chosen is None else _spread(cases, chosen.args[0])
+        core = _spread(ci, CORE_CASES)
+        for item in cases:
+            if item not in ci:
+                item.add_marker(pytest.mark.soak)
+            elif item not in core:
+                item.add_marker(pytest.mark.extended)
     for item in items:
-        if item.path.is_relative_to(here):
-            path = item.path.relative_to(here).as_posix()
-            if path.startswith(ALONE) and path not in SIDE_BY_SIDE:
-                item.add_marker(pytest.mark.alone)
+        if "alone" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.alone)
         for mark, needed in (("gpu", 1), ("multigpu", 2)):
             if item.get_closest_marker(mark) and found < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {found}"))
+
+
+def _cases_of_tests(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
+    """The cases of each test that are not marked `extended` as they stand."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("extended") is None:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return cases.values()
+
+
+def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of the cases, evenly among all, from one that the test's name chooses: of what tests share, all is met."""
+    first = zlib.crc32(cases[0].nodeid.partition("[")[0].encode())
+    return [
+        cases[number] for number in sorted({(first + each * len(cases) // count) % len(cases) for each in range(count)})
+    ]
+
+
+@pytest.fixture(scope="session")
+def alone() -> None:
+    """Asked for by tests, and by fixtures, that must have the machine to themselves: times, memory, all its cores."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -73,18 +73,21 @@ def check_random_table(verb, source_dtype, target_dtype, seed):
     assert_as_reference(verb, sources, target, boxes, draw.choice((1, 3)))
 
 
+@pytest.mark.in_ci(240)
 @pytest.mark.parametrize("seed", range(45))
 @pytest.mark.parametrize(("verb", "source", "target"), CASTS)
 def test_random_casts(verb, source, target, seed):
     check_random_table(verb, source, target, seed)
 
 
+@pytest.mark.in_ci(240)
 @pytest.mark.parametrize("seed", range(90))
 @pytest.mark.parametrize(("verb", "source", "target"), QUANTIZATIONS)
 def test_random_quantizations(verb, source, target, seed):
     check_random_table(verb, source, target, seed)
 
 
+@pytest.mark.in_ci(180)
 @pytest.mark.parametrize("seed", range(90))
 @pytest.mark.parametrize(("verb", "source", "target"), DEQUANTIZATIONS)
 def test_random_dequantizations(verb, source, target, seed):
@@ -161,6 +164,7 @@ def test_planes(verb, source, target, shape):
     assert_one_box(verb, source, target, shape, (2 * num_columns, 2), (3 * num_columns, 3))
 
 
+@pytest.mark.in_ci(9)
 @pytest.mark.parametrize(("verb", "source", "target"), ONE_OF_EACH)
 @pytest.mark.parametrize("num_threads", [1, 3, 64])
 def test_large_boxes_are_cut_among_threads(verb, source, target, num_threads):
@@ -169,6 +173,7 @@ def test_large_boxes_are_cut_among_threads(verb, source, target, num_threads):
     assert_one_box(verb, source, target, (2, 500_003), (500_010, 1), (500_003, 1), num_threads)
 
 
+@pytest.mark.in_ci(14)
 @pytest.mark.parametrize(("verb", "source", "target"), ONE_OF_EACH)
 @pytest.mark.parametrize("num_rows", [301, 12_007])
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -32,6 +32,7 @@ def test_wide_runs(num_dims, architecture):
     assert len(re.findall(r"st\.global", compiled.ptx)) == 2
 
 
+@pytest.mark.in_ci(17)
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_dims", range(1, 9))
@@ -78,6 +79,7 @@ def test_wide_reductions(dtype):
         assert "ftz" not in compiled.ptx
 
 
+@pytest.mark.in_ci(9)
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("num_dims", range(1, 9))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -105,6 +107,7 @@ def test_averages_divide_once_and_correctly(dtype):
     assert_lean(compiled, 2)
 
 
+@pytest.mark.in_ci(13)
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize(("source", "target"), list(itertools.permutations(SIZES, 2)))
 def test_wide_casts(source, target, architecture):
@@ -122,6 +125,7 @@ def test_wide_casts(source, target, architecture):
         assert "ftz" not in compiled.ptx
 
 
+@pytest.mark.in_ci(3)
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
 def test_casts_to_float64_by_widths(source, architecture):
@@ -145,6 +149,7 @@ def test_casts_by_dims(source, target, architecture):
         assert_lean(compile_cast(source, target, Kind.RUNS, 1, num_dims, architecture), num_dims)
 
 
+@pytest.mark.in_ci(7)
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("fp8", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("wide", ["float32", "bfloat16", "float16"])

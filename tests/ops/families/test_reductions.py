@@ -35,6 +35,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.in_ci(121)
 @pytest.mark.parametrize(("mesh_shape", "placements"), LAYOUTS)
 @pytest.mark.parametrize(
     "function",
