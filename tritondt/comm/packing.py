@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from tritondt import _C
+from tritondt._C import LetterSlices
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.tables import Table, copy_table, reduce_table
@@ -32,9 +32,9 @@ class Slices(tuple[Slice, ...]):
     """The messages of an exchange to peers, or from them."""
 
     @cached_property
-    def native(self) -> _C.LetterSlices:
+    def native(self) -> LetterSlices:
         """The same for the transports in C++."""
-        return _C.LetterSlices(self)
+        return LetterSlices(self)
 
 
 class PackedTransfer(NamedTuple):
