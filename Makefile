@@ -2,14 +2,14 @@
 PYTHON ?= python3
 # The Python of a machine with a GPU, which brings its own CUDA build of torch.
 GPU_PYTHON ?= python3
-# What `make gpu` runs, all of it without a name: see tests/on_gpu.py.
+# What `make gpu` runs, all of it without a name: see tests/tools/on_gpu.py.
 PARTS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
-CSRC := $(wildcard csrc/*.cpp csrc/*.h)
-CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/fake_nccl tests/fake_nccl/* benchmarks/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
+CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
+CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test nccl check sanitize bench gpu format clean
@@ -69,17 +69,17 @@ check: venv ## lint, formatting, types, layers, compiler warnings, the extension
 
 sanitize: venv ## run csrc, the double of NCCL, and the NCCL transport over it, under sanitizers
 	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/csrc/sanitize/Makefile
-	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/fake_nccl/Makefile sanitize
+	$(MAKE) --no-print-directory --jobs 2 --output-sync --file tests/doubles/fake_nccl/Makefile sanitize
 	$(BIN)/python -m pytest --quiet -m sanitized
-	$(BIN)/python -m tests.sanitized tests/comm/test_nccl_cases.py tests/comm/test_nccl_transport.py tests/backend
-	$(BIN)/python -m tests.sanitized tests/comm/test_faults.py -k nccl
+	$(BIN)/python -m tests.tools.sanitized tests/comm/transports/test_nccl_cases.py tests/comm/transports/test_nccl_transport.py tests/process_group
+	$(BIN)/python -m tests.tools.sanitized tests/comm/monitor/test_faults.py -k nccl
 
 bench: venv ## time redistribute against torch on 4 ranks
 	$(BIN)/python -m tritondt bench redistribute --ranks 4 --against torch
 
 gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Python and nothing from the network
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
-	@$(GPU_PYTHON) -m tests.on_gpu $(PARTS)
+	@$(GPU_PYTHON) -m tests.tools.on_gpu $(PARTS)
 
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format

@@ -58,8 +58,9 @@ setup(
     ext_modules=[
         Extension(
             "tritondt._C",
-            sources=relative_paths("csrc/*.cpp"),
-            depends=[*relative_paths("csrc/*.h"), "setup.py"],
+            sources=relative_paths("csrc/*/*.cpp"),
+            include_dirs=["csrc"],
+            depends=[*relative_paths("csrc/*/*.h"), "setup.py"],
             extra_compile_args=COMPILE_FLAGS,
             extra_link_args=["-pthread", "-ldl"],
             language="c++",

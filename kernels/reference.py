@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tritondt.kernels.arguments import check_tensors
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 from tritondt.kernels.cast_bits import FP8_DTYPES, bits_of, cast, keep_nan
-from tritondt.kernels.given_tensors import check_tensors
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _EXACT_IN_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)

@@ -210,4 +210,4 @@ def _maker(device: torch.device) -> Maker:
 
 
 def _triton_module(name: str) -> Any:
-    return importlib.import_module(f"tritondt.kernels.{name}")
+    return importlib.import_module(f"tritondt.kernels.gpu.{name}")

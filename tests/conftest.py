@@ -19,13 +19,13 @@ collect_ignore = [] if HAS_CLI else ["cli"]
 # Tests that start processes, rank by rank, or measure time: they get the machine to themselves. All others run side by
 # side, a worker of pytest-xdist on each core (`make test`).
 ALONE = (
-    *("cli/", "comm/", "fake_nccl/", "nccl/", "packaging/"),
+    *("cli/", "comm/", "doubles/", "nccl/", "packaging/", "tools/"),
     *("csrc/test_sanitizers.py", "csrc/test_team.py", "csrc/test_watchdog.py"),
     *("parallel/test_hidden_communication.py", "parallel/test_overlap.py"),
-    *("test_bounded.py", "test_on_gpu.py", "test_transforms.py"),
+    *("dtensor/test_bounded.py", "dtensor/test_transforms.py"),
 )
 # In those folders, what has ranks in threads only.
-SIDE_BY_SIDE = ("comm/test_wire_dtype.py", "comm/test_wire_gradients.py", "comm/test_wire_layouts.py")
+SIDE_BY_SIDE = tuple(f"comm/packing/test_wire_{name}.py" for name in ("dtype", "gradients", "layouts"))
 
 # No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.
 hypothesis.settings.register_profile("tritondt", deadline=None, derandomize=True)

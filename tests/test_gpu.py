@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.cases import check_cases, random_case
-from tritondt.comm.threads import ThreadCommunicator, run_ranks
+from tests.harness.oracle.cases import check_cases, random_case
+from tritondt.comm.transports.threads import ThreadCommunicator, run_ranks
 
 pytestmark = pytest.mark.gpu
 

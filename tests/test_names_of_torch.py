@@ -11,7 +11,7 @@ import tritondt as T
 import tritondt.debug
 import tritondt.parallel
 
-# What README says is missing, or is of another form, here.
+# What docs/torch_api.md says is missing, or is of another form, here.
 NOT_HERE = {"loss_parallel"}
 OWN_CONSTRUCTOR = {"DTensor", "Shard", "Replicate", "Partial", "Placement"}
 

@@ -20,12 +20,12 @@ def _without_collections() -> Iterator[None]:
 with _without_collections():
     from torch.distributed.device_mesh import DeviceMesh
 
-    import tritondt.backend  # noqa: F401  torch.distributed knows it by its name from here on
-    from tritondt.autograd import redistribute
+    import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
-    from tritondt.distribute import distribute_module, distribute_tensor
-    from tritondt.dtensor import DTensor, prefetch
+    from tritondt.dtensor.distribute import distribute_module, distribute_tensor
+    from tritondt.dtensor.factories import empty, full, ones, rand, randn, zeros
+    from tritondt.dtensor.tensor import DTensor, prefetch
     from tritondt.errors import (
         ImplicitRedistributionError,
         LayoutError,
@@ -40,14 +40,14 @@ with _without_collections():
         TritondtError,
         WorldError,
     )
-    from tritondt.factories import empty, full, ones, rand, randn, zeros
-    from tritondt.layout import Layout
-    from tritondt.mesh import Mesh, init_device_mesh
-    from tritondt.mixing import implicit_replication
-    from tritondt.moving import explicit_redistribution
-    from tritondt.placement import Partial, Placement, Replicate, Shard, parse_placements
-    from tritondt.runnable import explain
-    from tritondt.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
+    from tritondt.ops.propagation.replication import implicit_replication
+    from tritondt.redistribution.autograd import redistribute
+    from tritondt.redistribution.compile import explain
+    from tritondt.redistribution.implicit import explicit_redistribution
+    from tritondt.sharding.layout import Layout
+    from tritondt.sharding.mesh import Mesh, init_device_mesh
+    from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, parse_placements
+    from tritondt.sharding.spec import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 
 __version__ = "0.1.0"
 

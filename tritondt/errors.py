@@ -29,6 +29,10 @@ class WorldError(TritondtError, RuntimeError):
     """Communication asked for where there is no world, or one that has been closed or has failed."""
 
 
+class ForkedError(WorldError):
+    """Communication asked for in a process that was forked from a rank."""
+
+
 class PeerError(TritondtError, RuntimeError):
     """Another rank failed, left, or did not answer in time; names the rank, the step and the wait."""
 

@@ -24,7 +24,7 @@ class StepRan:
 
 
 @dataclass(frozen=True, slots=True)
-class InputMoved:
+class ImplicitRedistribution:
     """An operator's argument that has to move before the operator can run; the steps are told one by one."""
 
     op: str
@@ -33,8 +33,8 @@ class InputMoved:
     shape: tuple[int, ...]
 
 
-Event = StepRan | InputMoved
-EventKind = TypeVar("EventKind", StepRan, InputMoved)
+Event = StepRan | ImplicitRedistribution
+EventKind = TypeVar("EventKind", StepRan, ImplicitRedistribution)
 Subscriber = Callable[[Any], None]
 
 _subscribers: list[tuple[type[Event], Subscriber]] = []

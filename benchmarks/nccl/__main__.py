@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.nccl.judging import Measured, judged, table_of, worst
 from benchmarks.nccl.timing import Job, jobs, library, timed
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tests.nccl.devices import start, why_not
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.surroundings import surroundings

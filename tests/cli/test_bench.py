@@ -13,8 +13,8 @@ from tritondt.cli.bench.measure import Counts, Measured
 from tritondt.cli.bench.minimum import fewest_elements
 from tritondt.cli.bench.report import summarise
 from tritondt.cli.main import main
-from tritondt.layout import Layout
-from tritondt.placement import Replicate, Shard, parse_placements
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Replicate, Shard, parse_placements
 
 COMMAND = ["bench", "redistribute"]
 

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 
 from tritondt.cli import tune
 from tritondt.cli.main import main
-from tritondt.kernels.loop_nest import cast_nest, copy_nest, reduce_nest
-from tritondt.kernels.pieces import Grain, copy_pieces, run_pieces
-from tritondt.kernels.tuning import Choice
+from tritondt.kernels.gpu.loop_nest import cast_nest, copy_nest, reduce_nest
+from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
+from tritondt.kernels.gpu.tuning import Choice
 
 
 def test_without_a_gpu_it_ends_with_an_error(monkeypatch, tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 
 
 @pytest.fixture(scope="session")

@@ -3,9 +3,9 @@
 import pytest
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
-from tritondt.comm.costs import default_costs
+from tritondt.comm.world import default_costs
 from tritondt.planning.cost import CostTable, Link
 
 

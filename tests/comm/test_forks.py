@@ -15,12 +15,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import tritondt as T
-from tests.gloo_ranks import Failure, GlooRanks, UncaughtError
-from tests.nccl_on_host import ranks_on
+from tests.harness.gloo_ranks import Failure, GlooRanks, UncaughtError
+from tests.harness.nccl_on_host import ranks_on
 from tests.ops.sharded import distribute
-from tritondt import layout, mesh, spec
-from tritondt.comm import reading, world
-from tritondt.comm.threads import run_ranks
+from tritondt.comm import read_guard, world
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.sharding import layout, mesh, spec
 
 FULL = torch.arange(15.0).view(5, 3)
 REFUSED = (
@@ -96,7 +96,7 @@ def use_everything(rank: int, x: Any, moved: Any, done: Any, communicator: Any) 
         x.full_tensor()
     torch.testing.assert_close(done.to_local(), FULL, rtol=0, atol=0)
     x.to_local().add_(1)  # memory of its own, which nobody reads
-    assert not reading.readers
+    assert not read_guard.readers
 
 
 def fork_and_use(rank: int) -> tuple[int, bool]:

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
-from tests.nccl_on_host import ranks_on
+from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.nccl_on_host import ranks_on
 from tests.ops.sharded import distribute
 from tritondt import identity
 from tritondt.comm import world
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 
 FULL = torch.arange(15.0).view(5, 3)
 Everywhere = Callable[..., Any]

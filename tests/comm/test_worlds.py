@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
-from tritondt.mesh import canonical_mesh
+from tritondt.sharding.mesh import canonical_mesh
 
 
 def gather_after_flatten(rank: int) -> list[list[int]]:

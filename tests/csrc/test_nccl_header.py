@@ -36,10 +36,10 @@ def header_of(nccl):
 
 
 def functions():
-    """Every function of csrc/nccl_api.h, with the version that brought it."""
+    """Every function of csrc/nccl/api.h, with the version that brought it."""
     return [
         (name, int(since))
-        for name, since in re.findall(r'nccl_,\s+"(\w+)",\s+(\d+)\}', (CSRC / "nccl_api.h").read_text())
+        for name, since in re.findall(r'nccl_,\s+"(\w+)",\s+(\d+)\}', (CSRC / "nccl" / "api.h").read_text())
     ]
 
 
@@ -64,7 +64,7 @@ def compile_check(folder, header, *flags):
 def test_declarations_are_those_of_the_header(version, tmp_path):
     header = header_of(find_version(version))
     assert len(functions()) == 50
-    rest = [CSRC / "nccl_config.cpp", CSRC / "nccl_api.cpp", "-ldl"]
+    rest = [CSRC / "nccl" / "config.cpp", CSRC / "nccl" / "api.cpp", "-ldl"]
     assert compile_check(tmp_path, header, *rest, "-o", tmp_path / "check") == ""
     assert subprocess.run([tmp_path / "check"], check=False).returncode == 0
 

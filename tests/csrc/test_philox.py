@@ -5,7 +5,7 @@ import torch
 
 import tritondt as T
 from tritondt._C import write_random_words
-from tritondt.philox import _by_operators, _places, random_words
+from tritondt.ops.random.philox import _by_operators, _places, random_words
 
 
 def word(counter: int, key: int, lane: int) -> int:

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import product
 
-from tritondt.kernels.loop_nest import LoopNest, Operand
-from tritondt.kernels.pieces import Piece
+from tritondt.kernels.gpu.loop_nest import LoopNest, Operand
+from tritondt.kernels.gpu.pieces import Piece
 
 Bytes = dict[tuple[int, int], tuple[tuple[int, int], ...]]
 

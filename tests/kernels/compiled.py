@@ -11,14 +11,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritondt.kernels.box_table import mode
-from tritondt.kernels.cast_boxes import NO_SCALES, READ_AS, DtypePair
-from tritondt.kernels.copy_boxes import copy_kernel
-from tritondt.kernels.device_table import compiler_options
-from tritondt.kernels.pieces import Kind
-from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
-from tritondt.kernels.scales import scale_kernel
-from tritondt.kernels.tuning import Choice, choose
+from tritondt.kernels.gpu.box_table import mode
+from tritondt.kernels.gpu.cast_boxes import NO_SCALES, READ_AS, DtypePair
+from tritondt.kernels.gpu.copy_boxes import copy_kernel
+from tritondt.kernels.gpu.device_table import compiler_options
+from tritondt.kernels.gpu.pieces import Kind
+from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel
+from tritondt.kernels.gpu.scales import scale_kernel
+from tritondt.kernels.gpu.tuning import Choice, choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # Two loads of 8 bytes side by side are one instruction too.

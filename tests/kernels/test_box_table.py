@@ -5,7 +5,8 @@ import random
 import pytest
 
 from tests.kernels.random_boxes import random_copy_boxes, random_reduce_boxes
-from tritondt.kernels.box_table import (
+from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.gpu.box_table import (
     HEAD_CELLS,
     LOOP_CELLS,
     MAX_POINTERS,
@@ -17,9 +18,8 @@ from tritondt.kernels.box_table import (
     mode,
     num_tiles,
 )
-from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.loop_nest import copy_nest, reduce_nest
-from tritondt.kernels.pieces import Grain, Kind, copy_pieces, run_pieces
+from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
+from tritondt.kernels.gpu.pieces import Grain, Kind, copy_pieces, run_pieces
 
 
 def copies(*boxes):

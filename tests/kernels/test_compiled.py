@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from tests.kernels.compiled import compile_cast, compile_copy, compile_reduction, compile_scale
-from tritondt.kernels.cast_boxes import DIVIDES, MULTIPLIES
-from tritondt.kernels.pieces import Kind
-from tritondt.kernels.reductions import DTYPES
+from tritondt.kernels.gpu.cast_boxes import DIVIDES, MULTIPLIES
+from tritondt.kernels.gpu.pieces import Kind
+from tritondt.kernels.reduction_dtypes import DTYPES
 
 MAX_REGISTERS = 64
 SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}

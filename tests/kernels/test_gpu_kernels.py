@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.cast_boxes import cast_boxes
-from tritondt.kernels.quantize_boxes import dequantize_boxes, quantize_boxes
-from tritondt.kernels.reductions import DTYPES
+from tritondt.kernels.gpu.cast_boxes import cast_boxes
+from tritondt.kernels.gpu.quantize_boxes import dequantize_boxes, quantize_boxes
+from tritondt.kernels.reduction_dtypes import DTYPES
 from tritondt.kernels.tables import copy_table, reduce_table
 
 pytestmark = pytest.mark.gpu

@@ -8,14 +8,14 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from triton.runtime.driver import driver
 
 from tests.kernels.recording_driver import STREAM, RecordingDriver
-from tritondt.kernels.box_table import box_table, by_pointers
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.copy_boxes import DeviceCopyTable, copy_boxes, copy_kernel
-from tritondt.kernels.device_table import Kernel, Launch
-from tritondt.kernels.loop_nest import copy_nest, reduce_nest
-from tritondt.kernels.pieces import Grain, copy_pieces, run_pieces
-from tritondt.kernels.reduce_slots import ELEMENTS, reduce_kernel
-from tritondt.kernels.tuning import Choice
+from tritondt.kernels.gpu.box_table import box_table, by_pointers
+from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copy_boxes, copy_kernel
+from tritondt.kernels.gpu.device_table import Kernel, Launch
+from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
+from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
+from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel
+from tritondt.kernels.gpu.tuning import Choice
 
 CHOICE = Choice(512, 4, 10)
 

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels.bytes_of import bytes_of
 from tests.kernels.random_boxes import random_copy_boxes
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.loop_nest import coalesce, copy_nest, cut, halves, reduce_nest, span_bytes
+from tritondt.kernels.gpu.loop_nest import coalesce, copy_nest, cut, halves, reduce_nest, span_bytes
 
 GOOD = CopyBox(0, 0, 0, 0, 4, (2, 3), (3, 1), (3, 1))
 GOOD_REDUCTION = ReduceBox(0, 0, (2, 3), (3, 1), (Slot(0, 0, (3, 1)), Slot(1, 0, (3, 1))))

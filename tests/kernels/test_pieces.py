@@ -7,8 +7,8 @@ import pytest
 from tests.kernels.bytes_of import bytes_of, bytes_of_pieces
 from tests.kernels.random_boxes import random_copy_boxes, random_reduce_boxes
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
-from tritondt.kernels.loop_nest import LoopNest, cast_nest, copy_nest, reduce_nest
-from tritondt.kernels.pieces import Grain, Kind, copy_pieces, run_pieces
+from tritondt.kernels.gpu.loop_nest import LoopNest, cast_nest, copy_nest, reduce_nest
+from tritondt.kernels.gpu.pieces import Grain, Kind, copy_pieces, run_pieces
 
 
 def pieces_of(itemsize, lengths, source_strides, target_strides, *, source_offset=0, target_offset=0):

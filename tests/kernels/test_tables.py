@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.reductions import DTYPES, find_dtype
+from tritondt.kernels.reduction_dtypes import DTYPES, find_dtype
 from tritondt.kernels.tables import copy_table, reduce_table
 
 COPY = CopyBox(0, 0, 1, 0, 4, (2, 2), (3, 1), (2, 1))

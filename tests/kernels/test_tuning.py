@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from tritondt.kernels import tuning
-from tritondt.kernels.reductions import DTYPES
-from tritondt.kernels.tuning import Choice, Entry, choose, record
+from tritondt.kernels.gpu import tuning
+from tritondt.kernels.gpu.tuning import Choice, Entry, choose, record
+from tritondt.kernels.reduction_dtypes import DTYPES
 
 # Narrowest and widest unit of each kernel, in bytes; of casts, in elements.
 WIDTHS = {

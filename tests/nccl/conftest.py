@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tests.nccl.devices import start, why_not
 
 

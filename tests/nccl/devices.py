@@ -19,14 +19,14 @@ import torch
 
 import tritondt._C
 from tests.csrc.nccl.wheel import known
-from tests.fake_nccl.library import Gate, build, load
-from tests.gloo_ranks import GlooRanks
+from tests.doubles.fake_nccl.library import Gate, build, load
+from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.nccl_on_host import fake_streams, use_fake_backend, use_fake_nccl
 from tests.nccl.traces import Kernel, kernels_of
-from tests.nccl_on_host import fake_streams, use_fake_backend, use_fake_nccl
 from tritondt import environment
 from tritondt._C import NcclError, NcclLibrary
-from tritondt.comm.nccl_library import nccl_library
-from tritondt.comm.streams import CudaStreams, Streams
+from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.streams import CudaStreams, Streams
 
 Run = Callable[[], object]
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.nccl.devices import NcclDevice, device_of
 from tritondt._C import NcclCommunicator
-from tritondt.comm.streams import Stream
+from tritondt.comm.nccl.streams import Stream
 
 OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,

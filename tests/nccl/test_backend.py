@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.backend import training
-from tests.backend.collectives import CASES
 from tests.nccl.conftest import Setting
 from tests.nccl.devices import device_of
+from tests.process_group import training
+from tests.process_group.collectives import CASES
 
 KINDS = ("ddp", "ddp_with_a_hook", "fsdp", "tensor_parallel", "redistributions")
 

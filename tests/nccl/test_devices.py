@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tests.nccl import devices
 from tritondt import environment
-from tritondt.comm.streams import CudaStreams
+from tritondt.comm.nccl.streams import CudaStreams
 
 
 def libraries(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
@@ -59,7 +59,9 @@ def test_fresh_ranks_are_processes_of_their_own() -> None:
     with GlooRanks(1, {"CHOSEN": "here"}, fresh=True) as ranks:
         assert ranks.run(what_a_rank_has) == [("here", 1.0)]
         programs = [Path(f"/proc/{pid}/cmdline").read_text().split("\0")[2] for pid in ranks.pids]
-    assert programs == ["import json, sys; from tests import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"]
+    assert programs == [
+        "import json, sys; from tests.harness import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"
+    ]
 
 
 class Started(dict[str, object]):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.nccl_host_overhead` runs, on doubles of library, streams and kernels that do nothing."""
+"""`python -m benchmarks.nccl.host_overhead` runs, on doubles of library, streams and kernels that do nothing."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def test_a_short_run_tells_the_time_of_each_case(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.nccl_host_overhead",
+        "benchmarks.nccl.host_overhead",
         "--ranks",
         "2",
         "--rounds",

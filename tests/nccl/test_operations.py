@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.fake_nccl.tensors import assert_same
+from tests.doubles.fake_nccl.tensors import assert_same
 from tests.nccl.conftest import Setting
 from tests.nccl.here import join, leave
 from tests.nccl.operations import CASES

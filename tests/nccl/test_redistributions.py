@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.comm.test_gloo_cases import CASES_PER_TEST, check_on
+from tests.comm.transports.test_gloo_cases import CASES_PER_TEST, check_on
 from tests.nccl.conftest import GPUS, SETTINGS, Setting, SettingOf
 from tests.nccl.devices import device_of
 
@@ -19,7 +19,7 @@ FIRST_SEEDS = range(500_000, 500_000 + 5 * CASES_PER_TEST, CASES_PER_TEST)
 @pytest.mark.parametrize(("where", "size"), GPUS)
 @pytest.mark.timeout(400)  # Triton compiles what it has not seen
 def test_random_cases(setting_of: SettingOf, where: str, size: int, first_seed: int) -> None:
-    """300 for each number of ranks; tests/comm/test_nccl_cases.py has those over the double on 2, 4 and 8."""
+    """300 for each number of ranks; comm/transports/test_nccl_cases.py has those over the double on 2, 4 and 8."""
     check_on(setting_of(where, size).ranks, first_seed, "cuda", timeout_s=380)
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 import tritondt as T
-from tests.oracle.arithmetic import indices_of, take
-from tritondt.comm.threads import run_ranks
-from tritondt.placement import parse_placements
+from tests.harness.oracle.arithmetic import indices_of, take
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.sharding.placement import parse_placements
 
 
 class Case(NamedTuple):

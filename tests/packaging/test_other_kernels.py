@@ -86,3 +86,8 @@ def test_the_folder_has_nothing_that_goes_before_an_installed_one() -> None:
     """Python takes a folder without `__init__` for a package only where the rest of sys.path has none."""
     answers = {path.name for pattern in ("kernels.*", "kernels/__init__.*") for path in REPOSITORY.glob(pattern)}
     assert not answers
+
+
+def test_the_kernels_in_triton_refuse_the_other_name() -> None:
+    code = "try:\n    import kernels.gpu\nexcept ImportError as error:\n    print(error)"
+    assert "'kernels.gpu', and is tritondt.kernels.gpu only" in run_in_checkout(code)

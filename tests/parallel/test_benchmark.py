@@ -13,7 +13,7 @@ TINY = ("--ranks", "2", "--heads", "2", "--layers", "1", "--width", "8", "--seq"
 
 
 def run(*arguments: str):
-    from benchmarks.tensor_parallel import tensor_parallel  # noqa: PLC0415  imports the extra `cli`
+    from benchmarks.parallel.tensor_parallel import tensor_parallel  # noqa: PLC0415  imports the extra `cli`
 
     return CliRunner().invoke(tensor_parallel, [*TINY, *arguments])
 

@@ -10,7 +10,7 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
 from tests.parallel.test_overlapped_styles import X, gradients_of, mlp
 from tritondt.parallel import chunked_matmul

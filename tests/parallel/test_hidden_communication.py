@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tests.delayed_transport import Delay, slow_down
-from tests.gloo_ranks import GlooRanks
+from tests.harness.delayed_transport import Delay, slow_down
+from tests.harness.gloo_ranks import GlooRanks
 from tritondt.parallel import all_gather_matmul, chunked_matmul, matmul_reduce_scatter
 
 POSITIONS, FEATURES, OWN = 768, 16, 4096

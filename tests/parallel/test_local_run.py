@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
 from tests.ops.sharded import distribute
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 import tritondt as T
-from tests.gloo_ranks import GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.oracle.arithmetic import indices_of, take
 from tests.ops.sharded import Case, check_derivatives
-from tests.oracle.arithmetic import indices_of, take
 from tritondt.comm import world
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.parallel import all_gather_matmul, matmul_reduce_scatter
 from tritondt.planning.cost import CostTable, Link

@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import tritondt as T
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.parallel import all_gather_matmul, matmul_reduce_scatter
 
 

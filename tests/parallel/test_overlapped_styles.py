@@ -12,7 +12,7 @@ import tritondt as T
 from tests.ops.sharded import distribute
 from tests.parallel.test_styles import compare_on_ranks, linear
 from tests.parallel.test_transformer import FOLLOWING, HEAD_WIDTH, TOKENS, Model, plan, train
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from tritondt.parallel import overlap as overlapping

@@ -10,7 +10,7 @@ from torch import nn
 
 import tritondt as T
 from tests.ops.sharded import distribute
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.errors import ParallelizeError
 from tritondt.parallel import (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tritondt as T
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.parallel import (
     ColwiseParallel,

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.delivery import assert_both_sides_agree, indices
-from tests.oracle.random_layouts import random_pair
-from tritondt.layout import Layout
+from tests.harness.oracle.delivery import assert_both_sides_agree, indices
+from tests.harness.oracle.random_layouts import random_pair
 from tritondt.planning.chunks import by_distance, in_pieces
 from tritondt.planning.exchange import Exchange, Part, exchange
-from tritondt.region import Region
+from tritondt.sharding.intervals import Region
+from tritondt.sharding.layout import Layout
 
 
 def exchanges_of(source: Layout, target: Layout) -> dict[int, Exchange]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.arithmetic import held_mask
-from tests.oracle.delivery import arrived_terms, assert_both_sides_agree, whole_terms
-from tests.oracle.random_layouts import MESH_SHAPES, random_pair, random_placements, random_shape
-from tritondt.layout import Layout
+from tests.harness.oracle.arithmetic import held_mask
+from tests.harness.oracle.delivery import arrived_terms, assert_both_sides_agree, whole_terms
+from tests.harness.oracle.random_layouts import MESH_SHAPES, random_pair, random_placements, random_shape
 from tritondt.planning.cost import CostTable
 from tritondt.planning.exchange import Exchange, Message, Route, exchange, exchange_across, merge
 from tritondt.planning.planner import make_plan
+from tritondt.sharding.layout import Layout
 
 PAIRS_PER_TEST = 150
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.cases import Case, failure_text, inputs_of, random_case
+from tests.harness.oracle.cases import Case, failure_text, inputs_of, random_case
 from tritondt import events, identity
-from tritondt.comm.threads import run_ranks
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
 

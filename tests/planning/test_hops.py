@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import tritondt as T
-from tritondt.comm.threads import run_ranks
-from tritondt.layout import Layout
-from tritondt.placement import parse_placements
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.planner import make_plan
-from tritondt.runnable import plan_for
+from tritondt.redistribution.compile import plan_for
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import parse_placements
 
 PAIRS = [
     ("S0,S0", "S1,S1"),

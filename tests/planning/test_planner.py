@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.oracle.random_layouts import random_pair, random_placements
-from tritondt.comm.threads import run_ranks
-from tritondt.layout import Layout
+from tests.harness.oracle.random_layouts import random_pair, random_placements
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.planning import planner
 from tritondt.planning.cost import CostTable, Link, step_cost
-from tritondt.planning.pieces import FlatPieces
+from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
+from tritondt.sharding.layout import Layout
 
 NUM_PAIRS = 1000
 TABLES = (CostTable(), CostTable(max_peers=1), CostTable(ranks_per_host=2, host=Link(1e-3, 1e7), copy_bandwidth=1e8))

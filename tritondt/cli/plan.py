@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 import torch
 
-from tritondt.layout import Layout
-from tritondt.placement import parse_placements
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import parse_placements
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype

@@ -11,8 +11,8 @@ import click
 import torch
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
-from tritondt.kernels.device_time import device_seconds
-from tritondt.kernels.tuning import PATH, Choice, Entry, record
+from tritondt.kernels.gpu.device_time import device_seconds
+from tritondt.kernels.gpu.tuning import PATH, Choice, Entry, record
 
 # What is tuned at so many dims holds for up to so many more.
 _DIMS = {1: 1, 2: 2, 4: 17}
@@ -152,7 +152,7 @@ def _copy_timer(_: str, width: int, num_dims: int, num_bytes: int) -> Timer:
         torch.empty((offset + _extent(box.lengths, strides)) * width, dtype=torch.uint8, device="cuda")
         for offset, strides in ((box.source_offset, box.source_strides), (box.target_offset, box.target_strides))
     )
-    module = importlib.import_module("tritondt.kernels.copy_boxes")
+    module = importlib.import_module("tritondt.kernels.gpu.copy_boxes")
 
     def seconds_of(choice: Choice) -> float:
         table = module.DeviceCopyTable([box], "cuda", choice=choice)
@@ -167,7 +167,7 @@ def _cast_timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer
     source = torch.ones(box.source_offset + _extent(box.lengths, box.source_strides), dtype=dtypes[0], device="cuda")
     target = torch.empty(_extent(box.lengths, box.target_strides), dtype=dtypes[1], device="cuda")
     names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
-    module = importlib.import_module("tritondt.kernels.cast_boxes")
+    module = importlib.import_module("tritondt.kernels.gpu.cast_boxes")
 
     def seconds_of(choice: Choice) -> float:
         table = module.DeviceCastTable([box], *names, "cuda", choice=choice)
@@ -183,7 +183,7 @@ def _reduce_timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Tim
     last = box.slots[-1]
     source = torch.ones(last.offset + _extent(box.lengths, last.strides), dtype=dtype, device="cuda")
     target = torch.empty(_extent(box.lengths, box.target_strides), dtype=dtype, device="cuda")
-    module = importlib.import_module("tritondt.kernels.reduce_slots")
+    module = importlib.import_module("tritondt.kernels.gpu.reduce_slots")
 
     def seconds_of(choice: Choice) -> float:
         table = module.DeviceReduceTable([box], "sum", name, 1, "cuda", choice=choice)

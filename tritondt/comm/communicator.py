@@ -11,12 +11,11 @@ from typing import Protocol
 
 import torch
 
-from tritondt._C import FlightRecorder
 from tritondt.comm.work import Run, Work
 from tritondt.errors import WorldError
-from tritondt.placement import ReduceOp
 from tritondt.planning.exchange import Exchange
-from tritondt.planning.geometry import Block
+from tritondt.planning.storage import Block
+from tritondt.sharding.placement import ReduceOp
 
 CPU = torch.device("cpu")
 
@@ -48,27 +47,6 @@ class Transfer:
     description: str
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
-
-
-@dataclass(slots=True)
-class Errand:
-    """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
-
-    `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the
-    line of the program that asked for it now, and `record` the recorder's entry.
-    """
-
-    fingerprint: int
-    text: str
-    label: int
-    recorder: FlightRecorder
-    site: int = -1
-    record: int = -1
-
-    @property
-    def description(self) -> str:
-        """What is exchanged, and who asked."""
-        return self.text if self.site < 0 else f"{self.text}, asked for at {self.recorder.site_text(self.site)}"
 
 
 @dataclass(slots=True)
@@ -110,12 +88,12 @@ class Communicator(Protocol):
         ...
 
     def issue(
-        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool = True
+        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool = True
     ) -> Work:
         """Runs `run` in a thread of the communicator, after all that was issued before, and returns at once.
 
         `run` may call `exchange`; `sources` are what it reads, guarded until then; what was issued before fills
-        them unless `are_there`. Raises WorldError where another
+        them unless `sources_ready`. Raises WorldError where another
         thread issues at the same moment, and after a failure, with its cause.
         """
         ...

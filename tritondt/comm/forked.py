@@ -5,12 +5,13 @@ other's messages. It may use plain tensors and what the parent had gathered.
 """
 
 import os
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
-from tritondt.errors import WorldError
-
-
-class ForkedError(WorldError):
-    """Communication asked for in a process that was forked from a rank."""
+from tritondt.comm.communicator import Communicator
+from tritondt.comm.monitor.flight import Flight
+from tritondt.errors import ForkedError
+from tritondt.planning.cost import CostTable
 
 
 def forked_error(rank: int) -> ForkedError:
@@ -19,3 +20,50 @@ def forked_error(rank: int) -> ForkedError:
         f"process {os.getpid()} was forked from rank {rank}, process {os.getppid()}, and cannot communicate in its "
         "place; use plain tensors in it, or start by spawn what has to communicate"
     )
+
+
+class InheritedWorld:
+    """Refuses everything, and does nothing to what it shares with the rank that it was forked from."""
+
+    def __init__(self, rank: int, communicators: Iterable[Communicator]) -> None:
+        self._error = forked_error(rank)
+        # Kept for good: to end them would wait for threads that are not here.
+        self._communicators = tuple(communicators)
+        for communicator in self._communicators:
+            communicator.disown(self._error)
+
+    @property
+    def costs(self) -> CostTable:
+        """Refused."""
+        self._refuse()
+
+    @property
+    def flight(self) -> Flight:
+        """Refused."""
+        self._refuse()
+
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
+        """Refused."""
+        self._refuse()
+
+    def report(self, error: BaseException) -> None:
+        """Refused."""
+        self._refuse()
+
+    def close(self) -> None:
+        """Refused: it is a collective call of ranks."""
+        self._refuse()
+
+    def abort(self) -> None:
+        """Leaves the parent's world alone."""
+
+    def inherited(self) -> "InheritedWorld":
+        """For a child of the child."""
+        return self
+
+    def successor(self) -> "InheritedWorld":
+        """Still no world."""
+        return self
+
+    def _refuse(self) -> NoReturn:
+        raise ForkedError(str(self._error))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tritondt.comm.communicator import Communicator
-from tritondt.comm.flight import Flight
+from tritondt.comm.monitor.flight import Flight
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
 

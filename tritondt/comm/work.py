@@ -14,9 +14,8 @@ from queue import SimpleQueue
 import torch
 
 from tritondt import identity
-from tritondt.comm import reading
-from tritondt.comm.forked import ForkedError
-from tritondt.errors import WorldError
+from tritondt.comm import read_guard
+from tritondt.errors import ForkedError, WorldError
 
 Run = Callable[[], None]
 
@@ -99,10 +98,10 @@ class IssueQueue(ABC):
         self._thread_id: int | None = None
         self._disowned: WorldError | None = None
 
-    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, are_there: bool) -> Work:
+    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run` after what was submitted before; it reads `sources`, which that fills unless they are there."""
         work = self._last = Work(self, description)
-        self._enqueue(work, _Guarded(work, run, sources, are_there=are_there) if sources else run)
+        self._enqueue(work, _Guarded(work, run, sources, sources_ready=sources_ready) if sources else run)
         return work
 
     @property
@@ -183,17 +182,17 @@ def again(error: BaseException) -> BaseException:
 class _Guarded:
     """Runs what reads tensors; their storages count as read until then, and a write in spite of that is an error."""
 
-    def __init__(self, work: Work, run: Run, sources: Sequence[torch.Tensor], *, are_there: bool) -> None:
+    def __init__(self, work: Work, run: Run, sources: Sequence[torch.Tensor], *, sources_ready: bool) -> None:
         self._work, self._run, self._sources = work, run, sources
-        self._versions = versions(sources) if are_there else None
-        self._addresses = reading.begin(sources, work.settle)
+        self._versions = versions(sources) if sources_ready else None
+        self._addresses = read_guard.begin(sources, work.settle)
 
     def __call__(self) -> None:
         found = versions(self._sources) if self._versions is None else self._versions
         try:
             self._run()
         finally:
-            reading.end(self._addresses, self._work.settle)
+            read_guard.end(self._addresses, self._work.settle)
         for source, version in zip(self._sources, found, strict=True):
             if version is not None and source._version != version:
                 raise WorldError(torn(source, self._work.description))

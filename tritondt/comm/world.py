@@ -28,24 +28,23 @@ from tritondt import environment, identity
 from tritondt._C import Watchdog
 from tritondt.comm import registry
 from tritondt.comm.communicator import Communicator
-from tritondt.comm.costs import default_costs
-from tritondt.comm.flight import Flight
-from tritondt.comm.gloo import GlooCommunicator
-from tritondt.comm.inherited import InheritedWorld
-from tritondt.comm.meeting import Meeting
-from tritondt.comm.membership import Membership
-from tritondt.comm.nccl import NcclCommunicator
-from tritondt.comm.nccl_library import nccl_library
+from tritondt.comm.forked import InheritedWorld
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.flight import Flight
+from tritondt.comm.monitor.watch import Watch
+from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
-from tritondt.comm.sockets import SocketCommunicator
-from tritondt.comm.store_home import StoreHome
-from tritondt.comm.store_line import StoreLine
-from tritondt.comm.streams import CudaStreams
-from tritondt.comm.watch import Watch
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.host import StoreHost
+from tritondt.comm.store.rendezvous import Rendezvous
+from tritondt.comm.transports.gloo import GlooCommunicator
+from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
-from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.planning.cost import CostTable
+from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 _MAX_NAMED = 16
 
@@ -72,8 +71,8 @@ class ProcessWorld:
         self._timeout = environment.timeout()
         store: Any = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore("tritondt", store)
-        self._home = StoreHome(store)
-        self._line = StoreLine(dist.PrefixStore("tritondt", store.clone()), self._home)
+        self._home = StoreHost(store)
+        self._line = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._home)
         self._watch = Watch(self._line, who.rank)
         environment.transport()  # what is not allowed is refused now, on all ranks
         self._compares = environment.compares()
@@ -81,7 +80,7 @@ class ProcessWorld:
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._parts: dict[str, Part] = {}
-        self._meetings: list[Meeting] = []
+        self._meetings: list[Rendezvous] = []
         self._making = threading.Lock()
         self._home.tell(self._store, who.rank)
         self.costs = self._agreed(default_costs(who.size))
@@ -122,15 +121,15 @@ class ProcessWorld:
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         return make(self.join(name, ranks, self._timeout))
 
-    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> Membership:
+    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
         """This rank's part in what `ranks` make together; returns when all have come, PeerError where some do not."""
         if self._closed:
             raise _ended()
-        meeting = Meeting(self._line, name, ranks, timeout.total_seconds())
+        meeting = Rendezvous(self._line, name, ranks, timeout.total_seconds())
         self._meetings.append(meeting)
         meeting.gather(self.identity.rank)
         self._line.call(self._home.ask, timeout.total_seconds())
-        return Membership(
+        return ProcessContext(
             name=name,
             key=meeting.key,
             ranks=ranks,
@@ -199,17 +198,17 @@ class ProcessWorld:
         """None: the next world of this process is made on first use."""
 
 
-def _on_cpu(member: Membership) -> Communicator:
+def _on_cpu(member: ProcessContext) -> Communicator:
     return GlooCommunicator(member) if environment.transport() == "gloo" else SocketCommunicator(member)
 
 
-def _on_gpu(member: Membership) -> Communicator:
+def _on_gpu(member: ProcessContext) -> Communicator:
     device = torch.device("cuda", torch.cuda.current_device())
     return NcclCommunicator(member, nccl_library(), CudaStreams(device))
 
 
 # What makes communicators, by the type of the devices that tensors are on.
-transports: dict[str, Callable[[Membership], Communicator]] = {"cpu": _on_cpu, "cuda": _on_gpu}
+transports: dict[str, Callable[[ProcessContext], Communicator]] = {"cpu": _on_cpu, "cuda": _on_gpu}
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:
@@ -339,3 +338,18 @@ def _end_all() -> None:
     for world in _worlds_of_process():
         registry.end(world.identity)
         world.abort()
+
+
+def default_costs(world_size: int) -> CostTable:
+    """The built-in prices, and those of the environment in place of them; WorldError where those are none."""
+    per_host, given = environment.ranks_per_host(), environment.costs()
+    table = CostTable(ranks_per_host=world_size if per_host is None else per_host)
+    if given is None:
+        return table
+    try:
+        return table.with_json(given)
+    except ValueError as error:
+        raise WorldError(
+            f"TRITONDT_COSTS={given!r} is set, but {error}; allowed are fields of tritondt.planning.cost.CostTable as "
+            'a JSON object, such as {"network": {"bandwidth": 1e8}}'
+        ) from error

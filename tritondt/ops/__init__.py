@@ -1,9 +1,8 @@
 """How operators act on distributed tensors: strategies, rules and the propagator that chooses among them."""
 
-from tritondt.ops.propagator import ShardingPropagator, propagator
-from tritondt.ops.registration import register_sharding
-from tritondt.ops.rules import einop_rule, pointwise_rule
-from tritondt.ops.schema import (
+from tritondt.ops.propagation.propagator import ShardingPropagator, propagator
+from tritondt.ops.propagation.registration import register_sharding
+from tritondt.ops.propagation.schema import (
     AxisStrategy,
     OpSchema,
     OpStrategy,
@@ -12,6 +11,7 @@ from tritondt.ops.schema import (
     RuntimeSchemaInfo,
     TupleStrategy,
 )
+from tritondt.ops.rules.einop import einop_rule, pointwise_rule
 
 register_op_strategy = propagator.register_op_strategy
 register_sharding_prop_rule = propagator.register_sharding_prop_rule

@@ -10,7 +10,7 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 """
 
 from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
-from tritondt.parallel.plan import parallelize_module
+from tritondt.parallel.parallelize import parallelize_module
 from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from tritondt.parallel.sequence import SequenceParallel
 from tritondt.parallel.style import ParallelStyle

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt.autograd import gradient_spec
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import MeshError
-from tritondt.local_spec import spec_of_local
-from tritondt.mesh import Mesh
-from tritondt.placement import Partial, Placement
-from tritondt.spec import DTensorSpec, TensorMeta
+from tritondt.redistribution.autograd import gradient_spec
+from tritondt.sharding.local_spec import spec_of_local
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 
 @lru_cache(maxsize=4096)
@@ -20,7 +20,7 @@ def activation_spec(mesh: Mesh, placement: Placement, shape: tuple[int, ...], dt
     return DTensorSpec(mesh, (placement,), TensorMeta.contiguous(shape, dtype))
 
 
-class Entry(NamedTuple):
+class InputPlan(NamedTuple):
     """How an input goes from `source` to `target`; the gradient of the local part comes as `gradient`.
 
     An input that is so already keeps its spec, and its gradient stays as it comes: where several layers share an input,
@@ -46,7 +46,7 @@ def entry_of(
     *,
     gradient: Placement | None = None,
     features: int | None = None,
-) -> Entry:
+) -> InputPlan:
     """How an input comes in as `wanted`.
 
     A plain `x` is taken for a part under `given`, of a tensor whose last dim is `features` long where that is known;
@@ -64,7 +64,7 @@ def entry_of(
         target = source
     of_target = gradient_spec(target) if gradient is None else target.with_placements((gradient,))
     is_distributed, moves = isinstance(x, DTensor), source is not target
-    return Entry(
+    return InputPlan(
         source,
         target,
         of_target,
@@ -87,7 +87,7 @@ def _spec_of_plain(
     return activation_spec(mesh, spec.placements[0], spec.shape, dtype)
 
 
-class Exit(NamedTuple):
+class OutputPlan(NamedTuple):
     """How an output goes from `source` to `target`, and their gradients the other way."""
 
     source: DTensorSpec
@@ -99,8 +99,8 @@ class Exit(NamedTuple):
     as_terms: bool
 
 
-def exit_of(mesh: Mesh, found: Placement, wanted: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> Exit:
+def exit_of(mesh: Mesh, found: Placement, wanted: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> OutputPlan:
     """How an output of global `shape` that is laid out as `found` goes out as `wanted`."""
     source, target = (activation_spec(mesh, placement, shape, dtype) for placement in (found, wanted))
     moves, as_terms = source is not target, isinstance(wanted, Partial)
-    return Exit(source, target, gradient_spec(target), gradient_spec(source), moves, as_terms)
+    return OutputPlan(source, target, gradient_spec(target), gradient_spec(source), moves, as_terms)

@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.autograd import redistribute
-from tritondt.chunked import chunked_gather, chunked_scatter, gather, scatter
 from tritondt.comm import registry, world
-from tritondt.execute import redistribute_local
-from tritondt.memory import allocate
-from tritondt.placement import Partial, Replicate
+from tritondt.kernels.memory import allocate
 from tritondt.planning.pipelining import Rows, merged, pace_of
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import redistribute
+from tritondt.redistribution.chunked import chunked_gather, chunked_scatter, gather, scatter
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.placement import Partial, Replicate
+from tritondt.sharding.spec import DTensorSpec
 
 Grads = tuple[torch.Tensor | None, ...]
 
 
-class Travel(NamedTuple):
+class ChunkSchedule(NamedTuple):
     """How chunks of positions travel: out of `shards` into the whole, or as terms of the whole into `shards`.
 
     Each rank's part goes in pieces of such shares, in this order into the whole, backwards out of it; without any,
@@ -50,7 +50,7 @@ class AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, travel: Travel
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, travel: ChunkSchedule
     ) -> torch.Tensor:
         """Keeps the whole of `x` for the gradient of the weight."""
         whole, out = gathered_product(x, weight.t(), bias, travel)
@@ -63,7 +63,7 @@ class AllGatherMatmul(torch.autograd.Function):
         """The gradient of `x` is sent while that of the weight is computed."""
         x, weight, whole = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        travel: Travel = ctx.travel
+        travel: ChunkSchedule = ctx.travel
         if torch.is_grad_enabled():
             return _gathered_again(x, weight, grad, travel, ctx.needs_input_grad)
         grad, found = grad.contiguous(), list[torch.Tensor | None]((None, None, None))
@@ -85,7 +85,7 @@ class MatmulReduceScatter(torch.autograd.Function):
     """The sum over ranks of x @ weight.T, of which every rank gets some positions."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, travel: Travel) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, travel: ChunkSchedule) -> torch.Tensor:
         """Nothing is kept but the arguments."""
         ctx.travel = travel
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -96,7 +96,7 @@ class MatmulReduceScatter(torch.autograd.Function):
         """The gradient comes in while that of `x` is computed; that of the weight is one product at the end."""
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad[:2]
-        travel: Travel = ctx.travel
+        travel: ChunkSchedule = ctx.travel
         if torch.is_grad_enabled():
             whole = redistribute(grad, travel.shards, travel.whole, grad_placements=(Partial(),))
             return (
@@ -112,7 +112,7 @@ class MatmulReduceScatter(torch.autograd.Function):
 
 
 def _gathered_again(
-    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, travel: Travel, needed: tuple[bool, ...]
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, travel: ChunkSchedule, needed: tuple[bool, ...]
 ) -> Grads:
     """The gradients of AllGatherMatmul as functions that have gradients themselves: `x` is gathered once more."""
     of_x, of_weight, of_bias = needed[:3]
@@ -128,7 +128,7 @@ def _gathered_again(
 
 
 def gathered_product(
-    local: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, travel: Travel
+    local: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, travel: ChunkSchedule
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole of what `local` is this rank's part of, and its product with `matrix`; own positions come first."""
     local = local.resolve_conj().resolve_neg()
@@ -150,7 +150,7 @@ def gathered_product(
 def scattered_product(
     local: torch.Tensor,
     matrix: torch.Tensor,
-    travel: Travel,
+    travel: ChunkSchedule,
     meanwhile: Callable[[], None] = lambda: None,
     num_meanwhile: int = 0,
 ) -> torch.Tensor:
@@ -175,7 +175,7 @@ def scattered_product(
 
 
 @lru_cache(maxsize=1024)
-def _products(travel: Travel, num_others: int, num_threads: int, num_meanwhile: int = 0) -> tuple[int, ...]:
+def _products(travel: ChunkSchedule, num_others: int, num_threads: int, num_meanwhile: int = 0) -> tuple[int, ...]:
     """How many pieces each product of a gather takes, and backwards how many each of a scatter makes.
 
     The matrix has what travels on one side and `num_others` on the other. Every rank decides that for itself: messages

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.autograd import FromLocal, Redistribute, ToLocal, cotangent_spec, gradient_spec, redistribute
-from tritondt.dtensor import DTensor
-from tritondt.execute import redistribute_local
-from tritondt.parallel.boundary import Entry, Exit
+from tritondt.dtensor.autograd import FromLocal, ToLocal
+from tritondt.dtensor.tensor import DTensor
+from tritondt.parallel.boundary import InputPlan, OutputPlan
 from tritondt.parallel.gradients import add_when_backward_ends, can_wait
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import Redistribute, cotangent_spec, gradient_spec, redistribute
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.spec import DTensorSpec
 
 # Where a distributed tensor keeps the part that the layers share which take it in.
 _PART = "_tritondt_shared_part"
@@ -28,15 +29,15 @@ class Parameters(NamedTuple):
     terms: list[int]
 
 
-def enter(entry: Entry, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
+def enter(entry: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
     """The local part of the input under `entry.target`, then those of the parameters."""
     if entry.as_terms:
         x = redistribute(x, entry.source, entry.target, grad_placements=entry.gradient.placements)
-        entry = Entry(entry.target, entry.target, entry.gradient, entry.gradient, False, False, False)
+        entry = InputPlan(entry.target, entry.target, entry.gradient, entry.gradient, False, False, False)
     if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in parameters.tensors)):
         if entry.is_shared and x.requires_grad and not x.is_leaf:
-            return (_shared_part(x, entry.gradient), *Shown.apply(parameters, *parameters.tensors))  # type: ignore[no-untyped-call]
-        found: Sequence[torch.Tensor] = Entered.apply(entry, parameters, x, *parameters.tensors)  # type: ignore[no-untyped-call]
+            return (_shared_part(x, entry.gradient), *ExposeParameters.apply(parameters, *parameters.tensors))  # type: ignore[no-untyped-call]
+        found: Sequence[torch.Tensor] = EnterModule.apply(entry, parameters, x, *parameters.tensors)  # type: ignore[no-untyped-call]
         return found
     local = x._local_tensor if isinstance(x, DTensor) else x
     moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local
@@ -59,7 +60,7 @@ def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
     return part
 
 
-class Shown(torch.autograd.Function):
+class ExposeParameters(torch.autograd.Function):
     """The parameters of a module as local tensors."""
 
     @staticmethod
@@ -105,12 +106,12 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
     return found
 
 
-class Entered(torch.autograd.Function):
+class EnterModule(torch.autograd.Function):
     """The input and the parameters of a module as local tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any, entry: Entry, parameters: Parameters, x: torch.Tensor, *tensors: DTensor
+        ctx: Any, entry: InputPlan, parameters: Parameters, x: torch.Tensor, *tensors: DTensor
     ) -> tuple[torch.Tensor, ...]:
         """Moves the input; the parameters are not moved."""
         ctx.entry, ctx.is_distributed = entry, isinstance(x, DTensor)
@@ -124,7 +125,7 @@ class Entered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         """The input's gradient as the input came, or as it is where nothing moved; the parameters' as announced."""
-        entry: Entry = ctx.entry
+        entry: InputPlan = ctx.entry
         of_input: Any = None
         if grad is not None and ctx.needs_input_grad[2]:
             if not ctx.is_distributed:
@@ -147,7 +148,7 @@ def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> Any:
     return DTensor(grad, spec)
 
 
-def _distributed_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _distributed_gradient(grad: torch.Tensor, entry: InputPlan) -> torch.Tensor:
     if _is_differentiated(grad):
         wrapped = _wrapped(grad, entry.gradient)
         moved: torch.Tensor = wrapped.redistribute(placements=entry.gradient_of_source.placements)
@@ -156,7 +157,7 @@ def _distributed_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
     return DTensor(local, entry.gradient_of_source)
 
 
-def _plain_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
+def _plain_gradient(grad: torch.Tensor, entry: InputPlan) -> torch.Tensor:
     target = entry.gradient_of_source
     if target is entry.gradient:
         return grad
@@ -166,19 +167,19 @@ def _plain_gradient(grad: torch.Tensor, entry: Entry) -> torch.Tensor:
     return redistribute_local(grad, entry.gradient, target)
 
 
-def leave(way: Exit, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool) -> torch.Tensor:
+def leave(way: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool) -> torch.Tensor:
     """An output under `way.target` with its part of the bias; a distributed tensor unless asked otherwise."""
     if way.as_terms:
         return _leave_as_terms(way, local, bias, use_local_output=use_local_output)
     if use_local_output and bias is None and not way.moves:
         return local
     if torch.is_grad_enabled() and (local.requires_grad or (bias is not None and bias.requires_grad)):
-        found: torch.Tensor = Left.apply(way, use_local_output, local, bias)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = LeaveModule.apply(way, use_local_output, local, bias)  # type: ignore[no-untyped-call]
         return found
     return _moved_out(way, use_local_output, local, bias)
 
 
-def _moved_out(way: Exit, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _moved_out(way: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     moved = local.contiguous()
     if way.moves:
         moved = redistribute_local(moved, way.source, way.target)
@@ -190,12 +191,12 @@ def _moved_out(way: Exit, use_local_output: bool, local: torch.Tensor, bias: tor
     return moved if use_local_output else DTensor(moved, way.target)
 
 
-class Left(torch.autograd.Function):
+class LeaveModule(torch.autograd.Function):
     """The output of a module, moved and with its bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, way: Exit, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, way: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """A local tensor or a distributed one."""
         ctx.way, ctx.use_local_output, ctx.bias_dtype = way, use_local_output, None if bias is None else bias.dtype
@@ -204,7 +205,7 @@ class Left(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
         """The gradient as the output's terms or parts have it; the bias's is the sum over all positions held here."""
-        way: Exit = ctx.way
+        way: OutputPlan = ctx.way
         wanted = way.gradient_of_target
         if not ctx.use_local_output:
             moved = grad if grad._spec.layout is wanted.layout else grad.redistribute(placements=wanted.placements)
@@ -226,7 +227,7 @@ class Left(torch.autograd.Function):
 
 
 def _leave_as_terms(
-    way: Exit, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool
+    way: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool
 ) -> torch.Tensor:
     """The rare output of which every rank has terms; the bias is among them."""
     moved = redistribute(local.contiguous(), way.source, way.target)

@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tritondt.dtensor import DTensor
-from tritondt.execute import redistribute_local
+from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import activation_spec
-from tritondt.placement import Partial, Replicate
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.placement import Partial, Replicate
+from tritondt.sharding.spec import DTensorSpec
 
 
 class _Pass:

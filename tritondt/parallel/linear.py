@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tritondt.autograd import gradient_spec
-from tritondt.dtensor import DTensor
-from tritondt.parallel.boundary import Entry, activation_spec, entry_of
+from tritondt.dtensor.tensor import DTensor
+from tritondt.parallel.boundary import InputPlan, activation_spec, entry_of
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import CutRun, call_of
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
-from tritondt.placement import Partial, Placement, Replicate, Shard
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import gradient_spec
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec
 
 
 def _features(module: nn.Module) -> int:
@@ -59,22 +59,22 @@ class LinearRun(CutRun):
         return isinstance(module.__dict__.get("forward"), OverlappedForward)
 
     @abstractmethod
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: Entry, call: Any) -> torch.Tensor | None:
+    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: Any) -> torch.Tensor | None:
         """The product in chunks; None where nothing can overlap."""
 
 
 class ColumnLinear(LinearRun):
     """Every rank has some output features: the whole input comes in, own features go out."""
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """The whole input, of which each rank's gradient is a term; or own positions, to be gathered meanwhile."""
         entry = entry_of(x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module))
         if not self.takes_over(module) or not is_divisible(entry.source):
             return entry
         source, gradient = entry.source, gradient_spec(entry.source)
-        return Entry(source, source, gradient, gradient, moves=False, as_terms=False, is_shared=False)
+        return InputPlan(source, source, gradient, gradient, moves=False, as_terms=False, is_shared=False)
 
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: Entry, call: None) -> torch.Tensor | None:
+    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor | None:
         """The product of what the ranks have between them."""
         if not is_divisible(entry.target):
             return None
@@ -82,7 +82,7 @@ class ColumnLinear(LinearRun):
         bias: Any = module.bias
         return all_gather_matmul(local, weight, bias, source=entry.target)
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: None) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
         """Own features, or what is wanted in place of them."""
         shape: Any = (*output.shape[:-1], module.out_features)
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
@@ -101,7 +101,7 @@ class RowLinear(LinearRun):
     The bias is added once, after that.
     """
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Own features of the input."""
         return entry_of(x, self.mesh, self.given, self.features, features=_features(module))
 
@@ -124,12 +124,14 @@ class RowLinear(LinearRun):
         spec = activation_spec(self.mesh, self.wanted, shape, local.dtype)
         return spec if is_divisible(spec) else None
 
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: Entry, call: _RowCall) -> torch.Tensor | None:
+    def overlapped(
+        self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: _RowCall
+    ) -> torch.Tensor | None:
         """Own positions of the sum of the products."""
         weight: Any = module.weight
         return None if call.scattered is None else matmul_reduce_scatter(local, weight, target=call.scattered)
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: _RowCall) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: _RowCall) -> torch.Tensor:
         """The sum of all ranks' terms, as it is wanted, and the bias."""
         bias, wanted, scattered = call.bias, self.wanted, call.scattered
         found, shape = (Partial(), output.shape) if scattered is None else (wanted, scattered.shape)

@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh
-from tritondt.parallel.boundary import Entry, Exit, exit_of
+from tritondt.parallel.boundary import InputPlan, OutputPlan, exit_of
 from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.parallel.graphs import outside_of_graphs
-from tritondt.placement import Partial, Placement, Shard
-from tritondt.spec import DTensorSpec
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement, Shard
+from tritondt.sharding.spec import DTensorSpec
 
 # What was found on entering and is needed on leaving, kept in the module while its forward runs.
 _CALL = "_tritondt_call"
@@ -51,15 +51,15 @@ class LocalRun(ABC):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._entries: dict[object, Entry] = {}
-        self._exits: dict[object, Exit] = {}
+        self._entries: dict[object, InputPlan] = {}
+        self._exits: dict[object, OutputPlan] = {}
         self._known: _Known | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_entries": {}, "_exits": {}, "_known": None}
 
     @abstractmethod
-    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """How the module's first argument comes in."""
 
     def gradient(self, name: str) -> Placement | None:
@@ -71,7 +71,7 @@ class LocalRun(ABC):
         return local, None
 
     @abstractmethod
-    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: Any) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: Any) -> torch.Tensor:
         """The module's output as its caller takes it."""
 
     def install(self, module: nn.Module) -> None:
@@ -106,7 +106,7 @@ class LocalRun(ABC):
         state.update(shadows)
         return local
 
-    def _entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+    def _entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         key: object = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)
         found = self._entries.get(key)
         if found is None:
@@ -171,7 +171,7 @@ class LocalRun(ABC):
         return leave(way, output, bias, use_local_output=use_local_output)
 
 
-def call_of(module: nn.Module) -> tuple[Entry, Any] | None:
+def call_of(module: nn.Module) -> tuple[InputPlan, Any] | None:
     """What was found on entering the call that the module is in; None where it is in no call."""
     call = module.__dict__.get(_CALL)
     return None if call is None else call[:2]

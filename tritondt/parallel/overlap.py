@@ -16,14 +16,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from tritondt.autograd import redistribute
 from tritondt.comm import registry, world
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
-from tritondt.parallel.chunked_matmul import AllGatherMatmul, MatmulReduceScatter, Travel, rows_of
-from tritondt.placement import Partial, Shard
+from tritondt.parallel.chunked_matmul import AllGatherMatmul, ChunkSchedule, MatmulReduceScatter, rows_of
 from tritondt.planning.pipelining import best_shares
-from tritondt.spec import DTensorSpec
+from tritondt.redistribution.autograd import redistribute
+from tritondt.sharding.placement import Partial, Shard
+from tritondt.sharding.spec import DTensorSpec
 
 
 def all_gather_matmul(
@@ -89,7 +89,7 @@ def is_divisible(spec: DTensorSpec) -> bool:
     )
 
 
-def _travel(spec: DTensorSpec, asked: int | None) -> Travel:
+def _travel(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
     """How chunks travel, alike on every rank."""
     if not is_divisible(spec):
         raise LayoutError(
@@ -97,10 +97,10 @@ def _travel(spec: DTensorSpec, asked: int | None) -> Travel:
             'without repeats, on a mesh of one axis, such as mesh["tp"]'
         )
     if asked is None:
-        return Travel(spec, _shares(spec), merges=True)
+        return ChunkSchedule(spec, _shares(spec), merges=True)
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
         raise ParallelizeError(f"chunks_per_peer got {asked!r}; allowed is a whole number of 1 or more, or None")
-    return Travel(spec, (1,) * asked, merges=False)
+    return ChunkSchedule(spec, (1,) * asked, merges=False)
 
 
 @lru_cache(maxsize=1024)

@@ -5,12 +5,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.distribute import distribute_tensor
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.distribute import distribute_tensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh, canonical_mesh
-from tritondt.placement import Placement, placements_text
-from tritondt.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Placement, placements_text
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 # On a plain parameter: the distributed one that has taken its place, for modules that share it.
 _SUCCESSOR = "_tritondt_distributed_as"

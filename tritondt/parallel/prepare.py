@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.dtensor import DTensor
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.style import ParallelStyle, Role, check_free, checked_layout, claim
-from tritondt.placement import Placement
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Placement
 
 # One layout for a lone tensor, or one for each tensor, None where it is left as it is.
 Layouts: TypeAlias = "Placement | Sequence[Placement | None] | None"

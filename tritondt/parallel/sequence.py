@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh
-from tritondt.parallel.boundary import Entry, entry_of
+from tritondt.parallel.boundary import InputPlan, entry_of
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.weights import WeightStyle
-from tritondt.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 # Of torch's own layers those that treat every position of the sequence by itself.
 _BY_POSITION: tuple[type[nn.Module], ...] = (
@@ -51,7 +51,7 @@ class PositionRun(LocalRun):
         super().__init__(mesh)
         self.cut, self.use_local_output = Shard(dim), use_local_output
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> Entry:
+    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Own positions."""
         dim = self.cut.dim + x.ndim if self.cut.dim < 0 else self.cut.dim
         normalized = getattr(module, "normalized_shape", ())
@@ -66,7 +66,7 @@ class PositionRun(LocalRun):
         """Own positions give terms."""
         return Partial()
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: Entry, call: None) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
         """Own positions."""
         if self.use_local_output:
             return output

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh
-from tritondt.placement import Placement
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Placement
 
 # What a style takes care of; a module has one style for each, and one that runs it on local tensors takes all three.
 Role = Literal["input", "output", "weights"]

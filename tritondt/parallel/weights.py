@@ -6,13 +6,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
-from tritondt.mesh import Mesh, canonical_mesh
 from tritondt.parallel.embedding import ColumnEmbedding, RowEmbedding
 from tritondt.parallel.linear import ColumnLinear, RowLinear
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.parameters import distribute_parameter
 from tritondt.parallel.style import ParallelStyle, check_free, checked_layout, claim
-from tritondt.placement import Placement, Replicate, Shard
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Placement, Replicate, Shard
 
 
 class WeightStyle(ParallelStyle):

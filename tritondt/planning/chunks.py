@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 
-from tritondt import region as regions
 from tritondt.planning.exchange import Exchange, Message, Part
+from tritondt.sharding import intervals as regions
 
 
 def by_distance(exchange: Exchange, own: int, num_ranks: int) -> tuple[Exchange, ...]:

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import inf, prod
 from typing import Any, TypeVar
 
-from tritondt.layout import Layout
-from tritondt.placement import Replicate
 from tritondt.planning.exchange import Route
-from tritondt.planning.pieces import FlatPieces
+from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Step, common_cuts
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Replicate
 
 _Table = TypeVar("_Table", "Link", "CostTable")
 

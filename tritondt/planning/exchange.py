@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
-from tritondt import region as regions
-from tritondt.layout import Coordinate, Layout
-from tritondt.placement import Partial, Placement, Replicate, Shard
-from tritondt.planning.pieces import FlatPieces, Holding
-from tritondt.region import Region
+from tritondt.planning.flat_pieces import FlatPieces, Holding
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.intervals import Region
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 
 @dataclass(frozen=True, slots=True)

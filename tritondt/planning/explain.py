@@ -5,13 +5,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from tritondt import region as regions
-from tritondt.layout import Coordinate, Layout
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
-from tritondt.planning.geometry import Block, contiguous_offset, step_blocks
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan
+from tritondt.planning.storage import Block, contiguous_offset, step_blocks
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.layout import Coordinate, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def explain_layouts(
     `wire_itemsize` is given where messages hold narrower elements than the tensor, `scale_bytes` where each box has a
     scale.
 
-    >>> from tritondt.placement import parse_placements
+    >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
     >>> found = explain_layouts(source, target, 4, CostTable())
     >>> found.sent_bytes, found.received_bytes, found.messages

@@ -9,10 +9,10 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from tritondt.layout import Coordinate, Layout
-from tritondt.placement import Partial, ReduceOp, Replicate, Shard
 from tritondt.planning.exchange import Exchange, Message, Route, exchange
-from tritondt.planning.pieces import FlatPieces, Holding
+from tritondt.planning.flat_pieces import FlatPieces, Holding
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 
 StepKind = Literal["exchange", "reduce", "gather", "local", "scale"]
 

@@ -10,12 +10,12 @@ from functools import lru_cache
 from itertools import permutations
 
 from tritondt.errors import LayoutError, MeshError
-from tritondt.layout import Layout
-from tritondt.placement import Partial, Placement, Replicate, Shard
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
-from tritondt.planning.pieces import FlatPieces
+from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step, moves_nothing
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 Steps = tuple[Step, ...]
 

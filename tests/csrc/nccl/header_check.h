@@ -8,8 +8,8 @@
 #include <cstddef>
 #include <type_traits>
 
-#include "nccl_api.h"
-#include "nccl_config.h"
+#include "nccl/api.h"
+#include "nccl/config.h"
 
 namespace ours = tritondt::nccl;
 
@@ -201,7 +201,7 @@ static_assert(sizeof(ours::ncclCollConfig_t) == sizeof(ncclCollConfig_t));
 #define FUNCTION(name) \
   static_assert(Same<decltype(ours::Api::name)::Signature, decltype(::name)>::value, #name)
 
-// How many sizes nccl_config does not know as this header has them.
+// How many sizes nccl/config.cpp does not know as this header has them.
 inline int wrong_sizes() {
   int count = ours::size_in<ours::ncclConfig_t>(NCCL_VERSION_CODE) != sizeof(ncclConfig_t);
 #if NCCL_VERSION_CODE >= 23102

@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "nccl_types.h"
+#include "nccl/types.h"
 
 #ifndef RECORDING_VERSION
 #define RECORDING_VERSION 23203

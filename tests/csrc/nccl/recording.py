@@ -32,7 +32,7 @@ def compiled(source, target, *flags):
 
 def build(version=NEWEST, *flags):
     """The path of a recording library that has what NCCL had in a version; kept in build/ for the next session."""
-    sources = [FOLDER / "recording_nccl.cpp", FOLDER / "recording.h", REPOSITORY / "csrc" / "nccl_types.h"]
+    sources = [FOLDER / "recording_nccl.cpp", FOLDER / "recording.h", REPOSITORY / "csrc" / "nccl" / "types.h"]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + repr(flags).encode())
     target = REPOSITORY / "build" / "recording_nccl" / f"recording_nccl_{version}_{digest.hexdigest()[:12]}.so"
     if not target.exists():

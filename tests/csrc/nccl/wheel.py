@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tritondt.comm.nccl_library import installed_path
+from tritondt.comm.nccl.library import installed_path
 
 # What torch 2.11 brings, the first that lets two ranks share a GPU, and the newest that is declared.
 VERSIONS = ("2.28.9", "2.30.7", "2.32.3")

@@ -3,10 +3,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "boxes/strided_copy.h"
+#include "boxes/strided_reduce.h"
 #include "check.h"
 #include "places.h"
-#include "strided_copy.h"
-#include "strided_reduce.h"
 
 namespace {
 

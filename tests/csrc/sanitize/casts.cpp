@@ -1,11 +1,11 @@
 // Boxes cast there and back, boxes that advance together past the cache, and the writer beneath.
 #include <cstring>
 
+#include "boxes/line_writer.h"
+#include "boxes/strided_cast.h"
+#include "boxes/strided_copy.h"
 #include "check.h"
-#include "line_writer.h"
 #include "places.h"
-#include "strided_cast.h"
-#include "strided_copy.h"
 
 namespace {
 

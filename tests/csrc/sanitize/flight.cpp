@@ -11,9 +11,9 @@
 #include <thread>
 
 #include "check.h"
-#include "flight_recorder.h"
+#include "flight/flight_recorder.h"
+#include "flight/watchdog.h"
 #include "groups.h"
-#include "watchdog.h"
 
 namespace {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "check.h"
-#include "socket_group.h"
+#include "transport/socket_group.h"
 
 // Ranks of one process, connected pairwise by socketpairs.
 class Ranks {

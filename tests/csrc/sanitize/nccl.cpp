@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "check.h"
-#include "nccl_communicator.h"
-#include "nccl_names.h"
+#include "nccl/communicator.h"
+#include "nccl/names.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "check.h"
-#include "clock.h"
+#include "cpu/clock.h"
 #include "groups.h"
 
 namespace {

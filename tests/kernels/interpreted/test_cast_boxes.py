@@ -9,12 +9,12 @@ import torch
 from torch.testing import assert_close
 
 from tests.kernels.random_boxes import random_cast_boxes, random_values, values_behind
-from tritondt.kernels import cast_boxes as module
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CastBox
-from tritondt.kernels.cast_boxes import DeviceCastTable, cast_boxes
-from tritondt.kernels.pieces import Kind
-from tritondt.kernels.tuning import Choice
+from tritondt.kernels.gpu import cast_boxes as module
+from tritondt.kernels.gpu.cast_boxes import DeviceCastTable, cast_boxes
+from tritondt.kernels.gpu.pieces import Kind
+from tritondt.kernels.gpu.tuning import Choice
 
 # numpy, which interprets the kernel, warns of the infinities and NaN that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -8,13 +8,13 @@ import torch
 from torch.testing import assert_close
 
 from tests.kernels.random_boxes import behind_alignment, random_bytes, random_copy_boxes
-from tritondt.kernels import copy_boxes as module
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox
-from tritondt.kernels.copy_boxes import DeviceCopyTable, copy_boxes
-from tritondt.kernels.loop_nest import copy_nest
-from tritondt.kernels.pieces import Kind, copy_pieces
-from tritondt.kernels.tuning import Choice
+from tritondt.kernels.gpu import copy_boxes as module
+from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copy_boxes
+from tritondt.kernels.gpu.loop_nest import copy_nest
+from tritondt.kernels.gpu.pieces import Kind, copy_pieces
+from tritondt.kernels.gpu.tuning import Choice
 
 # An interpreted program costs the same whatever its size: large tiles, and fewer programs than tiles now and then.
 LARGE = Choice(4096, 1, 3)

@@ -5,10 +5,10 @@ import torch
 from torch.testing import assert_close
 
 from tests.kernels.random_boxes import behind_alignment, random_bytes
-from tritondt.kernels import box_table, device_table
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
-from tritondt.kernels.copy_boxes import DeviceCopyTable
-from tritondt.kernels.reduce_slots import DeviceReduceTable
+from tritondt.kernels.gpu import box_table, device_table
+from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable
+from tritondt.kernels.gpu.reduce_slots import DeviceReduceTable
 
 BOX = CopyBox(0, 0, 0, 0, 4, (5, 7), (9, 1), (7, 1))
 REDUCTION = ReduceBox(0, 0, (2, 3), (3, 1), (Slot(0, 0, (3, 1)), Slot(1, 0, (3, 1))))

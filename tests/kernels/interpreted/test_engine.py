@@ -7,10 +7,10 @@ import torch
 from torch.testing import assert_close
 
 import tritondt as T
-from tests.oracle.cases import check_cases, random_case
-from tritondt.comm.threads import run_ranks
-from tritondt.kernels import device_table
-from tritondt.kernels.device_table import DeviceTable
+from tests.harness.oracle.cases import check_cases, random_case
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.kernels.gpu import device_table
+from tritondt.kernels.gpu.device_table import DeviceTable
 from tritondt.kernels.tables import CppMaker, TritonMaker, copy_table, made_by
 from tritondt.planning.cost import CostTable
 

@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 
 from tests.kernels.random_boxes import behind_alignment, random_bytes, random_cast_boxes, values_behind
-from tritondt.kernels import quantize_boxes as module
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CastBox
-from tritondt.kernels.fp8_tables import DeviceDequantizeTable, DeviceQuantizeTable
-from tritondt.kernels.quantize_boxes import dequantize_boxes, quantize_boxes
-from tritondt.kernels.tuning import Choice
+from tritondt.kernels.gpu import quantize_boxes as module
+from tritondt.kernels.gpu.fp8_tables import DeviceDequantizeTable, DeviceQuantizeTable
+from tritondt.kernels.gpu.quantize_boxes import dequantize_boxes, quantize_boxes
+from tritondt.kernels.gpu.tuning import Choice
 
 # numpy, which interprets the kernel, warns of the infinities and NaN that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -8,13 +8,13 @@ import torch
 from torch.testing import assert_close
 
 from tests.kernels.random_boxes import random_reduce_boxes, random_values, same_nan, values_behind
-from tritondt.kernels import reduce_slots as module
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import ReduceBox, Slot
-from tritondt.kernels.pieces import Kind
-from tritondt.kernels.reduce_slots import DeviceReduceTable, reduce_slots
-from tritondt.kernels.reductions import DTYPES
-from tritondt.kernels.tuning import Choice
+from tritondt.kernels.gpu import reduce_slots as module
+from tritondt.kernels.gpu.pieces import Kind
+from tritondt.kernels.gpu.reduce_slots import DeviceReduceTable, reduce_slots
+from tritondt.kernels.gpu.tuning import Choice
+from tritondt.kernels.reduction_dtypes import DTYPES
 
 # numpy, which interprets the kernel, warns of the infinities and NaN that are put in on purpose.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import prod
 
 from tritondt.errors import LayoutError
-from tritondt.layout import Layout
-from tritondt.placement import Partial, Placement, Replicate, Shard, parse_placements
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, parse_placements
 
 DEFAULT_SIZES = "64x96,1023x1025,1024x1024,4096x4096"
 

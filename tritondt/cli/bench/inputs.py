@@ -10,7 +10,7 @@ from itertools import product
 import torch
 
 from tritondt.cli.bench.cases import Case
-from tritondt.placement import Partial, Placement, Shard
+from tritondt.sharding.placement import Partial, Placement, Shard
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype

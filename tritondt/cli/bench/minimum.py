@@ -12,9 +12,9 @@ from __future__ import annotations
 from itertools import pairwise, product
 from math import prod
 
-from tritondt.layout import Layout
-from tritondt.placement import Partial, Replicate
-from tritondt.region import Interval, Intervals, Region
+from tritondt.sharding.intervals import Interval, Intervals, Region
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Partial, Replicate
 
 _Positions = frozenset[int]
 
@@ -22,7 +22,7 @@ _Positions = frozenset[int]
 def fewest_elements(source: Layout, target: Layout) -> int:
     """Elements that ranks must send, all together, to get from `source` to `target`.
 
-    >>> from tritondt.placement import Shard
+    >>> from tritondt.sharding.placement import Shard
     >>> rows, columns = (Layout((4,), (Shard(dim),), (8, 4)) for dim in (0, 1))
     >>> whole, terms = (Layout((4,), (kind(),), (8, 4)) for kind in (Replicate, Partial))
     >>> fewest_elements(rows, columns), fewest_elements(rows, whole)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tritondt.cli.demo.data import VOCABULARY
-from tritondt.placement import Placement, Replicate, Shard
+from tritondt.sharding.placement import Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a flight recorder wrote, as values; csrc/flight_json.cpp writes it."""
+"""What a flight recorder wrote, as values; csrc/flight/flight_json.cpp writes it."""
 
 from __future__ import annotations
 

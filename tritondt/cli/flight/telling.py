@@ -15,7 +15,7 @@ def verdict(findings: Findings) -> str:
     own = [failure for failure in findings.failures if failure.entry.peer < 0]
     wanted = [wait for wait in findings.waits if wait.peer in findings.missing]
     if findings.divergence is not None:
-        return _tell_divergence(findings.divergence)
+        return _emit_divergence(findings.divergence)
     if wanted:
         waiting = [wait.rank for wait in wanted if wait.peer == wanted[0].peer]
         return (
@@ -23,15 +23,15 @@ def verdict(findings: Findings) -> str:
             f"in {_operation(wanted[0].entry)}"
         )
     if own:
-        return _tell_failure(own[0])
+        return _emit_failure(own[0])
     if findings.behind:
-        return _tell_behind(findings.behind[0])
+        return _emit_behind(findings.behind[0])
     if findings.cycles:
-        return _tell_cycle(findings.cycles[0])
+        return _emit_cycle(findings.cycles[0])
     if findings.failures:
-        return _tell_failure(findings.failures[0])
+        return _emit_failure(findings.failures[0])
     if findings.waits:
-        return _tell_wait(max(findings.waits, key=lambda wait: wait.seconds))
+        return _emit_wait(max(findings.waits, key=lambda wait: wait.seconds))
     if findings.missing:
         return f"{_ranks(findings.missing)} left no file; the others ended all they began"
     return f"nothing is wrong: {findings.world_size} ranks ended all of {findings.num_entries} recorded operations"
@@ -47,10 +47,10 @@ def tell(findings: Findings) -> Iterator[str]:
         for ranks, entry in findings.divergence.sides:
             yield f"  {_ranks(ranks)}: {_what(entry)}"
     for title, lines in (
-        ("behind:", map(_tell_behind, findings.behind)),
-        ("failed, the first one first:", map(_tell_failure, findings.failures)),
-        ("wait for each other:", map(_tell_cycle, findings.cycles)),
-        ("under way:", map(_tell_wait, findings.waits)),
+        ("behind:", map(_emit_behind, findings.behind)),
+        ("failed, the first one first:", map(_emit_failure, findings.failures)),
+        ("wait for each other:", map(_emit_cycle, findings.cycles)),
+        ("under way:", map(_emit_wait, findings.waits)),
     ):
         told = [f"  {line}" for line in lines]
         if told:
@@ -92,7 +92,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _tell_divergence(found: Divergence) -> str:
+def _emit_divergence(found: Divergence) -> str:
     (ranks, entry), (others, other) = found.sides[:2]
     return (
         f"ranks diverge at {_exchange(found.exchange)}: {_ranks(ranks)} issued {_what(entry)}, "
@@ -100,7 +100,7 @@ def _tell_divergence(found: Divergence) -> str:
     )
 
 
-def _tell_behind(found: Behind) -> str:
+def _emit_behind(found: Behind) -> str:
     last = "it issued nothing" if found.last is None else f"its last was {_operation(found.last)}"
     return (
         f"rank {found.rank} never issued {_exchange(found.exchange)} that {_ranks(found.waiting)} "
@@ -108,16 +108,16 @@ def _tell_behind(found: Behind) -> str:
     )
 
 
-def _tell_failure(found: Failure) -> str:
+def _emit_failure(found: Failure) -> str:
     return f"rank {found.rank} failed in {_operation(found.entry)}: {found.entry.error or 'no error was recorded'}"
 
 
-def _tell_cycle(found: Sequence[Wait]) -> str:
+def _emit_cycle(found: Sequence[Wait]) -> str:
     parts = [f"rank {wait.rank} for rank {wait.peer} in {_operation(wait.entry)}" for wait in found]
     return f"{_ranks([wait.rank for wait in found])} wait for each other in a circle: {', '.join(parts)}"
 
 
-def _tell_wait(found: Wait) -> str:
+def _emit_wait(found: Wait) -> str:
     if found.peer is None:
         doing = {"issued": "has not begun", "exchanging": "waits in"}.get(
             found.entry.state, f"is {found.entry.state} in"

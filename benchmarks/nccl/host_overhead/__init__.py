@@ -1,0 +1,1 @@
+"""Host time over an NCCL that does nothing: `python -m benchmarks.nccl.host_overhead --help`."""

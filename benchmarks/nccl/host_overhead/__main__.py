@@ -1,0 +1,61 @@
+"""Host time of asynchronous calls over NCCL: all but NCCL, streams and kernels, which do nothing here.
+
+    python -m benchmarks.nccl.host_overhead [--ranks N] [--rounds N] [--only GLOB] [--json [FILE]]
+
+Everything else is there: dispatch, plan, allocation, packing and unpacking up to the launch, recorder, watch and queue.
+The ranks are processes, of which the first is timed; nothing is moved, and so no result is checked. Beside each
+collective of our backend the same call is timed of torch's fake group: what torch.distributed itself takes, around a
+group in C++ that does nothing. `--profile` prints where the time of the cases goes, one by one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.nccl.host_overhead.on_rank import on_rank
+from benchmarks.nccl.no_op_nccl import build
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.launch import run_on_ranks
+from tritondt.cli.surroundings import surroundings
+
+
+def table_of(found: list[dict[str, Any]]) -> Table:
+    """A line for each case."""
+    table = Table("kind", "case", "issued us", "and waited for us", "fastest round us", "at most", "torch's fake group")
+    for row in found:
+        numbers = [f"{row[name]:.1f}" for name in ("issued_us", "waited_us", "fastest_us")]
+        most = "" if row["most_us"] is None else f"{row['most_us']:.0f}"
+        table.add_row(
+            row["kind"], row["case"], *numbers, most, f"{row['fake']['waited_us']:.1f}" if row["fake"] else ""
+        )
+    return table
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--ranks", type=click.IntRange(min=2), default=2, help="Processes to start.")
+@click.option("--rounds", type=click.IntRange(min=3), default=400, help="Rounds of each case.")
+@click.option("--only", multiple=True, default=("*",), help="Cases, a glob such as 'all_*'; may be repeated.")
+@click.option("--profile", is_flag=True, help="Print where the time of the cases goes.")
+@json_option
+def main(ranks: int, rounds: int, only: tuple[str, ...], profile: bool, json_to: str | None) -> None:
+    """Time asynchronous redistributions and collectives over an NCCL that does nothing."""
+    console = Console(stderr=is_printed(json_to), width=None if Console().is_terminal else 140)
+    build()  # once, before the ranks look for it
+    found: Any = run_on_ranks(ranks, on_rank, rounds, only, profile, on_message=print)[0]
+    if not found:
+        raise click.UsageError(f"--only {' '.join(only)} names no case")
+    console.print(table_of(found))
+    judged = [row for row in found if row["most_us"] is not None]
+    for row in judged:
+        if row["waited_us"] > row["most_us"]:
+            console.print(f"{row['case']}: {row['waited_us']:.1f} us (at most {row['most_us']:.0f})", highlight=False)
+    result = {"benchmark": "nccl_host_overhead", **surroundings(), "ranks": ranks, "rounds": rounds, "cases": found}
+    write_json(result, json_to)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.nccl.host_overhead")

@@ -1,0 +1,141 @@
+"""NCCL, its streams and the kernels around it, all of which do nothing: what is timed over them is the host's work.
+
+They are doubles, for benchmarks of host time: no result is right, and nothing of a device is measured. Tensors are on
+the CPU; tables are those of CUDA devices, up to the launch of their kernels.
+"""
+
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritondt._C import NcclLibrary
+from tritondt.comm import world
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.kernels.gpu import copy_boxes, reduce_slots
+from tritondt.kernels.tables import TritonMaker, made_by
+from tritondt.process_group.stream import NcclDevice, nccl_devices
+
+_REPOSITORY = Path(__file__).parents[3]
+
+
+def build() -> Path:
+    """The library, compiled where it is older than its source."""
+    source = Path(__file__).parent / "no_op_nccl.cpp"
+    library = _REPOSITORY / "build" / "no_op_nccl" / "libnccl.so.2"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{_REPOSITORY / 'csrc'}"]
+        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
+    return library
+
+
+class NoOpEvent:
+    """A point in a stream that has always been passed."""
+
+    def query(self) -> bool:
+        """Yes."""
+        return True
+
+
+class NoOpStream:
+    """A stream that runs nothing."""
+
+    cuda_stream = 0
+    _event = NoOpEvent()
+
+    def record_event(self) -> NoOpEvent:
+        """One event for all."""
+        return self._event
+
+    def wait_event(self, event: Any) -> None:
+        """Does not."""
+
+    def synchronize(self) -> None:
+        """Does not wait."""
+
+
+class NoOpStreams:
+    """Streams of the CPU that run nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._stream, self._nothing = NoOpStream(), nullcontext()
+
+    def current(self) -> NoOpStream:
+        """The only one."""
+        return self._stream
+
+    def make(self) -> NoOpStream:
+        """The only one."""
+        return self._stream
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Nothing changes."""
+        return self._nothing
+
+    def follow(self, stream: Any, other: Any) -> None:
+        """Everything has run."""
+
+    def launch(self, run: Callable[..., object], *arguments: object) -> None:
+        """As on a GPU: `run` launches."""
+        run(*arguments)
+
+    def is_capturing(self) -> bool:
+        """No."""
+        return False
+
+    def bind_thread(self) -> None:
+        """There is one device."""
+
+    def ignore_captures(self) -> None:
+        """There are no captures."""
+
+    def future(self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]) -> Any:
+        """One that is there."""
+        made: torch.futures.Future[Any] = torch.futures.Future()
+        made.set_result(list(value))
+        return made
+
+
+class NoOpKernel:
+    """A kernel of Triton's that nobody compiles and that launches nothing."""
+
+    __module__ = "no-op interpreter"  # tables take kernels of the interpreter for the CPU, and no others
+
+    def warmup(self, *arguments: object, **options: object) -> None:
+        """Compiles nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return _launch
+
+
+def _launch(*arguments: object) -> None: ...
+
+
+@contextmanager
+def carried_by_nothing() -> Iterator[None]:
+    """Within, this process's tensors on the CPU go by NCCL, in our transport and our backend, and nothing moves."""
+    library, before = NcclLibrary(str(build()), None), dict(world.transports)
+    carriers_before = dict(nccl_devices)
+    kernels = copy_boxes.copy_kernel, reduce_slots.reduce_kernel
+
+    def make(member: ProcessContext) -> NcclCommunicator:
+        return NcclCommunicator(member, library, NoOpStreams())
+
+    world.transports["cpu"] = make
+    nccl_devices["cpu"] = lambda device: NcclDevice(library, NoOpStreams())
+    copy_boxes.copy_kernel = reduce_slots.reduce_kernel = NoOpKernel()
+    try:
+        with made_by(TritonMaker(), "cpu"):
+            yield
+    finally:
+        copy_boxes.copy_kernel, reduce_slots.reduce_kernel = kernels
+        world.transports.update(before)
+        nccl_devices.clear()
+        nccl_devices.update(carriers_before)

@@ -1,1 +1,0 @@
-"""Host time over an NCCL that does nothing: `python -m benchmarks.nccl_host_overhead --help`."""

@@ -1,7 +1,0 @@
-"""`python -m benchmarks.redistribute`: the same as `python -m tritondt bench redistribute`, which is installed."""
-
-from tritondt.cli.bench import redistribute
-
-# The ranks that the benchmark starts import this file again, under another name.
-if __name__ == "__main__":
-    redistribute(prog_name="python -m benchmarks.redistribute")

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flight/call_site.h"
+#include "flight/flight_recorder.h"
+
+namespace tritondt {
+
+// What Python holds: the recorder, which a watchdog may hold longer, and the sites of the calls.
+struct RecorderHandle {
+  explicit RecorderHandle(std::shared_ptr<FlightRecorder> made)
+      : recorder(std::move(made)), sites(&recorder->texts()) {}
+
+  std::shared_ptr<FlightRecorder> recorder;
+  CallSites sites;
+};
+
+void bind_flight_recorder(pybind11::module_* module);
+
+}  // namespace tritondt

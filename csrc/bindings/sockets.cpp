@@ -1,0 +1,139 @@
+#include "bindings/sockets.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/flight.h"
+#include "bindings/letters.h"
+#include "flight/watchdog.h"
+#include "transport/socket_group.h"
+
+namespace py = pybind11;
+
+namespace tritondt {
+namespace {
+
+const char* name_of(Outcome outcome) {
+  switch (outcome) {
+    case Outcome::kDone:
+      return "done";
+    case Outcome::kPending:
+      return "pending";
+    case Outcome::kClosed:
+      return "closed";
+    case Outcome::kMismatch:
+      return "mismatch";
+    case Outcome::kInterrupted:
+      return "interrupted";
+    case Outcome::kExpired:
+      return "expired";
+  }
+  throw std::logic_error("an outcome without a name");
+}
+
+// Refused where it is no length of time; infinity is one.
+std::int64_t timeout_ns_of(double timeout_s) {
+  if (!(timeout_s > 0)) {
+    throw std::invalid_argument("a timeout of " + std::to_string(timeout_s) +
+                                " s was asked for; it must be more than 0");
+  }
+  const double ns = timeout_s * 1e9;
+  return ns < 9e18 ? static_cast<std::int64_t>(ns) : SocketGroup::kNoTimeout;
+}
+
+std::shared_ptr<FlightRecorder> recorder_of(const RecorderHandle* handle) {
+  return handle == nullptr ? nullptr : handle->recorder;
+}
+
+}  // namespace
+
+void bind_socket_group(py::module_* module) {
+  py::class_<LetterSlices>(*module, "LetterSlices",
+                           "The letters of an exchange before it is known where tensors lie.")
+      .def(py::init(&make_slices), py::arg("slices"));
+  py::class_<SocketGroup, std::shared_ptr<SocketGroup>>(
+      *module, "SocketGroup", "Connected sockets to peers, driven by the thread that calls.")
+      .def(py::init<std::vector<int>>(), py::arg("sockets"))
+      .def(
+          "start",
+          [](SocketGroup& group, const std::vector<LetterFields>& sends,
+             const std::vector<LetterFields>& receives, std::uint64_t tag) {
+            const std::vector<Letter> out = make_letters(sends);
+            const std::vector<Letter> in = make_letters(receives);
+            const py::gil_scoped_release released;
+            group.start(out, in, tag);
+          },
+          py::arg("sends"), py::arg("receives"), py::arg("tag"),
+          "Begins an exchange of letters (peer, address, bytes) and sends what can be sent at "
+          "once.")
+      .def(
+          "start_slices",
+          [](SocketGroup& group, const LetterSlices& sends,
+             const std::vector<std::uintptr_t>& sources, std::uintptr_t send_buffer,
+             const LetterSlices& receives, const std::vector<std::uintptr_t>& targets,
+             std::uintptr_t receive_buffer, std::uint64_t tag) {
+            const std::vector<Letter> out = sends.letters(sources, send_buffer);
+            const std::vector<Letter> in = receives.letters(targets, receive_buffer);
+            const py::gil_scoped_release released;
+            group.start(out, in, tag);
+          },
+          py::arg("sends"), py::arg("sources"), py::arg("send_buffer"), py::arg("receives"),
+          py::arg("targets"), py::arg("receive_buffer"), py::arg("tag"),
+          "The same of slices of tensors at addresses, and of buffers.")
+      .def(
+          "finish",
+          [](SocketGroup& group) {
+            Ending ending = {};
+            {
+              const py::gil_scoped_release released;
+              ending = group.finish();
+            }
+            return std::make_pair(name_of(ending.outcome), ending.peer);
+          },
+          "Carries on until all letters are out and in; PENDING means call again.")
+      .def("interrupt", &SocketGroup::interrupt,
+           "Makes the running or the next finish return INTERRUPTED; from any thread.")
+      .def(
+          "set_timeout",
+          [](SocketGroup& group, double timeout_s) {
+            group.set_timeout_ns(timeout_ns_of(timeout_s));
+          },
+          py::arg("timeout_s"),
+          "How many seconds an exchange may take before a watchdog ends it; from any thread.");
+}
+
+void bind_watchdog(py::module_* module) {
+  py::class_<Watchdog>(*module, "Watchdog",
+                       "Ends exchanges that take too long, from a thread that never needs the GIL.")
+      .def(py::init<>())
+      .def(
+          "watch",
+          [](Watchdog& watchdog, const std::shared_ptr<SocketGroup>& group, double timeout_s,
+             const RecorderHandle* recorder, const std::string& path) {
+            group->set_timeout_ns(timeout_ns_of(timeout_s));
+            watchdog.watch(group, recorder_of(recorder), path);
+          },
+          py::arg("group").none(false), py::arg("timeout_s"), py::arg("recorder"), py::arg("path"),
+          "Expires exchanges of `group` after `timeout_s` and then writes `recorder` to `path`.")
+      .def(
+          "unwatch", [](Watchdog& watchdog, const SocketGroup& group) { watchdog.unwatch(&group); },
+          py::arg("group"), "Lets `group` take as long as it takes, from now on.")
+      .def(
+          "dump_on_signal",
+          [](Watchdog& watchdog, int signum, const RecorderHandle& recorder,
+             const std::string& path) {
+            return watchdog.dump_on_signal(signum, recorder.recorder, path);
+          },
+          py::arg("signum"), py::arg("recorder"), py::arg("path"),
+          "Writes `recorder` to `path` at every `signum`; False where the signal is in use.")
+      .def("close", &Watchdog::close, py::call_guard<py::gil_scoped_release>(),
+           "Gives signals back and ends the thread.");
+}
+
+}  // namespace tritondt

@@ -1,0 +1,37 @@
+#include "cpu/process.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tritondt {
+namespace {
+
+class ProcessNumber {
+ public:
+  ProcessNumber() {
+    number_ = getpid();
+    const int error = pthread_atfork(nullptr, nullptr, [] { number_ = getpid(); });
+    if (error != 0) {
+      throw std::runtime_error(std::string("pthread_atfork: ") + std::strerror(error));
+    }
+  }
+
+  pid_t get() const { return number_.load(std::memory_order_relaxed); }
+
+ private:
+  static inline std::atomic<pid_t> number_{0};
+};
+
+}  // namespace
+
+pid_t process_number() {
+  static const ProcessNumber number;
+  return number.get();
+}
+
+}  // namespace tritondt

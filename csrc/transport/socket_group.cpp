@@ -1,0 +1,181 @@
+#include "transport/socket_group.h"
+
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "cpu/clock.h"
+
+namespace tritondt {
+namespace {
+
+// How long `finish` keeps whoever called it from looking at signals that another thread received.
+constexpr int kPatienceMs = 200;
+
+bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
+
+// The rest of a header and of the bytes behind it, of which `done` are over.
+std::size_t rest(void* header, std::size_t header_bytes, void* bytes, std::size_t num_bytes,
+                 std::size_t done, iovec* parts) {
+  std::size_t count = 0;
+  if (done < header_bytes) {
+    parts[count++] = {static_cast<char*>(header) + done, header_bytes - done};
+    done = header_bytes;
+  }
+  const std::size_t passed = done - header_bytes;
+  if (passed < num_bytes) parts[count++] = {static_cast<char*>(bytes) + passed, num_bytes - passed};
+  return count;
+}
+
+}  // namespace
+
+SocketGroup::SocketGroup(std::vector<int> sockets)
+    : sockets_(std::move(sockets)), wake_(eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)) {
+  if (wake_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
+}
+
+SocketGroup::~SocketGroup() { close(wake_); }
+
+void SocketGroup::start(const std::vector<Letter>& sends, const std::vector<Letter>& receives,
+                        std::uint64_t tag) {
+  std::int64_t before = under_way_.load(std::memory_order_relaxed);
+  const std::int64_t now = coarse_ns();
+  if (before == 0) {
+    under_way_.store(now, std::memory_order_relaxed);  // nobody else writes over 0
+  } else {                                             // the exchange before was given up
+    while (before != kExpiredMark && !under_way_.compare_exchange_weak(before, now)) {
+    }
+  }
+  if (before == kExpiredMark) {
+    early_ = {Outcome::kExpired, -1};
+    return;
+  }
+  tag_ = tag;
+  sends_.clear();
+  receives_.clear();
+  for (const Letter& letter : sends) {
+    sends_.push_back({letter, {tag, static_cast<std::uint64_t>(letter.num_bytes)}, 0});
+  }
+  for (const Letter& letter : receives) receives_.push_back({letter, {0, 0}, 0});
+  early_ = pass(/*with_receives=*/false);
+}
+
+Outcome SocketGroup::send(Transit* transit) const {
+  while (!transit->is_complete()) {
+    iovec parts[2];
+    msghdr message = {};
+    message.msg_iov = parts;
+    message.msg_iovlen =
+        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->letter.address),
+             static_cast<std::size_t>(transit->letter.num_bytes), transit->done, parts);
+    const ssize_t sent = sendmsg(sockets_[transit->letter.peer], &message, MSG_NOSIGNAL);
+    if (sent < 0) return would_block() ? Outcome::kDone : Outcome::kClosed;
+    transit->done += static_cast<std::size_t>(sent);
+  }
+  return Outcome::kDone;
+}
+
+Outcome SocketGroup::receive(Transit* transit) const {
+  while (!transit->is_complete()) {
+    iovec parts[2];
+    msghdr message = {};
+    message.msg_iov = parts;
+    message.msg_iovlen =
+        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->letter.address),
+             static_cast<std::size_t>(transit->letter.num_bytes), transit->done, parts);
+    const ssize_t received = recvmsg(sockets_[transit->letter.peer], &message, 0);
+    if (received == 0) return Outcome::kClosed;
+    if (received < 0) return would_block() ? Outcome::kDone : Outcome::kClosed;
+    transit->done += static_cast<std::size_t>(received);
+    if (transit->done >= sizeof(Header) &&
+        (transit->header.tag != tag_ ||
+         transit->header.num_bytes != static_cast<std::uint64_t>(transit->letter.num_bytes))) {
+      return Outcome::kMismatch;
+    }
+  }
+  return Outcome::kDone;
+}
+
+Ending SocketGroup::pass(bool with_receives) {
+  const auto step = [](std::vector<Transit>* transits, const auto& move) -> Ending {
+    for (Transit& transit : *transits) {
+      const Outcome outcome = move(&transit);
+      if (outcome != Outcome::kDone) return {outcome, transit.letter.peer};
+    }
+    transits->erase(std::remove_if(transits->begin(), transits->end(),
+                                   [](const Transit& transit) { return transit.is_complete(); }),
+                    transits->end());
+    return {Outcome::kDone, -1};
+  };
+  const Ending sent = step(&sends_, [this](Transit* transit) { return send(transit); });
+  if (sent.outcome != Outcome::kDone || !with_receives) return sent;
+  return step(&receives_, [this](Transit* transit) { return receive(transit); });
+}
+
+Outcome SocketGroup::wait() {
+  watched_.assign(1, {wake_, POLLIN, 0});
+  for (const Transit& transit : receives_) {
+    watched_.push_back({sockets_[transit.letter.peer], POLLIN, 0});
+  }
+  for (const Transit& transit : sends_) {
+    watched_.push_back({sockets_[transit.letter.peer], POLLOUT, 0});
+  }
+  const int ready = poll(watched_.data(), watched_.size(), kPatienceMs);
+  if (ready < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "poll");
+  if (ready <= 0) return Outcome::kPending;
+  if (watched_[0].revents == 0) return Outcome::kDone;
+  return under_way_.load() == kExpiredMark ? Outcome::kExpired : Outcome::kInterrupted;
+}
+
+Ending SocketGroup::finish() {
+  const Ending ending = advance();
+  if (ending.outcome == Outcome::kPending) return ending;
+  std::int64_t started = under_way_.load(std::memory_order_relaxed);
+  while (started != kExpiredMark && !under_way_.compare_exchange_weak(started, 0)) {
+  }
+  // Expired though all letters are there: the watchdog has told others so, and it stays said.
+  if (started == kExpiredMark) return {Outcome::kExpired, ending.peer};
+  return ending;
+}
+
+Ending SocketGroup::advance() {
+  if (early_.outcome != Outcome::kDone) return early_;
+  while (true) {
+    const Ending ending = pass(/*with_receives=*/true);
+    if (ending.outcome != Outcome::kDone) return ending;
+    if (sends_.empty() && receives_.empty()) return ending;
+    const std::int64_t peer = (receives_.empty() ? sends_ : receives_).front().letter.peer;
+    const Outcome outcome = wait();
+    if (outcome != Outcome::kDone) return {outcome, peer};
+  }
+}
+
+void SocketGroup::interrupt() { wake(); }
+
+std::int64_t SocketGroup::started_ns() const {
+  const std::int64_t found = under_way_.load(std::memory_order_relaxed);
+  return found == kExpiredMark ? 0 : found;
+}
+
+bool SocketGroup::expire(std::int64_t started_ns) {
+  if (started_ns == 0 || !under_way_.compare_exchange_strong(started_ns, kExpiredMark)) {
+    return false;
+  }
+  wake();
+  return true;
+}
+
+void SocketGroup::wake() {
+  const std::uint64_t one = 1;
+  if (write(wake_, &one, sizeof(one)) < 0 && errno != EAGAIN) {
+    throw std::system_error(errno, std::generic_category(), "eventfd");
+  }
+}
+
+}  // namespace tritondt

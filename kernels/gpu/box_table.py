@@ -1,0 +1,168 @@
+"""Pieces written down as the numbers that a kernel reads: one table per launch.
+
+A table is int64: a row per piece, then a row per slot but the first of every piece. A tile is what one program
+moves at a time. A row is padded to the most loops of any piece.
+
+    piece   first tile; tensor and offset of the target; mode; rows; units in a run; slots, and the cell of
+            the second; then per loop: length, two numbers that divide by it, target stride; then the first slot
+    slot    tensor and offset; then its stride per loop
+
+The source of a copy is its only slot. Tensors are positions among the pointers of the launch. A row of units is a
+unit, or a group of units of one run; the groups of a run are its innermost loop.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from math import prod
+from typing import NamedTuple
+
+from tritondt.kernels.gpu.pieces import GROUP_UNITS, Kind, Piece
+
+# What a kernel takes by value; a program selects among them, which costs it two instructions each.
+MAX_POINTERS = 32
+HEAD_CELLS = 8
+LOOP_CELLS = 4
+SLOT_HEAD_CELLS = 2
+# A group is what 16 threads take from a run in 4 steps, and a block of BLOCK units is as many groups / 16.
+GROUP_LANES = 16
+GROUP_STEPS = GROUP_UNITS // GROUP_LANES
+GROUPS_PER_BLOCK = 16
+_KINDS = list(Kind)
+# The mode of a piece numbers its kind and the power of 2 that is its width; these are the first numbers.
+RUNS, GROUPS, TILES, WIDE_TILES, NUM_MODES = 0, 5, 8, 12, 16
+_FIRST_MODES = {Kind.RUNS: RUNS, Kind.GROUPS: GROUPS, Kind.TILES: TILES, Kind.WIDE_TILES: WIDE_TILES}
+
+
+class Pointer(NamedTuple):
+    """One of a launch's pointers: tensor number `tensor` of the targets or of the sources."""
+
+    is_target: bool
+    tensor: int
+
+
+class BoxTable(NamedTuple):
+    """One launch: its cells, and what the kernel is compiled for.
+
+    `modes` has a bit for the mode of every piece.
+    """
+
+    pointers: tuple[Pointer, ...]
+    cells: tuple[int, ...]
+    num_pieces: int
+    num_tiles: int
+    num_dims: int
+    max_slots: int
+    modes: int
+
+
+def mode(kind: Kind, width: int) -> int:
+    """The number that stands for a kind and a width in a kernel.
+
+    >>> mode(Kind.RUNS, 16), mode(Kind.TILES, 1), mode(Kind.WIDE_TILES, 8)
+    (4, 8, 15)
+    """
+    return _FIRST_MODES[kind] + width.bit_length() - 1
+
+
+def tile_side(kind: Kind, width: int) -> int:
+    """Units along each side of a transposing tile."""
+    return 64 if kind is Kind.WIDE_TILES and width == 2 else 32
+
+
+def rows_of(piece: Piece) -> tuple[int, ...]:
+    """Lengths of the loops over rows."""
+    if piece.kind is Kind.GROUPS:
+        return (_ceiling(piece.lengths[0], GROUP_UNITS), *piece.lengths[1:])
+    return piece.lengths
+
+
+def num_tiles(piece: Piece, block: int) -> int:
+    """How many tiles a piece is cut into."""
+    if piece.kind is Kind.RUNS:
+        return _ceiling(piece.num_units, block)
+    if piece.kind is Kind.GROUPS:
+        return _ceiling(prod(rows_of(piece)), block // GROUPS_PER_BLOCK)
+    columns, rows, *others = piece.lengths
+    side = tile_side(piece.kind, piece.width)
+    return _ceiling(columns, side) * _ceiling(rows, side) * prod(others)
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """`factor` and `shift` with n // divisor == ((n * factor >> 32) + n) >> shift for 0 <= n < 2^31.
+
+    A GPU has no integer division; this is three instructions in place of some twenty (Granlund and
+    Montgomery, Division by Invariant Integers using Multiplication, 1994).
+
+    >>> factor, shift = division(7)
+    >>> ((1_000_000 * factor >> 32) + 1_000_000) >> shift == 1_000_000 // 7
+    True
+    """
+    shift = (divisor - 1).bit_length()
+    return (2**32 * (2**shift - divisor)) // divisor + 1, shift
+
+
+def by_pointers(pieces: Iterable[Piece]) -> list[tuple[tuple[Pointer, ...], list[Piece]]]:
+    """The pieces, widest runs first, in groups of which each touches no more tensors than a kernel takes."""
+    ordered = sorted(pieces, key=lambda piece: (_KINDS.index(piece.kind), -piece.width))
+    groups: list[tuple[dict[Pointer, None], list[Piece]]] = []
+    for piece in ordered:
+        touched = dict.fromkeys(_pointers(piece))
+        if len(touched) > MAX_POINTERS:
+            raise ValueError(
+                f"a box touches {len(touched)} tensors; a kernel takes up to {MAX_POINTERS}, the target included"
+            )
+        if not groups or len(groups[-1][0] | touched) > MAX_POINTERS:
+            groups.append(({}, []))
+        groups[-1][0].update(touched)
+        groups[-1][1].append(piece)
+    return [(tuple(pointers), members) for pointers, members in groups]
+
+
+def box_table(pointers: Sequence[Pointer], pieces: Sequence[Piece], block: int) -> BoxTable:
+    """The table of a group of pieces, for a kernel that moves `block` units at a time."""
+    place = {pointer: number for number, pointer in enumerate(pointers)}
+    num_dims = max(len(piece.lengths) for piece in pieces)
+    ends = list(accumulate(num_tiles(piece, block) for piece in pieces))
+    piece_cells = HEAD_CELLS + LOOP_CELLS * num_dims + SLOT_HEAD_CELLS + num_dims
+    cells: list[int] = []
+    slots: list[int] = []
+    for piece, first_tile in zip(pieces, [0, *ends], strict=False):
+        target, *sources = piece.operands
+        lengths, step = rows_of(piece), GROUP_UNITS if piece.kind is Kind.GROUPS else 1
+        padding = num_dims - len(lengths)
+        second_slot = len(pieces) * piece_cells + len(slots)
+        cells += [first_tile, place[Pointer(True, target.tensor)], target.offset, mode(piece.kind, piece.width)]
+        cells += [prod(lengths), piece.lengths[0], len(sources), second_slot]
+        for length, stride in zip(lengths, (target.strides[0] * step, *target.strides[1:]), strict=True):
+            cells += [length, *division(length), stride]
+        cells += [1, *division(1), 0] * padding
+        for number, source in enumerate(sources):
+            strides = (source.strides[0] * step, *source.strides[1:], *[0] * padding)
+            row = (place[Pointer(False, source.tensor)], source.offset, *strides)
+            (slots if number else cells).extend(row)
+    return BoxTable(
+        tuple(pointers),
+        (*cells, *slots),
+        len(pieces),
+        ends[-1],
+        num_dims,
+        max(len(piece.operands) - 1 for piece in pieces),
+        _union(1 << mode(piece.kind, piece.width) for piece in pieces),
+    )
+
+
+def _pointers(piece: Piece) -> Iterator[Pointer]:
+    target, *sources = piece.operands
+    yield Pointer(True, target.tensor)
+    yield from (Pointer(False, source.tensor) for source in sources)
+
+
+def _union(bits: Iterable[int]) -> int:
+    found = 0
+    for bit in bits:
+        found |= bit
+    return found
+
+
+def _ceiling(count: int, size: int) -> int:
+    return -(-count // size)

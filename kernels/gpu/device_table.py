@@ -1,0 +1,303 @@
+"""Tables of boxes on a device: written down and uploaded once, then run by one launch.
+
+What a kernel may assume of addresses is settled by the pointers of a run: how far each lies behind a multiple of 16
+bytes. For every such combination that occurs, usually one, a table has a variant; the first is made with the table.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.kernels.boxes import SCALE_BYTES
+from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers
+from tritondt.kernels.gpu.loop_nest import LoopNest
+from tritondt.kernels.gpu.pieces import WIDEST, Piece
+from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
+
+# Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
+_ANY_ADDRESS = (1 << 40) + 1
+_MAX_VARIANTS = 16
+_FEW_DIMS = 4
+_MAX_REGISTERS = 128
+
+
+class Kernel(NamedTuple):
+    """A kernel of Triton's, what it is called in tuning.json, and what else it is given.
+
+    `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's.
+    """
+
+    function: Any
+    name: str
+    arguments: tuple[int, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+# The tensor that holds the scales of boxes: a source of its own. Its offset in a nest counts bytes.
+SCALES = -1
+
+
+class Sides(NamedTuple):
+    """Of targets and of sources: multiples of how many bytes their addresses are, and bytes in what a nest counts."""
+
+    alignments: tuple[int, int] = (1, 1)
+    units: tuple[int, int] = (1, 1)
+
+
+def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) -> dict[str, Any]:
+    """What a kernel with these options of its own is compiled with.
+
+    To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
+    bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
+    """
+    bound = {"maxnreg": _MAX_REGISTERS} if num_dims > _FEW_DIMS else {}
+    return {"num_warps": choice.num_warps, **options, **bound}
+
+
+class Shared:
+    """Numbers on a device that launches read on any stream."""
+
+    def __init__(self, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.values = torch.tensor(numbers, dtype=dtype).to(device)
+        self._streams: set[int] = set()
+
+    def read_by_current_stream(self) -> int:
+        """The current stream's handle; the allocator gives them to nobody else before it is done with them.
+
+        torch.cuda makes an object of it only once: that takes as long as a launch.
+        """
+        device = self.values.device
+        handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+        if handle not in self._streams:
+            self.values.record_stream(torch.cuda.current_stream(device))
+            self._streams.add(handle)
+        return handle
+
+
+class Launch:
+    """One table on its device and the kernel compiled for it."""
+
+    def __init__(
+        self, kernel: Kernel, table: BoxTable, places: Sequence[int], device: torch.device, choice: Choice
+    ) -> None:
+        self._cells = Shared(table.cells, torch.int64, device)
+        self._device = device if device.type == "cuda" else None
+        num_pointers = max(2, 1 << (len(places) - 1).bit_length())
+        self._places = (*places, *[places[0]] * (num_pointers - len(places)))
+        self._is_in_order = self._places == tuple(range(num_pointers))
+        bisections = (table.num_pieces - 1).bit_length()
+        constants = {
+            "NUM_POINTERS": num_pointers,
+            "NUM_DIMS": table.num_dims,
+            "MODES": table.modes,
+            "BLOCK": choice.block,
+            **kernel.constants,
+        }
+        self._arguments = (*kernel.arguments, table.num_pieces, bisections, table.num_tiles, *constants.values())
+        grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
+        compiled = kernel.function.warmup(
+            self._cells.values,
+            (_ANY_ADDRESS,) * num_pointers,
+            *self._arguments,
+            grid=grid,
+            **compiler_options(kernel.options, table.num_dims, choice),
+        )
+        # Triton's interpreter compiles nothing.
+        self._start = (kernel.function if compiled is None else compiled)[grid]
+
+    def run(self, addresses: tuple[int, ...]) -> None:
+        """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
+        pointers = addresses if self._is_in_order else tuple([addresses[place] for place in self._places])
+        if self._device is None:
+            self._start(self._cells.values, pointers, *self._arguments)
+            return
+        stream = self._cells.read_by_current_stream()
+        self._start(self._cells.values, pointers, *self._arguments, stream=stream)
+
+
+class DeviceTable(ABC):
+    """What tables of copies, casts and reductions share; see DeviceCopyTable, DeviceCastTable, DeviceReduceTable."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        nests: Sequence[LoopNest],
+        device: torch.device,
+        *,
+        sides: Sides,
+        is_aligned: bool,
+        choice: Choice | None,
+        max_ctas: int | None,
+    ) -> None:
+        self._device = _resolved(device, kernel)
+        self._number = self._device.index if self._device.type == "cuda" else None
+        self._kernel, self.nests = kernel, tuple(nests)
+        self._alignments = (*((WIDEST, WIDEST) if is_aligned else sides.alignments), SCALE_BYTES)
+        self._units, self._is_aligned = (*sides.units, 1), is_aligned
+        self._choice, self._max_ctas = choice, max_ctas
+        self._used = tuple(
+            dict.fromkeys(
+                Pointer(number == 0, operand.tensor) for nest in nests for number, operand in enumerate(nest.operands)
+            )
+        )
+        self._used_of = _chooser(self._used)
+        self._variants: dict[tuple[int, ...], tuple[Launch, ...]] = {}
+        self._aligned = self._variant((0,) * len(self._used)) if nests else ()
+
+    def run(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], num_threads: int = 1) -> None:
+        """Runs every box on the tensors whose first elements lie at the given addresses, on the current stream.
+
+        `num_threads` is for the CPU's tables, which this one stands in for.
+        """
+        self.launch(*self.prepared(source_ptrs, target_ptrs))
+
+    def prepared(
+        self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]
+    ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
+        """What `launch` takes; ValueError where a pointer is missing or not what the table was made for."""
+        try:
+            addresses = self._used_of(source_ptrs, target_ptrs)
+        except IndexError:
+            raise self._missing(source_ptrs, target_ptrs) from None
+        if not reduce(or_, addresses, 0) % WIDEST and all(addresses):
+            return self._aligned, addresses
+        behind = tuple([address % WIDEST for address in addresses])
+        launches = self._variants.get(behind)
+        if launches is None or 0 in addresses:
+            self._check(addresses)
+            launches = self._variant(behind)
+        return launches, tuple([address - past for address, past in zip(addresses, behind, strict=True)])
+
+    def launch(self, launches: Sequence[Launch], addresses: tuple[int, ...]) -> None:
+        """Launches on the current stream of the table's device."""
+        if self._number is not None and torch.cuda.current_device() != self._number:
+            with torch.cuda.device(self._device):
+                for launch in launches:
+                    launch.run(addresses)
+        else:
+            for launch in launches:
+                launch.run(addresses)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the table lies."""
+        return self._device
+
+    @property
+    def num_boxes(self) -> int:
+        """Boxes that hold anything."""
+        return len(self.nests)
+
+    @property
+    def num_dims(self) -> int:
+        """The most loops around a run of bytes."""
+        return max((len(nest.lengths) - (nest.run_bytes > 1) for nest in self.nests), default=0)
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels that one run launches: one, unless the boxes touch very many tensors."""
+        return max(map(len, self._variants.values()), default=0)
+
+    @abstractmethod
+    def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+        """The pieces of some nests, with offsets in bytes."""
+
+    def _check(self, addresses: Sequence[int]) -> None:
+        for pointer, address in zip(self._used, addresses, strict=True):
+            alignment = self._alignments[_side(pointer)]
+            if address == 0 or address % alignment:
+                made_for = "; the table was made for aligned tensors only" if self._is_aligned else ""
+                raise ValueError(
+                    f"a box uses {_name(pointer)}, whose address is {address}; it must be a multiple of {alignment} "
+                    f"and not null{made_for}"
+                )
+
+    def _missing(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]) -> ValueError:
+        for pointer in self._used:
+            given = len(target_ptrs if pointer.is_target else source_ptrs)
+            if pointer.tensor >= given:
+                side = "target" if pointer.is_target else "source"
+                return ValueError(f"a box uses {_name(pointer)}, but the number of pointers in {side}_ptrs is {given}")
+        raise AssertionError(f"no pointer is missing among {source_ptrs} and {target_ptrs}")
+
+    def _variant(self, behind: tuple[int, ...]) -> tuple[Launch, ...]:
+        """Launches for tensors that start so many bytes behind multiples of 16."""
+        past = {
+            pointer: num_bytes // self._units[_side(pointer)]
+            for pointer, num_bytes in zip(self._used, behind, strict=True)
+        }
+        moved = [
+            nest._replace(
+                operands=tuple(
+                    operand._replace(offset=operand.offset + past[Pointer(number == 0, operand.tensor)])
+                    for number, operand in enumerate(nest.operands)
+                )
+            )
+            for nest in self.nests
+        ]
+        places = {pointer: place for place, pointer in enumerate(self._used)}
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            launches = tuple(
+                self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
+                for pointers, pieces in by_pointers(self.pieces(moved))
+            )
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
+        if len(self._variants) >= _MAX_VARIANTS:
+            self._variants.pop(next(iter(self._variants)))
+        self._variants[behind] = launches
+        return launches
+
+    def _launch(self, pointers: Sequence[Pointer], pieces: Sequence[Piece], places: Sequence[int]) -> Launch:
+        choice = self._choice or self._tuned(pieces)
+        if self._max_ctas is not None:
+            choice = choice._replace(max_ctas=min(choice.max_ctas, self._max_ctas))
+        return Launch(self._kernel, box_table(pointers, pieces, choice.block), places, self._device, choice)
+
+    def _tuned(self, pieces: Sequence[Piece]) -> Choice:
+        """The choice for the width that moves most bytes."""
+        moved: dict[int, int] = {}
+        for piece in pieces:
+            moved[piece.width] = moved.get(piece.width, 0) + piece.num_bytes
+        name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
+        num_dims = max(len(piece.lengths) for piece in pieces)
+        return choose(name, self._kernel.name, max(moved, key=lambda width: moved[width]), num_dims)
+
+
+def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
+    """What takes the pointers of a run, of sources and of targets, and returns those used; IndexError without one."""
+    if [pointer.is_target for pointer in used] == [True, False]:
+        # One target and one source, as most tables have; a comprehension takes 0.3 us more.
+        (_, target), (_, source) = used
+        return lambda source_ptrs, target_ptrs: (target_ptrs[target], source_ptrs[source])
+    return lambda source_ptrs, target_ptrs: tuple(
+        [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in used]
+    )
+
+
+def _resolved(device: torch.device, kernel: Kernel) -> torch.device:
+    """The device with its number."""
+    if device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    if "interpreter" not in type(kernel.function).__module__:
+        raise ValueError(
+            f"a device table on {device}; Triton's kernels run on cuda, and on cpu only in Triton's interpreter"
+        )
+    return device
+
+
+def _side(pointer: Pointer) -> int:
+    """0 of targets, 1 of sources, 2 of scales."""
+    return 2 if pointer.tensor == SCALES else int(not pointer.is_target)
+
+
+def _name(pointer: Pointer) -> str:
+    if pointer.tensor == SCALES:
+        return "scales"
+    return f"{'target' if pointer.is_target else 'source'} {pointer.tensor}"

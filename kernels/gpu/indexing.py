@@ -1,0 +1,149 @@
+"""Index arithmetic that the kernels share: which piece a tile belongs to, and where its units lie.
+
+The pointers that are read here point into the cells that box_table.py describes. All indices have 32 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from tritondt.kernels.gpu import box_table
+
+HEAD = tl.constexpr(box_table.HEAD_CELLS)
+LOOP = tl.constexpr(box_table.LOOP_CELLS)
+SLOT_HEAD = tl.constexpr(box_table.SLOT_HEAD_CELLS)
+GROUPS_PER_BLOCK = tl.constexpr(box_table.GROUPS_PER_BLOCK)
+LANES_IN_GROUP = tl.constexpr(box_table.GROUP_LANES)
+STEPS_IN_GROUP = tl.constexpr(box_table.GROUP_STEPS)
+
+
+@triton.jit
+def find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS: tl.constexpr):
+    """The row of the piece that a tile belongs to, by bisection of the first tiles, and the tile's number in it."""
+    CELLS: tl.constexpr = HEAD + NUM_DIMS * (LOOP + 1) + SLOT_HEAD
+    low = 0
+    high = num_pieces
+    for _ in range(num_bisections):
+        middle = (low + high) // 2
+        is_later = tl.load(table + middle * CELLS) <= tile
+        low = tl.where(is_later, middle, low)
+        high = tl.where(is_later, high, middle)
+    piece = table + low * CELLS
+    return piece, tile - tl.load(piece).to(tl.int32)
+
+
+@triton.jit
+def first_slot(piece, NUM_DIMS: tl.constexpr):
+    """The row of a piece's first slot."""
+    return piece + HEAD + NUM_DIMS * LOOP
+
+
+@triton.jit
+def address_at(pointers, cells, NUM_POINTERS: tl.constexpr):
+    """Where a walk starts: the pointer that the first cell numbers, and the bytes in the second from there."""
+    number = tl.load(cells)
+    address = pointers[0]
+    for other in tl.static_range(1, NUM_POINTERS):
+        address = tl.where(number == other, pointers[other], address)
+    return address + tl.load(cells + 1)
+
+
+@triton.jit
+def split_rows(rows, loops, NUM_DIMS: tl.constexpr):
+    """The indices of numbered rows, a tensor per loop, innermost first."""
+    rest = rows.to(tl.uint32)
+    indices = ()
+    for dim in tl.static_range(NUM_DIMS - 1):
+        factor = tl.load(loops + dim * LOOP + 1).to(tl.uint32)
+        shift = tl.load(loops + dim * LOOP + 2).to(tl.uint32)
+        quotient = (tl.umulhi(rest, factor) + rest) >> shift
+        index = rest - quotient * tl.load(loops + dim * LOOP).to(tl.uint32)
+        indices += (index.to(tl.int32),)  # type: ignore[assignment]  # a tuple that the compiler unrolls
+        rest = quotient
+    indices += (rest.to(tl.int32),)  # type: ignore[assignment]
+    return indices
+
+
+@triton.jit
+def walk(indices, before, strides, STEP: tl.constexpr, NUM_DIMS: tl.constexpr):
+    """Units from the start of a walk to given indices, and `before` more; strides lie STEP cells apart."""
+    units = before
+    for dim in tl.static_range(NUM_DIMS):
+        units += indices[dim] * tl.load(strides + dim * STEP).to(tl.int32)
+    return units
+
+
+@triton.jit
+def rows_of_tile(tile, IS_GROUPED: tl.constexpr, BLOCK: tl.constexpr):
+    """Numbers of a tile's rows, each repeated for every step of a group, and the units before that step.
+
+    A thread meets its rows again in all steps, and the compiler sees that what it computes from them is the same.
+    """
+    if IS_GROUPED:
+        ROWS: tl.constexpr = BLOCK // GROUPS_PER_BLOCK
+        numbers = tl.arange(0, ROWS * STEPS_IN_GROUP)
+        rows = tile * ROWS + numbers % ROWS
+        before = numbers // ROWS * LANES_IN_GROUP
+    else:
+        rows = tile * BLOCK + tl.arange(0, BLOCK)
+        before = tl.zeros([BLOCK], tl.int32)
+    return rows, before
+
+
+@triton.jit
+def units_of_tile(
+    piece,
+    tile,
+    ELEMENT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A tile's units in the order of the target, so that stores are contiguous.
+
+    Their indices, a tensor per loop, and the units before a group's step, both for `walk`; and which elements exist.
+    """
+    rows, before = rows_of_tile(tile, IS_GROUPED, BLOCK)
+    indices = split_rows(rows, piece + HEAD, NUM_DIMS)
+    count = tl.load(piece + 4).to(tl.int32)
+    run = tl.load(piece + 5).to(tl.int32)
+    return indices, before, elements_inside(rows, count, indices[0], run, before, ELEMENT, WIDTH, IS_GROUPED)
+
+
+@triton.jit
+def source_units(strides, indices, before, NUM_DIMS: tl.constexpr):
+    """Where units lie behind the start of a slot's walk; `strides` are the slot's."""
+    return walk(indices, before, strides, 1, NUM_DIMS)
+
+
+@triton.jit
+def target_units(piece, indices, before, NUM_DIMS: tl.constexpr):
+    """Where they lie behind the start of the target's walk."""
+    return walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
+
+
+@triton.jit
+def elements_at(address, units, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, IS_GROUPED: tl.constexpr):
+    """Pointers to the elements of rows; what makes loads and stores wide is seen in them without a hint on strides."""
+    # Tensors are known to start at multiples of 16 bytes, and no load is wider.
+    pointer = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), WIDTH if WIDTH < 16 else 16)
+    PARTS: tl.constexpr = WIDTH * 8 // ELEMENT.primitive_bitwidth
+    LANES: tl.constexpr = PARTS * LANES_IN_GROUP if IS_GROUPED else PARTS
+    if LANES > 1:
+        units = units[:, None] * PARTS + tl.arange(0, LANES)[None, :]
+    return pointer + units
+
+
+@triton.jit
+def elements_inside(
+    rows, count, first_index, run, before, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, IS_GROUPED: tl.constexpr
+):
+    """Which elements of rows exist: those of the first `count` rows, in groups up to the end of the run."""
+    inside = rows < count
+    PARTS: tl.constexpr = WIDTH * 8 // ELEMENT.primitive_bitwidth
+    if IS_GROUPED:
+        left = (run - before - first_index * (STEPS_IN_GROUP * LANES_IN_GROUP)) * PARTS
+        inside = inside[:, None] & (tl.arange(0, PARTS * LANES_IN_GROUP)[None, :] < left[:, None])
+    elif PARTS > 1:
+        inside = inside[:, None]
+    return inside

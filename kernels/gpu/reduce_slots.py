@@ -1,0 +1,272 @@
+"""Reductions of slots into strided boxes: combined in their order, divided once, rounded once."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from tritondt.kernels.arguments import check_tensors, common_device, common_dtype
+from tritondt.kernels.boxes import ReduceBox
+from tritondt.kernels.gpu import box_table
+from tritondt.kernels.gpu.device_table import DeviceTable, Kernel, Sides
+from tritondt.kernels.gpu.floats import to_bfloat16_bits, to_float32
+from tritondt.kernels.gpu.indexing import (
+    SLOT_HEAD,
+    address_at,
+    elements_at,
+    find_piece,
+    first_slot,
+    source_units,
+    target_units,
+    units_of_tile,
+)
+from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, reduce_nest
+from tritondt.kernels.gpu.pieces import Grain, Piece, run_pieces
+from tritondt.kernels.gpu.tuning import Choice
+from tritondt.kernels.reduction_dtypes import find_dtype
+
+_MAX_UNROLL = 4
+# bfloat16 is read as bits: what Triton's interpreter makes of the dtype itself is cut, not rounded.
+ELEMENTS = {
+    "float32": tl.float32,
+    "bfloat16": tl.uint16,
+    "float16": tl.float16,
+    "float64": tl.float64,
+    "int8": tl.int8,
+    "uint8": tl.uint8,
+    "int16": tl.int16,
+    "int32": tl.int32,
+    "int64": tl.int64,
+    "bool": tl.uint8,
+    "complex64": tl.float32,
+    "complex128": tl.float64,
+}
+GROUPS = tl.constexpr(box_table.GROUPS)
+TILES = tl.constexpr(box_table.TILES)
+
+
+class DeviceReduceTable(DeviceTable):
+    """Boxes to reduce on a device, prepared once and run many times; the like of `tritondt._C.ReduceTable`.
+
+    Tensors must be aligned to their elements; `is_aligned`, `max_ctas` and `choice` are those of DeviceCopyTable.
+    """
+
+    def __init__(
+        self,
+        boxes: Sequence[ReduceBox],
+        op: str,
+        dtype: str,
+        divisor: int,
+        device: torch.device | str,
+        *,
+        is_aligned: bool = False,
+        max_ctas: int | None = None,
+        choice: Choice | None = None,
+    ) -> None:
+        found = find_dtype(dtype, op, divisor)
+        self._element_bytes = found.element_bytes
+        nests = [reduce_nest(position, box, found.itemsize) for position, box in enumerate(boxes)]
+        self._num_bytes = sum(nest.num_bytes * (len(nest.operands) - 1) for nest in nests)
+        later_slots = max((len(box.slots) - 1 for box in boxes), default=0)
+        constants = {
+            "UNROLL": min(_MAX_UNROLL, 1 << max(later_slots - 1, 0).bit_length()),
+            "ELEMENT": ELEMENTS[dtype],
+            "DTYPE": dtype,
+            "OP": op,
+            "DIVIDES": divisor != 1,
+        }
+        # A fused multiply-add would round a complex product once less than the reference does.
+        options = {"enable_fp_fusion": False}
+        super().__init__(
+            Kernel(reduce_kernel, f"reduce {found.element_bytes}", (divisor,), constants, options),
+            [coalesce(nest) for nest in nests if nest.num_bytes],
+            torch.device(device),
+            sides=Sides(alignments=(found.itemsize, found.itemsize)),
+            is_aligned=is_aligned,
+            choice=choice,
+            max_ctas=max_ctas,
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of slots that one run reads."""
+        return self._num_bytes
+
+    def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+        """Runs as wide as they can be."""
+        grain = Grain(word=self._element_bytes)
+        return [piece for nest in nests for piece in run_pieces(nest, grain)]
+
+
+def reduce_slots(
+    sources: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    boxes: Sequence[ReduceBox],
+    op: str,
+    divisor: int,
+    *,
+    max_ctas: int | None = None,
+    choice: Choice | None = None,
+) -> None:
+    """Reduces the slots of every box in their order, to the bits that `tritondt.kernels.reference` gives.
+
+    All tensors have one dtype. Refuses what copy_boxes refuses. To run the same boxes again, make a
+    DeviceReduceTable.
+
+    Example: the average of two slots that lie behind each other in one buffer, 3 elements each.
+
+    >>> from tritondt.kernels.boxes import Slot
+    >>> buffer = torch.tensor([1.0, 2.0, 3.0, 2.0, 2.0, 9.0])
+    >>> target = torch.full((4,), -1.0)
+    >>> slots = (Slot(0, 0, (1,)), Slot(0, 3, (1,)))
+    >>> reduce_slots([buffer], [target], [ReduceBox(0, 1, (3,), (1,), slots)], "sum", 2)
+    >>> target.tolist()
+    [-1.0, 1.5, 2.0, 6.0]
+    """
+    device = common_device(sources, targets)
+    dtype = common_dtype(sources, targets)
+    if dtype is None:
+        return
+    name = str(dtype).removeprefix("torch.")
+    itemsize = find_dtype(name, op, divisor).itemsize
+    nests = [reduce_nest(position, box, itemsize) for position, box in enumerate(boxes)]
+    check_tensors(sources, targets, boxes)
+    if not any(nest.num_bytes for nest in nests):
+        return
+    table = DeviceReduceTable(boxes, op, name, divisor, device, max_ctas=max_ctas, choice=choice)
+    table.run([tensor.data_ptr() for tensor in sources], [tensor.data_ptr() for tensor in targets])
+
+
+@triton.jit(do_not_specialize=("divisor", "num_pieces", "num_bisections", "num_tiles"))
+def reduce_kernel(
+    table,
+    pointers,
+    divisor,
+    num_pieces,
+    num_bisections,
+    num_tiles,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OP: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
+    """Reduces tile after tile of the pieces in `table`, elements of DTYPE that are read as ELEMENT, one or two each."""
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        later_slots = table + tl.load(piece + 7)
+        mode = tl.load(piece + 3)
+        for candidate in tl.static_range(TILES):
+            if (MODES >> candidate) & 1:
+                _reduce_if(
+                    *(mode, candidate, piece, later_slots, own_tile, pointers, divisor),
+                    *(NUM_POINTERS, NUM_DIMS, BLOCK, UNROLL, ELEMENT, DTYPE, OP, DIVIDES),
+                )
+
+
+@triton.jit
+def _reduce_if(
+    mode,
+    MODE: tl.constexpr,
+    piece,
+    later_slots,
+    tile,
+    pointers,
+    divisor,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OP: tl.constexpr,
+    DIVIDES: tl.constexpr,
+):
+    """Reduces a tile if it has the mode MODE. Slots are taken UNROLL at a time, so that as many loads are under way."""
+    if mode == MODE:
+        IS_GROUPED: tl.constexpr = MODE >= GROUPS
+        WIDTH: tl.constexpr = 2 ** (MODE - GROUPS if IS_GROUPED else MODE)
+        SLOT: tl.constexpr = SLOT_HEAD + NUM_DIMS
+        indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
+        num_later = tl.load(piece + 6).to(tl.int32) - 1
+        first = first_slot(piece, NUM_DIMS)
+        source = address_at(pointers, first, NUM_POINTERS)
+        units = source_units(first + SLOT_HEAD, indices, before, NUM_DIMS)
+        elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
+        total = _widen(tl.load(elements, mask=inside), DTYPE)
+        for start in range(0, num_later, UNROLL):
+            for step in tl.static_range(UNROLL):
+                is_there = start + step < num_later
+                slot = later_slots + tl.minimum(start + step, num_later - 1) * SLOT
+                source = address_at(pointers, slot, NUM_POINTERS)
+                units = source_units(slot + SLOT_HEAD, indices, before, NUM_DIMS)
+                elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
+                value = _widen(tl.load(elements, mask=inside & is_there), DTYPE)
+                total = tl.where(is_there, _combine(total, value, OP, DTYPE), total)
+        if DIVIDES:
+            total = _divide(total, divisor, DTYPE)
+        target = address_at(pointers, piece + 1, NUM_POINTERS)
+        targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+        tl.store(targets, _narrow(total, DTYPE), mask=inside)
+
+
+@triton.jit
+def _widen(x, DTYPE: tl.constexpr):
+    """What is accumulated of an element in memory: float32 of half types, 0 or 1 of bool."""
+    if DTYPE == "bool":
+        x = (x != 0).to(tl.uint8)
+    elif DTYPE == "bfloat16":
+        x = to_float32(x, DTYPE)
+    elif DTYPE == "float16":
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _narrow(x, DTYPE: tl.constexpr):
+    """The element in memory of what was accumulated."""
+    if DTYPE == "bfloat16":
+        x = to_bfloat16_bits(x)
+    elif DTYPE == "float16":
+        x = x.to(tl.float16)
+    return x
+
+
+@triton.jit
+def _combine(total, value, OP: tl.constexpr, DTYPE: tl.constexpr):
+    """Of equal values max and min keep the first; NaN wins."""
+    if OP == "sum":
+        total = total + value
+    elif OP == "max":
+        total = tl.where((value > total) | (value != value), value, total)
+    elif OP == "min":
+        total = tl.where((value < total) | (value != value), value, total)
+    elif DTYPE == "complex64" or DTYPE == "complex128":
+        total = _complex_product(total, value)
+    else:
+        total = total * value
+    return total
+
+
+@triton.jit
+def _complex_product(total, value):
+    """(a + bi)(c + di) by four real products; real and imaginary parts take turns along the lanes."""
+    PAIRS: tl.constexpr = [total.shape[0], total.shape[1] // 2, 2]
+    a, b = tl.split(tl.reshape(total, PAIRS))
+    c, d = tl.split(tl.reshape(value, PAIRS))
+    return tl.reshape(tl.join(a * c - b * d, a * d + b * c), total.shape)
+
+
+@triton.jit
+def _divide(total, divisor, DTYPE: tl.constexpr):
+    """One correctly rounded division; Triton's `/` is only that in float64."""
+    if DTYPE == "float64" or DTYPE == "complex128":
+        total = total / divisor.to(tl.float64)
+    else:
+        total = tl.math.div_rn(total, divisor.to(tl.float32))
+    return total

@@ -1,0 +1,120 @@
+"""Ranks that issue different things are told so by both sides' lines; with TRITONDT_DEBUG=1 before data moves."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.harness.gloo_ranks import Failure, GlooRanks
+from tests.ops.sharded import distribute
+from tritondt.comm.monitor.comparison import NOTE_BYTES, Note, difference, read_note, write_note
+from tritondt.comm.transports.threads import run_ranks
+
+FULL = torch.arange(24.0).reshape(4, 6)
+
+
+def move(x: T.DTensor, text: str, **options: Any) -> T.DTensor:
+    return x.redistribute(placements=T.parse_placements(text), **options)
+
+
+def planted(rank: int, size: int, *, async_op: bool, same: str = "S1") -> None:
+    """Rank 1 asks for another placement than the others."""
+    x = distribute(FULL, T.Mesh((size,)), "S0")
+    move(x, same)
+    if rank == 1:
+        x.redistribute(placements=[T.Shard(1)], async_op=async_op).wait()  # planted: rank 1
+    else:
+        x.redistribute(placements=[T.Replicate()], async_op=async_op).wait()  # planted: the others
+
+
+def line_of(mark: str) -> str:
+    lines = Path(__file__).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# planted: {mark}"))
+    return f"test_desync.py:{number} (planted)"
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_rank_threads_are_told_both_lines(async_op: bool) -> None:
+    with pytest.raises(T.MismatchError, match=r"ranks disagree at exchange 2: rank \d runs .* rank \d runs") as found:
+        run_ranks(3, lambda rank: planted(rank, 3, async_op=async_op))
+    assert line_of("rank 1") in str(found.value)
+    assert line_of("the others") in str(found.value)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_under_debug_all_ranks_are_told_before_data_moves(monkeypatch: pytest.MonkeyPatch, async_op: bool) -> None:
+    monkeypatch.setenv("TRITONDT_DEBUG", "1")
+    texts = {}
+
+    def body(rank: int) -> None:
+        with pytest.raises(T.MismatchError) as found:
+            planted(rank, 3, async_op=async_op)
+        texts[rank] = str(found.value)
+        # Nothing is under way, so that all can go on.
+        torch.testing.assert_close(distribute(FULL, T.Mesh((3,)), "S1").full_tensor(), FULL, rtol=0, atol=0)
+
+    run_ranks(3, body)
+    assert len(set(texts.values())) == 1
+    assert texts[0].startswith("ranks disagree at exchange 3: ranks 0 and 2 run step 1 of 1 (exchange (S0) -> (R))")
+    assert "; rank 1 runs step 1 of 1 (exchange (S0) -> (S1)) of (4, 6) float32, asked for at " in texts[0]
+    assert line_of("rank 1") in texts[0]
+    assert line_of("the others") in texts[0]
+
+
+def test_debug_finds_what_moves_between_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks 0 and 1 exchange one tensor, 2 and 3 another one: no message would tell."""
+    monkeypatch.setenv("TRITONDT_DEBUG", "1")
+
+    def body(rank: int) -> None:
+        x = distribute(FULL if rank < 2 else FULL[:3].contiguous(), T.Mesh((2, 2)), "R,S0")
+        move(x, "R,S1")
+
+    with pytest.raises(T.MismatchError, match=r"ranks 0 and 1 run .*\(4, 6\) float32.*; ranks 2 and 3 run .*\(3, 6\)"):
+        run_ranks(4, body)
+
+
+def test_debug_takes_0_and_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_DEBUG", "yes")
+    with pytest.raises(T.WorldError, match="TRITONDT_DEBUG='yes' is set; allowed are 0 and 1"):
+        run_ranks(2, lambda rank: planted(rank, 2, async_op=False))
+
+
+@pytest.fixture(scope="module", params=["0", "1"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GlooRanks]:
+    directory = str(tmp_path_factory.mktemp("flight"))
+    settings = {"TRITONDT_TIMEOUT": "20", "TRITONDT_DEBUG": request.param, "TRITONDT_FLIGHT_DIR": directory}
+    with GlooRanks(3, settings) as found:
+        yield found
+
+
+def plant(rank: int, async_op: bool) -> None:
+    T.abort()  # what the test before has left
+    planted(rank, 3, async_op=async_op)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_processes_are_told_both_lines(ranks: GlooRanks, async_op: bool) -> None:
+    outcomes = ranks.outcomes(plant, async_op)
+    assert all(isinstance(outcome, Failure) for outcome in outcomes)
+    told = [outcome.text for outcome in outcomes if outcome.kind == "MismatchError"]
+    assert told
+    for text in told:
+        assert line_of("rank 1") in text
+        assert line_of("the others") in text
+
+
+def test_notes_that_are_too_long_are_cut() -> None:
+    note = Note(2**56 - 1, "step 1 é" * 200)
+    content = write_note(note)
+    assert len(content) == NOTE_BYTES
+    found = read_note(content)
+    assert found.fingerprint == note.fingerprint
+    assert note.description.startswith(found.description)
+    assert len(found.description) > 400
+
+
+def test_equal_notes_do_not_differ() -> None:
+    assert difference(1, {0: Note(1, "a"), 1: Note(1, "a, asked for elsewhere")}) is None

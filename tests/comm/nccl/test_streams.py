@@ -1,0 +1,174 @@
+"""What the streams of a GPU ask of torch, by stand-ins for its functions; tests/nccl runs them on one."""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tritondt.comm.nccl import streams as streams_module
+from tritondt.comm.nccl.stream_queue import StreamQueue
+from tritondt.comm.nccl.streams import CudaStreams
+from tritondt.comm.transports.threads import run_ranks
+
+
+class StandInStream:
+    """Stands for a torch.cuda.Stream."""
+
+    def __init__(self, cuda_stream: int, seen: list[Any]) -> None:
+        self.cuda_stream, self._seen = cuda_stream, seen
+
+    def record_event(self) -> str:
+        self._seen.append(("recorded anew", self.cuda_stream))
+        return f"event of {self.cuda_stream}"
+
+    def wait_event(self, event: Any) -> None:
+        self._seen.append(("waits", self.cuda_stream, event))
+
+
+class StandIn:
+    """Stands for torch.cuda and the functions below it, on a machine with two GPUs; `seen` is what was called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[Any] = []
+        self.current, self.device, self.is_capturing, num_events = 7, 0, False, iter(range(100))
+        stand_in = self
+
+        class Event:
+            """Stands for a torch.cuda.Event."""
+
+            def __init__(self) -> None:
+                self.number = next(num_events)
+
+            def record(self, stream: StandInStream) -> None:
+                stand_in.seen.append(("recorded", stream.cuda_stream, self.number))
+
+            def wait(self, stream: StandInStream) -> None:
+                stand_in.seen.append(("waits", stream.cuda_stream, self.number))
+
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.current, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "current_stream", self._current_stream)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
+        monkeypatch.setattr(torch.cuda, "set_stream", self._set_stream)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: ("torch's", stream))
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+
+    def _current_stream(self, device: torch.device) -> StandInStream:
+        self.seen.append(("asked", device.index))
+        return StandInStream(self.current, self.seen)
+
+    def _set_stream(self, stream: StandInStream) -> None:
+        self.current = stream.cuda_stream
+
+    def take(self) -> list[Any]:
+        found, self.seen[:] = list(self.seen), []
+        return found
+
+
+class Both(NamedTuple):
+    torch: StandIn
+    ours: CudaStreams
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Both:
+    return Both(StandIn(monkeypatch), CudaStreams(torch.device("cuda", 0)))
+
+
+def test_torch_is_asked_for_a_stream_once(both: Both) -> None:
+    first = both.ours.current()
+    assert both.ours.current() is first
+    both.torch.current = 8
+    assert both.ours.current().cuda_stream == 8
+    both.torch.current = 7
+    assert both.ours.current() is first
+    assert both.torch.take() == [("asked", 0), ("asked", 0)]
+
+
+def test_streams_that_do_not_come_again_are_dropped(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams_module, "_MAX_KNOWN", 4)
+    for handle in range(9):
+        both.torch.current = handle
+        assert both.ours.current().cuda_stream == handle
+    assert len(both.ours._known) <= 4
+
+
+def test_a_device_without_a_number_is_the_current_one(both: Both) -> None:
+    both.torch.device = 1
+    assert CudaStreams(torch.device("cuda")).device == torch.device("cuda", 1)
+
+
+def test_operators_go_to_a_stream_and_back(both: Both) -> None:
+    stream = StandInStream(9, both.torch.seen)
+    with both.ours.on(stream):
+        assert both.torch.current == 9
+    assert both.torch.current == 7
+    both.torch.device = 1
+    context: Any = both.ours.on(stream)  # torch's own goes from device to device and back
+    assert context == ("torch's", stream)
+
+
+def test_one_event_serves_all_who_follow(both: Both) -> None:
+    early, late = (StandInStream(handle, both.torch.seen) for handle in (1, 2))
+    for _ in range(2):
+        both.ours.follow(late, early)
+    assert both.torch.take() == [("recorded", 1, 0), ("waits", 2, 0)] * 2
+    both.torch.is_capturing = True  # an event of a graph is no other's
+    both.ours.follow(late, early)
+    assert both.torch.take() == [("recorded anew", 1), ("waits", 2, "event of 1")]
+
+
+class Counting:
+    """Stands for streams whose events are numbers."""
+
+    def __init__(self) -> None:
+        self.num_events = 0
+        self.cuda_stream = 0
+
+    def record_event(self) -> int:
+        self.num_events += 1
+        return self.num_events
+
+    def make(self) -> "Counting":
+        return self
+
+    def current(self) -> "Counting":
+        return self
+
+    def follow(self, stream: Any, other: Any) -> None:
+        """Nothing runs."""
+
+    def on(self, stream: Any) -> Any:
+        return nullcontext()
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class Step:
+    """One of the exchanges of a work."""
+
+    event: Any = None
+
+
+def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
+    steps = [Step(), Step(), Step()]
+
+    def body(rank: int) -> None:
+        counting: Any = Counting()
+        queue = StreamQueue(counting)
+
+        def run() -> None:
+            for step in steps[:2]:
+                queue.mark_step()
+                queue.mark_end(step)
+                assert step.event is None
+
+        work: Any = queue.submit(run, "two steps", sources_ready=True)
+        assert (steps[0].event, steps[1].event, work.event) == (1, 2, 2)
+        queue.mark_end(steps[2])  # of no work
+        assert steps[2].event == 3
+
+    run_ranks(1, body)

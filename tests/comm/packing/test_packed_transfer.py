@@ -1,0 +1,80 @@
+"""What is copied and what is not: messages that are one run of memory use no buffer, and buffers have no padding."""
+
+import pytest
+import torch
+
+import tritondt as T
+from tritondt.comm.communicator import Transfer
+from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
+from tritondt.planning.exchange import exchange
+from tritondt.planning.storage import blocks
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.strides import dense_strides
+
+
+def packed(
+    source: str, target: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, rank: int = 1
+) -> PackedTransfer:
+    """The side of one of four ranks of an exchange of float32."""
+    before, after = (Layout((4,), T.parse_placements(text), shape) for text in (source, target))
+    return packed_transfer(
+        Transfer(
+            exchange(before, after, (rank,)),
+            (blocks(before, (rank,), strides),),
+            (blocks(after, (rank,)),),
+            (torch.float32,),
+            (None,),
+            1,
+            "a test",
+        )
+    )
+
+
+def test_rows_are_sent_from_and_land_in_the_tensors() -> None:
+    found = packed("S0", "R", (8, 3))
+    assert (found.packed_bytes, found.staged_bytes, found.pack, found.unpack) == (0, 0, None, None)
+    assert [(item.peer, item.tensor, item.start, item.num_bytes) for item in found.sends] == [
+        (2, 0, 0, 24), (3, 0, 0, 24), (0, 0, 0, 24),
+    ]  # fmt: skip
+    assert [(item.peer, item.tensor, item.start) for item in found.receives] == [(2, 0, 48), (3, 0, 72), (0, 0, 0)]
+
+
+def test_columns_are_packed_once_for_all_peers_without_padding() -> None:
+    found = packed("S0", "S1", (8, 7))
+    # Rank 1 holds 2 of 8 rows; the other ranks take 2, 2 and 1 of 7 columns.
+    assert found.packed_bytes == 4 * 2 * (2 + 2 + 1) == sum(item.num_bytes for item in found.sends)
+    assert found.pack is not None
+    assert found.pack.num_bytes == found.packed_bytes
+    # What arrives are rows of a target of 2 columns: one run each.
+    assert (found.staged_bytes, found.unpack) == (0, None)
+
+
+def test_columns_that_arrive_are_unpacked() -> None:
+    found = packed("S1", "R", (8, 8))
+    assert (found.packed_bytes, found.pack) == (0, None)
+    assert found.staged_bytes == 4 * 8 * 6
+    assert found.unpack is not None
+    assert found.unpack.num_bytes == found.staged_bytes
+
+
+def test_what_stays_is_moved_by_itself() -> None:
+    found = packed("S0", "S1", (8, 8))
+    assert found.keep is not None
+    assert found.keep.num_bytes == 4 * 2 * 2
+
+
+@pytest.mark.parametrize(("strides", "packed_bytes"), [((3, 1), 0), ((1, 2), 72), ((6, 2), 72)])
+def test_zero_copy_is_decided_by_the_strides_and_changes_no_message(
+    strides: tuple[int, int], packed_bytes: int
+) -> None:
+    dense, found = packed("S0", "R", (8, 3)), packed("S0", "R", (8, 3), strides)
+    assert found.packed_bytes == packed_bytes
+    assert [(item.peer, item.num_bytes) for item in found.sends] == [
+        (item.peer, item.num_bytes) for item in dense.sends
+    ]
+    assert found.receives == dense.receives
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (0, 3), (1,), ()])
+def test_dense_strides_are_torchs(shape: tuple[int, ...]) -> None:
+    assert dense_strides(shape) == torch.empty(shape).stride()

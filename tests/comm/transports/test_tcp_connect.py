@@ -1,0 +1,147 @@
+"""Ranks that find each other through a store and connect pairwise over TCP; strangers are turned away."""
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+import tritondt as T
+from tritondt import environment
+from tritondt.comm.transports.tcp_connect import connect
+
+RANKS = (4, 7, 9)
+Sockets = list[socket.socket | None]
+
+
+class Places:
+    """`connect` in one thread per place, on one store."""
+
+    def __init__(self, timeout_s: float = 20.0) -> None:
+        self.store = dist.HashStore()
+        self._timeout = timedelta(seconds=timeout_s)
+        self._threads: list[threading.Thread] = []
+        self.found: dict[int, Sockets] = {}
+        self.errors: dict[int, Exception] = {}
+
+    def start(self, place: int) -> None:
+        thread = threading.Thread(target=self._connect, args=(place,))
+        self._threads.append(thread)
+        thread.start()
+
+    def _connect(self, place: int) -> None:
+        try:
+            self.found[place] = connect(self.store, RANKS, place, self._timeout)
+        except T.PeerError as error:
+            self.errors[place] = error
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@contextmanager
+def places(timeout_s: float = 20.0) -> Iterator[Places]:
+    made = Places(timeout_s)
+    try:
+        yield made
+    finally:
+        made.join()
+        for sockets in made.found.values():
+            for found in sockets:
+                if found is not None:
+                    found.close()
+
+
+def assert_connected(found: dict[int, Sockets]) -> None:
+    """Each place has one socket to every other, and what goes in at one end comes out at the right other."""
+    assert found.keys() == {0, 1, 2}
+    for place, sockets in found.items():
+        assert [item is None for item in sockets] == [other == place for other in range(3)]
+        for other, item in enumerate(sockets):
+            if item is not None:
+                assert item.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                item.sendall(bytes([place, other]))
+    for place, sockets in found.items():
+        for other, item in enumerate(sockets):
+            if item is not None:
+                item.settimeout(10)
+                assert item.recv(2, socket.MSG_WAITALL) == bytes([other, place])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_every_pair_is_connected_once_whoever_comes_first(order: tuple[int, ...]) -> None:
+    with places() as made:
+        for place in order:
+            made.start(place)
+        made.join()
+        assert_connected(made.found)
+
+
+def knock_and_leave(stranger: socket.socket) -> None:
+    stranger.close()
+
+
+def knock_and_reset(stranger: socket.socket) -> None:
+    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    stranger.close()
+
+
+def knock_with_a_wrong_token(stranger: socket.socket) -> None:
+    stranger.sendall(bytes(20))
+    stranger.close()
+
+
+def knock_and_break_off(stranger: socket.socket) -> None:
+    stranger.sendall(bytes(3))
+    stranger.close()
+
+
+def knock_and_stay(stranger: socket.socket) -> None:
+    """Says nothing until the test is over."""
+    stranger.setblocking(False)
+
+
+@pytest.mark.parametrize(
+    "knock", [knock_and_leave, knock_and_reset, knock_with_a_wrong_token, knock_and_break_off, knock_and_stay]
+)
+def test_strangers_do_not_disturb(knock: Callable[[socket.socket], None]) -> None:
+    with places() as made:
+        made.start(0)
+        made.store.wait(["address/0"], timedelta(seconds=20))
+        _, port, *_ = json.loads(made.store.get("address/0"))
+        with socket.create_connection(("127.0.0.1", port), 20) as stranger:
+            knock(stranger)
+            for place in (1, 2):
+                made.start(place)
+            made.join()
+        assert not made.errors
+        assert_connected(made.found)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with places(timeout_s=1.0) as made:
+        made.start(0)
+        made.start(1)
+        made.join()
+    assert str(made.errors[0]).startswith("rank 4 waited 1 s for ranks [9] to connect")
+    assert str(made.errors[1]).startswith("rank 7 waited 1 s for ranks [9] to connect")
+
+
+def test_a_rank_that_never_listened_is_named() -> None:
+    with places(timeout_s=1.0) as made:
+        made.start(2)
+        made.join()
+    assert str(made.errors[2]).startswith("rank 9 could not connect to rank 4 within 1 s")
+
+
+def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "pigeons")
+    with pytest.raises(T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets and gloo"):
+        environment.transport()

@@ -1,0 +1,142 @@
+"""Gradients through from_local, to_local and redistribute, in fp64, on uneven shards, twice."""
+
+from typing import cast
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.ops.sharded import Case, check, check_derivatives, distribute, whole
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.sharding.placement import parse_placements
+
+FULL = torch.arange(1.0, 36.0, dtype=torch.float64).reshape(7, 5)
+LAYOUTS = ["S0", "S1", "R", "S0(sizes=4/0/3)", "S1(unit=5)", "P", "P(avg)"]
+
+
+def redistributed(x: torch.Tensor, text: str) -> T.DTensor:
+    return cast(T.DTensor, x).redistribute(placements=parse_placements(text))
+
+
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_the_gradient_of_a_redistributed_tensor_is_that_of_the_whole(source, target):
+    """x -> sum(w * x^3) with the cube taken under the target layout; reduced first where it is terms."""
+
+    def body(rank):
+        mesh = T.Mesh((3,))
+        x = distribute(FULL, mesh, source).requires_grad_()
+        weight = distribute(FULL + 1, mesh, "R")
+        cubed = redistributed(x, target).pow(3)
+        (cubed * weight).sum().backward()
+        torch.testing.assert_close(whole(cast(torch.Tensor, x.grad)), 3 * FULL**2 * (FULL + 1))
+
+    run_ranks(3, body)
+
+
+def test_from_local_hands_each_rank_the_gradient_of_its_part():
+    def body(rank):
+        mesh = T.Mesh((3,))
+        part = distribute(FULL, mesh, "S0").to_local().clone().requires_grad_()
+        x = T.DTensor.from_local(part, mesh, [T.Shard(0)], shape=(7, 5))
+        (x * x).sum().backward()
+        assert part.grad is not None
+        torch.testing.assert_close(part.grad, 2 * part.detach(), rtol=0, atol=0)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(("text", "divisor"), [("P", 1), ("P(avg)", 3), ("R", 1)])
+def test_from_local_of_terms_and_replicas(text, divisor):
+    """d/dterm of sum(x^2) is 2x for a sum of terms, and 2x/n for their mean."""
+
+    def body(rank):
+        mesh = T.Mesh((3,))
+        term = distribute(FULL, mesh, text).to_local().clone().requires_grad_()
+        x = T.DTensor.from_local(term, mesh, parse_placements(text))
+        (redistributed(x, "R") ** 2).sum().backward()
+        torch.testing.assert_close(term.grad, 2 * FULL / divisor)
+
+    run_ranks(3, body)
+
+
+def test_the_terms_of_a_maximum_have_no_gradient():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        term = torch.ones(3, requires_grad=True)
+        x = T.DTensor.from_local(term, mesh, [T.Partial("max")])
+        with pytest.raises(T.ReductionError, match="is a reduction by max, which has no gradient here"):
+            redistributed(x, "R").sum().backward()
+
+    run_ranks(2, body)
+
+
+def test_grad_placements_add_up_what_ranks_do_differently_with_one_tensor():
+    def body(rank):
+        mesh = T.Mesh((3,))
+        x = distribute(FULL, mesh, "R")
+        x.requires_grad_()
+        local = x.to_local(grad_placements=[T.Partial()])
+        (local * (rank + 1)).sum().backward()
+        grad = cast(T.DTensor, x.grad)
+        assert grad.placements == (T.Partial(),)
+        torch.testing.assert_close(whole(grad), torch.full_like(FULL, 6.0), rtol=0, atol=0)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("target", ["S1", "R", "S0(sizes=0/3)"])
+@pytest.mark.parametrize("source", ["S0", "S1(sizes=2/0)", "R", "P", "P(avg)"])
+def test_first_and_second_derivatives_against_finite_differences(source, target):
+    case = Case((2,), (FULL[:3, :2] / 10,), (source,))
+    check_derivatives(lambda x: redistributed(x, target).pow(3), case)
+
+
+def test_derivatives_with_two_axes_in_one_dim():
+    case = Case((2, 2), (FULL[:5, :2] / 10,), ("S0, S0",), order=(1, 0))
+    check_derivatives(lambda x: redistributed(x, "S1, S0").pow(3), case)
+
+
+def test_forward_and_backward_dtypes():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        x = distribute(FULL.float(), mesh, "S0")
+        x.requires_grad_()
+        y = x.redistribute(placements=[T.Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float16)
+        assert y.dtype is torch.bfloat16
+        torch.testing.assert_close(whole(y), FULL.bfloat16(), rtol=0, atol=0)
+        kinds = []
+        y.register_hook(lambda grad: kinds.append(grad.dtype))
+        (y * 3).sum().backward()
+        grad = cast(torch.Tensor, x.grad)
+        assert (kinds, grad.dtype) == ([torch.bfloat16], torch.float32)
+        torch.testing.assert_close(whole(grad), torch.full((7, 5), 3.0), rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_pieces_of_a_split_that_nobody_uses_have_zero_gradients():
+    full = FULL[:6]
+    check(lambda x: x.split([2, 2, 2])[1] * 2, Case((2,), (full,), ("S1",)), gradients=True)
+    check(lambda x: x.unbind(1)[2] * 2, Case((2,), (full,), ("S0",)), gradients=True)
+
+
+def test_zeros_that_autograd_makes_of_a_shape_are_distributed():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        x = T.distribute_tensor(torch.arange(5.0) - 2, mesh, [T.Shard(0)]).requires_grad_()
+        x.sgn().sum().backward()
+        assert isinstance(x.grad, T.DTensor)
+        assert x.grad.placements == (T.Replicate(),)
+        torch.testing.assert_close(x.grad.full_tensor(), torch.zeros(5), rtol=0, atol=0)
+        torch.optim.SGD([x], lr=0.1).step()
+        (x * 2).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), torch.full((5,), 2.0), rtol=0, atol=0)
+        x.grad = None
+        assert x.grad is None
+        # What is not zero, nobody knows to be alike on all ranks.
+        x.grad = torch.ones(5)
+        assert type(x.grad) is torch.Tensor
+        del x.grad
+
+    run_ranks(2, body)

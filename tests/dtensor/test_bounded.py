@@ -1,0 +1,133 @@
+"""Nothing grows with the number of steps: caches are bounded, and objects go when their step is over."""
+
+import functools
+import gc
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tritondt as T
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.dtensor import dispatch
+from tritondt.dtensor.tensor import dispatcher
+
+aten = torch.ops.aten
+
+
+def counted() -> Counter[str]:
+    """Living objects by type: ours and tensors by name, containers and functions together."""
+    gc.collect()
+    found = Counter[str]()
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if str(kind.__module__).startswith("tritondt") or issubclass(kind, torch.Tensor):
+            found[kind.__qualname__] += 1
+        elif kind in (list, dict, tuple, set, deque, type(counted), functools.partial):
+            found["containers and functions"] += 1
+    return found
+
+
+def resident_bytes() -> int:
+    """Memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+def step(mesh: T.Mesh, length: int) -> None:
+    """A small step on a tensor of some length: forward, a redistribution, an update, and one in four times backward."""
+    x: Any = T.DTensor.from_local(torch.ones(length, 2), mesh, [T.Shard(0)]).requires_grad_(length % 4 == 0)
+    y = (x * 2.0 + length).redistribute(placements=[T.Shard(1)])
+    if x.requires_grad:
+        y.backward(y.detach())
+    with torch.no_grad():
+        torch._foreach_add_([x], [x.detach() if x.grad is None else x.grad], alpha=-0.1)
+    x.to_local().sum().item()
+
+
+@pytest.mark.slow
+def test_ten_thousand_steps_of_changing_shapes_leave_nothing_behind():
+    num_shapes, num_steps = 100, 10_000
+
+    def body(rank):
+        mesh, seen = T.Mesh((2,)), []
+        for number in range(num_steps):
+            if number in (3 * num_shapes, num_steps - 1):
+                world = mesh.identity  # both ranks are at most one step apart, and only one of them counts
+                assert world.size == 2
+                if rank == 0:
+                    seen.append((counted(), resident_bytes()))
+            step(mesh, 1 + number % num_shapes)
+        return seen
+
+    (before, bytes_before), (after, bytes_after) = run_ranks(2, body)[0]
+    grown = {kind: (before[kind], after[kind]) for kind in after if after[kind] > before[kind] + 20}
+    assert not grown, f"objects before and after {num_steps} steps: {grown}"
+    # An allocator's leftovers; 10,000 leaked tensors of the smallest kind would be 10 MB.
+    assert bytes_after - bytes_before < 8e6
+
+
+def test_signatures_of_shapes_that_do_not_come_again_are_dropped(monkeypatch):
+    monkeypatch.setattr(dispatch, "MAX_SIGNATURES", 40)
+
+    def body(rank):
+        mesh = T.Mesh((1,))
+        dispatcher._operators.clear()
+        _drop_caches()
+        before, entries = counted(), len(FakeTensorMode.cache)
+        for length in range(5000, 5400):
+            step(mesh, length)
+        kept = {op: dispatcher.num_signatures(op) for op in (aten.mul.Tensor, aten.add.Tensor, aten.detach.default)}
+        assert set(kept.values()) <= {40, 41}, kept
+        assert len(FakeTensorMode.cache) == entries
+        assert counted()["DTensorSpec"] > before["DTensorSpec"] + 400  # the caches hold what they may
+        _drop_caches()
+        # What is left is what 40 signatures of each of a dozen operators hold.
+        after = counted()
+        for kind in ("DTensorSpec", "Layout"):
+            assert after[kind] - before[kind] < 160, (kind, before[kind], after[kind])
+        assert after["DTensor"] == before["DTensor"]
+
+    run_ranks(1, body)
+
+
+def _cached_functions() -> dict[str, Any]:
+    """Every lru_cache of the package that has been imported."""
+    return {
+        f"{name}.{attribute}": value
+        for name, module in list(sys.modules.items())
+        if name.startswith("tritondt")
+        for attribute, value in vars(module).items()
+        if isinstance(value, functools._lru_cache_wrapper)
+    }
+
+
+def _drop_caches() -> None:
+    for cached in _cached_functions().values():
+        cached.cache_clear()
+
+
+def test_every_cache_says_how_large_it_may_get():
+    found = _cached_functions()
+    assert len(found) > 5
+    assert [name for name, cached in found.items() if cached.cache_info().maxsize is None] == []
+
+
+@pytest.mark.parametrize("make", [T.Layout, T.DTensorSpec])
+def test_interning_keeps_nothing_alive(make):
+    def body(rank):
+        mesh = T.Mesh((1,))
+        before = counted()[make.__name__]
+        for length in range(100_000, 100_050):
+            placements = [T.Shard(0)]
+            if make is T.Layout:
+                T.Layout((1,), placements, (length,))
+            else:
+                T.DTensorSpec(mesh, placements, T.TensorMeta.contiguous((length,)))
+        assert counted()[make.__name__] - before <= 1
+
+    run_ranks(1, body)

@@ -1,0 +1,71 @@
+"""Composites in which torch puts plain tensors of its own beside distributed ones."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tritondt as T
+from tests.ops.sharded import Case, check, distribute, placements_of
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.debug import CommDebugMode
+
+X = torch.linspace(-1, 2, 20, dtype=torch.float64).reshape(5, 4)
+HEADS = torch.linspace(-1, 1, 2 * 4 * 5 * 3, dtype=torch.float64).reshape(2, 4, 5, 3)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1(sizes=3/1)", "R"])
+def test_causal_attention_without_a_fused_kernel(text):
+    def causal(x):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(x, x * 2, x, is_causal=True)
+
+    check(causal, Case((2,), (HEADS,), (text,)), gradients=True, expect=text)
+
+    def body(rank):
+        x = distribute(HEADS, T.Mesh((2,)), text)
+        with CommDebugMode() as comm, torch.inference_mode():
+            assert placements_of(causal(x)) == T.parse_placements(text)
+        assert comm.get_total_counts() == 0
+
+    run_ranks(2, body)
+
+
+def test_classes_positions_and_powers():
+    indices = torch.tensor([2, 0, 1, 1, 2])
+    check(lambda x: F.one_hot(x, 4), Case((2,), (indices,), ("S0(sizes=1/4)",)), exact=True, expect="S0(sizes=1/4)")
+    check(F.one_hot, Case((2,), (indices,), ("S0",)), exact=True)
+    check(lambda x: torch.quantile(x, 0.3, dim=1), Case((2,), (X,), ("S0",)), gradients=True, expect="S0")
+    check(lambda x: x.nanquantile(0.5, keepdim=True), Case((2,), (X,), ("S1",)), gradients=True)
+    check(lambda x: torch.combinations(x[:, 0]), Case((2,), (X,), ("S0",)), exact=True)
+    square = HEADS[0, :, :3].contiguous()
+    check(lambda x: torch.linalg.matrix_power(x, -2), Case((2,), (square + torch.eye(3),), ("S0",)), gradients=True)
+    check(torch.linalg.matrix_rank, Case((2,), (square,), ("S0",)), exact=True, expect="S0")
+    check(torch.linalg.matrix_rank, Case((2,), (square[:, :0],), ("S0",)), exact=True)
+
+
+def test_places_to_split_at_are_read_where_they_are_distributed():
+    for indices in (torch.tensor([1, 3]), torch.tensor(3)):
+        case = Case((2,), (X, indices), ("S1", "S0" if indices.ndim else "R"))
+        check(lambda x, places: x.tensor_split(places, 0), case, exact=True)
+
+
+def test_what_the_user_brings_is_refused_all_the_same():
+    def body(rank):
+        x = distribute(HEADS, T.Mesh((2,)), "S1")
+        with pytest.raises(T.MixedTensorsError, match=r"a plain one of shape \(5, 5\)"), sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(5, 5, dtype=torch.float64))
+
+    run_ranks(2, body)
+
+
+def test_other_tensors_go_the_way_they_went():
+    with FakeTensorMode() as mode:
+        indices = torch.zeros(3, dtype=torch.int64)
+        for is_inference in (False, True):
+            with torch.inference_mode(is_inference):
+                assert F.one_hot(indices, 4).shape == (3, 4)
+                assert torch.quantile(torch.ones(3, 2), 0.5, dim=1).fake_mode is mode  # type: ignore[attr-defined]
+    found = torch.func.vmap(lambda x: torch.linalg.matrix_power(x, 2))(HEADS[..., :3, :])
+    torch.testing.assert_close(found, torch.linalg.matrix_power(HEADS[..., :3, :], 2))

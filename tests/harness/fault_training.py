@@ -1,0 +1,221 @@
+"""A small training of a row-sharded weight, and doubles that let one of its ranks fail at a given moment.
+
+A step gathers the weight, and reduces and scatters the gradient. Numbers are chosen such that all results are exact.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import tritondt as T
+from tests.harness.faults import SIZE, Case, Code, Moment
+from tests.ops.sharded import distribute
+from tritondt.comm import world
+from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.sockets import SocketCommunicator
+from tritondt.comm.transports.threads import ThreadCommunicator
+
+# 7 rows do not divide; messages of 64 kB and more are more than a rank at fault can send at once.
+SHAPE = (7, 1 << 13)
+_SMALL_BUFFER = 4096
+_NUM_STEPS = 3
+_HOLD_S = 20.0
+
+
+class PlantedError(Exception):
+    """Raised by the user's own code on the rank at fault."""
+
+
+class AwayError(Exception):
+    """Ends the training of a rank that returns early and tells nobody."""
+
+
+def _weight() -> torch.Tensor:
+    return (torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float64) % 61 - 30).view(SHAPE)
+
+
+def _batch(rank: int) -> torch.Tensor:
+    return (torch.arange(SHAPE[0] * SHAPE[1], dtype=torch.float64) % 5 + rank).view(SHAPE)
+
+
+class _InBackward(torch.autograd.Function):
+    """The identity, whose backward is user's code."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, seams: "Seams") -> Any:
+        ctx.seams = seams
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        ctx.seams.at("backward")
+        return grad, None
+
+
+def step(weight: Any, rank: int, seams: "Seams", *, is_async: bool) -> None:
+    """One step: the whole weight, a loss that is each rank's own, the gradient's sum in rows, the update."""
+    hook = weight.register_hook(lambda grad: seams.at("hook"))
+    seams.before("forward")
+    whole = _InBackward.apply(weight, seams).redistribute(placements=[T.Replicate()], async_op=is_async)
+    seams.at("forward")
+    local = whole.to_local(grad_placements=[T.Partial()])
+    loss = (local * _batch(rank)).square().sum()
+    seams.before("backward")
+    loss.backward()
+    with torch.no_grad():
+        weight -= weight.grad / 4096
+    weight.grad = None
+    hook.remove()
+
+
+def new_weight(mesh: T.Mesh) -> Any:
+    """This rank's rows of the weight as training begins."""
+    return distribute(_weight(), mesh, "S0").requires_grad_()
+
+
+def train(mesh: T.Mesh) -> str:
+    """Healthy steps; how the weight differs from what arithmetic on the whole tensor gives, or nothing."""
+    weight = new_weight(mesh)
+    for _ in range(_NUM_STEPS):
+        step(weight, mesh.identity.rank, Seams(None, lambda: None), is_async=True)
+    expected = _weight()
+    for _ in range(_NUM_STEPS):
+        expected -= sum((2 * expected * _batch(rank).square() for rank in mesh.ranks), torch.zeros(())) / 4096
+    found = weight.detach().full_tensor()
+    return "" if torch.equal(found, expected) else f"{found} instead of {expected}"
+
+
+def fail(case: Case, rank: int, timeout_s: float, tell: Callable[[], None]) -> None:
+    """Trains until something is raised; the fault strikes after a healthy step, which has connected the ranks.
+
+    The rank at fault calls `tell` at that moment.
+    """
+    mesh = T.Mesh((SIZE,))
+    weight = new_weight(mesh)
+    step(weight, rank, Seams(None, tell), is_async=case.is_async)
+    T.set_timeout(mesh, timeout_s)
+    seams = Seams(case if rank == case.fault.culprit else None, tell)
+    for _ in range(_NUM_STEPS):
+        step(weight, rank, seams, is_async=case.is_async)
+
+
+class Seams:
+    """A double of the user's code: calls that do nothing on healthy ranks, and on the rank at fault let it strike."""
+
+    def __init__(self, case: Case | None, tell: Callable[[], None]) -> None:
+        self._case, self._tell = case, tell
+        self._reached, self._struck = threading.Event(), threading.Event()
+        self._communicator: Any = None if case is None else world.current().communicator(range(SIZE))
+
+    def before(self, exchange: str) -> None:
+        """What happens before the exchange of "forward", or that of "backward", is issued."""
+        if self._case is None or self._communicator is None:
+            return
+        fault, moment = self._case.fault, self._case.moment
+        if exchange != ("backward" if fault.code in ("backward", "hook") else "forward"):
+            return
+        communicator, self._communicator = self._communicator, None
+        if fault.code is not None:
+            FaultyTransport(communicator, moment, lambda: self._hold(communicator))
+            self._waits_for = communicator
+        elif fault.name == "out of memory" and moment == "pack":
+            ExhaustedStaging(communicator, self._tell)
+        else:
+            raises = fault.name == "out of memory"
+            FaultyTransport(communicator, moment, lambda: self._strike_process(fault.name), is_raised=raises)
+
+    def at(self, code: Code) -> None:
+        """What the user's `code` does beside the exchange."""
+        if self._case is None or self._case.fault.code != code:
+            return
+        _wait(self._waits_for, self._reached)
+        self._tell()
+        self._struck.set()
+        name = self._case.fault.name
+        if name == "returns early":
+            raise AwayError
+        if name == "exits early":
+            sys.exit(0)
+        raise PlantedError(f"the {code} is broken")
+
+    def _hold(self, communicator: Any) -> None:
+        """Keeps the exchange where it is until the user's code has gone wrong."""
+        self._reached.set()
+        _wait(communicator, self._struck)
+
+    def _strike_process(self, name: str) -> None:
+        self._tell()
+        if name.startswith("killed"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif name.startswith("stopped"):
+            # This thread stops here; one that is sent to the process, on a busy machine, has let it send its messages.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
+        else:
+            torch.empty(1 << 60)
+
+
+def _wait(communicator: Any, event: threading.Event) -> None:
+    if isinstance(communicator, ThreadCommunicator):
+        communicator._switchboard.wait_until(communicator._turns.party_of_caller(), event.is_set)
+    elif not event.wait(_HOLD_S):
+        raise AssertionError("the exchange and the code beside it did not meet")
+
+
+class FaultyTransport:
+    """A double of a communicator's transport, which calls `act` at a moment of the next exchange, and only there.
+
+    Where exchanges are put into a stream, that is when it comes to it, or with `is_raised` when it is put there.
+    """
+
+    def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool = False) -> None:
+        self._communicator, self._moment, self._act, self._in_order = communicator, moment, act, not is_raised
+        self._carry = communicator.carry
+        communicator.carry = self._faulty
+        if isinstance(communicator, SocketCommunicator):
+            for found in communicator._sockets:
+                if found is not None:
+                    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER)
+
+    def _faulty(
+        self, errand: Any, receives: Any, sends: Any, pack: Callable[[], None], meanwhile: Callable[[], None]
+    ) -> None:
+        del self._communicator.carry
+
+        def faulty_pack() -> None:
+            self._at("pack")
+            pack()
+
+        def faulty_meanwhile() -> None:
+            self._at("exchange")
+            meanwhile()
+
+        self._carry(errand, receives, sends, faulty_pack, faulty_meanwhile)
+        self._at("unpack")
+
+    def _at(self, moment: Moment) -> None:
+        if moment != self._moment:
+            return
+        if self._in_order and isinstance(self._communicator, NcclCommunicator):
+            self._communicator._launch(self._act)  # the host is long past the exchange when that comes to it
+        else:
+            self._act()
+
+
+class ExhaustedStaging:
+    """A double of the plan of a communicator's next exchange: it stages more bytes than there is memory."""
+
+    def __init__(self, communicator: Any, tell: Callable[[], None]) -> None:
+        self._communicator, self._tell, self._plan = communicator, tell, communicator._plan
+        communicator._plan = self._huge
+
+    def _huge(self, transfer: Any) -> Any:
+        del self._communicator._plan
+        self._tell()
+        plan, errand = self._plan(transfer)
+        return plan._replace(staged_bytes=1 << 60), errand

@@ -1,0 +1,48 @@
+"""squeeze_, unsqueeze_, t_ and transpose_: the same tensor under another shape, aliases and all."""
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.ops.sharded import Case, check, distribute, whole
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.sharding.placement import parse_placements
+
+FULL = torch.arange(30.0).reshape(5, 1, 6)
+
+
+@pytest.mark.parametrize(
+    ("change", "before", "after"),
+    [
+        (lambda x: x.squeeze_(), "S0", "S0"),
+        (lambda x: x.squeeze_(1), "S2", "S1"),
+        (lambda x: x.unsqueeze_(0), "S2(unit=2)", "S3(unit=2)"),
+        (lambda x: x.transpose_(0, 2), "S0(sizes=1/0/4)", "S2(sizes=1/0/4)"),
+        (lambda x: x.squeeze_().t_(), "S2", "S0"),
+        (lambda x: x.squeeze_(), "S1", "S1(unit=6)"),  # one rank holds all
+    ],
+)
+def test_the_tensor_itself_has_the_new_shape(change, before, after):
+    def body(rank):
+        mesh = T.Mesh((3,))
+        x = distribute(FULL, mesh, before)
+        same = x.detach()
+        expected = change(FULL.clone())
+        found = change(x)
+        assert found is x
+        assert x.shape == expected.shape
+        assert x.stride() == expected.stride()
+        assert x.placements == parse_placements(after)
+        torch.testing.assert_close(whole(x), expected, rtol=0, atol=0)
+        x.mul_(2)
+        torch.testing.assert_close(whole(same), FULL * 2, rtol=0, atol=0)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1", "R"])
+def test_a_vector_times_a_matrix(text):
+    """Torch makes a matrix of the vector, and a vector of the result, in place."""
+    matrix = torch.randn(6, 7)
+    case = Case((3,), (torch.randn(6), matrix), ("S0" if text == "S0" else "R", text))
+    check(lambda vector, matrix: vector @ matrix, case, gradients=True)

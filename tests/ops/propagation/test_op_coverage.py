@@ -1,0 +1,75 @@
+"""The benchmark of operators: what it counts as right, as wrong and as sent, on a few of torch's operators."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.conftest import HAS_CLI
+from tritondt.ops import AxisStrategy, propagator, register_op_strategy
+from tritondt.sharding.placement import Replicate, Shard
+
+aten = torch.ops.aten
+
+pytestmark = pytest.mark.skipif(
+    not HAS_CLI or importlib.util.find_spec("expecttest") is None,
+    reason="torch's operator database needs expecttest, the report the extra `cli`",
+)
+
+
+def measured(name, num_trials):
+    from benchmarks.ops.op_coverage.measuring import measure  # noqa: PLC0415  loads the database: 4 s
+    from benchmarks.ops.op_coverage.operators import operators  # noqa: PLC0415
+
+    return measure(operators()[name], num_trials)
+
+
+def test_an_operator_that_sends_nothing_is_right_in_every_trial():
+    found = measured("exp", 6)
+    assert (found.verdict, found.counts["right"], found.sends_nothing) == ("right always", 6, True)
+
+
+def test_a_wrong_strategy_is_found_and_told():
+    known = propagator.op_strategy_funcs.get(aten.exp.default)
+
+    def first_dim_forgotten(schema):
+        return [AxisStrategy((Shard(0),), (Replicate(),)), AxisStrategy((Replicate(),), (Replicate(),))]
+
+    register_op_strategy(aten.exp.default, first_dim_forgotten)
+    try:
+        found = measured("exp", 6)
+    finally:
+        propagator.forget(aten.exp.default)
+    assert known is None
+    assert found.verdict == "wrong"
+    assert any("a local tensor of shape" in text for text in found.texts.values())
+
+
+def test_the_last_line_holds_the_counts():
+    from benchmarks.ops.op_coverage.__main__ import main  # noqa: PLC0415
+
+    result = CliRunner().invoke(main, ["--ops", "c?s", "--trials", "2", "--processes", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["counts"]["operators"] == found["counts"]["right always"] == 1
+    assert [case["name"] for case in found["cases"]] == ["cos"]
+
+
+def test_a_pattern_without_operators_is_refused():
+    from benchmarks.ops.op_coverage.__main__ import main  # noqa: PLC0415
+
+    result = CliRunner().invoke(main, ["--ops", "nothing*"])
+    assert result.exit_code == 2
+    assert "--ops 'nothing*' names no operator" in result.output
+
+
+def test_what_only_gathers_is_told_with_its_reason():
+    from benchmarks.ops.op_coverage.__main__ import main  # noqa: PLC0415
+
+    result = CliRunner().invoke(main, ["--ops", "masked_select", "--trials", "2", "--processes", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    reason = "how many elements there are is known when all have been seen"
+    assert json.loads(result.stdout.splitlines()[-1])["gathering"] == {"masked_select": reason}
+    assert f"masked_select gathers: {reason}" in result.stderr

@@ -1,0 +1,61 @@
+"""Equations: which cuts they offer, what results then, and what is no equation."""
+
+import pytest
+
+import tritondt as T
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.ops.rules.equations import equation_strategies, parsed
+from tritondt.sharding.placement import parse_placements
+
+
+def offered(equation, shapes, placements=None, linear_in=()):
+    """What an equation offers for tensors of these shapes, as text; None for a tensor that was not given."""
+
+    def body(rank):
+        mesh = T.Mesh((1,))
+        texts = placements or ["R"] * len(shapes)
+        specs = [
+            None if shape is None else T.DTensorSpec(mesh, parse_placements(text), T.TensorMeta.contiguous(shape))
+            for shape, text in zip(shapes, texts, strict=True)
+        ]
+        found = equation_strategies(equation, specs, linear_in)
+        return [f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}" for inputs, outputs, _ in found]
+
+    return run_ranks(1, body)[0]
+
+
+def test_a_letter_is_cut_in_all_that_have_it_and_leaves_terms_where_it_is_missing():
+    assert offered("mk,kn->mn", [(2, 3), (3, 4)]) == [
+        "S0, R -> S0",
+        "S1, S0 -> P(sum)",
+        "R, S1 -> S1",
+        "R, R -> R",
+    ]
+
+
+def test_what_is_added_is_a_term_where_the_result_is_terms():
+    assert offered("nk,ok,+o->no", [(2, 3), (4, 3), (4,)])[1] == "S1, S1, P(sum) -> P(sum)"
+    assert offered("nk,ok,+o->no", [(2, 3), (4, 3), None])[1] == "S1, S1 -> P(sum)"
+
+
+def test_leading_dims_broadcast_and_dots_are_whole():
+    assert offered("*..,*.->*.,-", [(5, 2, 3, 3), (2, 3)]) == ["S0, R -> S0, R", "S1, S0 -> S1, R", "R, R -> R, R"]
+    # One element serves all pieces; without elements nothing does.
+    assert offered("*,*->*", [(1, 4), (3, 4)])[0] == "R, S0 -> S0"
+    assert offered("*,*->*", [(1, 4), (0, 4)])[0] == "R, S0 -> S0"
+    assert offered("*..->", [(5, 2, 2)])[0] == "S0 -> P(sum)"
+
+
+def test_terms_pass_where_it_is_linear():
+    found = offered("nc.,.->nc.", [(2, 3, 4), (4,)], ["P", "R"], linear_in=[(0,)])
+    assert found[-2:] == ["P(sum), R -> P(sum)", "R, R -> R"]
+    assert len(offered("nc.,.->nc.", [(2, 3, 4), (4,)], ["R", "R"], linear_in=[(0,)])) == len(found) - 1
+
+
+@pytest.mark.parametrize(
+    ("equation", "sentence"),
+    [("mk,kn", "'->' is missing"), ("mm->m", "the term 'mm' is not understood"), ("m3->m", "no letter twice")],
+)
+def test_what_is_no_equation_is_refused(equation, sentence):
+    with pytest.raises(T.PropagationError, match=sentence):
+        parsed(equation)

@@ -1,0 +1,34 @@
+"""Processes that tests share: starting them costs more than what they do here."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.nccl_on_host import backend_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks_of() -> Iterator[Callable[[str, int], GlooRanks]]:
+    """The ranks on the backend over gloo or nccl, so many of them, with a group on plain Gloo to compare with."""
+    started: dict[tuple[str, int], GlooRanks] = {}
+
+    def find(over: str, size: int) -> GlooRanks:
+        if (over, size) not in started or not started[over, size].pids:  # a test that hangs kills them
+            started[over, size] = backend_ranks(over, size, TRITONDT_TIMEOUT="60")
+            started[over, size].run(meet, timeout_s=110)
+        return started[over, size]
+
+    yield find
+    for ranks in started.values():
+        ranks.close()
+
+
+groups: dict[str, Any] = {}
+
+
+def meet(rank: int) -> None:
+    """Makes the group to compare with."""
+    groups["gloo"] = dist.new_group(backend="gloo")

@@ -1,0 +1,184 @@
+"""What a Work of the backend says and does, on the double of NCCL: the host goes on while operations are under way."""
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.doubles.fake_nccl.library import Gate
+from tests.harness.gloo_ranks import GlooRanks
+from tests.process_group.collectives import own
+from tritondt.comm.monitor.watch import INTERVAL_S
+
+RanksOf = Callable[[str, int], GlooRanks]
+
+
+@pytest.fixture
+def ranks(ranks_of: RanksOf) -> GlooRanks:
+    return ranks_of("nccl", 2)
+
+
+def gate() -> Gate:
+    """Holds up the stream of the default group's communicator."""
+    dist.all_reduce(torch.ones(1))
+    group: Any = dist.group.WORLD
+    return Gate(group._router._sides["cpu"]._lane.stream._stream)
+
+
+def issue_behind_a_gate(rank: int) -> None:
+    held, x, y = gate(), own(rank), torch.empty(12)
+    first = dist.all_reduce(x, async_op=True)
+    second = dist.all_gather_into_tensor(y, own(rank), async_op=True)
+    assert not first.is_completed()
+    assert not second.is_completed()
+    assert not first.is_success()
+    torch.testing.assert_close(x, own(rank), rtol=0, atol=0)
+    with pytest.raises(T.PeerError, match=r"all_gather_into_tensor of 6 float32 was waited for 0.05 s, as asked"):
+        second.wait(timedelta(seconds=0.05))
+    held.open()
+    second.wait()
+    assert first.is_completed()
+    assert first.exception() is None
+    first.synchronize()
+    assert first.result()[0] is x
+    torch.testing.assert_close(x, own(0) + own(1), rtol=0, atol=0)
+    torch.testing.assert_close(y, torch.cat([own(0), own(1)]), rtol=0, atol=0)
+    assert second.is_success()
+
+
+def test_the_host_goes_on(ranks: GlooRanks) -> None:
+    ranks.run(issue_behind_a_gate)
+
+
+def drop_behind_a_gate(rank: int) -> None:
+    held, found = gate(), []
+    for number in range(20):
+        output = torch.empty(2 * 6)
+        dist.all_gather_into_tensor(output, own(rank) + number, async_op=True)  # nobody keeps the work or the input
+        found.append(output)
+    torch.full((6,), -1.0)  # would take the memory that was freed
+    held.open()
+    dist.all_reduce(torch.ones(1))
+    for number, output in enumerate(found):
+        torch.testing.assert_close(output, torch.cat([own(0), own(1)]) + number, rtol=0, atol=0)
+
+
+def test_tensors_are_kept_until_they_have_travelled(ranks: GlooRanks) -> None:
+    ranks.run(drop_behind_a_gate)
+
+
+def clear_the_list_behind_a_gate(rank: int) -> None:
+    held = gate()
+    tensors = [own(rank), own(rank) + 1]
+    group: Any = dist.group.WORLD
+    work = group.allreduce(tensors)
+    tensors.clear()
+    taken = [torch.full((6,), -1.0) for _ in range(4)]  # would take the memory that was freed
+    held.open()
+    work.wait()
+    for number, found in enumerate(work.result()):
+        torch.testing.assert_close(found, own(0) + own(1) + 2 * number, rtol=0, atol=0)
+    assert all(torch.equal(each, torch.full((6,), -1.0)) for each in taken)
+
+
+def test_the_callers_list_may_change(ranks: GlooRanks) -> None:
+    ranks.run(clear_the_list_behind_a_gate)
+
+
+def drop_what_was_looked_at(rank: int) -> int:
+    """How many of its tensors outlive an operation that was under way when the watch looked."""
+    gc.disable()
+    try:
+        held, x = gate(), own(rank)
+        seen = weakref.ref(x)
+        work = dist.all_reduce(x, async_op=True)
+        time.sleep(2 * INTERVAL_S + 0.2)
+        held.open()
+        work.wait()
+        del work, x
+        for _ in range(3):
+            dist.all_reduce(torch.ones(1))
+        end = time.monotonic() + 2 * INTERVAL_S
+        while seen() is not None and time.monotonic() < end:
+            time.sleep(0.05)
+        return int(seen() is not None)
+    finally:
+        gc.enable()
+
+
+def test_nothing_keeps_what_the_watch_has_looked_at(ranks: GlooRanks) -> None:
+    assert ranks.run(drop_what_was_looked_at) == [0, 0]
+
+
+def chain_futures(rank: int) -> None:
+    held, x = gate(), own(rank)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    halved = future.then(lambda done: done.value()[0] / 2)
+    assert not future.done()
+    held.open()
+    torch.testing.assert_close(halved.wait(), (own(0) + own(1)) / 2, rtol=0, atol=0)
+    assert future.value()[0] is x
+
+
+def test_futures(ranks: GlooRanks) -> None:
+    ranks.run(chain_futures)
+
+
+def coalesce(rank: int) -> None:
+    x, y = own(rank), torch.empty(3)
+    group = dist.group.WORLD
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+        dist.broadcast(x, src=1)
+        dist.isend(own(rank, 3), 1 - rank)
+        dist.irecv(y, 1 - rank)
+    manager.wait()
+    torch.testing.assert_close(x, own(1), rtol=0, atol=0)
+    torch.testing.assert_close(y, own(1 - rank, 3), rtol=0, atol=0)
+    with dist._coalescing_manager(group, torch.device("cpu"), async_ops=True):
+        pass  # nothing
+
+
+def test_what_is_coalesced_travels_as_one(ranks: GlooRanks) -> None:
+    ranks.run(coalesce)
+
+
+def messages_know_their_source(rank: int) -> tuple[int, int]:
+    x = torch.empty(3)
+    if rank == 0:
+        dist.send(own(0, 3), 1)
+        return -1, -1
+    work = dist.irecv(x, 0)
+    assert work is not None
+    work.wait()
+    return work._source_rank(), work.source_rank()
+
+
+def test_messages_know_their_source(ranks: GlooRanks) -> None:
+    assert ranks.run(messages_know_their_source)[1] == (0, 0)
+
+
+def what_torch_asks(rank: int) -> list[Any]:
+    group: Any = dist.group.WORLD
+    count = group._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    assert group._get_sequence_number_for_group() == count + 1
+    group.set_timeout(timedelta(seconds=50))
+    backend = group._get_backend(torch.device("cuda"))
+    group.monitored_barrier(timedelta(seconds=30))
+    return [
+        *(dist.get_backend(), dist.get_backend_config(), group.name(), backend.name(), backend.supports_splitting),
+        sorted(str(device) for device in group._device_types),
+        type(group.get_group_store()).__name__,
+    ]
+
+
+def test_what_torch_asks_of_a_group(ranks: GlooRanks) -> None:
+    expected = ["tritondt", "cpu:tritondt,cuda:tritondt", "tritondt", "tritondt", True, ["cpu", "cuda"], "PrefixStore"]
+    assert ranks.run(what_torch_asks) == [expected] * 2

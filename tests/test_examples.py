@@ -1,0 +1,134 @@
+"""The programs of examples/ run as ranks; the Python that README.md and docs/guide.md show; links, and README's size.
+
+A block of Python in README.md or docs/guide.md is lines of a file of examples/, or else part of its page's program: the
+other blocks of the page, in order, which two ranks run.
+"""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+EXAMPLES = REPOSITORY / "examples"
+MAX_README_BYTES = 8192
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "guide.md")
+
+# Each example with its number of ranks, None for a program without any, and what the first rank prints.
+PRINTED = {
+    "asynchronous": (2, r"whole \(512, 512\), largest rounding 0\.0[01]"),
+    "dtensor": (2, r"torch\.Size\(\[4, 1001\]\) \(S0,\)"),
+    "explain": (None, r"\(S0, S1\) -> \(S1, R\) of \(8192, 8190\) at \(511, 7\)\n[\s\S]*228,928 bytes come in"),
+    "redistribute": (4, r"exchange +\(S0, S0\) +\(R, S1\)[\s\S]*\(256, 1000\) -> \(1023, 500\).*\(256, 1000\)"),
+    "tensor_parallel": (4, r"Attention\.out +\(P\(sum\)\) -> \(R\)[\s\S]*DTensor\(\(S0\(unit=16\)\) of \(96, 96\)"),
+    "torch_backend": (2, r"backend tritondt, mean loss 0\.0"),
+}
+
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+# One process imports torch, forks into the ranks of a program, and gives each the variables that torchrun sets.
+_LAUNCHER = """
+import os, runpy, sys
+import torch._dynamo, tritondt  # what programs import
+
+program, num_ranks = sys.argv[1], int(sys.argv[2])
+for rank in range(num_ranks):
+    if os.fork() == 0:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+        output = os.open(f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        runpy.run_path(program, run_name="__main__")
+        sys.exit()
+sys.exit(any([os.wait()[1] for _ in range(num_ranks)]))
+"""
+_BEFORE = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+_AFTER = "dist.destroy_process_group()\n"
+
+
+def documents():
+    return [*sorted(REPOSITORY.glob("*.md")), EXAMPLES / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+
+
+def shown_in(page):
+    """Each block of Python of a page, with the number of its first line."""
+    text = page.read_text()
+    return [(text.count("\n", 0, found.start()) + 2, found[1]) for found in _BLOCK.finditer(text)]
+
+
+def is_of_an_example(block):
+    return any(block in path.read_text() for path in EXAMPLES.glob("*.py"))
+
+
+def run(program, num_ranks, folder):
+    """What the first rank prints; every rank must end with status 0."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    found = subprocess.run(
+        [sys.executable, "-c", _LAUNCHER, str(program), str(num_ranks or 1)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        cwd=folder,
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+        check=False,
+    )
+    printed = [(folder / f"rank-{rank}.txt").read_text() for rank in range(num_ranks or 1)]
+    assert found.returncode == 0, "\n".join([found.stdout, *printed])
+    return printed[0]
+
+
+def test_every_example_is_run():
+    assert set(PRINTED) == {path.stem for path in EXAMPLES.glob("*.py")}
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("name", PRINTED)
+def test_example(name, tmp_path):
+    num_ranks, printed = PRINTED[name]
+    found = run(EXAMPLES / f"{name}.py", num_ranks, tmp_path)
+    assert re.search(printed, found), found
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_that_a_page_shows_runs(page, tmp_path):
+    program = [(line, block) for line, block in shown_in(page) if not is_of_an_example(block)]
+    if not program:
+        return
+    path = tmp_path / f"{page.stem}.py"
+    parts = [f"# {page.name}, line {line}\n{block}" for line, block in program]
+    path.write_text("\n".join([_BEFORE, *parts, _AFTER]))
+    run(path, 2, tmp_path)
+
+
+def test_pages_show_python():
+    assert all(shown_in(page) for page in PAGES)
+
+
+def test_readme_is_short():
+    assert (REPOSITORY / "README.md").stat().st_size <= MAX_README_BYTES
+
+
+def anchors_of(page):
+    """What links may name behind a #, as GitHub makes it of headings."""
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(page.read_text())
+    }
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_relative_links_lead_somewhere(page):
+    for target in _LINK.findall(page.read_text()):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            found = page.parent / path if path else page
+            assert found.is_file(), target
+            assert not anchor or anchor in anchors_of(found), target

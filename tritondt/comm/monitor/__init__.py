@@ -1,0 +1,1 @@
+"""Flight records and the watch over exchanges that take too long."""

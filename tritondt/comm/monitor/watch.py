@@ -1,0 +1,330 @@
+"""Looks once a second at what a rank waits for, so that no wait outlasts its reason.
+
+A rank that waits longer than a second writes what it waits for to the store and reads what its peers wrote:
+one that failed at the same exchange, or that waits for another one, will never answer. The reason is kept and
+the wait interrupted; without a reason that happens at the timeout.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from tritondt.comm.monitor.comparison import MUST
+from tritondt.comm.monitor.flight import ExchangeRecord
+from tritondt.comm.packing.messages import Slice
+from tritondt.comm.store.client import SilentStoreError, StoreClient
+from tritondt.comm.store.notices import Notices, Waiting
+from tritondt.errors import MismatchError, PeerError
+
+INTERVAL_S = 1.0
+# How much longer a rank waits for one that waits itself, whose own timeout names the rank at fault.
+GRACE_S = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class Wait:
+    """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
+
+    `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `letters`
+    name, or one of `suspects`, which is narrowed to those who have not said that they wait as well. `interrupt` makes
+    the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
+    `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
+    that disagree have not done.
+    """
+
+    key: str
+    sequence: int
+    errand: ExchangeRecord
+    ranks: tuple[int, ...]
+    interrupt: Callable[["Wait"], None]
+    timeout_s: float
+    is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
+    peer: int = -1
+    letters: tuple[Sequence[Slice], ...] = ()
+    suspects: tuple[int, ...] = ()
+    trouble: Callable[[], str | None] = lambda: None
+    is_troubled: bool = False
+    started: float = field(default_factory=time.monotonic)
+    reason: PeerError | None = None
+    limit: str = "TRITONDT_TIMEOUT"
+    must: str = MUST
+
+    def is_over(self) -> bool:
+        """Whether it has ended without anybody on the host to say so."""
+        return False
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on ranks that run the same exchange."""
+        return self.errand.fingerprint
+
+    @property
+    def description(self) -> str:
+        """What is exchanged, and who asked."""
+        return self.errand.description
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """Who may be waited for."""
+        if self.peer >= 0 or self.suspects:
+            return self.suspects or (self.peer,)
+        places = {letter.peer for letters in self.letters for letter in letters}
+        return tuple(self.ranks[place] for place in sorted(places))
+
+    @property
+    def awaited(self) -> str:
+        """Who is waited for, in an error message.
+
+        >>> Wait("key", 1, None, (0, 4, 5), print, 1.0, letters=([Slice(2, 0, 0, 8), Slice(1, 0, 0, 8)],)).awaited
+        'ranks 4, 5'
+        >>> Wait("key", 1, None, (0, 1, 2), print, 1.0, peer=2).awaited
+        'rank 2'
+        """
+        peers = self.peers
+        return f"rank{'' if len(peers) == 1 else 's'} {', '.join(map(str, peers))}"
+
+
+class Watch:
+    """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
+
+    def __init__(self, line: StoreClient, rank: int) -> None:
+        self._line, self._notices, self._rank = line, Notices(line, rank), rank
+        self._waits: dict[int, Wait] = {}
+        self._sources: list[Callable[[], Iterable[Wait]]] = []
+        self._published: set[tuple[str, int]] = set()
+        self._preparations: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+
+    def begin(self, wait: Wait) -> None:
+        """Watches `wait` from now on."""
+        self._waits[id(wait)] = wait
+        if self._thread is None:
+            self._start()
+
+    def attend(self, find: Callable[[], Iterable[Wait]]) -> None:
+        """Watches what `find` returns at a look, until its wait is over: most are before anybody looks."""
+        self._sources.append(find)
+        if self._thread is None:
+            self._start()
+
+    def leave(self, find: Callable[[], Iterable[Wait]]) -> None:
+        """Asks `find` no more."""
+        with suppress(ValueError):  # it has left before
+            self._sources.remove(find)
+
+    def prepare(self, run: Callable[[], None]) -> None:
+        """Calls `run` in the thread that looks, before it looks at any wait that begins from now on."""
+        self._preparations.put(run)
+
+    def end(self, wait: Wait) -> None:
+        """Stops watching `wait`."""
+        self._waits.pop(id(wait), None)
+
+    def report(self, key: str, sequence: int | None, error: BaseException) -> None:
+        """Tells the others that this rank failed at exchange `sequence`, unless one is known to have failed before it.
+
+        None is for good: half of an exchange has gone, and peers that need no more of it may be at a later one. Where
+        the store does not answer, the connection that closes, or their own watch, tells them.
+        """
+        with suppress(RuntimeError):
+            if sequence is None:
+                self._notices.report_for_good(key, error)
+            else:
+                self._notices.report(key, sequence, error)
+
+    def report_for_good(self, key: str, error: BaseException) -> None:
+        """Tells the others that this rank takes part in no more exchanges; RuntimeError where they cannot be told."""
+        self._notices.report_for_good(key, error)
+
+    def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
+        end = time.monotonic() + (3 * INTERVAL_S if patient else 0.0)
+        if patient:
+            self._publish(wait)
+        while True:
+            found = wait.reason or self.reason_now(wait)
+            if found is not None or time.monotonic() >= end:
+                return found
+            time.sleep(0.05)
+
+    def reason_now(self, wait: Wait) -> PeerError | None:
+        """What the store knows, at this moment, about why `wait` will not end."""
+        return self._failure(wait) or self._mismatch(wait)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _start(self) -> None:
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="tritondt-watch", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._pause_s()):
+            self._look_around()  # keeps no wait, and nothing that hangs on it, until the next look
+
+    def _look_around(self) -> None:
+        # Lists: a tuple of more than 20 may be interrupted by the collector, and what is added meanwhile is an error.
+        waits, sources = list(self._waits.values()), list(self._sources)
+        while not self._preparations.empty():
+            self._preparations.get()()
+        found = [wait for find in sources for wait in find()]
+        self._waits.update((id(wait), wait) for wait in found)
+        for wait in dict.fromkeys((*waits, *found)):
+            if _waited(wait) >= min(INTERVAL_S, wait.timeout_s) and wait.reason is None:
+                self._look(wait)
+
+    def _pause_s(self) -> float:
+        """Until the next look: the interval, or less where a wait reaches its timeout before."""
+        waits = [wait for wait in list(self._waits.values()) if wait.is_timed and wait.reason is None]
+        ends = [wait.started + wait.timeout_s for wait in waits]
+        return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
+
+    def _look(self, wait: Wait) -> None:
+        if wait.is_over():
+            self.end(wait)
+            return
+        silent: SilentStoreError | None = None
+        reason, has_expired = None, False
+        try:
+            self._publish(wait)
+            reason = self.reason_now(wait) or self._met(wait)
+            has_expired = self._has_expired(wait)
+        except SilentStoreError as error:  # no news: the timeout will tell
+            silent, has_expired = error, _late_s(wait) >= 0
+        except RuntimeError as error:  # the store's process has gone, and with it all news
+            reason = self._without_news(wait, error)
+        if reason is None and wait.is_timed and has_expired:
+            if silent is None:
+                self._narrow(wait)
+            reason = self._timed_out(wait, silent)
+        if reason is not None and id(wait) in self._waits:
+            wait.reason = reason
+            wait.interrupt(wait)
+
+    def _has_expired(self, wait: Wait) -> bool:
+        """Whether it is time to name somebody: later where others know better, or may yet say that they wait."""
+        late_s = _late_s(wait)
+        return late_s >= GRACE_S or (late_s >= 0 and len(self._silent(wait)) == 1)
+
+    def why_expired(self, wait: Wait) -> PeerError:
+        """Why a wait took too long, as far as the store knows; else that it did."""
+        end = time.monotonic() + GRACE_S
+        try:
+            while (found := self.reason_now(wait)) is None and self._peer_waits(wait) and time.monotonic() < end:
+                time.sleep(0.05)
+        except RuntimeError as gone:
+            return self._timed_out(wait, gone)
+        return found or self._timed_out(wait, None)
+
+    def broken(self, wait: Wait, text: str, *, patient: bool = False) -> PeerError:
+        """Why a connection has broken, as far as this rank or the store knows; else `text`, which says that it has.
+
+        `patient` tells the others what this rank waits for and gives them a moment to do the same.
+        """
+        try:
+            return self._reason(wait, patient=patient) or PeerError(text)
+        except RuntimeError as gone:  # the broken connection is all that is known
+            return PeerError(f"{text}; {self._line.silence(gone)}")
+
+    def _peer_waits(self, wait: Wait) -> bool:
+        """Whether whoever is waited for has said that it waits as well: it knows who is at fault."""
+        return not self._silent(wait)
+
+    def _narrow(self, wait: Wait) -> None:
+        """Where one of several is waited for: those that have not said that they wait as well, if there are any."""
+        if wait.peer < 0:
+            wait.suspects = tuple(sorted(self._silent(wait))) or wait.suspects
+
+    def _silent(self, wait: Wait) -> set[int]:
+        """Of those that are waited for, who has not said that it waits as well, at this exchange or before."""
+        said = self._notices.waiting(wait.key, wait.peers)
+        return set(wait.peers) - {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
+
+    def _met(self, wait: Wait) -> PeerError | None:
+        """What the transport has met in the background, told to the others as well.
+
+        Not at the first look: by the next one, those who have met the same have said that they wait.
+        """
+        text = wait.trouble()
+        if text is None:
+            return None
+        if not wait.is_troubled:
+            wait.is_troubled = True
+            return None
+        self._narrow(wait)
+        reason = PeerError(f"rank {self._rank} lost {wait.awaited} in {wait.description} ({text})")
+        self.report(wait.key, None, reason)
+        return reason
+
+    def _without_news(self, wait: Wait, gone: RuntimeError) -> PeerError:
+        """The error where nobody can say why a wait does not end."""
+        met = wait.trouble()
+        what = "waits for" if met is None else "lost"
+        why = "without news" if met is None else f"({met})"
+        return PeerError(
+            f"rank {self._rank} {what} {wait.awaited} in {wait.description} {why}; {self._line.silence(gone)}"
+        )
+
+    def _timed_out(self, wait: Wait, gone: RuntimeError | None) -> PeerError:
+        """The error of a wait that took too long, told to the others as well.
+
+        A store that is `gone` is evidence: the process that holds it has stopped, and the peer may wait for that one.
+        """
+        reason = PeerError(
+            f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
+            f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
+            f"({wait.limit}){'' if gone is None else f'; {self._line.silence(gone)}'}"
+        )
+        self.report(wait.key, wait.sequence, reason)
+        return reason
+
+    def _publish(self, wait: Wait) -> None:
+        if (wait.key, wait.sequence) in self._published:
+            return
+        self._published = {(wait.key, wait.sequence)}
+        self._notices.publish(wait.key, Waiting(wait.sequence, wait.fingerprint, wait.description))
+
+    def _failure(self, wait: Wait) -> PeerError | None:
+        found = self._notices.failure(wait.key, wait.sequence)
+        return None if found is None else PeerError(failure_text(found.rank, self._rank, wait, found.error))
+
+    def _mismatch(self, wait: Wait) -> MismatchError | None:
+        for rank, other in self._notices.waiting(wait.key, wait.ranks).items():
+            reason = disagreement(wait, self._rank, rank, wait.key, *other)
+            if reason is not None:
+                return reason
+        return None
+
+
+def _waited(wait: Wait) -> float:
+    return time.monotonic() - wait.started
+
+
+def _late_s(wait: Wait) -> float:
+    return _waited(wait) - wait.timeout_s
+
+
+def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:
+    """What a rank that waits is told when another one has failed."""
+    return f"rank {failed} failed while rank {rank} waited for {wait.awaited} in {wait.description}: {error}"
+
+
+def disagreement(
+    wait: Wait, rank: int, other: int, key: str, sequence: int, fingerprint: int, description: str
+) -> MismatchError | None:
+    """The error where rank `other` runs something else at the point where `rank` waits, else None."""
+    if (key, sequence) != (wait.key, wait.sequence) or fingerprint == wait.fingerprint:
+        return None
+    return MismatchError(
+        f"ranks disagree at exchange {sequence}: rank {rank} runs {wait.description}, rank {other} runs "
+        f"{description}; all ranks must {wait.must}"
+    )

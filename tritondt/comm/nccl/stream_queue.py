@@ -1,0 +1,196 @@
+"""Runs what is issued at once, into a stream of its own: the host waits for nothing, and other streams by events.
+
+Between the caller's stream and this one there is an event either way: what is issued begins when the caller's operators
+before it have run, and what the caller does after a wait begins when it has ended. Tensors are kept until then by the
+Work, or by the queue where that was dropped, so that the allocator needs not be told (`record_stream`).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from tritondt.comm import read_guard
+from tritondt.comm.nccl.streams import Event, Stream, Streams, answered
+from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
+from tritondt.errors import WorldError
+
+
+class StreamWork(Work):
+    """Work in a stream: waiting for it lets the calling thread's current stream wait, and not the host."""
+
+    __slots__ = ("_addresses", "_held", "_versions", "event")
+
+    def __init__(self, queue: "StreamQueue", description: str, held: Sequence[torch.Tensor], run: Run) -> None:
+        super().__init__(queue, description)
+        self.event: Event | None = None
+        self._held: tuple[Any, ...] | None = (held, run)
+        self._versions = versions(held)
+        self._addresses = read_guard.begin(held, self.settle)
+
+    def is_completed(self) -> bool:
+        """Whether it has run, well or not."""
+        if self._finished or self.event is None or self._queue.is_disowned:
+            return self._finished
+        return self.event.query()
+
+    def check_sources(self) -> None:
+        """Fails where what it reads was written to without a wait."""
+        if self._held is None or self._error is not None:
+            return
+        sources = self._held[0]
+        now = versions(sources)
+        if now != self._versions:
+            pairs = zip(sources, now, self._versions, strict=True)
+            source = next(source for source, version, before in pairs if version != before)
+            self._error = WorldError(torn(source, self.description))
+
+    def end(self) -> None:
+        """Marks it as run, with what was noted of it; for its queue."""
+        self.release()
+        self._finished = True
+
+    def release(self) -> None:
+        """Lets go of its tensors: whoever writes to them now does so after it."""
+        if self._held is not None:
+            self._held = None
+            read_guard.end(self._addresses, self.settle)
+
+    def fail(self, error: BaseException) -> None:
+        """Notes why what is in the stream will not be right."""
+        self._error = self._error or error
+
+
+class Ended(Protocol):
+    """What ends in the stream, at `event`."""
+
+    event: Event | None
+
+
+class StreamQueue(IssueQueue):
+    """The queue of a communicator with a stream."""
+
+    def __init__(self, streams: Streams) -> None:
+        super().__init__()
+        self._streams = streams
+        self._ending: list[Ended] = []
+        self.stream: Stream = streams.make()
+        self._under_way: deque[StreamWork] = deque()
+
+    def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
+        """Runs `run` now, on the stream, after what the current stream has been given."""
+        self.let_go()
+        work = StreamWork(self, description, sources, run)
+        try:
+            self._enqueue(work, run)
+        finally:
+            if work.event is None:  # nothing of it is in the stream
+                work.release()
+        return work
+
+    def _enqueue(self, work: Work, run: Run) -> None:
+        assert isinstance(work, StreamWork), "work of a queue of streams"
+        self._thread_id = threading.get_ident()
+        try:
+            self._streams.follow(self.stream, self._streams.current())
+            with self._streams.on(self.stream):
+                self._run(work, run)
+        finally:
+            self._thread_id = None
+        work.event = self.stream.record_event()
+        self._mark(work.event)
+        if not self._streams.is_capturing():  # a graph's events cannot be asked for; who waits within it keeps the work
+            self._under_way.append(work)
+
+    def _run(self, work: Work, run: Run) -> None:
+        """Puts it into the stream; what was put there before an error is still to run."""
+        assert isinstance(work, StreamWork), "work of a queue of streams"
+        try:
+            run()
+        except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
+            work.fail(without_frames(error))
+            self._failed = self._failed or work
+
+    def wait_for(self, work: Work) -> None:
+        """Lets the calling thread's current stream wait for `work`."""
+        assert isinstance(work, StreamWork), "work of a queue of streams"
+        self._check_owned(work)
+        if work.event is None:
+            return  # it asks for itself while it is put into the stream
+        work.check_sources()
+        self._streams.current().wait_event(work.event)
+        work.release()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way."""
+        self.let_go()
+        return bool(self._under_way)
+
+    def let_go(self) -> None:
+        """Lets go of what has run."""
+        if self._under_way and self._streams.is_capturing():
+            return  # nobody may ask then
+        while self._under_way and self._under_way[0].is_completed():
+            self._under_way.popleft().end()
+
+    def fail(self, error: BaseException) -> None:
+        """Marks all that has not run as failed."""
+        for work in list(self._under_way):
+            if not answered(work.is_completed):
+                work.fail(error)
+                self._failed = self._failed or work
+
+    def drain(self) -> None:
+        """Nothing: what comes next is put behind."""
+
+    def close(self) -> None:
+        """Returns when all that was issued has run."""
+        if self.is_disowned:
+            return
+        self.stream.synchronize()
+        self.let_go()
+
+    def mark_end(self, ended: Ended) -> None:
+        """Gives it the point that the stream is filled to: the end of the work that is being put there, or now."""
+        if self.is_own_thread():
+            self._ending.append(ended)
+        else:
+            ended.event = self.stream.record_event()
+
+    def mark_step(self) -> None:
+        """What is put there next comes after the end of what was to end with the work."""
+        if self._ending:
+            self._mark(self.stream.record_event())
+
+    def _mark(self, event: Event) -> None:
+        for ended in self._ending:
+            ended.event = event
+        self._ending.clear()
+
+    def joined(self) -> "Joined":
+        """Operators within go to the stream, after those before; those after it wait for them."""
+        return Joined(self._streams, self.stream)
+
+
+class Joined:
+    """Within, operators of the calling thread go to another stream; those after it wait for them."""
+
+    __slots__ = ("_caller", "_context", "_stream", "_streams")
+
+    def __init__(self, streams: Streams, stream: Stream) -> None:
+        self._streams, self._stream = streams, stream
+        self._caller, self._context = streams.current(), streams.on(stream)
+
+    def __enter__(self) -> None:
+        self._streams.follow(self._stream, self._caller)
+        self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._context.__exit__(kind, error, trace)
+        self._streams.follow(self._caller, self._stream)

@@ -1,0 +1,214 @@
+"""A communicator of NCCL whose operations are watched, from when they go into a stream until it has come past them.
+
+The host waits for none of them. What does not come to an end in time is aborted, never destroyed: destroying waits.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.comparison import MUST
+from tritondt.comm.monitor.flight import DONE, FAILED, ExchangeRecord
+from tritondt.comm.monitor.watch import Wait
+from tritondt.comm.nccl.bootstrap import join_nccl, within
+from tritondt.comm.nccl.streams import Streams, answered
+from tritondt.comm.packing.messages import Slice
+from tritondt.comm.work import Run, again
+from tritondt.errors import PeerError
+
+
+class InFlight(Protocol):
+    """An operation that goes into the stream: number `sequence`, at `started`, with the recorder's entry `record`.
+
+    `letters` are its messages, where it is made of some; `sent_bytes` and `received_bytes` what its record ends with.
+    `late` is how the watch knows it, which few operations live to see.
+    """
+
+    @property
+    def text(self) -> str:
+        """What it is called in messages."""
+        ...
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on all ranks of one operation."""
+        ...
+
+    sequence: int
+    record: int
+    site: int
+    started: float
+    timeout_s: float
+    letters: tuple[Sequence[Slice], ...]
+    sent_bytes: int
+    received_bytes: int
+    late: "OverdueWait | None"
+
+    def is_over(self) -> bool:
+        """Whether the stream has been given all of it and has come past it."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Told why it will not end."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class OverdueWait(Wait):
+    """An operation that is in the stream still when the watch looks."""
+
+    operation: InFlight | None = None
+
+    def is_over(self) -> bool:
+        """Whether the stream has come past it."""
+        return self.operation is None or answered(self.operation.is_over)
+
+
+class TimeoutPolicy(NamedTuple):
+    """What all operations of a communicator are held to; see `Wait`. `suspects` where none names who it waits for."""
+
+    limit: str = "TRITONDT_TIMEOUT"
+    must: str = MUST
+    suspects: tuple[int, ...] = ()
+
+
+class MonitoredNccl:
+    """One rank's part; made by all ranks of `member` together. `failure` is why nothing runs on it any more.
+
+    `on_failure` is told so first, before whoever waits for what is under way.
+    """
+
+    def __init__(
+        self,
+        member: ProcessContext,
+        library: NcclLibrary,
+        streams: Streams,
+        on_failure: Callable[[BaseException], None],
+        terms: TimeoutPolicy,
+    ) -> None:
+        self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
+        self._watch, self._recorder = member.watch, member.flight.recorder
+        self._under_way: deque[InFlight] = deque()
+        self._breaking, self._making_late = threading.Lock(), threading.Lock()
+        self.failure: BaseException | None = None
+        self.native: NcclCommunicator = join_nccl(member, library, streams)
+        self._watch.attend(self._waits)
+
+    def put(self, operation: InFlight, run: Run, doing: str) -> None:
+        """Watches an operation that `run` puts into the stream.
+
+        Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
+        PeerError, which says what this rank was `doing`.
+        """
+        self._under_way.append(operation)
+        try:
+            run()
+        except NcclError as error:
+            what = self._as_late(operation).description
+            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))
+            raise again(self.failure or error) from error
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def reap(self) -> None:
+        """Ends what the stream has come past; not while a graph is being made, when nobody may ask."""
+        under_way = self._under_way
+        while under_way and under_way[0].is_over():
+            found = under_way.popleft()
+            if found.late is not None:
+                self._end(found, found.late)
+            self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
+
+    def _waits(self) -> list[Wait]:
+        """What is in the stream still; called by the watch."""
+        try:
+            # A list: others put and reap meanwhile, and a tuple of so many could be interrupted by the collector.
+            under_way = [found for found in list(self._under_way) if not found.is_over()]
+        except RuntimeError as error:  # the device does not answer any more
+            self.give_up(error)
+            return []
+        return [self._as_late(found) for found in under_way]
+
+    def _end(self, operation: InFlight, late: "OverdueWait") -> None:
+        """The watch is done with it, and neither keeps the other: a cycle would keep its tensors for the collector."""
+        self._watch.end(late)
+        late.operation = operation.late = None
+
+    def _as_late(self, found: InFlight) -> OverdueWait:
+        with self._making_late:  # the watch and whoever puts it there may come at once
+            if found.late is None:
+                found.late = self._late(found)
+            return found.late
+
+    def _late(self, found: InFlight) -> OverdueWait:
+        member, label = self._member, self._recorder.label(found.text)
+        errand = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
+        late = OverdueWait(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
+        late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
+        late.limit, late.must, late.suspects = self._terms
+        late.operation = found
+        return late
+
+    def refuse(self, sequence: int, error: BaseException) -> None:
+        """Tells the others that this rank takes no part in operation `sequence`, and why."""
+        self._watch.report(self._member.key, sequence, error)
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends everything for a failure of this rank, and tells the others."""
+        if self.failure is None:
+            self._watch.report(self._member.key, None, error)
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends what is under way with this error, and aborts the communicator, unless something did before."""
+        if not self._ends_with(error):
+            return
+        self._on_failure(error)
+        label = self._recorder.label(f"{type(error).__name__}: {error}")
+        for found in list(self._under_way):
+            if found.late is not None:
+                self._end(found, found.late)
+            if not answered(found.is_over):
+                found.fail(error)
+                self._recorder.end(found.record, FAILED, label)
+        self.native.abort()
+
+    def close(self, reason: BaseException) -> None:
+        """Ends the communicator when the stream has come past everything; waits for the others within the timeout."""
+        if not self._ends_with(reason):
+            return
+        self.reap()
+        try:
+            within(self._member.timeout, self._destroy)
+        except TimeoutError:
+            self.native.abort()
+
+    def _ends_with(self, error: BaseException) -> bool:
+        """Whether this is the first reason to end."""
+        with self._breaking:
+            is_first = self.failure is None
+            self.failure = self.failure or error
+        self._watch.leave(self._waits)
+        return is_first
+
+    def _destroy(self) -> None:
+        self._streams.bind_thread()
+        self.native.destroy()
+
+    def _trouble(self) -> str | None:
+        """What NCCL has met in the background."""
+        try:
+            self.native.poll()
+        except NcclError as error:
+            return str(error)
+        return None
+
+    def _break_off(self, wait: Wait) -> None:
+        """Ends everything for the reason why `wait` will not end; called by the watch."""
+        error = wait.reason or PeerError(f"{wait.description} was broken off")
+        self.fail(self._member.flight.written_for(error))

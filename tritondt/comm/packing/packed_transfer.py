@@ -1,0 +1,191 @@
+"""A transfer turned into bytes: which slice of which memory is each message, and the tables that fill and empty them.
+
+Everything here is made once per transfer. A message that is one run of a tensor's memory is that run; the
+others get consecutive places in a buffer, without padding between their parts.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from tritondt.comm.communicator import Reduction, Transfer
+from tritondt.comm.packing.messages import Slice, Slices
+from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.tables import Table, copy_table, reduce_table
+from tritondt.planning.exchange import Message, Part
+from tritondt.planning.storage import Block, contiguous_offset, joint_boxes, message_block
+
+Blocks = Sequence[Block]
+
+
+class PackedTransfer(NamedTuple):
+    """A transfer in bytes.
+
+    `pack` fills the send buffer from the sources, `keep` moves what stays, `unpack` moves what arrived in the
+    receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs). `casting` is
+    there with a wire dtype, and changes what `keep` and `reduces` read.
+    """
+
+    sends: Slices
+    receives: Slices
+    sent_bytes: int
+    received_bytes: int
+    packed_bytes: int
+    staged_bytes: int
+    pack: Table | None
+    keep: Table | None
+    unpack: Table | None
+    reduces: tuple[Table, ...]
+    casting: "Casting | None" = None
+
+
+class Casting(NamedTuple):
+    """What a wire dtype adds to a transfer.
+
+    What stays is packed as well, and `keep` takes it from the send buffer. `widen` casts the terms of reductions, from
+    receive buffer and send buffer, into a buffer of `widened_bytes`, which `reduces` take for the receive buffer.
+    """
+
+    widen: Table | None
+    widened_bytes: int
+
+
+class Arrival(NamedTuple):
+    """A part in a buffer, and the byte at which it starts."""
+
+    part: Part
+    start: int
+
+
+class Term(NamedTuple):
+    """A term of a reduction: a part, in which of the reduction's inputs it lies, and where in there."""
+
+    part: Part
+    source: int
+    stored: Blocks
+
+
+def packed_transfer(transfer: Transfer) -> PackedTransfer:
+    """Everything about a transfer that does not change from call to call."""
+    exchange = transfer.exchange
+    sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, landing=False)
+    receives, staged_bytes, arrived = _slices(transfer, exchange.receives, transfer.target_blocks, landing=True)
+    packs = [box for found in leaving for box in _pack(transfer, found)]
+    keeps = [box for part in exchange.keeps if moves(transfer, part) for box in _keep(transfer, part)]
+    unpacks = [box for found in arrived if moves(transfer, found.part) for box in _unpack(transfer, found)]
+    pack, keep, unpack = (copy_table(boxes, transfer.device) if boxes else None for boxes in (packs, keeps, unpacks))
+    return PackedTransfer(
+        sends,
+        receives,
+        sum(found.num_bytes for found in sends),
+        sum(found.num_bytes for found in receives),
+        packed_bytes,
+        staged_bytes,
+        pack,
+        keep,
+        unpack,
+        reduce_tables(transfer, _terms(transfer, arrived)),
+    )
+
+
+def moves(transfer: Transfer, part: Part) -> bool:
+    """Whether a part moves as it is; a term of a reduction does not."""
+    return transfer.reductions[part.tensor] is None
+
+
+def _slices(
+    transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], *, landing: bool
+) -> tuple[Slices, int, list[Arrival]]:
+    """Where each message lies, the buffer's size, and the parts that lie in the buffer."""
+    alignment = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
+    slices, buffered, filled = [], list[Arrival](), 0
+    for message in messages:
+        num_bytes = sum(_num_bytes(transfer, part) for part in message.parts)
+        part = message.parts[0]
+        if len(message.parts) == 1 and (not landing or moves(transfer, part)):
+            offset = contiguous_offset(stored[part.tensor], part.region)
+            if offset is not None:
+                start = offset * transfer.dtypes[part.tensor].itemsize
+                slices.append(Slice(message.peer, part.tensor, start, num_bytes))
+                continue
+        filled = -(-filled // alignment) * alignment
+        slices.append(Slice(message.peer, None, filled, num_bytes))
+        for part in message.parts:
+            buffered.append(Arrival(part, filled))
+            filled += _num_bytes(transfer, part)
+    return Slices(slices), filled, buffered
+
+
+def _num_bytes(transfer: Transfer, part: Part) -> int:
+    return part.numel * transfer.dtypes[part.tensor].itemsize
+
+
+def _in_buffer(transfer: Transfer, found: Arrival) -> Blocks:
+    return (message_block(found.part.region, found.start // transfer.dtypes[found.part.tensor].itemsize),)
+
+
+def _copies(transfer: Transfer, part: Part, sides: Sequence[Blocks], places: tuple[int, int]) -> Iterator[CopyBox]:
+    """The copy of a part from the first side to the second, which are tensors number `places`."""
+    for lengths, ((source_offset, source_strides), (target_offset, target_strides)) in joint_boxes(sides, part.region):
+        yield CopyBox(
+            source=places[0],
+            target=places[1],
+            source_offset=source_offset,
+            target_offset=target_offset,
+            itemsize=transfer.dtypes[part.tensor].itemsize,
+            lengths=lengths,
+            source_strides=source_strides,
+            target_strides=target_strides,
+        )
+
+
+def _pack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
+    tensor = found.part.tensor
+    return _copies(transfer, found.part, (transfer.source_blocks[tensor], _in_buffer(transfer, found)), (tensor, 0))
+
+
+def _keep(transfer: Transfer, part: Part) -> Iterator[CopyBox]:
+    tensor = part.tensor
+    return _copies(transfer, part, (transfer.source_blocks[tensor], transfer.target_blocks[tensor]), (tensor, tensor))
+
+
+def _unpack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
+    tensor = found.part.tensor
+    return _copies(transfer, found.part, (_in_buffer(transfer, found), transfer.target_blocks[tensor]), (0, tensor))
+
+
+def _terms(transfer: Transfer, arrived: Sequence[Arrival]) -> Iterator[Term]:
+    """All terms of what is reduced: in the receive buffer, which is the last input, and in the tensors."""
+    for found in arrived:
+        if not moves(transfer, found.part):
+            yield Term(found.part, len(transfer.source_blocks), _in_buffer(transfer, found))
+    for part in transfer.exchange.keeps:
+        if not moves(transfer, part):
+            yield Term(part, part.tensor, transfer.source_blocks[part.tensor])
+
+
+def reduce_tables(transfer: Transfer, terms: Iterable[Term]) -> tuple[Table, ...]:
+    """One table per dtype and reduction; a box's slots are its terms in coordinate order."""
+    of_region: dict[tuple[int, object], list[Term]] = defaultdict(list)
+    for term in terms:
+        of_region[term.part.tensor, term.part.region].append(term)
+    tables: dict[tuple[str, Reduction], list[ReduceBox]] = defaultdict(list)
+    for (tensor, _), found in of_region.items():
+        reduction = transfer.reductions[tensor]
+        assert reduction is not None, f"tensor {tensor} of {transfer.description} is not reduced"
+        dtype = str(transfer.dtypes[tensor]).removeprefix("torch.")
+        tables[dtype, reduction] += _reduced_boxes(transfer, sorted(found, key=lambda term: term.part.contribution))
+    return tuple(
+        reduce_table(boxes, reduction.op, dtype, reduction.divisor, transfer.device)
+        for (dtype, reduction), boxes in tables.items()
+    )
+
+
+def _reduced_boxes(transfer: Transfer, terms: Sequence[Term]) -> Iterator[ReduceBox]:
+    part, found = terms[0].part, [term.part.contribution for term in terms]
+    expected = list(range(transfer.exchange.contributions[part.tensor]))
+    assert found == expected, f"{transfer.description} has terms {found} for {part.region}, expected {expected}"
+    sides = (transfer.target_blocks[part.tensor], *(term.stored for term in terms))
+    for lengths, ((target_offset, target_strides), *places) in joint_boxes(sides, part.region):
+        slots = tuple(Slot(term.source, offset, strides) for term, (offset, strides) in zip(terms, places, strict=True))
+        yield ReduceBox(part.tensor, target_offset, lengths, target_strides, slots)

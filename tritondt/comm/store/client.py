@@ -1,0 +1,101 @@
+"""Calls on the store of a job that take no longer than a bound.
+
+The store may be gone, which c10d says with a RuntimeError, or the process that holds it stopped. Calls on a stopped one
+never return, whatever its timeout (torch 2.13: `check` came back when the process went on). So they run in a thread of
+their own, and whoever asks gives up after `PATIENCE_S`; what was asked happens when the store goes on.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from tritondt.comm.store.host import StoreHost
+from tritondt.errors import PeerError
+
+PATIENCE_S = 1.0
+
+Result = TypeVar("Result")
+
+
+class SilentStoreError(PeerError):
+    """The store has not answered in time: the process that holds it has stopped, or its machine."""
+
+
+class _Call(Generic[Result]):
+    """A call on the store, and what came of it."""
+
+    def __init__(self, function: Callable[[dist.Store], Result]) -> None:
+        self._function = function
+        self.asked, self.answered = time.monotonic(), threading.Event()
+        self._result: list[Result] = []
+        self._error: Exception | None = None
+
+    def run(self, store: dist.Store) -> None:
+        """Makes the call."""
+        try:
+            self._result.append(self._function(store))
+        except Exception as error:  # noqa: BLE001  raised by whoever asked
+            self._error = error
+        self.answered.set()
+
+    def result(self) -> Result:
+        """What it returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+
+class StoreClient:
+    """Calls on a store from one thread, which starts with the first; `home` is where the store is."""
+
+    def __init__(self, store: dist.Store, home: StoreHost) -> None:
+        self._store, self.home = store, home
+        self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._oldest: _Call[object] | None = None
+
+    def call(self, function: Callable[[dist.Store], Result], patience_s: float = PATIENCE_S) -> Result:
+        """What `function` returns or raises; SilentStoreError where that takes longer than `patience_s`."""
+        made = _Call(function)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="tritondt-store", daemon=True)
+                self._thread.start()
+        self._calls.put(made)  # type: ignore[arg-type]
+        if not made.answered.wait(self._left_of(patience_s)):
+            raise SilentStoreError(f"{self.home} has not answered for {patience_s:g} s")
+        return made.result()
+
+    def silence(self, error: RuntimeError) -> str:
+        """What an error message says of a store that does not answer: whose process has stopped or gone, if known."""
+        if isinstance(error, SilentStoreError):
+            return f"and {error}"
+        return f"nor does {self.home} answer ({error})"
+
+    def _left_of(self, patience_s: float) -> float:
+        """Nobody waits longer because others have asked before."""
+        oldest = self._oldest
+        waited = 0.0 if oldest is None else time.monotonic() - oldest.asked
+        return max(patience_s - waited, 0.01)
+
+    def close(self) -> None:
+        """Ends the thread; one that hangs in the store ends when that answers, or with the process."""
+        with self._starting:
+            if self._thread is not None:
+                self._calls.put(None)
+                self._thread.join(self._left_of(PATIENCE_S))
+                self._thread = None
+
+    def _serve(self) -> None:
+        while True:
+            self._oldest = None
+            call = self._calls.get()
+            if call is None:
+                return
+            self._oldest = call
+            call.run(self._store)

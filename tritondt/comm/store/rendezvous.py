@@ -1,0 +1,76 @@
+"""Which ranks make a communicator together, when they have made it a different number of times.
+
+A rank that failed before its first exchange, or was in no mesh so far, has made fewer than the others, so ranks cannot
+count for themselves. The store counts how many communicators of a name have ended: whoever ends one ends it for all.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.notices import Notices
+from tritondt.errors import PeerError
+
+Result = TypeVar("Result")
+
+# How often a rank looks who has come: often at first, when all come at once.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+
+
+class Rendezvous:
+    """One making of the communicator `name` by `ranks`; `key` is its own among all makings."""
+
+    def __init__(self, line: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        self._line, self._name, self._ranks, self._timeout_s = line, name, ranks, timeout_s
+        self._number = self._num_ended() + 1
+        self.key = f"{name}/{self._number}"
+
+    def _num_ended(self) -> int:
+        return int(self._asked(lambda store: store.get(self._ended) if store.check([self._ended]) else b"0"))
+
+    def _asked(self, function: Callable[[dist.Store], Result]) -> Result:
+        """The store may be slow when everybody meets."""
+        return self._line.call(function, self._timeout_s)
+
+    @property
+    def _ended(self) -> str:
+        return f"{self._name}/ended"
+
+    def gather(self, rank: int) -> None:
+        """Returns when all ranks have come.
+
+        Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
+        """
+        here, notices = [self._here(other) for other in self._ranks], Notices(self._line, rank)
+        self._asked(lambda store: store.set(self._here(rank), ""))
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while not self._asked(lambda store: store.check(here)):
+            failed = notices.failure(self.key, 0)
+            if failed is not None:
+                raise PeerError(
+                    f"rank {failed.rank} failed while rank {rank} waited for ranks {self._missing()} to connect: "
+                    f"{failed.error}"
+                )
+            if time.monotonic() - started > self._timeout_s:
+                late = PeerError(f"rank {rank} waited {self._timeout_s:g} s for ranks {self._missing()} to connect")
+                notices.report_for_good(self.key, late)
+                raise late
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _missing(self) -> list[int]:
+        return [other for other in self._ranks if not self._has_come(other)]
+
+    def _has_come(self, other: int) -> bool:
+        return self._asked(lambda store: store.check([self._here(other)]))
+
+    def _here(self, other: int) -> str:
+        return f"{self.key}/here/{other}"
+
+    def end(self) -> None:
+        """Lets the next making of this name be another one; whoever comes second changes nothing."""
+        before = "" if self._number == 1 else f"{self._number - 1}"
+        self._line.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))

@@ -1,0 +1,1 @@
+"""Transports: sockets, Gloo, NCCL, and ranks that are threads."""

@@ -1,0 +1,16 @@
+"""What to see of a program on distributed tensors: what moved, which rank holds what, and whether values are right."""
+
+from tritondt.debug.comm_mode import CommDebugMode, Count, write_flight_record
+from tritondt.debug.sharding_picture import sharding_text, visualize_sharding
+from tritondt.debug.single_device import check_against_single_device
+from tritondt.redistribution.implicit import explicit_redistribution
+
+__all__ = [
+    "CommDebugMode",
+    "Count",
+    "check_against_single_device",
+    "explicit_redistribution",
+    "sharding_text",
+    "visualize_sharding",
+    "write_flight_record",
+]

@@ -1,0 +1,258 @@
+"""What moves while a model runs, by kind, by module and by operator, and a picture of who holds what.
+
+with CommDebugMode() as comm:
+    model(x).sum().backward()
+print(comm)
+"""
+
+import json
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from tritondt import events, identity
+from tritondt.comm import world
+from tritondt.dtensor.tensor import DTensor, dispatcher
+from tritondt.events import ImplicitRedistribution, StepRan
+from tritondt.sharding.placement import Placement, placements_text
+
+BACKWARD = "backward"
+OUTSIDE = "outside modules"
+ASKED = "redistribute"
+
+
+@dataclass
+class Count:
+    """Steps of redistributions that this rank ran, and the messages and bytes that it sent and received."""
+
+    steps: int = 0
+    num_sent: int = 0
+    num_received: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+    def add(self, other: "Count | StepRan") -> None:
+        """Counts a step, or what was counted elsewhere."""
+        self.steps += 1 if isinstance(other, StepRan) else other.steps
+        self.num_sent += other.num_sent
+        self.num_received += other.num_received
+        self.sent_bytes += other.sent_bytes
+        self.received_bytes += other.received_bytes
+
+
+@dataclass
+class _Names:
+    """Modules that run now on this rank, outermost first, and the names that the outermost gives to its own."""
+
+    running: list[str] = field(default_factory=list)
+    known: dict[int, str] = field(default_factory=dict)
+
+    def enter(self, module: nn.Module) -> None:
+        if not self.running:
+            root = type(module).__name__
+            self.known = {id(child): f"{root}.{name}" if name else root for name, child in module.named_modules()}
+        self.running.append(self.known.get(id(module), type(module).__name__))
+
+
+class CommDebugMode:
+    """Counts, within, what every redistribution of this rank sends, by kind, and by the module and operator it is for.
+
+    A kind is written as "(S1) -> (R)"; steps in which nobody sends anything do not count. What runs in a backward pass
+    counts for "backward", what no module asked for for "outside modules", and what was asked for by name for the
+    operator "redistribute". str() is a table.
+
+        with CommDebugMode() as comm:
+            loss = model(tokens)
+        comm.get_comm_counts()      # {"(S1) -> (R)": 8, "(P(sum)) -> (S1)": 8}
+    """
+
+    def __init__(self) -> None:
+        self._ends: list[Callable[[], None]] = []
+        self._reset()
+
+    def _reset(self) -> None:
+        self._by_module: dict[str, dict[str, Count]] = defaultdict(lambda: defaultdict(Count))
+        self._by_operator: dict[str, dict[str, Count]] = defaultdict(lambda: defaultdict(Count))
+        self._implicit: Counter[tuple[str, str]] = Counter()
+        self._sharding: dict[str, tuple[Placement, ...]] = {}
+        self._names = _Names()
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def __enter__(self) -> "CommDebugMode":
+        self._reset()
+        # Thread ranks share the process, and with it the events and the hooks of all modules.
+        self._rank = _rank()
+        self._ends = [
+            events.subscribe(self._step, StepRan),
+            events.subscribe(self._input, ImplicitRedistribution),
+            register_module_forward_pre_hook(self._enter_module).remove,
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for end in self._ends:
+            end()
+        self._ends = []
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        if _rank() != self._rank or _in_backward():
+            return
+        self._names.enter(module)
+        if module not in self._watched:
+            self._watched.add(module)
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, DTensor):
+                    self._sharding[f"{self._names.running[-1]}.{name}"] = parameter.placements
+            # Runs after the hooks of a style, which move the output; a global hook would run before them.
+            self._ends.append(module.register_forward_hook(self._leave_module, always_call=True).remove)
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if _rank() == self._rank and not _in_backward() and self._names.running:
+            self._names.running.pop()
+
+    def _step(self, event: StepRan) -> None:
+        if event.kind in ("local", "scale") or _rank() != self._rank:
+            return
+        op = dispatcher.running()
+        for counts in (self._by_module[self._place()], self._by_operator[ASKED if op is None else str(op)]):
+            counts[f"{event.source} -> {event.target}"].add(event)
+
+    def _input(self, event: ImplicitRedistribution) -> None:
+        if _rank() == self._rank:
+            self._implicit[event.op, f"{event.source} -> {event.target}"] += 1
+
+    def _place(self) -> str:
+        if _in_backward():
+            return BACKWARD
+        return self._names.running[-1] if self._names.running else OUTSIDE
+
+    def by_kind(self) -> dict[str, Count]:
+        """What every kind of redistribution cost on this rank."""
+        found: dict[str, Count] = defaultdict(Count)
+        for kinds in self._by_module.values():
+            for kind, count in kinds.items():
+                found[kind].add(count)
+        return dict(found)
+
+    def by_module(self) -> dict[str, dict[str, Count]]:
+        """The same for every module that asked for one, by its name and then by kind."""
+        return {module: dict(kinds) for module, kinds in self._by_module.items()}
+
+    def by_operator(self) -> dict[str, dict[str, Count]]:
+        """The same for every operator: what its arguments needed, and what it sent itself to complete a reduction."""
+        return {op: dict(kinds) for op, kinds in self._by_operator.items()}
+
+    def get_comm_counts(self) -> dict[str, int]:
+        """Steps by kind."""
+        return {kind: count.steps for kind, count in self.by_kind().items()}
+
+    def get_total_counts(self) -> int:
+        """Steps of all kinds."""
+        return sum(self.get_comm_counts().values())
+
+    def get_sent_bytes(self) -> int:
+        """Bytes that this rank sent."""
+        return sum(count.sent_bytes for count in self.by_kind().values())
+
+    def get_received_bytes(self) -> int:
+        """Bytes that this rank received."""
+        return sum(count.received_bytes for count in self.by_kind().values())
+
+    def get_implicit_counts(self) -> dict[tuple[str, str], int]:
+        """Arguments that operators moved without being asked by name: by operator, and from what to what."""
+        return dict(self._implicit)
+
+    def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
+        """Placements of the distributed parameters of every module that ran, by name."""
+        return dict(self._sharding)
+
+    def to_json(self) -> str:
+        """Everything counted as a JSON object."""
+        return json.dumps(
+            {
+                "modules": _plain(self._by_module),
+                "operators": _plain(self._by_operator),
+                "implicit": [
+                    {"operator": op, "kind": kind, "count": number} for (op, kind), number in self._implicit.items()
+                ],
+                "sharding": {name: placements_text(placements) for name, placements in self._sharding.items()},
+                "total": {
+                    "steps": self.get_total_counts(),
+                    "sent_bytes": self.get_sent_bytes(),
+                    "received_bytes": self.get_received_bytes(),
+                },
+            }
+        )
+
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [
+            ("module", "redistribution", "steps", "messages", "bytes sent", "bytes received")
+        ]
+        for module, kinds in self._by_module.items():
+            rows += [(module if not place else "", *_cells(kind, kinds[kind])) for place, kind in enumerate(kinds)]
+        total = Count()
+        for count in self.by_kind().values():
+            total.add(count)
+        rows.append(("all", *_cells("", total)))
+        text = _table(rows)
+        for op, kinds in self._by_operator.items():
+            count = Count()
+            for of_kind in kinds.values():
+                count.add(of_kind)
+            text += (
+                f"\nfor {op}: {count.steps:,} steps, {count.sent_bytes:,} bytes sent, {count.received_bytes:,} received"
+            )
+        for (op, kind), number in self._implicit.items():
+            text += f"\nnot asked for by name: {op} moved {kind}, {number} times"
+        return text
+
+
+def _rank() -> object:
+    """Which rank the calling thread belongs to; threads that autograd started belong to the process's."""
+    return identity.current() if identity.is_assumed() else None
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _plain(counts: Mapping[str, Mapping[str, Count]]) -> dict[str, dict[str, dict[str, int]]]:
+    return {name: {kind: vars(count) for kind, count in kinds.items()} for name, kinds in counts.items()}
+
+
+def _cells(kind: str, count: Count) -> tuple[str, ...]:
+    numbers = (count.steps, count.num_sent, count.sent_bytes, count.received_bytes)
+    return (kind, *(f"{number:,}" for number in numbers))
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns of equal width, the first two aligned left, with a line under the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) if place < 2 else cell.rjust(width) for place, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_flight_record(path: str | Path) -> None:
+    """Writes the last 2,000 exchanges of this rank, with their states and the lines that asked, as JSON.
+
+    Without being asked it is written when an exchange fails, and on SIGUSR1, to TRITONDT_FLIGHT_DIR or to a temporary
+    folder that the error names. `python -m tritondt doctor flight DIR` reads what all ranks have written. OSError
+    where the folder does not exist.
+
+        write_flight_record(f"flight/rank-{rank}.json")
+    """
+    world.current().flight.recorder.dump(str(path), "asked")

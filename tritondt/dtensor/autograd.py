@@ -1,0 +1,107 @@
+"""Autograd functions that connect plain local tensors with distributed ones."""
+
+from typing import Any
+
+import torch
+
+from tritondt.comm.packing.wire_dtype import Wire
+from tritondt.dtensor.compiled_call import Wrap
+from tritondt.dtensor.pending import redistribute_dtensor
+from tritondt.redistribution.autograd import check_linear, cotangent_spec, gradient_spec, mean_size
+from tritondt.sharding.spec import DTensorSpec
+
+
+class FromLocal(torch.autograd.Function):
+    """Makes a distributed tensor of local ones; the gradient comes back as this rank's part of its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        wrap: Wrap,
+        spec: DTensorSpec,
+        gradient: DTensorSpec,
+        values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Wraps an alias of `local`, or `values` in its place; `gradient` is how its gradient is wanted."""
+        ctx.wrap, ctx.spec, ctx.gradient = wrap, spec, gradient
+        ctx.set_materialize_grads(False)  # torch would make plain zeros where there is no gradient
+        return wrap(local.detach() if values is None else values, spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
+        """The local part of the gradient under the wanted layout; of the mean's, where the input was terms of one."""
+        if grad is None:
+            return None, None, None, None, None
+        check_linear(ctx.spec)
+        back = grad.redistribute(placements=ctx.gradient.placements, order=ctx.gradient.order)
+        local: torch.Tensor
+        if torch.is_grad_enabled() and back.requires_grad:
+            # What multiplies this gradient is every rank's own: terms add up where the input was terms.
+            local = ToLocal.apply(back, ctx.wrap, cotangent_spec(ctx.spec))  # type: ignore[no-untyped-call]
+        else:
+            local = back._local_tensor
+        divisor = mean_size(ctx.spec, ctx.gradient)
+        return (local if divisor == 1 else local / divisor), None, None, None, None
+
+
+class ToLocal(torch.autograd.Function):
+    """Takes the local tensor of a distributed one; its gradient is made a distributed tensor again."""
+
+    @staticmethod
+    def forward(ctx: Any, distributed: Any, wrap: Wrap, gradient: DTensorSpec) -> torch.Tensor:
+        """An alias of the local tensor; `gradient` is the layout in which its gradient will come."""
+        ctx.wrap, ctx.gradient = wrap, gradient
+        ctx.set_materialize_grads(False)
+        local: torch.Tensor = distributed._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        """The gradient under the layout that was announced."""
+        if grad is None:
+            return None, None, None
+        gradient = ctx.gradient
+        wrapped: torch.Tensor
+        if torch.is_grad_enabled() and grad.requires_grad:
+            wrapped = FromLocal.apply(grad, ctx.wrap, gradient, gradient_spec(gradient))  # type: ignore[no-untyped-call]
+        else:
+            wrapped = ctx.wrap(grad, gradient)
+        return wrapped, None, None
+
+
+class Redistributed(torch.autograd.Function):
+    """Redistribution of a distributed tensor: the identity on the whole tensor, and so is its gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        distributed: Any,
+        wrap: Wrap,
+        target: DTensorSpec,
+        backward_dtype: torch.dtype | None,
+        async_op: bool = False,
+        wire: Wire | None = None,
+    ) -> torch.Tensor:
+        """The tensor under `target`; under way, and so its gradient, with `async_op`."""
+        ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire = distributed._spec, backward_dtype, async_op, wire
+        ctx.set_materialize_grads(False)
+        return redistribute_dtensor(
+            distributed, wrap, target, async_op=async_op, wire_dtype=None if wire is None else wire.forward
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:
+        """The gradient as the source was laid out, with Partial as Replicate."""
+        if grad is None:
+            return None, None, None, None, None, None
+        wanted = gradient_spec(ctx.source)
+        if ctx.backward_dtype is not None:
+            grad = grad.to(ctx.backward_dtype)
+        back = grad.redistribute(
+            placements=wanted.placements,
+            order=wanted.order,
+            async_op=ctx.async_op,
+            wire_dtype=None if ctx.wire is None else ctx.wire.backward,
+        )
+        return (back if back.dtype is ctx.source.dtype else back.to(ctx.source.dtype)), None, None, None, None, None

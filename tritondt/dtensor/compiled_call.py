@@ -1,0 +1,198 @@
+"""Runs a call that moves arguments, writes to them, or gives several tensors or none, as propagation decided."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch._ops import OpOverload
+
+from tritondt.comm import read_guard
+from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
+from tritondt.ops.propagation.tensor_meta import meta_of
+from tritondt.redistribution.implicit import redistribute_input
+from tritondt.sharding.placement import Replicate
+from tritondt.sharding.spec import DTensorSpec
+
+
+class Wrap(Protocol):
+    """Makes a distributed tensor of a local tensor and its spec."""
+
+    def __call__(self, local: torch.Tensor, spec: DTensorSpec, /) -> torch.Tensor:
+        """The distributed tensor."""
+
+
+class WrapAll(Protocol):
+    """Makes distributed tensors of many local tensors and their specs."""
+
+    def __call__(self, locals_: Iterable[torch.Tensor], specs: Iterable[DTensorSpec], /) -> list[torch.Tensor]:
+        """The distributed tensors."""
+
+
+class Follow(Protocol):
+    """Makes the results of a view that had to move follow its argument."""
+
+    def __call__(self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
+        """The results."""
+
+
+class Admit(Protocol):
+    """Raises what a decision says against the call, unless it may run all the same."""
+
+    def __call__(self, op: OpOverload, refusal: str, /) -> None:
+        """Nothing, or PropagationError."""
+
+
+# Runs a signature: positional and keyword arguments with local tensors in place, then the arguments as they came.
+Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[str, Any]], Any]
+
+
+class _Move(NamedTuple):
+    """Where an argument is and where the operator needs it; what is written there is brought back."""
+
+    source: DTensorSpec
+    target: DTensorSpec
+    is_written: bool
+
+
+# This rank's part of an argument, what stands for it while the operator writes, and the move between both.
+_Away = tuple[torch.Tensor, torch.Tensor, _Move]
+
+
+class Signature:
+    """A signature that moves arguments, writes to them, or gives several tensors or none."""
+
+    def __init__(
+        self,
+        schema: OpSchema,
+        decision: OutputSharding,
+        local: LocalOp,
+        written: Sequence[int],
+        wrap: Wrap,
+        wrap_all: WrapAll,
+        follow: Follow,
+        admit: Admit,
+    ) -> None:
+        self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
+        self._refusal, self._admit = decision.refusal, admit
+        self._follow = follow if decision.copies_view else None
+        self._outputs, self._data_dependent = decision.output_spec, decision.data_dependent
+        self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
+        self._moves = () if decision.input_specs is None else tuple(_moves(schema, decision.input_specs, written))
+        # One list: of several results each may be missing, as the gradient of what needs none.
+        self._gives_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
+        self._names = tuple(schema.kwargs_schema)
+        self._written = frozenset(written)
+        # An operator may write to arguments and give new tensors, as batch norm does.
+        self._gives_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
+        self._reshapes = torch.Tag.inplace_view in schema.op.tags
+        self._returns = tuple(_returned(schema.op))
+
+    def run(
+        self,
+        local_args: Sequence[Any],
+        local_kwargs: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Moves what has to move, runs, brings back what was written elsewhere than where it is, and wraps."""
+        if self._refusal:
+            self._admit(self._op, self._refusal)
+        if self._written and read_guard.readers:
+            self._wait_for_readers(local_args, local_kwargs)
+        away: list[_Away] = []
+        if self._moves:
+            moves = iter(self._moves)
+            local_args = [
+                self._moved(argument, moves, given, away) for argument, given in zip(local_args, args, strict=True)
+            ]
+            local_kwargs = {name: self._moved(local_kwargs[name], moves, kwargs[name], away) for name in self._names}
+        result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
+        for own, moved, move in away:
+            own.copy_(redistribute_input(self._op, moved, move.target, move.source))
+        if self._reshapes:
+            return self._reshaped(result, args, kwargs)
+        if self._gives_arguments:
+            given = [_argument(args, kwargs, place, name) for place, name in self._returns]
+            return given[0] if len(given) == 1 else tuple(given) if given else None
+        wrapped = self._whole(result) if self._data_dependent else self._wrapped(result, self._outputs)
+        return wrapped if self._follow is None else self._follow(wrapped, self._op, args, kwargs)
+
+    def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
+        """Messages may be on their way out of the memory that is about to be written to."""
+        tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
+        read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
+
+    def _reshaped(self, local: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The argument itself with another shape: the operator runs on the outer tensor as well, which has no data."""
+        distributed = args[0]
+        with torch._C._DisableTorchDispatch():
+            self._op(*args, **kwargs)
+        distributed._spec = self._outputs
+        if self._in_mesh:
+            distributed._local_tensor = local
+        return distributed
+
+    def _moved(self, argument: Any, moves: "Iterator[_Move]", given: Any, away: "list[_Away]") -> Any:
+        if isinstance(given, list | tuple):
+            return [self._moved(item, moves, of, away) for item, of in zip(argument, given, strict=True)]
+        if not isinstance(given, torch.Tensor):
+            return argument
+        move = next(moves)
+        if move.source is move.target:
+            return argument
+        moved = redistribute_input(self._op, argument, move.source, move.target)
+        if move.is_written:
+            away.append((argument, moved, move))
+        return moved
+
+    def _wrapped(self, result: Any, specs: OutputSpecs) -> Any:
+        if isinstance(specs, DTensorSpec):
+            return self._wrap(_empty(specs) if result is None else result, specs)
+        if specs is None:
+            return result
+        if self._gives_list and self._in_mesh:
+            return self._wrap_all(result, cast(Sequence[DTensorSpec], specs))
+        if not self._in_mesh:
+            return tuple(None if spec is None else self._wrap(_empty(spec), spec) for spec in specs)
+        pairs = zip(result, specs, strict=True)
+        return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
+
+    def _whole(self, result: Any) -> Any:
+        """Results whole on every rank, as they are; a rank outside the mesh knows no shapes and gets empty tensors."""
+        if not self._in_mesh:
+            count = len(self._op._schema.returns)
+            result = tuple(torch.empty((0,), device=self._mesh.device_type) for _ in range(count))
+            result = result[0] if count == 1 else result
+        if isinstance(result, torch.Tensor):
+            return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
+        return tuple(map(self._whole, result)) if isinstance(result, list | tuple) else result
+
+
+def _moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> "Iterator[_Move]":
+    for place, (source, target) in enumerate(zip(schema.args_spec, targets, strict=True)):
+        yield _Move(source, target, place in written)
+
+
+def _empty(spec: DTensorSpec) -> torch.Tensor:
+    return torch.empty((0,), dtype=spec.dtype, device=spec.mesh.device_type)
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_in(argument)
+
+
+def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
+    """Arguments that the operator writes to and returns, in the order of what it returns."""
+    names = [frozenset(result.alias_info.before_set) for result in op._schema.returns if result.alias_info is not None]
+    for aliases in names:
+        for place, declared in enumerate(op._schema.arguments):
+            if declared.alias_info is not None and frozenset(declared.alias_info.before_set) & aliases:
+                yield place, declared.name
+
+
+def _argument(args: Sequence[Any], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
+    return args[place] if place < len(args) else kwargs[name]

@@ -1,0 +1,81 @@
+"""Composite operators of torch that put plain tensors of their own beside their arguments.
+
+A causal mask, the classes of one_hot, the positions of quantiles: torch makes them of shapes and numbers, alike on
+every rank, where no Python sees them come. Such an operator comes here first when an argument is of a subclass, and
+what it makes beside distributed tensors counts as replicated. What the user brings as a plain tensor is refused as
+ever.
+"""
+
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from tritondt.dtensor.compiled_call import Wrap
+from tritondt.ops.propagation.replication import as_replicated, implicit_replication
+from tritondt.sharding.mesh import Mesh
+
+aten = torch.ops.aten
+
+_MAKING = (
+    *("_scaled_dot_product_attention_math", "one_hot", "combinations", "istft"),
+    *("quantile", "quantile.scalar", "nanquantile", "nanquantile.scalar"),
+    *("linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.tol_tensor"),
+    *("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float"),
+)
+# Read the values of their second argument, which decide how many results there are.
+_READING = ("tensor_split.tensor_indices_or_sections",)
+# Of the keys that torch looks at before it takes a composite apart, one that subclasses have, and modes.
+_OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
+_BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
+    """Has what torch's composites make taken for replicated beside tensors of `tensor_class`; once in a process."""
+    for name in (*_MAKING, *_READING):
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(aten, packet, None), overload or "default", None)
+        if op is not None:
+            kernel = _Kernel(op, tensor_class, wrap, reads=name in _READING)
+            _library.impl(name, kernel, _OF_SUBCLASSES.name, with_keyset=True)
+
+
+class _Kernel:
+    """Stands before one composite operator."""
+
+    def __init__(self, op: OpOverload, tensor_class: type[torch.Tensor], wrap: Wrap, *, reads: bool) -> None:
+        self._op, self._class, self._wrap, self._reads = op, tensor_class, wrap, reads
+
+    def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        mesh = next((tensor._spec.mesh for tensor in tensors if isinstance(tensor, self._class)), None)  # type: ignore[attr-defined]
+        if mesh is None:
+            left = keys & _BELOW
+            # What is handed to Python has to come through the kernel that this one stands before.
+            if left.highestPriorityTypeId() is DispatchKey.Python:
+                return self._decompose(args, kwargs)
+            return self._op.redispatch(left, *args, **kwargs)
+        if self._reads:
+            tensor, values, *rest = args
+            args = tensor, values.full_tensor() if isinstance(values, self._class) else values, *rest  # type: ignore[attr-defined]
+            return self._decompose(args, kwargs)
+        if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
+            return self._decompose(args, kwargs)
+        with implicit_replication():
+            return self._distributed(self._decompose(args, kwargs), mesh)
+
+    def _decompose(self, args: Any, kwargs: Any) -> Any:
+        """By torch's C++: its Python forms of some are for graphs."""
+        return self._op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    def _distributed(self, results: Any, mesh: Mesh) -> Any:
+        """Results of nothing but shapes, such as the rank of a matrix without rows, as distributed ones."""
+
+        def distributed(found: torch.Tensor) -> torch.Tensor:
+            return found if isinstance(found, self._class) else self._wrap(*as_replicated(found, mesh))
+
+        return tree_map_only(torch.Tensor, distributed, results)

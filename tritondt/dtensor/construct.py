@@ -1,0 +1,31 @@
+"""Makes the outer tensor of a distributed tensor: global shape, stride and dtype, and no memory of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tritondt.sharding.spec import DTensorSpec
+
+# (class, local tensor, spec, requires_grad): torch's own constructor for such tensors reads `spec.tensor_meta` and sets
+# `_local_tensor` and `_spec`; it takes 1.0 us where _make_wrapper_subclass with the attributes takes 2.2.
+Construct = Callable[..., Any]
+
+
+def _construct(tensor_class: type[torch.Tensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> Any:
+    """The same through the constructor that every supported torch has."""
+    meta = spec.tensor_meta
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        tensor_class,
+        meta.shape,
+        strides=meta.stride,
+        dtype=meta.dtype,
+        device=local.device,
+        layout=local.layout,
+        requires_grad=requires_grad,
+    )
+    made._local_tensor, made._spec = local, spec
+    return made
+
+
+construct: Construct = getattr(torch.Tensor, "_dtensor__new__", _construct)

@@ -1,0 +1,318 @@
+"""Runs one operator on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
+
+A signature (operator, specs, plain arguments) is decided once by the propagator and compiled into a function of local
+tensors. What is left per call is the key, one dict look-up and that function. The tensor class is passed in, so that
+this file knows of (local tensor, spec) pairs only.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from types import FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch._ops import OpOverload
+
+from tritondt._C import make_call_splitter
+from tritondt.dtensor.compiled_call import Compiled, Follow, Signature, Wrap, WrapAll
+from tritondt.errors import MeshError, MixedTensorsError
+from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
+from tritondt.ops.propagation.propagator import ShardingPropagator
+from tritondt.ops.propagation.replication import are_replicated, as_replicated, implicit_replication
+from tritondt.ops.propagation.schema import LocalOp, OpSchema
+from tritondt.ops.propagation.selection import written_positions
+from tritondt.sharding.placement import Replicate
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+# Signatures kept per operator; the oldest goes first. 1,024 signatures of a binary operator take about 1 MB.
+MAX_SIGNATURES = 1024
+
+_NUMBERS = (int, float, complex)
+_NOTHING: Mapping[str, Any] = {}
+# Numbers that a graph leaves open have no hash; what they are where they are known.
+_SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+# A lone output has its spec and a function of the local arguments; else the function does it all.
+_Found: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
+
+
+class _Operator:
+    """What is kept of one operator; see RuntimeSchemaInfo for `static_argnum`."""
+
+    __slots__ = ("op", "signatures", "static_argnum")
+
+    def __init__(self, op: OpOverload, static_argnum: int) -> None:
+        self.op, self.static_argnum = op, static_argnum
+        self.signatures: dict[tuple[Any, ...], _Found] = {}
+
+
+class Dispatcher:
+    """Dispatch for one tensor class, whose instances carry `_local_tensor` and `_spec`.
+
+    `dispatch` is made as a function, for it runs at every call of every operator.
+    """
+
+    def __init__(
+        self,
+        tensor_class: type[torch.Tensor],
+        wrap: Wrap,
+        wrap_all: WrapAll,
+        follow: Follow,
+        propagator: ShardingPropagator,
+    ) -> None:
+        self._class, self._wrap, self._wrap_all, self._follow = tensor_class, wrap, wrap_all, follow
+        self._propagator = propagator
+        self._split = make_call_splitter(tensor_class)
+        self._operators: dict[int, _Operator] = {}
+        propagator.on_change(self._operators.clear)
+        self.dispatch = self._made_dispatch()
+
+    def num_signatures(self, op: OpOverload) -> int:
+        """How many signatures of an operator are kept now."""
+        found = self._operators.get(id(op))
+        return 0 if found is None else len(found.signatures)
+
+    def running(self) -> OpOverload | None:
+        """The operator that the calling thread is at; looked for among its frames, so that calls need not note it."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return None if frame is None else frame.f_locals["op"]
+
+    def _made_dispatch(self) -> Callable[..., Any]:
+        operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
+
+        def dispatch(
+            op: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            """The operator's result, with distributed tensors for tensors.
+
+            Raises MixedTensorsError, MeshError and PropagationError before anything is sent.
+            """
+            operator = operators.get(id(op))
+            if kwargs or operator is None:
+                return run_any(op, args, kwargs or _NOTHING)
+            found = split(args, operator.static_argnum)
+            if found is None:
+                return run_any(op, args, _NOTHING)
+            key, local_args = found
+            signature = operator.signatures.get(key)
+            if signature is None:
+                return run_any(op, args, _NOTHING)
+            run, spec = signature
+            if spec is not None:
+                return wrap(run(*local_args), spec)
+            return run(local_args, _NOTHING, args, _NOTHING)
+
+        self._code = dispatch.__code__
+        return dispatch
+
+    def _run_any(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The same for arguments of any kind, and for what is met for the first time."""
+        operator = self._operator(op)
+        key: list[Any] = []
+        local_args = self._local_arguments(args, key, operator.static_argnum)
+        local_kwargs = kwargs
+        if kwargs:
+            names = sorted(kwargs)
+            key.append(tuple(names))
+            # Keyword arguments count as static unless all numbers do.
+            values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
+            local_kwargs = dict(zip(names, values, strict=True))
+        found, is_kept = _looked_up(operator, key)
+        if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
+            return self._run_any(op, *_with_values(args, kwargs))
+        if found is None:
+            plain = any(map(self._is_plain, _flat((*args, *kwargs.values()))))
+            if plain and are_replicated(written=self._writes_plain(op, args, kwargs)):
+                return self._run_any(op, *self._all_distributed(args, kwargs))
+            schema = self._schema(op, args, kwargs)
+            if not self._propagator.knows(op):
+                result = _decompose(schema, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            found = self._compile(schema)
+            if is_kept:
+                _keep(operator, key, found)
+        run, spec = found
+        if spec is not None:
+            return self._wrap(run(*local_args, **local_kwargs), spec)
+        return run(local_args, local_kwargs, args, kwargs)
+
+    def _is_plain(self, argument: Any) -> bool:
+        """Whether an argument is a tensor of this rank alone, and no number."""
+        return isinstance(argument, torch.Tensor) and argument.ndim > 0 and not isinstance(argument, self._class)
+
+    def _writes_plain(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the operator writes to a tensor of this rank alone."""
+        declared = op._schema.arguments
+        given = {argument.name: found for argument, found in zip(declared, args, strict=False)} | dict(kwargs)
+        return any(
+            any(map(self._is_plain, _flat((given[argument.name],))))
+            for argument in declared
+            if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
+        )
+
+    def _all_distributed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with plain tensors as replicated ones."""
+        given = _flat((*args, *kwargs.values()))
+        mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
+
+        def distributed(argument: Any) -> Any:
+            if self._is_plain(argument):
+                return self._wrap(*as_replicated(argument, mesh))
+            return [distributed(item) for item in argument] if isinstance(argument, list | tuple) else argument
+
+        return [*map(distributed, args)], {name: distributed(argument) for name, argument in kwargs.items()}
+
+    def _operator(self, op: OpOverload) -> _Operator:
+        found = self._operators.get(id(op))
+        if found is None:
+            # Operators live as long as torch; keeping the object makes sure of it.
+            found = self._operators[id(op)] = _Operator(op, self._propagator.schema_info(op).static_argnum)
+        return found
+
+    def _local_arguments(self, args: Sequence[Any], key: list[Any], static_argnum: int) -> list[Any]:
+        """The arguments with local tensors in place; appends to `key` what tells signatures apart, as dispatch does."""
+        local_args: list[Any] = []
+        for argument in args:
+            if isinstance(argument, list | tuple):
+                local_args.append(self._local_list(argument, key, len(local_args) < static_argnum))
+            elif isinstance(argument, self._class):
+                distributed: Any = argument
+                key.append(distributed._spec)
+                local_args.append(distributed._local_tensor)
+            else:
+                by_value = len(local_args) >= static_argnum
+                key.extend(_plain_key(argument, by_value))
+                local_args.append(argument)
+        return local_args
+
+    def _local_list(self, items: Sequence[Any], key: list[Any], numbers_by_type: bool) -> Sequence[Any]:
+        found = self._split((list(items),), int(numbers_by_type))
+        if found is not None:  # tensors alone, of which foreach operators and optimizers pass hundreds, or numbers
+            local_items: Sequence[Any]
+            parts, (local_items,) = found
+            key.extend(parts)
+            return local_items
+        key.append(len(items))
+        return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
+
+    def _compile(self, schema: OpSchema) -> _Found:
+        decision = self._propagator.propagate(schema)
+        local: LocalOp = decision.local or schema.op._op
+        written = written_positions(schema)
+        runs_as_it_is = schema.mesh.coordinate is not None and not written
+        runs_as_it_is &= not decision.needs_redistribute and not decision.copies_view
+        if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
+            return local, decision.output_spec
+        admit = self._propagator.fallback.admit
+        return Signature(schema, decision, local, written, self._wrap, self._wrap_all, self._follow, admit).run, None
+
+    def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
+        """The call with specs for tensors; refuses what cannot be in one call."""
+        distributed = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, self._class)]
+        mesh = distributed[0]._spec.mesh  # type: ignore[attr-defined]
+        for other in distributed:
+            if other._spec.mesh is not mesh:  # type: ignore[attr-defined]
+                raise MeshError(
+                    f"{op} got tensors on {mesh} and on {other._spec.mesh}; "  # type: ignore[attr-defined]
+                    "all must be on one mesh: redistribute to full tensors, or make them on one mesh"
+                )
+
+        def spec_of(argument: Any) -> Any:
+            if isinstance(argument, self._class):
+                return argument._spec  # type: ignore[attr-defined]
+            if isinstance(argument, torch.Tensor):
+                if argument.ndim:
+                    raise MixedTensorsError(_mixed_text(op, distributed[0]._spec, argument))  # type: ignore[attr-defined]
+                meta = TensorMeta((), (), argument.dtype)
+                return DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
+            if isinstance(argument, list | tuple):
+                return [spec_of(item) for item in argument]
+            return argument
+
+        # In declared order, whatever order the caller gave them in: signatures do not tell that apart.
+        declared = (argument.name for argument in op._schema.arguments)
+        named = {name: spec_of(kwargs[name]) for name in declared if name in kwargs}
+        return OpSchema(op, tuple(map(spec_of, args)), named)
+
+
+def _looked_up(operator: _Operator, key: Sequence[Any]) -> tuple[_Found | None, bool]:
+    """What is kept for a signature, and whether it can be: not where an argument has no hash."""
+    try:
+        return operator.signatures.get(tuple(key)), True
+    except TypeError:
+        return None, False
+
+
+def _keep(operator: _Operator, key: Sequence[Any], found: _Found) -> None:
+    if len(operator.signatures) >= MAX_SIGNATURES:
+        del operator.signatures[next(iter(operator.signatures))]
+    operator.signatures[tuple(key)] = found
+
+
+def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with their values in place of numbers that a graph leaves open, which then holds for these only."""
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [value(item) for item in argument]
+        for symbol, number in _SYMBOLS.items():
+            if isinstance(argument, symbol):
+                return number(argument)
+        return argument
+
+    return [*map(value, args)], {name: value(argument) for name, argument in kwargs.items()}
+
+
+def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
+    """What of an argument that is no distributed tensor tells signatures apart."""
+    if argument is None or isinstance(argument, bool):
+        return (argument,)
+    if isinstance(argument, torch.Tensor):
+        return torch.Tensor, argument.dtype, argument.shape
+    if isinstance(argument, _NUMBERS):
+        return (type(argument), argument) if by_value else (type(argument),)
+    return type(argument), argument
+
+
+def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
+    return chain.from_iterable(
+        _flat(argument) if isinstance(argument, list | tuple) else (argument,) for argument in arguments
+    )
+
+
+def _decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operator gives in terms of others; NotImplemented where nobody says how, or it is not needed."""
+    # Plain tensors that come up on the way are made of shapes and numbers: no other came with the arguments.
+    with implicit_replication():
+        if _is_composite(schema.op):
+            return _decomposed(schema.op, args, kwargs)
+        decomposition = None if is_replicated(schema) else decomposition_of(schema.op)
+        return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+
+
+def _is_composite(op: OpOverload) -> bool:
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _decomposed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a composite operator gives in terms of others, which come here only under inference_mode.
+
+    What turns results into views and counts writes has been left by then, without having acted on most composites.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    if op.has_kernel_for_dispatch_key(key):  # narrow and chunk: it has acted, and makes the result a view itself
+        return op.decompose(*args, **kwargs)
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return op.decompose(*args, **kwargs)
+
+
+def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:
+    return (
+        f"{op} got a distributed tensor {spec} and a plain one of shape {tuple(plain.shape)}; make the plain one "
+        "distributed with distribute_tensor(x, mesh, placements), or DTensor.from_local(x, mesh, [Replicate()]) where "
+        "every rank holds the same, or use to_local() on the other"
+    )

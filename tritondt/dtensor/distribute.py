@@ -1,0 +1,213 @@
+"""Makes distributed tensors, and modules of distributed parameters, of whole ones."""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError
+from tritondt.redistribution.agreement import check_agreed
+from tritondt.redistribution.run import redistribute_local
+from tritondt.redistribution.send import distribute_from
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
+from tritondt.sharding.placement import Placement, Replicate, placements_code, placements_text
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """The distributed tensor of a whole one: a leaf with memory of its own, a Parameter where `tensor` is one.
+
+    A collective call. The values are those of the rank whose coordinate is `src_data_rank` on every axis, which sends
+    every other rank its part; with None every rank cuts its own values and nothing is sent. Placements default to
+    Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. A tensor that is
+    distributed already comes back if it is laid out like this. Raises MismatchError on all ranks where their tensors'
+    shapes or dtypes differ, LayoutError, MeshError, LocalTensorError, PeerError.
+
+        weight = T.distribute_tensor(torch.randn(1000, 64), mesh, [T.Shard(0)])
+    """
+    mesh = canonical_mesh(mesh_or_current(device_mesh))
+    wanted = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    if isinstance(tensor, DTensor):
+        return _laid_out_so(tensor, mesh, wanted, order)
+    sender = None if src_data_rank is None else _sender(mesh, src_data_rank)
+    if sender is not None and not tensor.is_meta:
+        check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), sender)
+    if not tensor.is_leaf:
+        raise LocalTensorError(
+            "distribute_tensor takes a leaf of the autograd graph, got the result of an operator; call detach() first, "
+            "or DTensor.from_local, which passes gradients on"
+        )
+    target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(tensor.shape, tensor.dtype), order)
+    made = DTensor(_part(tensor.detach(), target, sender), target)
+    if isinstance(tensor, nn.Parameter):
+        return cast(DTensor, nn.Parameter(made, requires_grad=tensor.requires_grad))
+    made.requires_grad_(tensor.requires_grad)
+    return made
+
+
+def _laid_out_so(
+    tensor: DTensor, mesh: Mesh, placements: Sequence[Placement], order: Sequence[int | str] | None
+) -> DTensor:
+    spec = tensor._spec
+    if spec.mesh is not mesh:
+        raise MeshError(
+            f"distribute_tensor was given a tensor that is distributed over {spec.mesh} already, and asked for {mesh}; "
+            "give it x.full_tensor(), or make it on that mesh"
+        )
+    wanted = spec.with_placements(placements, order)
+    if wanted is not spec:
+        raise LayoutError(
+            f"distribute_tensor was given a tensor that is distributed as {placements_text(spec.placements)} already, "
+            f"and asked for {wanted}; use x.redistribute(placements={placements_code(placements)})"
+        )
+    return tensor
+
+
+def _sender(mesh: Mesh, src_data_rank: int) -> int:
+    """The place in the mesh whose coordinate is `src_data_rank` on every axis."""
+    if any(not 0 <= src_data_rank < size for size in mesh.shape):
+        raise MeshError(
+            f"src_data_rank={src_data_rank} is a coordinate on every axis of {mesh}; allowed are 0.."
+            f"{min(mesh.shape) - 1}, and None for every rank's own values"
+        )
+    position = 0
+    for size in mesh.shape:
+        position = position * size + src_data_rank
+    return position
+
+
+def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: Sequence[int | str] | None) -> str:
+    """What must be the same on all ranks."""
+    details = "" if order is None else f" in order {tuple(order)}"
+    details += ", requiring gradients" if tensor.requires_grad else ""
+    details += "" if tensor.is_leaf else ", not a leaf"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{tuple(tensor.shape)} {dtype} as {placements_text(placements)}{details}"
+
+
+def _part(whole: torch.Tensor, target: DTensorSpec, sender: int | None) -> torch.Tensor:
+    """This rank's part of the whole tensor at mesh position `sender`, or of its own."""
+    mesh = target.mesh
+    if whole.is_meta:
+        return whole.new_empty(target.local_shape)
+    if whole.device.type != mesh.device_type:
+        whole = whole.to(mesh.device_type)
+    if sender is not None and len(mesh.ranks) > 1:
+        return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (sender,), target)
+    meta = TensorMeta(target.shape, whole.stride(), whole.dtype)
+    own = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
+    if own.layout is target.layout:
+        return whole.clone(memory_format=torch.contiguous_format) if own.coordinate is not None else whole.new_empty(0)
+    return redistribute_local(whole, own, target)
+
+
+PartitionFunction = Callable[[str, nn.Module, Any], None]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    partition_fn: PartitionFunction | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Makes every parameter and buffer of `module` distributed, in place, and returns it.
+
+    `partition_fn(name, submodule, device_mesh)` is called for every submodule and may replace its parameters; what is
+    plain after it is replicated, from coordinate 0, and what several submodules share stays shared. `input_fn(module,
+    inputs, device_mesh)` runs before and `output_fn(module, outputs, device_mesh)` after every forward of the module;
+    what they return, unless None, takes the place of what they were given. Raises TritondtError where the module went
+    through this before.
+
+        T.distribute_module(model, mesh, partition_fn)
+    """
+    mesh = mesh_or_current(device_mesh)
+    if getattr(module, "_tritondt_distributed", False):
+        raise TritondtError(
+            f"distribute_module was called twice for one {type(module).__name__}; call it once, with a partition_fn "
+            "for all submodules"
+        )
+    tied = _tied_places(module)
+    if partition_fn is not None:
+        for name, submodule in module.named_modules():
+            partition_fn(name, submodule, mesh)
+        for places in tied:
+            _tie_again(places)
+    _replicate_plain(module, mesh)
+    if input_fn is not None:
+        _check_hook("input_fn", input_fn, "inputs")
+        module.register_forward_pre_hook(lambda called, inputs: input_fn(called, inputs, mesh))
+    if output_fn is not None:
+        _check_hook("output_fn", output_fn, "outputs")
+        module.register_forward_hook(lambda called, inputs, outputs: output_fn(called, outputs, mesh))
+    module._tritondt_distributed = True  # type: ignore[assignment]
+    return module
+
+
+class _Place(NamedTuple):
+    """Where a module holds a parameter or a buffer."""
+
+    path: str
+    held: dict[str, Any]
+    name: str
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    """Every place in the module and its submodules that holds a tensor."""
+    for path, submodule in module.named_modules():
+        for held in (submodule._parameters, submodule._buffers):
+            for name in held:
+                if held[name] is not None:
+                    yield _Place(f"{path}.{name}".lstrip("."), held, name)
+
+
+def _tied_places(module: nn.Module) -> list[list[_Place]]:
+    """The places that hold one tensor, for every tensor that several hold."""
+    of_tensor: dict[int, list[_Place]] = {}
+    for place in _places(module):
+        of_tensor.setdefault(id(place.held[place.name]), []).append(place)
+    return [places for places in of_tensor.values() if len(places) > 1]
+
+
+def _tie_again(places: Sequence[_Place]) -> None:
+    """Gives the distributed tensor of one place to all that held one tensor before; LayoutError where two differ."""
+    found = [place for place in places if isinstance(place.held.get(place.name), DTensor)]
+    for place in found[1:]:
+        first, other = found[0].held[found[0].name], place.held[place.name]
+        if first._spec is not other._spec:
+            raise LayoutError(
+                f"{found[0].path} and {place.path} were one tensor, and partition_fn made {first._spec} of the one and "
+                f"{other._spec} of the other; tied weights need one layout"
+            )
+    for place in places if found else ():
+        place.held[place.name] = found[0].held[found[0].name]
+
+
+def _replicate_plain(module: nn.Module, mesh: "DeviceMesh | Mesh") -> None:
+    """Replicates what is plain; one tensor in several places stays one."""
+    # The plain tensors are kept as well, so that no other one gets the id of one that has gone.
+    replaced: dict[int, tuple[torch.Tensor, DTensor]] = {}
+    for _, held, name in list(_places(module)):
+        tensor = held[name]
+        if not isinstance(tensor, DTensor):
+            if id(tensor) not in replaced:
+                replaced[id(tensor)] = tensor, distribute_tensor(tensor, mesh)
+            held[name] = replaced[id(tensor)][1]
+
+
+def _check_hook(name: str, function: Callable[..., Any], what: str) -> None:
+    taken = len(inspect.signature(function).parameters)
+    if taken != 3:
+        raise TritondtError(f"{name} takes (module, {what}, device_mesh), got a function of {taken} arguments")

@@ -1,0 +1,137 @@
+"""Distributed tensors of nothing, of one value, and of random numbers: every rank makes its own part only."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import LayoutError
+from tritondt.ops.random.distributions import normal, uniform
+from tritondt.ops.random.generator import words_of
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
+from tritondt.sharding.placement import Partial, Placement, Replicate
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+# Makes a plain tensor of a shape, given as `size`, with `dtype` and `device`.
+_Make = Callable[..., torch.Tensor]
+
+
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of global shape `size` whose elements are whatever the memory holds.
+
+    Placements default to Replicate. Raises LayoutError, MeshError.
+    """
+    return _made(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements, order)
+
+
+def zeros(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of zeros of global shape `size`; see `empty`."""
+    return _made(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements, order)
+
+
+def ones(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of ones of global shape `size`; see `empty`. Terms of a sum add up to one."""
+    return _made(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements, order)
+
+
+def full(
+    size: Sequence[int],
+    fill_value: float | int | bool | complex,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of global shape `size` with `fill_value` everywhere; see `empty`."""
+
+    def make(size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.full(size, fill_value, **options)
+
+    return _made(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
+
+
+def rand(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of global shape `size` of numbers from [0, 1), the same whatever the placements.
+
+    See `empty`; MismatchError where the ranks' default generators are not in step (torch.manual_seed).
+    """
+    return _made(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
+
+
+def randn(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of global shape `size` of numbers from the normal distribution; see `rand`."""
+    return _made(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, normal)
+
+
+def _made(
+    make: _Make,
+    size: Sequence[Any],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: "DeviceMesh | Mesh | None",
+    placements: Sequence[Placement] | None,
+    order: Sequence[int | str] | None,
+    distribution: Callable[[Sequence[torch.Tensor], torch.dtype], torch.Tensor] | None = None,
+) -> DTensor:
+    if layout is not torch.strided:
+        raise LayoutError(f"a distributed tensor is strided, got layout={layout}; leave the layout out")
+    mesh = canonical_mesh(mesh_or_current(device_mesh))
+    shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+    device = torch.device(mesh.device_type)
+    dtype = make((), dtype=dtype, device="meta").dtype
+    wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
+    # Terms are made of what is whole; the engine does it without a message.
+    target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(shape, dtype), order)
+    spec = target.with_placements([Replicate() if isinstance(p, Partial) else p for p in target.placements])
+    if distribution is not None and spec.coordinate is not None:
+        local = distribution(words_of(spec, device, None, 1 + dtype.is_complex), dtype)
+    else:
+        local = make(spec.local_shape, dtype=dtype, device=device)
+    return DTensor(redistribute_local(local, spec, target), target, requires_grad=requires_grad)

@@ -1,0 +1,166 @@
+"""Functions on local tensors beside distributed ones, plain tensors taken for replicated, and strategies of one's own.
+
+The names of torch.distributed.tensor.experimental; context_parallel is not among them.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import LayoutError, LocalTensorError, MeshError
+from tritondt.ops.rules.view_layouts import shard_of_sizes
+from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Placement, Shard, placements_code, placements_text
+
+Placements = Sequence[Placement] | None
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Placements | tuple[Placements, ...] = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """Makes a function of local tensors one of distributed tensors; a decorator where `func` is left out.
+
+    `func` gets this rank's part of every distributed tensor among its (nested) positional arguments, and what it
+    returns becomes distributed as `out_placements` say, one entry for each result, None for what is no tensor.
+    `in_placements` are those that the arguments must have, one entry for each, None where any will do; with
+    `redistribute_inputs` they are brought there, else LayoutError. `in_grad_placements` are those of the gradients
+    that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut unevenly:
+    where an argument is, the ranks tell each other the lengths, a few bytes. Raises MeshError, LayoutError,
+    LocalTensorError.
+
+        @local_map(out_placements=[T.Shard(0)], in_placements=([T.Shard(0)], [T.Replicate()]))
+        def rows(x, weight):
+            return my_kernel(x, weight)
+    """
+    if func is None:
+        return partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    called = func
+
+    @wraps(called)
+    def on_local_tensors(*args: Any, **kwargs: Any) -> Any:
+        leaves, form = tree_flatten(args)
+        distributed = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        if not distributed:
+            return called(*args, **kwargs)
+        mesh = canonical_mesh(device_mesh if device_mesh is not None else distributed[0].device_mesh)
+        wanted = _per_item(in_placements, leaves, "in_placements")
+        of_gradients = _per_item(in_grad_placements, leaves, "in_grad_placements")
+        inputs = [
+            _input(leaf, placements, mesh, redistribute=redistribute_inputs) if isinstance(leaf, DTensor) else leaf
+            for leaf, placements in zip(leaves, wanted, strict=True)
+        ]
+        local = [
+            leaf.to_local(grad_placements=placements) if isinstance(leaf, DTensor) else leaf
+            for leaf, placements in zip(inputs, of_gradients, strict=True)
+        ]
+        results, result_form = tree_flatten(called(*tree_unflatten(local, form), **kwargs))
+        uneven = any(_is_uneven(leaf._spec.layout) for leaf in inputs if isinstance(leaf, DTensor))
+        laid_out = [
+            _output(result, placements, mesh, uneven=uneven)
+            for result, placements in zip(results, _of_results(out_placements, results), strict=True)
+        ]
+        return tree_unflatten(laid_out, result_form)
+
+    return on_local_tensors
+
+
+def _per_item(given: tuple[Placements, ...] | None, items: Sequence[Any], name: str) -> Sequence[Placements]:
+    if given is None:
+        return [None] * len(items)
+    if len(given) != len(items):
+        raise LayoutError(f"local_map was given {name} for {len(given)} arguments, but is called with {len(items)}")
+    return given
+
+
+def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
+    """One entry for each result; a lone one may come without a tuple around it."""
+    entries = given if isinstance(given, tuple) and not all(isinstance(item, Placement) for item in given) else (given,)
+    if len(entries) != len(results):
+        raise LayoutError(f"local_map was given out_placements for {len(entries)} results, got {len(results)}")
+    for entry, result in zip(entries, results, strict=True):
+        if (entry is None) is isinstance(result, torch.Tensor):
+            raise LayoutError(
+                f"local_map: a result is a {type(result).__name__}, and its out_placements are {entry}; tensors need "
+                "placements, and everything else None"
+            )
+    return entries
+
+
+def _input(tensor: DTensor, placements: Placements, mesh: Mesh, *, redistribute: bool) -> DTensor:
+    """The argument where it has to be."""
+    if tensor._spec.mesh is not mesh:
+        raise MeshError(f"local_map got a tensor on {tensor._spec.mesh}, but works on {mesh}; all must be on one mesh")
+    if placements is None:
+        return tensor
+    target = tensor._spec.with_placements(placements)
+    if target is tensor._spec:
+        return tensor
+    if not redistribute:
+        raise LayoutError(
+            f"local_map got {tensor._spec} where it needs {placements_text(placements)}; give it x.redistribute("
+            f"placements={placements_code(target.placements)}), or say redistribute_inputs=True"
+        )
+    return tensor.redistribute(placements=placements)
+
+
+def _is_uneven(layout: Layout) -> bool:
+    """Whether ranks may hold different lengths of a dim."""
+    cuts = [layout.cut(axis) for axis in layout.axes_where(Shard)]
+    return any(cut.sizes is not None or cut.length % (cut.parts * cut.unit * cut.repeats) for cut in cuts)
+
+
+def _output(result: Any, placements: Placements, mesh: Mesh, *, uneven: bool) -> Any:
+    if placements is None:
+        return result
+    if uneven and any(isinstance(placement, Shard) for placement in placements):
+        held, shape = _as_held(result, placements, mesh)
+        return DTensor.from_local(result, mesh, held, shape=shape)
+    return DTensor.from_local(result, mesh, placements)
+
+
+def _as_held(
+    local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh
+) -> tuple[list[Placement], tuple[int, ...]]:
+    """The placements with the sizes that the ranks hold, and the whole shape; a collective call."""
+    dims = [placement.dim % local.ndim for placement in placements if isinstance(placement, Shard)]
+    if len(set(dims)) < len(dims):
+        raise LocalTensorError(
+            "local_map: arguments are cut unevenly, and several axes cut one dim of a result "
+            f"{placements_text(placements)}; wrap it by DTensor.from_local(result, mesh, placements, shape=...) instead"
+        )
+    lengths = lengths_on_all(mesh, [local.shape[dim] for dim in dims])
+    found, shape = list(placements), list(local.shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim % local.ndim
+            sizes = [of_rank[dims.index(dim)] for of_rank in _along(lengths, mesh, axis)]
+            found[axis], shape[dim] = shard_of_sizes(dim, sizes), sum(sizes)
+    return found, tuple(shape)
+
+
+def _along(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:
+    """What the ranks say that differ from the first in their index on one axis only."""
+    stride = 1
+    for size in mesh.shape[axis + 1 :]:
+        stride *= size
+    return [lengths[index * stride] for index in range(mesh.shape[axis])]

@@ -1,0 +1,27 @@
+"""All families of operators: importing one registers its operators. The propagator does so at first use."""
+
+from tritondt.ops.families import (  # noqa: F401
+    attention,
+    batched_linalg,
+    channel_norms,
+    completed_reductions,
+    diagonals,
+    foreach,
+    foreach_reductions,
+    fused,
+    gathering,
+    indexing,
+    joining,
+    like,
+    loss,
+    margin_losses,
+    matrix,
+    normalization,
+    padding,
+    random,
+    reductions,
+    slicing,
+    spatial,
+    views,
+    whole_dims,
+)

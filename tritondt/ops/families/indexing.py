@@ -1,0 +1,301 @@
+"""Embedding, and reading or writing elements at indices: gather, index_select, x[index], scatter and their gradients.
+
+What is picked may be sharded as the indices are, and along every dim that is not indexed. An embedding's vocabulary may
+be sharded too: every rank looks up the rows it holds and the results add up.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from tritondt.ops.propagation.fallback import replicate_all
+from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.registration import strategy_of
+from tritondt.ops.propagation.schema import (
+    AxisStrategy,
+    LocalOp,
+    OpSchema,
+    OutputSpecs,
+    RuntimeSchemaInfo,
+    Strategies,
+)
+from tritondt.ops.rules.equations import register_equation
+from tritondt.ops.rules.positions import check_indices, positions_among
+from tritondt.sharding.intervals import total
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec
+
+aten = torch.ops.aten
+
+
+def _sums(spec: DTensorSpec) -> list[Partial]:
+    """The sums and means that a tensor holds terms of."""
+    found = dict.fromkeys(p for p in spec.placements if isinstance(p, Partial))
+    return [placement for placement in found if placement.reduce_op in ("sum", "avg")]
+
+
+def _replicated(schema: OpSchema) -> AxisStrategy:
+    return AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(),))
+
+
+def _local_lookup(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    """Rows that other ranks hold come out as zeros."""
+    weight = schema.args_spec[0]
+    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
+    if not weight.layout.axes_of_dim[0] or weight.coordinate is None:
+        return None
+    held, length, shape = weight.layout.intervals(0, weight.coordinate), weight.shape[0], outputs.local_shape
+
+    def look_up(table: torch.Tensor, indices: torch.Tensor, *_: object) -> torch.Tensor:
+        check_indices(indices, length, "embedding index")
+        if not total(held):
+            return table.new_zeros(shape)
+        rows, missing = positions_among(held, indices)
+        return torch.embedding(table, rows).masked_fill_(missing.unsqueeze(-1), 0)
+
+    return look_up
+
+
+@strategy_of([aten.embedding.default], localize=_local_lookup)
+def embedding(schema: OpSchema) -> list[AxisStrategy]:
+    """Sharded as the indices are, by feature where the table is; a term on every rank where the vocabulary is cut."""
+    weight, indices = schema.args_spec
+    found = [
+        AxisStrategy((Replicate(), Replicate()), (Replicate(),)),
+        AxisStrategy((Shard(1), Replicate()), (Shard(indices.ndim),)),
+        AxisStrategy((Shard(0), Replicate()), (Partial(),)),
+    ]
+    found += [AxisStrategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
+    return found + [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(weight)]
+
+
+@strategy_of([aten.embedding_dense_backward.default])
+def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
+    """Where positions are sharded every rank has a term of the table's gradient."""
+    gradient, indices = schema.args_spec
+    found = [AxisStrategy((Shard(indices.ndim), Replicate()), (Shard(1),))]
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(gradient)]
+    scale_grad_by_freq = schema.argument(4, "scale_grad_by_freq", False)
+    if not scale_grad_by_freq:  # frequencies are counted over all positions
+        found += [AxisStrategy((Shard(dim), Shard(dim)), (Partial(),)) for dim in range(indices.ndim)]
+    return [*found, _replicated(schema)]
+
+
+@strategy_of(
+    [aten.masked_fill.Scalar, aten.masked_fill_.Scalar],
+    # The value decides which terms may stay terms.
+    schema_info=RuntimeSchemaInfo(static_argnum=2),
+)
+def masked_fill(schema: OpSchema) -> list[AxisStrategy]:
+    """Zero may fill all terms of a sum, and any value all terms of a mean or an extreme."""
+    spec, _ = schema.args_spec
+    found = pointwise_strategies(schema.args_spec)
+    allowed = ("avg", "max", "min") if schema.argument(2, "value") else ("sum", "avg", "max", "min", "product")
+    for placement in dict.fromkeys(spec.placements):
+        if isinstance(placement, Partial) and placement.reduce_op in allowed:
+            found.append(AxisStrategy((placement, Replicate()), (placement,)))
+    return found
+
+
+def _indexed_dim(schema: OpSchema) -> int:
+    """The dim along which a gather, scatter, index_select or index_add works."""
+    dim: int = schema.args_schema[1]
+    return dim % max(schema.args_spec[0].ndim, 1)
+
+
+@strategy_of([aten.gather.default])
+def gather(schema: OpSchema) -> list[AxisStrategy]:
+    """Alike along dims of equal length; along the indexed dim as the indices are, the source being whole."""
+    source, index = schema.args_spec
+    along = _indexed_dim(schema)
+    found = [
+        AxisStrategy((Shard(dim), Shard(dim)), (Shard(dim),))
+        for dim in range(min(index.ndim, source.ndim))
+        if dim != along and source.shape[dim] == index.shape[dim]
+    ]
+    if index.ndim:
+        found.append(AxisStrategy((Replicate(), Shard(along)), (Shard(along),)))
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(source)]
+    return [*found, _replicated(schema)]
+
+
+@strategy_of([aten.index_select.default])
+def index_select(schema: OpSchema) -> list[AxisStrategy]:
+    """Along the selected dim as the indices are, elsewhere as the source is."""
+    source, index = schema.args_spec
+    along = _indexed_dim(schema)
+    found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),)) for dim in range(source.ndim) if dim != along]
+    if index.ndim and source.ndim:
+        found.append(AxisStrategy((Replicate(), Shard(0)), (Shard(along),)))
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(source)]
+    return [*found, _replicated(schema)]
+
+
+@strategy_of(
+    [
+        *(aten.scatter.src, aten.scatter_.src, aten.scatter.value, aten.scatter_.value),
+        *(aten.scatter_add.default, aten.scatter_add_.default),
+        *(aten.scatter_reduce.two, aten.scatter_reduce_.two),
+        *(aten.scatter.reduce, aten.scatter_.reduce, aten.scatter.value_reduce, aten.scatter_.value_reduce),
+    ]
+)
+def scatter(schema: OpSchema) -> list[AxisStrategy]:
+    """Alike along dims of equal length; added values may come from all ranks, along the indexed dim."""
+    into, index, *_ = specs = schema.args_spec
+    along = _indexed_dim(schema)
+    found = [
+        AxisStrategy((Shard(dim),) * len(specs), (Shard(dim),))
+        for dim in range(into.ndim)
+        if dim != along and len({spec.shape[dim] for spec in specs}) == 1
+    ]
+    adds = schema.op in (aten.scatter_add.default, aten.scatter_add_.default)
+    if adds and index.ndim and specs[2].shape[along] == index.shape[along]:
+        found.append(AxisStrategy((Partial(), Shard(along), Shard(along)), (Partial(),)))
+    if adds:
+        found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in _sums(specs[2])]
+    return [*found, _replicated(schema)]
+
+
+@strategy_of([aten.index_add.default, aten.index_add_.default])
+def index_add(schema: OpSchema) -> list[AxisStrategy]:
+    """Sharded elsewhere than along the dim that is added to; along it every rank has a term."""
+    into, index, source = schema.args_spec
+    along = _indexed_dim(schema)
+    found = [
+        AxisStrategy((Shard(dim), Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(into.ndim) if dim != along
+    ]
+    if index.ndim and source.ndim:
+        found.append(AxisStrategy((Partial(), Shard(0), Shard(along)), (Partial(),)))
+    found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in _sums(source)]
+    return [*found, _replicated(schema)]
+
+
+class _Advanced:
+    """Where the dims of x[indices] come from: from x, or from the indices, which broadcast against each other."""
+
+    def __init__(self, schema: OpSchema) -> None:
+        source, indices = schema.args_spec[0], schema.args_schema[1]
+        self.indices: list[DTensorSpec] = [index for index in indices if index is not None]
+        indexed = [dim for dim, index in enumerate(indices) if index is not None]
+        self.shape = tuple(torch.broadcast_shapes(*(index.shape for index in self.indices)))
+        # Indexed dims that lie side by side are replaced where they are, others by dims in front.
+        together = indexed == list(range(indexed[0], indexed[-1] + 1)) if indexed else True
+        self.start = indexed[0] if indexed and together else 0
+        kept = [dim for dim in range(source.ndim) if dim not in indexed]
+        self.place = {dim: place + len(self.shape) * (place >= self.start) for place, dim in enumerate(kept)}
+
+    def of_kept(
+        self, make: Callable[[Placement, tuple[Placement, ...], Placement], AxisStrategy]
+    ) -> list[AxisStrategy]:
+        """Strategies that shard a dim of x that stays, in x and in what is picked."""
+        whole = (Replicate(),) * len(self.indices)
+        return [make(Shard(dim), whole, Shard(place)) for dim, place in self.place.items()]
+
+    def of_indices(
+        self, make: Callable[[Placement, tuple[Placement, ...], Placement], AxisStrategy], of_source: Placement
+    ) -> list[AxisStrategy]:
+        """Strategies that shard the indices, and with them what is picked."""
+        found = []
+        for dim, length in enumerate(self.shape):
+            placed = tuple(_aligned(index, dim - len(self.shape), length) for index in self.indices)
+            if any(isinstance(placement, Shard) for placement in placed):
+                found.append(make(of_source, placed, Shard(self.start + dim)))
+        return found
+
+
+def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
+    """Sharded on the dim that meets a dim of the broadcast shape, replicated where the index is broadcast along it."""
+    dim = from_end + spec.ndim
+    return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
+
+
+def _has_mask(schema: OpSchema) -> bool:
+    """Whether an index is a mask: how many elements it picks is known when all of it has been seen."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in schema.args_schema[1])
+
+
+@strategy_of([aten.index.Tensor, aten._unsafe_index.Tensor])
+def index(schema: OpSchema) -> Strategies:
+    """Sharded along dims that are not indexed, or as the indices are; masks gather."""
+    if _has_mask(schema):
+        return replicate_all(schema)
+
+    def reading(of_source: Placement, of_indices: Sequence[Placement], of_picked: Placement) -> AxisStrategy:
+        return AxisStrategy((of_source, *of_indices), (of_picked,))
+
+    advanced = _Advanced(schema)
+    whole = (Replicate(),) * len(advanced.indices)
+    found = advanced.of_kept(reading) + advanced.of_indices(reading, Replicate())
+    found += [reading(partial, whole, partial) for partial in _sums(schema.args_spec[0])]
+    return [*found, _replicated(schema)]
+
+
+def _fills_by_mask(schema: OpSchema) -> bool:
+    """Whether the call is x[mask] = number, for a mask of x's shape, which treats every element alike."""
+    into, *indices, values = schema.args_spec
+    alone = len(schema.args_schema[1]) == len(indices) == 1
+    return alone and indices[0].dtype is torch.bool and indices[0].shape == into.shape and not values.ndim
+
+
+@strategy_of([aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default])
+def index_put(schema: OpSchema) -> list[AxisStrategy]:
+    """Along dims that are not indexed; where values are added, from all ranks."""
+
+    def writing(of_target: Placement, of_indices: Sequence[Placement], of_values: Placement) -> AxisStrategy:
+        return AxisStrategy((of_target, *of_indices, of_values), (of_target,))
+
+    if _fills_by_mask(schema):
+        return pointwise_strategies(schema.args_spec)
+    if _has_mask(schema):
+        return [_replicated(schema)]
+    advanced = _Advanced(schema)
+    values = schema.args_spec[-1]
+    into = schema.args_spec[0]
+    picked = list(advanced.shape)
+    for dim, place in sorted(advanced.place.items(), key=lambda item: item[1]):
+        picked.insert(place, into.shape[dim])
+    if tuple(picked) != values.shape:  # values that broadcast are whole on every rank
+        return [_replicated(schema)]
+    found = advanced.of_kept(writing)
+    if schema.argument(3, "accumulate", False):
+        whole = (Replicate(),) * len(advanced.indices)
+        found += advanced.of_indices(writing, Partial())
+        found += [writing(partial, whole, partial) for partial in _sums(values)]
+    return [*found, _replicated(schema)]
+
+
+def _whole(spec: DTensorSpec) -> str:
+    return "." * spec.ndim
+
+
+def _in_sorted(schema: OpSchema) -> str:
+    """One sorted row for all, or one for each row of what is looked up."""
+    table, *_ = schema.args_spec
+    return ".,*,.->*" if table.ndim == 1 else "*.,*v,*.->*v"
+
+
+def _in_turn(schema: OpSchema) -> str:
+    """Every dim of the products is an index; a tensor lacks those along which it is expanded, the result the summed."""
+    tensors, (expanded, summed) = schema.args_spec, (schema.args_schema[3:6], schema.args_schema[6])
+    ndim = tensors[0].ndim + len(expanded[0])
+    letters: Mapping[int, str] = {dim: chr(ord("a") + dim) for dim in range(ndim)}
+    lacking = [{dim % ndim for dim in dims} for dims in expanded]
+    terms = ["".join(letters[dim] for dim in range(ndim) if dim not in without) for without in lacking]
+    return ",".join(terms) + "->" + "".join(letters[dim] for dim in range(ndim) if dim not in summed)
+
+
+def _gradient_of_distances(schema: OpSchema) -> str:
+    """The gradient of no distances has the rows' own leading dims, whatever they broadcast to."""
+    if any(0 in spec.shape for spec in schema.args_spec):
+        return f"{','.join(map(_whole, schema.args_spec))}->{_whole(schema.args_spec[1])}"
+    return "*pr,*p.,*r.,*pr->*p."
+
+
+register_equation("searchsorted.Tensor", _in_sorted)
+register_equation("bucketize.Tensor", "*,.->*")
+register_equation("isin.Tensor_Tensor", lambda schema: f"*,{_whole(schema.args_spec[1])}->*")
+register_equation("take", lambda schema: f"{_whole(schema.args_spec[0])},*->*", linear_in=[(0,)])
+register_equation("_cdist_forward", "*p.,*r.->*pr")
+register_equation("_euclidean_dist", "*p.,*r.->*pr")
+register_equation("_cdist_backward", _gradient_of_distances, linear_in=[(0,)])
+register_equation("_trilinear", _in_turn, linear_in=[(0,), (1,), (2,)])

@@ -1,0 +1,96 @@
+"""Operators that give the tensor itself, a copy or a constant of its shape: any placement stays as it is."""
+
+import torch
+
+from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
+from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
+from tritondt.sharding.placement import Partial, Replicate
+from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.strides import strides_in_order_of
+
+aten = torch.ops.aten
+
+
+@strategy_of([aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default])
+def unchanged(schema: OpSchema) -> list[AxisStrategy]:
+    """Whatever every axis does to the argument, it does to the result."""
+    return _unchanged(schema)
+
+
+def _unchanged(schema: OpSchema) -> list[AxisStrategy]:
+    placements = dict.fromkeys(schema.args_spec[0].placements)
+    return [AxisStrategy((placement,), (placement,), exact=True) for placement in placements]
+
+
+@strategy_of([aten._to_copy.default])
+def converted(schema: OpSchema) -> list[AxisStrategy]:
+    """As `unchanged`; sums and means only between types that add alike, where rounding is all that changes."""
+    (spec,) = schema.args_spec
+    dtype = schema.kwargs_schema.get("dtype") or spec.dtype
+    keeps_terms = dtype is spec.dtype or (dtype.is_floating_point and spec.dtype.is_floating_point)
+    placements = [p for p in dict.fromkeys(spec.placements) if keeps_terms or not isinstance(p, Partial)]
+    found = [AxisStrategy((placement,), (placement,), exact=True) for placement in placements]
+    return [*found, AxisStrategy((Replicate(),), (Replicate(),))]
+
+
+@strategy_of(
+    [aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default],
+    schema_info=NUMBERS_BY_TYPE,
+)
+def like(schema: OpSchema) -> list[AxisStrategy]:
+    """A constant needs no terms: it is whole where its model is Partial."""
+    return _like(schema)
+
+
+def _like(schema: OpSchema) -> list[AxisStrategy]:
+    placements = dict.fromkeys(schema.args_spec[0].placements)
+    return [
+        AxisStrategy((placement,), (Replicate() if isinstance(placement, Partial) else placement,), exact=True)
+        for placement in placements
+    ]
+
+
+@strategy_of([aten.zero_.default])
+def zeroed(schema: OpSchema) -> list[AxisStrategy]:
+    """Zero is the sum of zeros."""
+    return _unchanged(schema)
+
+
+@strategy_of([aten.copy_.default])
+def copied(schema: OpSchema) -> list[AxisStrategy]:
+    """The values go where the target is; terms of a sum to terms of a sum."""
+    return pointwise_strategies(schema.args_spec, linear_in=[(0, 1)])
+
+
+@strategy_of([aten.fill_.Scalar, aten.fill_.Tensor], schema_info=NUMBERS_BY_TYPE)
+def filled(schema: OpSchema) -> list[AxisStrategy]:
+    """Every element the same, wherever it is."""
+    return pointwise_strategies(schema.args_spec)
+
+
+def _with_local_sizes(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
+    """The operator with this rank's sizes in place of the global ones."""
+    op = schema.op._op
+    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
+    shape = outputs.local_shape
+    if schema.op is not aten.new_empty_strided.default:
+        return lambda model, size, *rest, **options: op(model, shape, *rest, **options)
+    strides = strides_in_order_of(shape, outputs.tensor_meta.stride)
+    return lambda model, size, stride, **options: op(model, shape, strides, **options)
+
+
+@strategy_of(
+    [
+        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        aten.new_empty_strided.default,
+    ],
+    localize=_with_local_sizes,
+)
+def new(schema: OpSchema) -> list[AxisStrategy]:
+    """A tensor of the model's shape is laid out like it; one of another shape is whole on every rank."""
+    spec = schema.args_spec[0]
+    if tuple(schema.args_schema[1]) == spec.shape:
+        # Autograd copies gradients into what it has made so: terms are to stay terms.
+        return _unchanged(schema) if schema.op is aten.new_empty_strided.default else _like(schema)
+    return [AxisStrategy((placement,), (Replicate(),), exact=True) for placement in dict.fromkeys(spec.placements)]

@@ -1,0 +1,105 @@
+"""Products of matrices and vectors: every index may be sharded, and a sharded contraction leaves terms of a sum."""
+
+import string
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch._ops import OpOverload
+
+from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
+from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
+from tritondt.ops.rules.einop import einop_strategies
+from tritondt.sharding.placement import Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec
+
+aten = torch.ops.aten
+
+_PRODUCTS: Mapping[str, str] = {
+    "mm": "mk,kn->mn",
+    "bmm": "bmk,bkn->bmn",
+    "mv": "mk,k->m",
+    "dot": "k,k->",
+    "vdot": "k,k->",
+}
+# The first argument is added, broadcast to the shape of the product; with "_" it is written to.
+_ADDED_PRODUCTS: Mapping[str, str] = {
+    "addmm": "mk,kn->mn",
+    "baddbmm": "bmk,bkn->bmn",
+    "addbmm": "bmk,bkn->mn",
+    "addmv": "mk,k->m",
+    "addr": "m,n->mn",
+}
+_BATCH_LETTERS = "".join(letter for letter in string.ascii_letters if letter not in "kn")
+
+
+def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
+    """The operators of these names; those with a dtype for the result are not in every torch."""
+    for name in names:
+        packet = getattr(aten, name)
+        yield from (getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
+
+
+@strategy_of([*_overloads(_PRODUCTS)], schema_info=NUMBERS_BY_TYPE)
+def product(schema: OpSchema) -> list[AxisStrategy]:
+    """Any index cut alike in all that have it; terms of one factor times the whole of the other are terms."""
+    return _product_strategies(_PRODUCTS[_name(schema.op)], schema.args_spec)
+
+
+def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    """Without columns torch's kernel (2.13) gives what is added as it is, and forgets to expand it."""
+    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
+    if schema.op is not aten.addmv.default or schema.args_spec[1].local_shape[-1:] != (0,):
+        return None
+    op, shape = schema.op._op, outputs.local_shape
+    return lambda added, *factors, **options: op(added.expand(shape), *factors, **options)
+
+
+@strategy_of(
+    [*_overloads(_ADDED_PRODUCTS), *_overloads(f"{name}_" for name in _ADDED_PRODUCTS)],
+    schema_info=NUMBERS_BY_TYPE,
+    localize=_local_addmv,
+)
+def added_product(schema: OpSchema) -> list[AxisStrategy]:
+    """As `product`; what is added is laid out like the product, and is a term where the product is terms."""
+    added, *factors = schema.args_spec
+    equation = _ADDED_PRODUCTS[_name(schema.op)]
+    ndim = len(equation.partition("->")[2])
+    return [_with_added(strategy, 0, added, ndim) for strategy in _product_strategies(equation, factors)]
+
+
+@strategy_of([aten.linear.default])
+def linear(schema: OpSchema) -> list[AxisStrategy]:
+    """Input (..., k), weight (n, k) or (k,), bias (n,) or none; where gradients are recorded, views and mm arrive."""
+    features, weight, *bias = schema.args_spec
+    batch = _BATCH_LETTERS[: features.ndim - 1]
+    outer = "n" if weight.ndim == 2 else ""
+    strategies = _product_strategies(f"{batch}k,{outer}k->{batch}{outer}", [features, weight])
+    for added in bias:
+        strategies = [_with_added(strategy, 2, added, len(batch + outer)) for strategy in strategies]
+    return strategies
+
+
+def _name(op: OpOverload) -> str:
+    return op._schema.name.removeprefix("aten::").removesuffix("_")
+
+
+def _product_strategies(equation: str, factors: Sequence[DTensorSpec]) -> list[AxisStrategy]:
+    found = einop_strategies(equation)
+    whole: list[Placement] = [Replicate()] * len(factors)
+    for partial in partial_ops(factors):
+        for place in range(len(factors)):
+            inputs = (*whole[:place], partial, *whole[place + 1 :])
+            found.append(AxisStrategy(inputs, (partial,)))
+    return found
+
+
+def _with_added(strategy: AxisStrategy, place: int, added: DTensorSpec, ndim: int) -> AxisStrategy:
+    """The strategy with one more argument at `place`, which is broadcast to the product's `ndim` dims and added."""
+    placement: Placement | None = strategy.outputs[0]
+    if isinstance(placement, Shard):
+        dim = placement.dim - ndim + added.ndim
+        # One element serves every piece.
+        placement = Replicate() if dim < 0 or added.shape[dim] == 1 else Shard(dim)
+    assert placement is not None, f"{strategy} gives no tensor"
+    return AxisStrategy((*strategy.inputs[:place], placement, *strategy.inputs[place:]), strategy.outputs)

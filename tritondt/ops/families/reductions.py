@@ -1,0 +1,144 @@
+"""Reductions over dims that stay pending where a dim is sharded, and those of which every row must be whole.
+
+Over a sharded dim a linear reduction stays pending (Partial). Where the elements themselves are needed the dim is
+gathered. Reductions that are neither are in `completed_reductions`.
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from tritondt.ops.propagation.propagator import propagator
+from tritondt.ops.propagation.registration import strategy_of
+from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
+from tritondt.ops.rules.reductions import accumulation_dtype, is_sharded, reduced, reduced_dims, rows, whole
+from tritondt.redistribution.compile import identity_element
+from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec
+
+aten = torch.ops.aten
+
+
+class _Pending(NamedTuple):
+    """How a reduction over a sharded dim is left pending, and which pending arguments pass through it."""
+
+    reduce_op: ReduceOp
+    passing: tuple[ReduceOp, ...] = ()
+
+
+_SUM = _Pending("sum", ("sum", "avg"))
+_COUNT = _Pending("sum")
+_PRODUCT = _Pending("product", ("product",))
+_LARGEST, _SMALLEST = _Pending("max", ("max",)), _Pending("min", ("min",))
+
+_PENDING: dict[OpOverload, _Pending] = {
+    **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _SUM),
+    **dict.fromkeys((aten.count_nonzero.default, aten.count_nonzero.dim_IntList), _COUNT),
+    **dict.fromkeys((aten.prod.default, aten.prod.dim_int), _PRODUCT),
+    **dict.fromkeys((aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims), _LARGEST),
+    **dict.fromkeys((aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims), _SMALLEST),
+}
+_MEANS = (aten.mean.default, aten.mean.dim)
+# A kernel for these refuses a row without elements, which a rank's piece of a row may well be.
+_EXTREMES = (aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
+
+
+def _local_pending(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    """A mean divides by the global count; an extreme of no elements is what changes nothing."""
+    (spec,) = schema.args_spec
+    dims, keepdim = reduced(schema)
+    if not is_sharded(spec, dims):
+        return None
+    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
+    dtype = outputs.dtype
+    if schema.op in _MEANS:
+        count = prod(spec.shape[dim] for dim in dims)
+        # The sum of many 16-bit floats may not be one.
+        wide = accumulation_dtype(dtype)
+
+        def mean(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+            return torch.sum(x, dims, keepdim, dtype=wide).div_(count).to(dtype)
+
+        return mean
+    if schema.op in _EXTREMES and not prod(spec.local_shape[dim] for dim in dims):
+        shape, identity = outputs.local_shape, identity_element(_PENDING[schema.op].reduce_op, dtype)
+        return lambda x, *_, **__: x.new_full(shape, identity)
+    return None
+
+
+@strategy_of(list(_PENDING), localize=_local_pending)
+def pending(schema: OpSchema) -> list[AxisStrategy]:
+    """Sharded along a reduced dim, every rank has a term of the result."""
+    (spec,) = schema.args_spec
+    how = _PENDING[schema.op]
+    dims, _ = reduced(schema)
+    found = rows(schema) + [AxisStrategy((Shard(dim),), (Partial(how.reduce_op),)) for dim in dims]
+    for placement in dict.fromkeys(spec.placements):
+        if isinstance(placement, Partial) and placement.reduce_op in how.passing and _keeps_terms(schema):
+            found.append(AxisStrategy((placement,), (placement,)))
+    return [*found, whole()]
+
+
+def _keeps_terms(schema: OpSchema) -> bool:
+    """Whether what the operator does to the dtype first may be done to terms, where only rounding changes."""
+    (spec,) = schema.args_spec
+    if schema.op in _EXTREMES:
+        return True
+    if _PENDING[schema.op].reduce_op in ("max", "min"):  # any and all: only for bools is max or, and min and
+        return spec.dtype is torch.bool
+    dtype = schema.kwargs_schema.get("dtype")
+    if dtype is None:
+        return spec.dtype in _SUMMED_AS_THEY_ARE or spec.dtype.is_floating_point or spec.dtype.is_complex
+    return dtype is spec.dtype or (dtype.is_floating_point and spec.dtype.is_floating_point)
+
+
+# Shorter ints become int64 first, and terms of 32 bits that wrap around are others in 64.
+_SUMMED_AS_THEY_ARE = (torch.int64,)
+
+_NEEDS_WHOLE_ROWS = [
+    *(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default),
+    *(aten.cumsum.default, aten.cumprod.default, aten.logcumsumexp.default),
+    *(aten.sort.default, aten.sort.stable, aten.topk.default),
+]
+_LENGTH_STAYS = frozenset(_NEEDS_WHOLE_ROWS[4:])
+
+
+@strategy_of(_NEEDS_WHOLE_ROWS)
+def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
+    """Rows may be sharded, a row may not: places in it are counted, or every element depends on those before."""
+    (spec,) = schema.args_spec
+    num_outputs = len(schema.op._schema.returns)
+    if schema.op not in _LENGTH_STAYS:
+        return [*rows(schema, num_outputs), whole(num_outputs)]
+    declared = [argument.name for argument in schema.op._schema.arguments]
+    dims = reduced_dims(schema.argument(declared.index("dim"), "dim", -1), spec.ndim)
+    found = [AxisStrategy((Shard(dim),), (Shard(dim),) * num_outputs) for dim in range(spec.ndim) if dim not in dims]
+    if schema.op is aten.cumsum.default and schema.kwargs_schema.get("dtype") in (None, spec.dtype):
+        found += [AxisStrategy((p,), (p,)) for p in dict.fromkeys(spec.placements) if _is_sum(p)]
+    return [*found, whole(num_outputs)]
+
+
+@strategy_of([aten.flip.default])
+def flip(schema: OpSchema) -> list[AxisStrategy]:
+    """Dims that are turned round must be whole: the gradient of a cumulative sum needs them so."""
+    (spec,) = schema.args_spec
+    dims = [dim % max(spec.ndim, 1) for dim in schema.args_schema[1]]
+    found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim) if dim not in dims]
+    found += [AxisStrategy((p,), (p,)) for p in dict.fromkeys(spec.placements) if isinstance(p, Partial)]
+    return [*found, whole()]
+
+
+def _is_sum(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg")
+
+
+def _whole_value(schema: OpSchema) -> OutputSharding:
+    """A Python number needs the element on every rank."""
+    (spec,) = schema.args_spec
+    target = spec.with_placements([Replicate()] * spec.mesh.ndim)
+    return OutputSharding(None, None if target is spec else (target,))
+
+
+propagator.set_rule(aten._local_scalar_dense.default, _whole_value)

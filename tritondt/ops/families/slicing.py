@@ -1,0 +1,213 @@
+"""Operators that take indices of one dim, and their gradients.
+
+A dim that is whole on every rank is sliced there. Of a dim that is cut every rank keeps what it holds of the slice,
+a view of its part: pieces of explicit sizes, where that is a layout.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from tritondt.errors import LayoutError
+from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
+from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
+from tritondt.ops.rules.view_layouts import (
+    cuts_of,
+    inserted,
+    local_slice,
+    num_within,
+    real_cuts,
+    selected,
+    shard_of_sizes,
+    sliced,
+    with_cuts,
+)
+from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, spec_of_view, view_of
+from tritondt.redistribution.implicit import redistribute_input
+from tritondt.sharding.cut import Cut
+from tritondt.sharding.intervals import Intervals
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+aten = torch.ops.aten
+
+
+@rule_of([aten.select.int])
+def selection(schema: OpSchema) -> OutputSharding:
+    """One index of a dim that is whole on every rank; of a dim that is cut, whoever holds the index sends it to all."""
+    dim, spec = dim_of(schema, 1, "dim"), schema.args_spec[0]
+    meta = meta_of_view(schema)
+    index = schema.argument(2, "index") % spec.shape[dim]
+    try:
+        selected(spec.layout, dim)
+    except LayoutError:
+        sent = _sent_to_all(spec, dim, index)
+    else:
+        sent = None
+    if sent is None:
+        return view_of(schema, lambda layout: selected(layout, dim))
+    layout = selected(sent[1].layout, dim)
+    output = DTensorSpec(spec.mesh, layout.placements, meta, layout.order)
+    return OutputSharding(output, None, _local_selection(schema, *sent, index), copies_view=True)
+
+
+def _sent_to_all(spec: DTensorSpec, dim: int, index: int) -> tuple[DTensorSpec, DTensorSpec] | None:
+    """How one index of a cut dim is held, as a dim of length 1, and the same on all ranks that cut the dim.
+
+    None where several axes cut it so that no layout says who holds the index.
+    """
+    try:
+        held = sliced(spec.layout, dim, index, index + 1, 1)
+    except LayoutError:
+        return None
+    shape = (*spec.shape[:dim], 1, *spec.shape[dim + 1 :])
+    part = DTensorSpec(spec.mesh, held.placements, TensorMeta(shape, spec.tensor_meta.stride, spec.dtype), held.order)
+    return part, part.with_placements([Replicate() if p.is_shard(dim) else p for p in part.placements])
+
+
+def _local_selection(schema: OpSchema, part: DTensorSpec, whole: DTensorSpec, index: int) -> LocalOp:
+    dim = dim_of(schema, 1, "dim")
+    first, end = local_slice(_held(schema.args_spec[0], dim), range(index, index + 1))
+
+    def select(local: torch.Tensor, *_: Any) -> torch.Tensor:
+        own = aten.slice.Tensor(local, dim, first, end)
+        return redistribute_input(schema.op, own, part, whole).select(dim, 0)
+
+    return select
+
+
+@rule_of([aten.unbind.int])
+def unbinding(schema: OpSchema) -> OutputSharding:
+    """Every index of a dim that is whole on every rank."""
+    dim, metas = dim_of(schema, 1, "dim"), _metas(schema)
+    specs = [spec_of_view(schema, meta, lambda layout: selected(layout, dim)) for meta in metas]
+    return OutputSharding(specs)
+
+
+@rule_of([aten.slice.Tensor])
+def slicing(schema: OpSchema) -> OutputSharding:
+    """Some indices of a dim: what this rank holds of them."""
+    meta, dim = meta_of_view(schema), dim_of(schema, 1, "dim")
+    start, stop, step = (schema.argument(2, "start"), schema.argument(3, "end"), schema.argument(4, "step", 1))
+    spec = schema.args_spec[0]
+    kept = _indices(start, stop, step, spec.shape[dim])
+    output = spec_of_view(schema, meta, lambda layout: sliced(layout, dim, kept.start, kept.stop, kept.step))
+    if not _is_cut(spec, dim):
+        return OutputSharding(output)
+    first, end = local_slice(_held(spec, dim), kept)
+    return OutputSharding(output, None, lambda local, *_, **__: aten.slice.Tensor(local, dim, first, end, step))
+
+
+@rule_of([
+    *(aten.split.Tensor, aten.split_with_sizes.default),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
+])  # fmt: skip
+def splitting(schema: OpSchema) -> OutputSharding:
+    """Consecutive slices of a dim: what this rank holds of each."""
+    metas, dim, spec = _metas(schema), dim_of(schema, 2, "dim"), schema.args_spec[0]
+    specs, pieces, start = [], [], 0
+    for meta in metas:
+        kept = range(start, start + meta.shape[dim])
+        specs.append(spec_of_view(schema, meta, partial(sliced, dim=dim, start=kept.start, stop=kept.stop, step=1)))
+        pieces.append(kept)
+        start = kept.stop
+    if not _is_cut(spec, dim):
+        return OutputSharding(specs)
+    held = _held(spec, dim)
+    bounds = [local_slice(held, kept) for kept in pieces]
+
+    def split(local: torch.Tensor, *_: Any, **__: Any) -> list[torch.Tensor]:
+        return [aten.slice.Tensor(local, dim, first, end) for first, end in bounds]
+
+    return OutputSharding(specs, None, split)
+
+
+def _indices(start: int | None, stop: int | None, step: int, length: int) -> range:
+    """What a slice of a dim lists, with start <= stop."""
+    first, end, _ = slice(start, stop, step).indices(length)
+    return range(first, max(first, end), step)
+
+
+def _metas(schema: OpSchema) -> list[TensorMeta]:
+    metas = propagate_tensor_meta(schema)
+    assert isinstance(metas, Sequence), f"{schema.op} gives several tensors"
+    return [meta for meta in metas if isinstance(meta, TensorMeta)]
+
+
+def _is_cut(spec: DTensorSpec, dim: int) -> bool:
+    """Whether any rank may hold less than all indices of a dim."""
+    return bool(real_cuts(spec.layout, cuts_of(spec.layout)[dim]))
+
+
+def _held(spec: DTensorSpec, dim: int) -> Intervals:
+    """The indices of a dim that this rank holds."""
+    return () if spec.coordinate is None else spec.layout.intervals(dim, spec.coordinate)
+
+
+@rule_of([aten.select_backward.default])
+def select_backward(schema: OpSchema) -> OutputSharding:
+    """The gradient at one index of a dim, and zeros around it, on every rank for what it holds of the other dims."""
+    meta = meta_of_view(schema)
+    dim, index = dim_of(schema, 2, "dim", ndim=len(meta.shape)), schema.argument(3, "index")
+    output = spec_of_view(schema, meta, lambda layout: inserted(layout, dim, meta.shape[dim]))
+    shape = output.local_shape
+    return OutputSharding(output, None, lambda local, *_: aten.select_backward.default(local, shape, dim, index))
+
+
+@rule_of([aten.slice_backward.default])
+def slice_backward(schema: OpSchema) -> OutputSharding:
+    """The gradient at some indices of a dim, and zeros around them, which go to ranks that hold what lies beside.
+
+    A gradient cut by several axes, or in blocks, is gathered along the dim first.
+    """
+    meta, dim = meta_of_view(schema), dim_of(schema, 2, "dim")
+    start, stop, step = (schema.argument(3, "start"), schema.argument(4, "end"), schema.argument(5, "step"))
+    kept = _indices(start, stop, step, meta.shape[dim])
+    given = schema.args_spec[0]
+    cuts = real_cuts(given.layout, cuts_of(given.layout)[dim])
+    source = given
+    if len(kept) < meta.shape[dim] and (len(cuts) > 1 or any(shard.repeats > 1 for _, shard in cuts)):
+        source = given.with_placements([Replicate() if p.is_shard(dim) else p for p in given.placements])
+    layout = _before_slice(source.layout, dim, kept, meta.shape[dim])
+    output = DTensorSpec(source.mesh, layout.placements, meta, layout.order)
+    local = _local_slice_backward(output, dim, kept)
+    return OutputSharding(output, None if source is given else (source,), local)
+
+
+def _before_slice(layout: Layout, dim: int, kept: range, length: int) -> Layout:
+    """A layout of a dim of `length` of whose indices `kept` every rank holds what `layout` says."""
+    if len(kept) == length:
+        return layout
+    shape, cuts = list(layout.shape), cuts_of(layout)
+    shape[dim] = length
+    real = real_cuts(layout, cuts[dim])
+    idle = [(axis, Shard(dim)) for axis, _ in cuts[dim] if layout.mesh_shape[axis] == 1]
+    cuts[dim] = [*((axis, _widened(layout, dim, axis, kept, length)) for axis, _ in real), *idle]
+    return with_cuts(layout, shape, cuts)
+
+
+def _widened(layout: Layout, dim: int, axis: int, kept: range, length: int) -> Shard:
+    """The cut of a dim of `length` whose pieces hold, of the indices `kept`, what the pieces of the slice are."""
+    cut = layout.cut(axis)
+    bounds = [cut.bounds(layout.shape[dim], index) for index in range(cut.parts)]
+    sizes = [stop - start for start, stop in bounds]
+    # The slice comes from a default cut as a rule.
+    for tried in (cut.unit, 1):
+        if length % tried == 0 and sizes == _sliced_sizes(Cut(cut.parts, length, tried), length, kept):
+            return Shard(dim, tried)
+    # What lies between two pieces goes to the former, what lies in front of all to the first that holds anything.
+    ends = [0 if stop == 0 else length if stop == len(kept) else kept[stop] for _, stop in bounds]
+    return shard_of_sizes(dim, [end - start for start, end in zip([0, *ends], ends, strict=False)])
+
+
+def _sliced_sizes(cut: Cut, length: int, kept: range) -> list[int]:
+    return [num_within(kept, *cut.bounds(length, index)) for index in range(cut.parts)]
+
+
+def _local_slice_backward(output: DTensorSpec, dim: int, kept: range) -> LocalOp:
+    shape = output.local_shape
+    first, end = local_slice(_held(output, dim), kept)
+    return lambda local, *_: aten.slice_backward.default(local, shape, dim, first, end, kept.step)

@@ -1,0 +1,34 @@
+"""Operators along one dim: running extremes, order statistics, shifts, products of vectors, and what indices pick."""
+
+from collections.abc import Sequence
+
+from tritondt.ops.propagation.schema import OpSchema
+from tritondt.ops.rules.whole_dims import dims_named, register_whole_dims
+
+for _name in ("cummax", "cummin"):
+    register_whole_dims(_name)
+for _name in ("kthvalue", "median.dim", "nanmedian.dim", "mode", "hash_tensor"):
+    register_whole_dims(_name, reduces=True)
+register_whole_dims("roll", "dims", linear_in=[(0,)])
+register_whole_dims("rot90", "dims", linear_in=[(0,)])
+register_whole_dims("glu")
+register_whole_dims("glu_backward", linear_in=[(0,)])
+register_whole_dims("linalg_cross", linear_in=[(0,), (1,)])
+for _name in ("index_fill.int_Scalar", "index_fill.int_Tensor"):
+    register_whole_dims(_name, whole=("index", "value"))
+register_whole_dims("index_copy", whole=("index",))
+register_whole_dims("index_reduce", whole=("index",))
+register_whole_dims("slice_scatter", linear_in=[(0, 1)])
+
+
+def _all_but_one(schema: OpSchema) -> Sequence[int]:
+    """Each slice of the dim is scaled by its own norm."""
+    (dim,) = dims_named("dim")(schema)
+    return [other for other in range(schema.args_spec[0].ndim) if other != dim]
+
+
+register_whole_dims("renorm", _all_but_one)
+
+
+for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
+    register_whole_dims(_name, linear_in=[(0,)])

@@ -1,0 +1,157 @@
+"""What happens to operators that nobody has laid out: they are taken apart, then refused or run on gathered tensors."""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from tritondt.errors import PropagationError
+from tritondt.ops.propagation.decompositions import DECOMPOSITIONS, written_by_functional
+from tritondt.ops.propagation.replication import is_called_by_autograd
+from tritondt.ops.propagation.schema import OpSchema, OutputSharding, OutputSpecs
+from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
+from tritondt.sharding.placement import Replicate, placements_code
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+Mode = Literal["raise", "replicate"]
+MODES: tuple[Mode, ...] = ("raise", "replicate")
+
+# Values tell the shapes, or nobody has said how to find them without values.
+_SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
+# Those of torch._refs go by way of operators (prims) that nobody lays out.
+_DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
+
+_is_admitted: ContextVar[bool] = ContextVar("what is refused may run", default=False)
+
+_logger = logging.getLogger("tritondt")
+
+
+class Fallback:
+    """The setting, and what it does to a call; `on_change` is called when the setting changes."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self.mode: Mode = "raise"
+        self._on_change = on_change
+        self._told: set[OpOverload] = set()
+
+    def set(self, mode: Mode) -> "Restored":
+        """Sets the mode for the process; used with `with`, until the end of the block."""
+        if mode not in MODES:
+            raise PropagationError(f"the fallback {mode!r} is not known; allowed are {' and '.join(map(repr, MODES))}")
+        before, self.mode = self.mode, mode
+        self._on_change()
+        return Restored(self, before)
+
+    def decide(self, schema: OpSchema) -> OutputSharding:
+        """Gathers everything where the mode says so; PropagationError, with what to write instead, where not.
+
+        What is whole on every rank already needs no gathering, and runs.
+        """
+        if is_replicated(schema):
+            return replicate_all(schema)
+        # What changes its own shape would leave the memory that others know.
+        if self.mode == "raise" or torch.Tag.inplace_view in schema.op.tags:
+            raise PropagationError(unknown_text(schema))
+        self._tell(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
+        return replicate_all(schema)
+
+    def admit(self, op: OpOverload, refusal: str) -> None:
+        """Raises PropagationError with `refusal`, unless the mode is to replicate.
+
+        What autograd itself calls is let pass: nobody could ask there for what is missing.
+        """
+        if _is_admitted.get() or is_called_by_autograd():
+            return
+        if self.mode == "raise":
+            raise PropagationError(refusal)
+        self._tell(op, "%s moves its argument and gives a copy, as the fallback says")
+
+    def _tell(self, op: OpOverload, text: str) -> None:
+        if op not in self._told:
+            self._told.add(op)
+            _logger.warning(text, op)
+
+
+@contextmanager
+def admitted() -> Iterator[None]:
+    """Lets pass, within, what was admitted before."""
+    token = _is_admitted.set(True)
+    try:
+        yield
+    finally:
+        _is_admitted.reset(token)
+
+
+class Restored:
+    """Puts a fallback back to what it was before at the end of a `with` block; without one nothing happens."""
+
+    def __init__(self, fallback: Fallback, before: Mode) -> None:
+        self._fallback, self._before = fallback, before
+
+    def __enter__(self) -> None:
+        """Nothing: the mode is set already."""
+
+    def __exit__(self, *_: object) -> None:
+        self._fallback.set(self._before)
+
+
+def replicate_all(schema: OpSchema) -> OutputSharding:
+    """Every tensor whole on every rank, before and after; views of what has to move for that follow it."""
+    replicated = [Replicate()] * schema.mesh.ndim
+    inputs = tuple(spec.with_placements(replicated) for spec in schema.args_spec)
+    moved = None if inputs == schema.args_spec else inputs
+    copies_view = schema.is_view and moved is not None
+    try:
+        metas = propagate_tensor_meta(schema)
+    except _SHAPES_UNKNOWN:
+        return OutputSharding(None, moved, data_dependent=True, copies_view=copies_view)
+    outputs: OutputSpecs = None
+    if isinstance(metas, TensorMeta):
+        outputs = DTensorSpec(schema.mesh, replicated, metas)
+    elif metas is not None:
+        outputs = [None if meta is None else DTensorSpec(schema.mesh, replicated, meta) for meta in metas]
+    return OutputSharding(outputs, moved, copies_view=copies_view)
+
+
+def is_replicated(schema: OpSchema) -> bool:
+    """Whether every rank holds all of every argument, so that each can run the call for itself."""
+    whole = all(isinstance(placement, Replicate) for spec in schema.args_spec for placement in spec.placements)
+    return whole and torch.Tag.nondeterministic_seeded not in schema.op.tags
+
+
+@lru_cache(maxsize=1024)
+def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
+    """What `op` can be computed by, in terms of other operators; None where there is nothing, and for views.
+
+    Those of `apart` come first, then torch's. What writes to an argument is computed by the operator that does not.
+    """
+    own = DECOMPOSITIONS.get(op)
+    if own is not None:
+        return own
+    if any(argument.alias_info is not None for argument in op._schema.arguments):
+        return written_by_functional(op)
+    # Loading them takes a second, which programs whose operators all have strategies save.
+    found = import_module("torch._decomp").decomposition_table.get(op)
+    return found if getattr(found, "__module__", None) in _DECOMPOSITIONS else None
+
+
+def unknown_text(schema: OpSchema) -> str:
+    """Why a call cannot run, and the ways to make it run."""
+    specs = ", ".join(map(str, schema.args_spec))
+    replicated = placements_code([Replicate()] * schema.mesh.ndim)
+    return (
+        f"{schema.op} has no strategy for distributed tensors; it was called with {specs}. Register one with "
+        f"tritondt.ops.register_op_strategy({schema.op}, ...), or gather its arguments, each by x.redistribute("
+        f"placements={replicated}), or let that happen for every such operator: tritondt.ops.set_fallback('replicate')"
+    )

@@ -1,0 +1,196 @@
+"""Decides how the outputs of an operator are laid out, and which of its arguments have to move first.
+
+`propagator` is the one in use; the files of this folder and users register operators with it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
+from inspect import unwrap
+from typing import Any
+
+from torch._ops import OpOverload
+
+from tritondt.errors import PropagationError
+from tritondt.ops.propagation.fallback import Fallback
+from tritondt.ops.propagation.pointwise import is_pointwise, pointwise_strategy
+from tritondt.ops.propagation.schema import (
+    AxisStrategy,
+    LocalizeFunction,
+    OpSchema,
+    OpStrategy,
+    OutputSharding,
+    RuleFunction,
+    RuntimeSchemaInfo,
+    StrategyFunction,
+)
+from tritondt.ops.propagation.selection import decide
+
+_BY_VALUE = RuntimeSchemaInfo()
+_BY_TYPE = RuntimeSchemaInfo(static_argnum=100)
+
+
+class ShardingPropagator:
+    """What is known of operators, and the decision that follows from it for a call.
+
+    Operators that torch tags as pointwise need no registration. `load`, called at first use, sets what is known from
+    the start.
+    """
+
+    def __init__(self, load: Callable[[], object] | None = None) -> None:
+        self.op_to_rules: dict[OpOverload, RuleFunction] = {}
+        self.op_strategy_funcs: dict[OpOverload, StrategyFunction] = {}
+        self.op_to_schema_info: dict[OpOverload, RuntimeSchemaInfo] = {}
+        self.op_to_localize: dict[OpOverload, LocalizeFunction] = {}
+        self.fallback = Fallback(self._changed)
+        self._on_change: list[Callable[[], None]] = []
+        self._load = load
+        # What users registered, with what it replaced.
+        self._replaced: dict[OpOverload, tuple[Any, ...]] = {}
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Calls back when decisions may change, as at every registration: whoever keeps decisions drops them then."""
+        self._on_change.append(callback)
+
+    def register_sharding_prop_rule(
+        self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None
+    ) -> None:
+        """Lets `rule` decide about all axes of a call at once, in place of what tritondt knows of `op`.
+
+        PropagationError where users have registered something for `op` already.
+        """
+        self._replace(op, rule)
+        self.set_rule(op, rule, schema_info)
+
+    def register_op_strategy(
+        self,
+        op: OpOverload,
+        strategy: StrategyFunction,
+        schema_info: RuntimeSchemaInfo | None = None,
+        localize: LocalizeFunction | None = None,
+    ) -> None:
+        """Offers the ways to lay `op` over one axis (a list of AxisStrategy) or over all (an OpStrategy).
+
+        `localize` gives what runs on local tensors where that is not `op` itself. PropagationError where users have
+        registered something for `op` already.
+        """
+        self._replace(op, strategy)
+        self.set_strategy(op, strategy, schema_info, localize)
+
+    def forget(self, op: OpOverload) -> None:
+        """Takes back what users registered for `op`: what tritondt knows of it holds again."""
+        before = self._replaced.pop(op, None)
+        if before is not None:
+            self._set(op, *before)
+
+    def set_rule(self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None) -> None:
+        """What tritondt itself knows of `op`, as a rule."""
+        self._set(op, rule, None, schema_info or _BY_VALUE, None)
+
+    def set_strategy(
+        self,
+        op: OpOverload,
+        strategy: StrategyFunction,
+        schema_info: RuntimeSchemaInfo | None = None,
+        localize: LocalizeFunction | None = None,
+    ) -> None:
+        """What tritondt itself knows of `op`, as a strategy."""
+        self._set(op, None, strategy, schema_info or _BY_VALUE, localize)
+
+    @property
+    def _tables(self) -> tuple[dict[OpOverload, Any], ...]:
+        return self.op_to_rules, self.op_strategy_funcs, self.op_to_schema_info, self.op_to_localize
+
+    def _set(self, op: OpOverload, *values: Any) -> None:
+        for table, value in zip(self._tables, values, strict=True):
+            if value is None:
+                table.pop(op, None)
+            else:
+                table[op] = value
+        self._changed()
+
+    def _replace(self, op: OpOverload, new: Callable[..., Any]) -> None:
+        """Keeps what users replace; refuses to replace what users registered."""
+        self._loaded()
+        if op in self._replaced:
+            known = self.op_to_rules.get(op) or self.op_strategy_funcs[op]
+            raise PropagationError(
+                f"{op} was given {_place(known)} already and is given {_place(new)} now; if that is meant, take the "
+                f"former back first: tritondt.ops.propagation.propagator.forget({op})"
+            )
+        self._replaced[op] = tuple(table.get(op) for table in self._tables)
+
+    def _loaded(self) -> None:
+        if self._load is not None:
+            self._load()
+            self._load = None
+
+    def _changed(self) -> None:
+        for callback in self._on_change:
+            callback()
+
+    def knows(self, op: OpOverload) -> bool:
+        """Whether there is a strategy or a rule for `op`, or torch says that it is pointwise."""
+        self._loaded()
+        return op in self.op_strategy_funcs or op in self.op_to_rules or is_pointwise(op)
+
+    def schema_info(self, op: OpOverload) -> RuntimeSchemaInfo:
+        """What besides tensors decides about `op`."""
+        self._loaded()
+        found = self.op_to_schema_info.get(op)
+        if found is None:
+            return _BY_TYPE if is_pointwise(op) else _BY_VALUE
+        return found
+
+    def propagate(self, schema: OpSchema) -> OutputSharding:
+        """The decision about a call; PropagationError where the operator cannot be laid out as asked."""
+        if not self.knows(schema.op):
+            return self.fallback.decide(schema)
+        rule = self.op_to_rules.get(schema.op)
+        if rule is not None:
+            return rule(schema)
+        strategy = self.op_strategy_funcs.get(schema.op, pointwise_strategy)
+        offered = strategy(schema)
+        if isinstance(offered, OutputSharding):
+            return offered
+        if isinstance(offered, OpStrategy):
+            return self._select_strategy(offered, schema)
+        _check_offered(offered, schema)
+        decision = decide([offered] * schema.mesh.ndim, schema)
+        localize = self.op_to_localize.get(schema.op)
+        if localize is None:
+            return decision
+        running = schema if decision.input_specs is None else schema.with_specs(decision.input_specs)
+        return replace(decision, local=localize(running, decision.output_spec))
+
+    def _select_strategy(self, offered: OpStrategy, schema: OpSchema) -> OutputSharding:
+        """The cheapest of the strategies over all axes that a function in torch's style gives."""
+        if not offered.strategies:
+            raise PropagationError(f"the strategy function of {schema.op} offers nothing for {schema}")
+        best = min(offered.strategies, key=lambda strategy: sum(strategy.redistribute_cost or (0.0,)))
+        return OutputSharding(best.output_specs, best.input_specs)
+
+
+def _check_offered(offered: Sequence[AxisStrategy], schema: OpSchema) -> None:
+    """Refuses strategies that do not fit the arguments; whether they fit the results is seen when these are known."""
+    count = len(schema.args_spec)
+    if not offered:
+        raise PropagationError(f"the strategy function of {schema.op} offers nothing for {schema}")
+    for strategy in offered:
+        if len(strategy.inputs) != count:
+            raise PropagationError(
+                f"the strategy of {schema.op} gives placements for {len(strategy.inputs)} tensors, but {schema} has "
+                f"{count}"
+            )
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """A function with where it was written."""
+    written = unwrap(function)
+    code = getattr(written, "__code__", None)
+    name = getattr(written, "__qualname__", repr(written))
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+# All families take 0.2 s to import.
+propagator = ShardingPropagator(lambda: import_module("tritondt.ops.families"))

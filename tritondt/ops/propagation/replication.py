@@ -1,0 +1,83 @@
+"""Which plain tensors may stand beside distributed ones: those that are surely alike on every rank."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward
+
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Replicate
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+_NO_BACKWARD = -1
+_OWN = (__name__.partition(".")[0], "torch")
+
+_allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=False)
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Takes plain tensors beside distributed ones, within, for replicated: every rank must hold the same.
+
+    Nothing is checked. Elsewhere only plain tensors without dims are taken so, others raise MixedTensorsError. Holds
+    for the calling thread.
+
+        with tritondt.implicit_replication():
+            y = x + torch.arange(x.shape[-1])
+    """
+    token = _allowed.set(True)
+    try:
+        yield
+    finally:
+        _allowed.reset(token)
+
+
+def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
+    """What this rank holds of a tensor that is alike on every rank of `mesh`, and how it is laid out."""
+    meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
+    local = plain if mesh.coordinate is not None else plain.new_empty(0)
+    return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
+
+
+def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An index with `make(tensor)` in place of lists of numbers, of which torch would make plain tensors."""
+    if type(index) is tuple:
+        return tuple(with_tensors(item, make) if type(item) is list else item for item in index)
+    if type(index) is not list or not _are_numbers(index):
+        return index
+    return make(torch.tensor(index, dtype=None if index else torch.int64))
+
+
+def _are_numbers(items: list[Any]) -> bool:
+    return all(_are_numbers(item) if type(item) is list else isinstance(item, int) for item in items)
+
+
+def are_replicated(*, written: bool = False) -> bool:
+    """Whether plain tensors of the call that is dispatched count as replicated; `written`: one of them is written to.
+
+    Within `implicit_replication()`, and where autograd itself calls: what its formulas make, they make of shapes and
+    numbers. What they write to they may return as a gradient, which would be this rank's alone.
+    """
+    return _allowed.get() or (not written and is_called_by_autograd())
+
+
+def is_called_by_autograd() -> bool:
+    """Whether no code of the user's stands between autograd's engine and the dispatch of an operator.
+
+    Dispatch modes may: they are handed what the engine asks for.
+    """
+    if torch._C._current_graph_task_id() == _NO_BACKWARD:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _engine_run_backward.__code__:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _OWN and frame.f_code.co_name != "__torch_dispatch__":
+            return False
+        frame = frame.f_back
+    # Engine threads of devices have no Python below.
+    return True

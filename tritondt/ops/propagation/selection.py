@@ -1,0 +1,188 @@
+"""Chooses, for one axis after the other, the strategy whose arguments are cheapest to bring in place.
+
+The work is proportional to the number of axes: strategies are data for one axis, and what another axis does to
+the tensors enters only through the size of what would move.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from tritondt.errors import LayoutError, PropagationError
+from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding, OutputSpecs, specs_in
+from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+Placements = tuple[Placement, ...]
+
+
+def move_bytes(current: Placement, wanted: Placement, axis_size: int, local_bytes: int) -> float:
+    """Bytes that a rank holding `local_bytes` receives when one axis changes from `current` to `wanted`.
+
+    A shard that becomes terms moves nothing, but counts as if it were gathered: every rank then holds a tensor as
+    large, and what cannot use terms reduces it. `x + terms` would cost the next relu twice what x's shards cost here.
+
+    >>> move_bytes(Shard(0), Replicate(), 4, 100), move_bytes(Shard(0), Shard(1), 4, 100)
+    (300, 75.0)
+    """
+    if current == wanted or isinstance(current, Replicate):
+        return 0
+    scattered = local_bytes * (axis_size - 1) / axis_size
+    if isinstance(current, Partial):
+        if isinstance(wanted, Partial):
+            return 0 if {current.reduce_op, wanted.reduce_op} == {"sum", "avg"} else 2 * scattered
+        return scattered if isinstance(wanted, Shard) else 2 * scattered
+    return scattered if isinstance(wanted, Shard) else local_bytes * (axis_size - 1)
+
+
+def with_cuts(strategy: AxisStrategy, current: Placements) -> Iterator[AxisStrategy]:
+    """The strategy with the cuts that its arguments have already; itself where nothing is left open.
+
+    Yields nothing where it shards an index that no argument is sharded on: that is never cheaper, and it would
+    surprise.
+    """
+    open_dims = [isinstance(placement, Shard) for placement in (*strategy.inputs, *strategy.outputs)]
+    if strategy.exact or not any(open_dims):
+        yield strategy
+        return
+    cuts: dict[Shard, None] = {}
+    for template, placement in zip(strategy.inputs, current, strict=True):
+        if isinstance(template, Shard) and isinstance(placement, Shard) and template.dim == placement.dim:
+            cuts[placement] = None
+    for cut in cuts:
+        inputs = tuple(_cut_like(placement, cut) for placement in strategy.inputs)
+        outputs = tuple(None if p is None else _cut_like(p, cut) for p in strategy.outputs)
+        yield AxisStrategy(inputs, outputs, exact=True)
+
+
+def _cut_like(placement: Placement, cut: Shard) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    return Shard(placement.dim, cut.unit, cut.sizes, cut.repeats)
+
+
+def select_for_axis(
+    strategies: Sequence[AxisStrategy],
+    specs: Sequence[DTensorSpec],
+    axis: int,
+    fixed: Sequence[int] = (),
+) -> AxisStrategy | None:
+    """The cheapest strategy for one axis, the first among equals; None where there is none.
+
+    Arguments whose positions are in `fixed` must stay as they are.
+    """
+    current = tuple(spec.placements[axis] for spec in specs)
+    size = specs[0].mesh.shape[axis] if specs else 1
+    local_bytes = [spec.layout.max_local_numel * spec.dtype.itemsize for spec in specs]
+    best: tuple[tuple[float, int], AxisStrategy] | None = None
+    for strategy in (variant for template in strategies for variant in with_cuts(template, current)):
+        pairs = list(zip(current, strategy.inputs, strict=True))
+        if any(pairs[place][0] != pairs[place][1] for place in fixed):
+            continue
+        changed = sum(before != after for before, after in pairs)
+        moved = sum(
+            move_bytes(before, after, size, num_bytes)
+            for (before, after), num_bytes in zip(pairs, local_bytes, strict=True)
+        )
+        if best is None or (moved, changed) < best[0]:
+            best = (moved, changed), strategy
+        if changed == 0:
+            break
+    return None if best is None else best[1]
+
+
+def common_order(specs: Sequence[DTensorSpec]) -> tuple[int, ...] | None:
+    """The cut order of the first argument in which several axes cut one dim."""
+    for spec in specs:
+        if any(len(axes) > 1 for axes in spec.layout.axes_of_dim):
+            return spec.order
+    return None
+
+
+def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> OutputSharding:
+    """Lays out a call by the strategies offered for each axis; PropagationError where none fits.
+
+    What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
+    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out.
+    """
+    specs = schema.args_spec
+    order = common_order(specs)
+    fixed = written_positions(schema)
+    chosen = [
+        select_for_axis(offered, specs, axis, fixed)
+        or select_for_axis(offered, specs, axis)
+        # Where nothing runs on what is there, and nothing on whole tensors, an argument is cut as the strategy asks.
+        or select_for_axis([strategy._replace(exact=True) for strategy in offered], specs, axis)
+        for axis, offered in enumerate(strategies)
+    ]
+    found = [strategy for strategy in chosen if strategy is not None]
+    if len(found) < len(chosen):
+        raise PropagationError(f"{schema}: no strategy fits axis {chosen.index(None)}")
+    try:
+        wanted = _wanted(specs, found, order)
+        placements = tuple(zip(*(strategy.outputs for strategy in found), strict=True))
+        outputs = output_specs(schema, placements, order)
+    except LayoutError:
+        unsharded = [[strategy for strategy in offered if not _shards(strategy)] for offered in strategies]
+        if not all(unsharded) or unsharded == list(strategies):
+            raise
+        return decide(unsharded, schema)
+    moves = any(before is not after for before, after in zip(specs, wanted, strict=True))
+    return OutputSharding(outputs, wanted if moves else None)
+
+
+def _shards(strategy: AxisStrategy) -> bool:
+    return any(isinstance(placement, Shard) for placement in strategy.inputs)
+
+
+def _wanted(
+    specs: Sequence[DTensorSpec], chosen: Sequence[AxisStrategy], order: tuple[int, ...] | None
+) -> tuple[DTensorSpec, ...]:
+    wanted = []
+    for place, spec in enumerate(specs):
+        placements = tuple(choice.inputs[place] for choice in chosen)
+        # A lone cut needs no order; keeping the spec's own leaves a tensor that does not move the same object.
+        wanted.append(spec.with_placements(placements, spec.order if order is None else order))
+    return tuple(wanted)
+
+
+def output_specs(
+    schema: OpSchema, placements: Sequence[tuple[Placement | None, ...]], order: tuple[int, ...] | None
+) -> OutputSpecs:
+    """The outputs' specs under the placements of each; PropagationError where their number is not the operator's."""
+    metas = propagate_tensor_meta(schema)
+    if metas is None:
+        return None
+    alone = isinstance(metas, TensorMeta)
+    several: Sequence[TensorMeta | None] = [metas] if isinstance(metas, TensorMeta) else metas
+    if len(placements) != len(several):
+        raise PropagationError(
+            f"the strategy of {schema.op} gives placements for {len(placements)} outputs, but the operator has "
+            f"{len(several)}"
+        )
+    specs = [
+        None if meta is None or None in of_axes else DTensorSpec(schema.mesh, _all(of_axes), meta, order)
+        for of_axes, meta in zip(placements, several, strict=True)
+    ]
+    return specs[0] if alone else specs
+
+
+def _all(placements: tuple[Placement | None, ...]) -> Placements:
+    return tuple(placement for placement in placements if placement is not None)
+
+
+def written_positions(schema: OpSchema) -> tuple[int, ...]:
+    """Places in `schema.args_spec` of the tensors that the operator writes to."""
+    return tuple(_written(schema))
+
+
+def _written(schema: OpSchema) -> Iterator[int]:
+    place = 0
+    for number, declared in enumerate(schema.op._schema.arguments):
+        if number < len(schema.args_schema):
+            argument = schema.args_schema[number]
+        else:
+            argument = schema.kwargs_schema.get(declared.name)
+        count = len(tuple(specs_in((argument,))))
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            yield from range(place, place + count)
+        place += count

@@ -1,0 +1,1 @@
+"""Random numbers that follow from an element's place in the whole tensor."""

@@ -1,0 +1,1 @@
+"""Rules that families of operators share: equations, whole dims, views, reductions."""

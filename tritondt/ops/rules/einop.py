@@ -1,0 +1,74 @@
+"""einop_rule and pointwise_rule: layouts from an equation in which every letter is one index of the computation."""
+
+from collections.abc import Mapping, Sequence
+
+from tritondt.errors import PropagationError
+from tritondt.ops.propagation.pointwise import linear_groups, pointwise_strategies
+from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding
+from tritondt.ops.propagation.selection import decide
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+
+_PENDING = Partial("sum")
+
+
+def einop_strategies(equation: str, *, linearity: bool = False) -> list[AxisStrategy]:
+    """One strategy a letter, then the replicated one, then with `linearity` the one of pending sums.
+
+    A letter that the output lacks is summed away, which leaves a Partial; "1" is a dim that broadcasts.
+
+    >>> einop_strategies("mk,kn->mn")[1]
+    AxisStrategy(inputs=(S1, S0), outputs=(P(sum),), exact=False)
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    inputs = left.split(",")
+    if not arrow or any(len(set(term.replace("1", ""))) != len(term.replace("1", "")) for term in (*inputs, right)):
+        raise PropagationError(
+            f"the equation {equation!r} is not understood; allowed are terms like 'mk,kn->mn', no letter twice in one"
+        )
+    found = [_of_letter(letter, inputs, right) for letter in dict.fromkeys("".join(inputs)) if letter != "1"]
+    found.append(AxisStrategy((Replicate(),) * len(inputs), (Replicate(),)))
+    if linearity:
+        found.append(AxisStrategy((_PENDING,) * len(inputs), (_PENDING,)))
+    return found
+
+
+def _of_letter(letter: str, inputs: Sequence[str], output: str) -> AxisStrategy:
+    def placed(term: str, otherwise: Placement) -> Placement:
+        return Shard(term.index(letter)) if letter in term else otherwise
+
+    return AxisStrategy(tuple(placed(term, Replicate()) for term in inputs), (placed(output, _PENDING),))
+
+
+def einop_rule(
+    equation: str,
+    op_schema: OpSchema,
+    *,
+    linearity: bool = False,
+    enforce_sharding: Mapping[str, int] | None = None,
+) -> OutputSharding:
+    """Lays out an operator that is an einsum of its tensors, as `equation` says.
+
+    Per mesh axis one letter is sharded, that whose arguments are cheapest to bring in place; an argument sharded
+    otherwise moves. `enforce_sharding` gives letters the axis that must shard them, or -1 for none, for operators
+    that write into a tensor. Raises PropagationError where the equation cannot be read or nothing fits.
+    """
+    offered = einop_strategies(equation, linearity=linearity)
+    letters = [letter for letter in dict.fromkeys(equation.partition("->")[0]) if letter.isalpha()]
+    by_letter = dict(zip(letters, offered, strict=False))
+    enforced = enforce_sharding or {}
+    per_axis = []
+    for axis in range(op_schema.mesh.ndim):
+        pinned = [letter for letter, wanted in enforced.items() if wanted == axis]
+        barred = [by_letter[letter] for letter in enforced if letter in by_letter and letter not in pinned]
+        per_axis.append(
+            [by_letter[letter] for letter in pinned if letter in by_letter]
+            or [strategy for strategy in offered if strategy not in barred]
+        )
+    return decide(per_axis, op_schema)
+
+
+def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputSharding:
+    """Lays out an elementwise operator with broadcasting; with `linearity` pending sums pass through together."""
+    specs = op_schema.args_spec
+    groups = [range(len(specs))] if linearity else linear_groups(op_schema.op, len(specs))
+    return decide([pointwise_strategies(specs, linear_in=groups)] * op_schema.mesh.ndim, op_schema)

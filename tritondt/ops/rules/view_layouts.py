@@ -1,0 +1,198 @@
+"""Which layout the result of a view has, where its dims are the argument's dims or parts of them.
+
+All functions take the argument's layout and give that of the result, without a tensor and alike on every rank. A view
+moves nothing: where no layout says who holds what, LayoutError gives the reason.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tritondt.errors import LayoutError
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.cut import Cut
+from tritondt.sharding.intervals import Intervals
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Placement, Replicate, Shard
+
+# An axis and how it cuts; the dim is where the pair stands, whatever the Shard says.
+AxisCut = tuple[int, Shard]
+# The cuts of every dim, in cut order.
+DimCuts = Sequence[Sequence[AxisCut]]
+
+
+def cuts_of(layout: Layout) -> list[list[AxisCut]]:
+    """The cuts of every dim of a layout."""
+    found: list[list[AxisCut]] = []
+    for axes in layout.axes_of_dim:
+        found.append([])
+        for axis in axes:
+            placement = layout.placements[axis]
+            assert isinstance(placement, Shard), f"axis {axis} of {layout!r} cuts a dim"
+            found[-1].append((axis, placement))
+    return found
+
+
+def with_cuts(layout: Layout, shape: Sequence[int], cuts: DimCuts) -> Layout:
+    """The layout of a tensor of `shape` with these cuts, on the mesh of `layout` and Partial where that is.
+
+    An axis that cuts nothing any more replicates. LayoutError where the cuts cannot be those of one layout.
+    """
+    placements: list[Placement] = [Replicate() if isinstance(p, Shard) else p for p in layout.placements]
+    order = []
+    for dim, cuts_of_dim in enumerate(cuts):
+        for axis, shard in cuts_of_dim:
+            placements[axis] = replace(shard, dim=dim)
+            order.append(axis)
+    rest = [axis for axis in range(len(placements)) if axis not in order]
+    return Layout(layout.mesh_shape, placements, shape, [*order, *rest])
+
+
+def permuted(layout: Layout, dims: Sequence[int]) -> Layout:
+    """The layout after its dims are put in the order `dims`."""
+    cuts = cuts_of(layout)
+    return with_cuts(layout, [layout.shape[dim] for dim in dims], [cuts[dim] for dim in dims])
+
+
+def inserted(layout: Layout, dim: int, length: int = 1) -> Layout:
+    """The layout with a whole dim of `length` in front of `dim`."""
+    shape, cuts = list(layout.shape), cuts_of(layout)
+    shape.insert(dim, length)
+    cuts.insert(dim, [])
+    return with_cuts(layout, shape, cuts)
+
+
+def selected(layout: Layout, dim: int) -> Layout:
+    """The layout of one index of `dim`, which lacks that dim; refused where an axis of two or more cuts it."""
+    shape, cuts = list(layout.shape), cuts_of(layout)
+    for axis, shard in real_cuts(layout, cuts[dim]):
+        raise LayoutError(
+            f"axis {axis} cuts dim {dim} by {shard!r}: one of its coordinates holds the index, others none"
+        )
+    del shape[dim], cuts[dim]
+    return with_cuts(layout, shape, cuts)
+
+
+def expanded(layout: Layout, shape: Sequence[int]) -> Layout:
+    """The layout after new dims in front and dims of length 1 repeated to those of `shape`.
+
+    The coordinate that holds a lone index holds all its repetitions.
+    """
+    lead = len(shape) - len(layout.shape)
+    cuts: list[list[AxisCut]] = [[] for _ in range(lead)]
+    for dim, cuts_of_dim in enumerate(cuts_of(layout)):
+        times = shape[lead + dim] if layout.shape[dim] == 1 else 1
+        cuts.append([(axis, scaled(shard, 1, times)) for axis, shard in cuts_of_dim])
+    return with_cuts(layout, shape, cuts)
+
+
+def tiled(layout: Layout, times: Sequence[int]) -> Layout:
+    """The layout after dims are repeated, new ones first, `times` for each: every rank repeats what it holds."""
+    lead = len(times) - len(layout.shape)
+    lengths = [*times[:lead], *(many * length for many, length in zip(times[lead:], layout.shape, strict=True))]
+    cuts: list[list[AxisCut]] = [[] for _ in range(lead)]
+    for many, cuts_of_dim in zip(times[lead:], cuts_of(layout), strict=True):
+        cuts.append([(axis, scaled(shard, many, 1) if many else Shard(0)) for axis, shard in cuts_of_dim])
+    return with_cuts(layout, lengths, cuts)
+
+
+def scaled(shard: Shard, outer: int, inner: int) -> Shard:
+    """The cut of a dim merged with `outer` indices outside it and `inner` inside.
+
+    >>> scaled(Shard(0, unit=2), 3, 5)
+    S0(unit=10, repeats=3)
+    """
+    sizes = None if shard.sizes is None else tuple(size * inner for size in shard.sizes)
+    return Shard(shard.dim, max(shard.unit * inner, 1), sizes, shard.repeats * outer)
+
+
+def sliced(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout:
+    """The layout of indices `start:stop:step` of `dim`, where start <= stop lie within it.
+
+    A dim that one axis cuts, within one block: explicit sizes, what each coordinate holds of the slice. Whole blocks of
+    every cut: fewer repeats. Everything: as before. Otherwise LayoutError.
+    """
+    shape, cuts = list(layout.shape), cuts_of(layout)
+    length = shape[dim]
+    if (start, stop, step) == (0, length, 1):
+        return layout
+    shape[dim] = len(range(start, stop, step))
+    real = real_cuts(layout, cuts[dim])
+    # Axes of one coordinate cut last: their unit, 1, divides all others.
+    idle = [(axis, Shard(dim)) for axis, _ in cuts[dim] if layout.mesh_shape[axis] == 1]
+    cuts[dim] = [*_sliced_cuts(layout, dim, real, range(start, stop, step)), *idle]
+    return with_cuts(layout, shape, cuts)
+
+
+def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range) -> list[AxisCut]:
+    if not kept or not real:
+        return [(axis, Shard(dim)) for axis, _ in real]
+    blocks = [layout.shape[dim] // shard.repeats for _, shard in real]
+    if kept.step == 1 and all(kept.start % block == 0 and kept.stop % block == 0 for block in blocks):
+        num_kept = kept.stop - kept.start
+        return [
+            (axis, replace(shard, repeats=num_kept // block)) for (axis, shard), block in zip(real, blocks, strict=True)
+        ]
+    if len(real) > 1:
+        axes = ", ".join(str(axis) for axis, _ in real)
+        raise LayoutError(
+            f"axes {axes} cut dim {dim}, and only a lone cut, or whole blocks of all, can be sliced in place"
+        )
+    ((axis, shard),), (block,) = real, blocks
+    number = kept.start // block
+    if kept[-1] // block != number:
+        raise LayoutError(f"axis {axis} cuts dim {dim} by {shard!r}, and the slice lies in several blocks of {block}")
+    cut = Cut(layout.mesh_shape[axis], block, shard.unit, shard.sizes)
+    within = range(kept.start - number * block, kept[-1] - number * block + 1, kept.step)
+    sizes = [num_within(within, *cut.bounds(block, index)) for index in range(cut.parts)]
+    return [(axis, shard_of_sizes(dim, sizes, shard.unit))]
+
+
+def num_within(indices: range, start: int, stop: int) -> int:
+    """How many of ascending indices lie in [start, stop).
+
+    >>> num_within(range(1, 10, 3), 2, 8)
+    2
+    """
+    below = [max(0, -(-(bound - indices.start) // indices.step)) for bound in (start, stop)]
+    return min(below[1], len(indices)) - min(below[0], len(indices))
+
+
+def shard_of_sizes(dim: int, sizes: Sequence[int], unit: int = 1) -> Shard:
+    """The simplest cut with these pieces: the default one with `unit` or without where that gives them.
+
+    >>> shard_of_sizes(0, (2, 2, 1)), shard_of_sizes(0, (4, 4, 0), 2), shard_of_sizes(0, (1, 2, 2))
+    (S0, S0(unit=2), S0(sizes=1/2/2))
+    """
+    length, parts = sum(sizes), len(sizes)
+    units = [unit, 1] if all(size % unit == 0 for size in sizes) else [1]
+    for tried in units:
+        cut = Cut(parts, length, tried)
+        if all(stop - start == size for (start, stop), size in zip(_all_bounds(cut, length), sizes, strict=True)):
+            return Shard(dim, tried)
+    return Shard(dim, units[0], tuple(sizes))
+
+
+def _all_bounds(cut: Cut, held: int) -> list[tuple[int, int]]:
+    return [cut.bounds(held, index) for index in range(cut.parts)]
+
+
+def local_slice(held: Intervals, kept: range) -> tuple[int, int]:
+    """Where [start, stop) of local indices starts and stops that, by the step of `kept`, lists what is held of it.
+
+    `held` may be several intervals only where the step is 1 or the slice meets one of them.
+
+    >>> local_slice(((4, 8),), range(1, 10, 3)), local_slice(((0, 2), (4, 6)), range(1, 6))
+    ((0, 4), (1, 4))
+    """
+    common = regions.intersect_intervals(held, regions.merge([(kept.start, kept.stop)]))
+    if not common:
+        return 0, 0
+    low = common[0][0]
+    first = regions.positions(held, common)[0]
+    stop = first + regions.total(common)
+    return min(first + (kept.start - low) % kept.step, stop), stop
+
+
+def real_cuts(layout: Layout, cuts: Sequence[AxisCut]) -> list[AxisCut]:
+    """The cuts by axes of two or more coordinates; the others hold everything."""
+    return [(axis, shard) for axis, shard in cuts if layout.mesh_shape[axis] > 1]

@@ -1,0 +1,158 @@
+"""parallelize_module: finds the modules that a plan names, checks the whole plan, then applies it."""
+
+import difflib
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+
+from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import LayoutError, MeshError, ParallelizeError
+from tritondt.parallel.prepare import PREPARING
+from tritondt.parallel.style import ParallelStyle
+from tritondt.parallel.weights import WeightStyle
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Placement
+
+
+class Assignment(NamedTuple):
+    """A module of the tree, its dotted name, and the style that the plan gives it."""
+
+    name: str
+    module: nn.Module
+    style: ParallelStyle
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | Mesh | None = None,
+    parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Lays `module` over a mesh of one axis as the plan says, in place; a collective call.
+
+    The plan is a style for the module itself, or styles by dotted name, in which every part may hold the wildcards of
+    fnmatch ("layers.*.attention.w[qkv]"; "" is the module itself). Parameters take the values of rank `src_data_rank`
+    of the mesh, or every rank's own with None. The mesh defaults to that of the `with mesh:` around the call.
+
+    Raises ParallelizeError, before anything is changed, for a name that matches nothing, a module that its style does
+    not know and tied parameters that would be cut differently; also for a module that is parallelized already.
+    MeshError for a mesh of several axes.
+    """
+    mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    _check_mesh(mesh)
+    if parallelize_plan is None:
+        warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=2)
+        return module
+    assignments = _assignments(module, parallelize_plan)
+    _check_ties(module, assignments)
+    for name, found, style in assignments:
+        style.src_data_rank = src_data_rank
+        with _named(name, found):
+            made = style._apply(found, mesh)
+        if made is not found and name:
+            parent, _, child = name.rpartition(".")
+            setattr(module.get_submodule(parent), child, made)
+        elif made is not found:
+            module = made
+    return module
+
+
+@contextmanager
+def _named(name: str, module: nn.Module) -> Iterator[None]:
+    """Puts the module's name in front of what a style says is wrong with it."""
+    try:
+        yield
+    except (ParallelizeError, LayoutError) as error:
+        raise ParallelizeError(
+            f"parallelize_module cannot lay out {name or 'the module'} ({type(module).__name__}): {error}"
+        ) from error
+
+
+def _check_mesh(mesh: DeviceMesh | Mesh) -> None:
+    found = canonical_mesh(mesh)
+    if found.ndim == 1:
+        return
+    names = found.names
+    slices = ", ".join(f"mesh[{name!r}]" for name in names) if names else "one made by init_device_mesh with names"
+    raise MeshError(f"parallelize_module takes a mesh of one axis, got {found}; give it one slice: {slices}")
+
+
+def _assignments(root: nn.Module, plan: ParallelStyle | Mapping[str, ParallelStyle]) -> list[Assignment]:
+    """Every module that the plan names, in the plan's order."""
+    if isinstance(plan, ParallelStyle):
+        return [Assignment("", root, plan)]
+    if not isinstance(plan, Mapping):
+        raise ParallelizeError(f"a parallelize_plan is a ParallelStyle, or styles by module name; got {plan!r}")
+    found: list[Assignment] = []
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise ParallelizeError(f"the plan has {style!r} for {pattern!r}; allowed is a ParallelStyle")
+        # A module that has two names is one module.
+        modules = {id(module): Assignment(name, module, style) for name, module in _matches(root, pattern)}
+        found += modules.values()
+    return found
+
+
+def _matches(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """Modules whose names match part by part."""
+    found = [("", root)]
+    for part in pattern.split(".") if pattern else ():
+        deeper = [
+            (f"{name}.{child}" if name else child, module)
+            for name, parent in found
+            for child, module in parent._modules.items()
+            if module is not None and fnmatchcase(child, part)
+        ]
+        if not deeper:
+            raise ParallelizeError(_nothing_text(root, pattern, part, found))
+        found = deeper
+    return found
+
+
+def _nothing_text(root: nn.Module, pattern: str, part: str, reached: Sequence[tuple[str, nn.Module]]) -> str:
+    """Where the names of the tree and the pattern part, and the names that come near."""
+    name, parent = reached[0]
+    children = ", ".join(child for child, _ in parent.named_children()) or "no modules"
+    # Layers differ by a number only: one stands for all.
+    names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in root.named_modules() if name)
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
+    hint = f"; near it come {', '.join(map(repr, near))}" if near else ""
+    return (
+        f"the plan's {pattern!r} matches no module of {type(root).__name__}: nothing in {name or 'it'} is called "
+        f"{part!r}, it has {children}{hint}"
+    )
+
+
+def _check_ties(root: nn.Module, assignments: Sequence[Assignment]) -> None:
+    """Refuses a parameter of two modules that would not be cut alike in both."""
+    placements: dict[int, dict[str, Placement]] = {}
+    for name, module, style in assignments:
+        if isinstance(style, WeightStyle):
+            with _named(name, module):
+                placements[id(module)] = style.parameter_placements(module)
+        elif not isinstance(style, PREPARING):
+            return  # what a style of somebody else does with parameters is not known
+    users: dict[int, list[tuple[str, str]]] = {}
+    for name, module in root.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, DTensor):
+                planned = str(placements[id(module)].get(key)) if id(module) in placements else "not at all"
+                users.setdefault(id(parameter), []).append((f"{name}.{key}".lstrip("."), planned))
+    for shared in users.values():
+        first, other = shared[0], next((user for user in shared if user[1] != shared[0][1]), None)
+        if other is not None:
+            raise ParallelizeError(
+                f"{first[0]} and {other[0]} are one parameter, and the plan cuts the first {_cut_text(first[1])} and "
+                f"the second {_cut_text(other[1])}; allowed are styles that cut both alike, or copies that are not tied"
+            )
+
+
+def _cut_text(planned: str) -> str:
+    return planned if planned == "not at all" else f"as {planned}"

@@ -1,0 +1,92 @@
+"""A layout whose boxes are shared out among the ranks that hold them alike, by flat ranges of the local tensor.
+
+Reducing into a box that k ranks hold is cheapest when each of them reduces one k-th of it. A k-th along a dim
+would be uneven whenever the dim is short, so the cut is by position in the local tensor: piece j of n elements
+is [j*ceil(n/k), (j+1)*ceil(n/k)), whatever the shape.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.cut import Cut
+from tritondt.sharding.intervals import Region
+from tritondt.sharding.layout import Coordinate, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPieces:
+    """What `layout` holds, each box cut into flat pieces among the ranks along `axes`; stored one after another.
+
+    >>> from tritondt.sharding.placement import Replicate
+    >>> pieces = FlatPieces(Layout((2,), (Replicate(),), (3, 3)), (0,))
+    >>> pieces.regions((0,))
+    ((((0, 1),), ((0, 3),)), (((1, 2),), ((0, 2),)))
+    """
+
+    layout: Layout
+    axes: tuple[int, ...]
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shape of the layout's mesh."""
+        return self.layout.mesh_shape
+
+    @property
+    def parts(self) -> int:
+        """Ranks that share one box."""
+        return prod(self.mesh_shape[axis] for axis in self.axes)
+
+    def part(self, coordinate: Coordinate) -> int:
+        """Which of the parts a coordinate takes."""
+        index = 0
+        for axis in self.axes:
+            index = index * self.mesh_shape[axis] + coordinate[axis]
+        return index
+
+    def coordinate_of_part(self, coordinate: Coordinate, part: int) -> Coordinate:
+        """The coordinate that takes `part` of the box that `coordinate` holds."""
+        found = list(coordinate)
+        for axis in reversed(self.axes):
+            part, found[axis] = divmod(part, self.mesh_shape[axis])
+        return tuple(found)
+
+    def bounds(self, coordinate: Coordinate) -> tuple[int, int]:
+        """Flat positions [start, stop) in the layout's local tensor that a coordinate takes."""
+        size = prod(self.layout.local_shape(coordinate))
+        return Cut(self.parts, size).bounds(size, self.part(coordinate))
+
+    def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
+        """What a coordinate takes, as regions that lie one after another in its flat piece."""
+        return _flat_regions(self.layout.region(coordinate), *self.bounds(coordinate))
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Shape of the flat piece."""
+        start, stop = self.bounds(coordinate)
+        return (stop - start,)
+
+    def holders(self, wanted: Region, pinned: Mapping[int, int]) -> Iterator[tuple[Coordinate, Region]]:
+        """Coordinates whose boxes meet `wanted`, before the boxes are cut into pieces."""
+        return self.layout.holders(wanted, pinned)
+
+    @property
+    def max_local_numel(self) -> int:
+        """Most elements that any coordinate takes, in closed form."""
+        return -(-self.layout.max_local_numel // self.parts)
+
+    def __str__(self) -> str:
+        return f"{self.layout} in {self.parts} pieces"
+
+
+@lru_cache(maxsize=4096)
+def _flat_regions(region: Region, start: int, stop: int) -> tuple[Region, ...]:
+    shape = tuple(regions.total(intervals) for intervals in region)
+    return tuple(
+        tuple(regions.at_positions(intervals, *bounds) for intervals, bounds in zip(region, box, strict=True))
+        for box in regions.flat_boxes(shape, start, stop)
+    )
+
+
+Holding = Layout | FlatPieces

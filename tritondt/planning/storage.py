@@ -1,0 +1,114 @@
+"""Where the parts of a message lie in a rank's storage: strided boxes, still without any tensor."""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from tritondt.planning.flat_pieces import Holding
+from tritondt.planning.plan import Step, gathered_layouts
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.intervals import Intervals, Region
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.strides import dense_strides
+
+
+class Block(NamedTuple):
+    """A region and where it lies in storage, in elements; `lengths` are the region's, dim by dim."""
+
+    region: Region
+    lengths: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Joint(NamedTuple):
+    """A box that several storages hold: its lengths, and per storage (offset, strides), in elements."""
+
+    lengths: tuple[int, ...]
+    places: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def blocks(holding: Holding, coordinate: Coordinate, strides: Sequence[int] | None = None) -> tuple[Block, ...]:
+    """What a coordinate stores: a layout's local tensor with `strides` (default: dense), or flat pieces."""
+    found, offset = [], 0
+    for region in holding.regions(coordinate):
+        lengths = tuple(regions.total(intervals) for intervals in region)
+        own = dense_strides(lengths) if strides is None or not isinstance(holding, Layout) else tuple(strides)
+        found.append(Block(region, lengths, offset, own))
+        offset += prod(lengths)
+    return tuple(found)
+
+
+def step_blocks(
+    step: Step, coordinate: Coordinate, source_strides: Sequence[int] | None = None
+) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
+    """Source and target storage of a step; a gather sees the target, which it alone writes, as flat."""
+    if step.kind != "gather":
+        return blocks(step.source, coordinate, source_strides), blocks(step.target, coordinate)
+    assert not isinstance(step.source, Layout), f"a gather starts from flat pieces, not from {step.source}"
+    flat, whole = gathered_layouts(step.source, coordinate)
+    part = (step.source.part(coordinate),)
+    return blocks(flat, part), blocks(whole, part)
+
+
+def message_block(part: Region, offset: int = 0) -> Block:
+    """A part as it lies in its message: dense, row-major in global index order."""
+    lengths = tuple(regions.total(intervals) for intervals in part)
+    return Block(part, lengths, offset, dense_strides(lengths))
+
+
+def joint_boxes(storages: Sequence[Sequence[Block]], part: Region) -> list[Joint]:
+    """The fewest boxes that make up `part` and lie as one strided box in every storage."""
+    holding = [_block_of(stored, part) for stored in storages]
+    per_dim = [_joint_runs([block.region[dim] for block in holding], intervals) for dim, intervals in enumerate(part)]
+    found = []
+    for box in product(*per_dim):
+        lengths = tuple(length for _, length in box)
+        places = tuple(
+            (
+                block.offset
+                + sum(starts[index] * stride for (starts, _), stride in zip(box, block.strides, strict=True)),
+                block.strides,
+            )
+            for index, block in enumerate(holding)
+        )
+        found.append(Joint(lengths, places))
+    return found
+
+
+def _block_of(stored: Sequence[Block], part: Region) -> Block:
+    for block in stored:
+        if regions.intersect(block.region, part) == part:
+            return block
+    raise AssertionError(f"the part {part} lies in none of the blocks {stored}")
+
+
+def _joint_runs(outers: Sequence[Intervals], inner: Intervals) -> list[tuple[list[int], int]]:
+    """Runs of `inner` that are one run in every outer list: (position in each, length)."""
+    runs: list[tuple[list[int], int]] = []
+    for starts, length in _joint_positions(outers, inner):
+        if runs and all(before + runs[-1][1] == start for before, start in zip(runs[-1][0], starts, strict=True)):
+            runs[-1] = (runs[-1][0], runs[-1][1] + length)
+        else:
+            runs.append((starts, length))
+    return runs
+
+
+def _joint_positions(outers: Sequence[Intervals], inner: Intervals) -> Iterator[tuple[list[int], int]]:
+    columns = [regions.positions(outer, inner) for outer in outers]
+    for (start, stop), *starts in zip(inner, *columns, strict=True):
+        yield list(starts), stop - start
+
+
+def contiguous_offset(stored: Sequence[Block], part: Region) -> int | None:
+    """Where a part lies in storage as one run in message order, or None where it must be packed."""
+    found = joint_boxes([stored, [message_block(part)]], part)
+    if len(found) != 1:
+        return None
+    step, (offset, strides) = 1, found[0].places[0]
+    for length, stride in zip(reversed(found[0].lengths), reversed(strides), strict=True):
+        if length != 1 and stride != step:
+            return None
+        step *= length
+    return offset

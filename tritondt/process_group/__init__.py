@@ -1,0 +1,16 @@
+"""A backend of torch.distributed, "tritondt": Gloo for tensors on the CPU, NCCL called by us for those on a GPU.
+
+import torch.distributed as dist
+import tritondt
+
+dist.init_process_group("tritondt")
+"""
+
+import torch.distributed as dist
+
+from tritondt.process_group.collectives import TritondtProcessGroup
+from tritondt.process_group.group import NAME
+
+dist.Backend.register_backend(NAME, TritondtProcessGroup, extended_api=True, devices=["cpu", "cuda"])
+
+__all__ = ["TritondtProcessGroup"]

@@ -1,0 +1,102 @@
+"""TRITONDT_DEBUG=1: ranks compare what they are about to run, through the store, before any of it runs."""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tritondt.comm.monitor.comparison import Note, difference
+from tritondt.comm.store.client import StoreClient
+from tritondt.errors import MismatchError, PeerError
+from tritondt.process_group.operation import fingerprint_of
+
+MUST = "call the same operations with the same sizes in the same order"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
+
+
+class Parts(NamedTuple):
+    """Elements that a rank sends to every rank, and receives from every rank."""
+
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+class Agreement:
+    """One rank's side of the comparisons of a process group; `ranks` are those of the world."""
+
+    def __init__(self, line: StoreClient, ranks: Sequence[int], place: int) -> None:
+        self._line, self._ranks, self._place = line, tuple(ranks), place
+        self._sequence = 0
+
+    def check(self, text: str, site: str, parts: Parts, timeout_s: float, refusal: str = "") -> None:
+        """Returns when all ranks have come to the same operation.
+
+        Raises MismatchError, on all ranks alike, where one has come to another, or does not send what another expects;
+        PeerError where one does not come in time, or refuses.
+        """
+        self._sequence += 1
+        own = json.dumps([text, site, refusal, *parts])
+        keys = [self._key(self._sequence, place) for place in range(len(self._ranks))]
+        self._line.call(lambda store: store.set(keys[self._place], own), timeout_s)
+        self._await(keys, text, timeout_s)
+        notes = [json.loads(note) for note in self._line.call(lambda store: store.multi_get(keys), timeout_s)]
+        if self._sequence > 1:  # all have come here, and so have read what was before
+            old = self._key(self._sequence - 1, self._place)
+            self._line.call(lambda store: store.delete_key(old), timeout_s)
+        self._judge(notes)
+
+    def _judge(self, notes: list[list[object]]) -> None:
+        refusals = {rank: str(note[2]) for rank, note in zip(self._ranks, notes, strict=True) if note[2]}
+        own = self._ranks[self._place]
+        if refusals and own not in refusals:
+            rank, why = next(iter(refusals.items()))
+            raise PeerError(f"rank {rank} refused {notes[self._ranks.index(rank)][0]}: {why}")
+        if refusals:
+            return
+        found = difference(
+            self._sequence,
+            {
+                rank: Note(fingerprint_of(str(note[0])), f"{note[0]}{note[1]}")
+                for rank, note in zip(self._ranks, notes, strict=True)
+            },
+            MUST,
+        )
+        found = found or unmatched(self._ranks, str(notes[0][0]), [Parts(*note[3:]) for note in notes])  # type: ignore[arg-type]
+        if found is not None:
+            raise found
+
+    def _await(self, keys: list[str], text: str, timeout_s: float) -> None:
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while not self._line.call(lambda store: store.check(keys), timeout_s):
+            if time.monotonic() - started > timeout_s:
+                there = [self._line.call(lambda store, key=key: store.check([key])) for key in keys]  # type: ignore[misc]
+                missing = [rank for rank, is_there in zip(self._ranks, there, strict=True) if not is_there]
+                raise PeerError(
+                    f"rank {self._ranks[self._place]} waited {timeout_s:g} s for ranks {missing} to come to {text}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _key(self, sequence: int, place: int) -> str:
+        return f"{sequence}/{place}"
+
+
+def unmatched(ranks: Sequence[int], text: str, parts: Sequence[Parts]) -> MismatchError | None:
+    """The error where a rank does not send what another expects of it.
+
+    >>> print(unmatched((0, 1), "all_to_all", [Parts((1, 2), (1, 3)), Parts((3, 4), (9, 4))]))
+    rank 0 sends 2 elements to rank 1 in all_to_all, which expects 9; nothing was moved
+    """
+    for source, own in enumerate(parts):
+        for target, other in enumerate(parts):
+            sent, expected = _at(own.sends, target), _at(other.receives, source)
+            if sent != expected:
+                return MismatchError(
+                    f"rank {ranks[source]} sends {sent} elements to rank {ranks[target]} in {text}, which expects "
+                    f"{expected}; nothing was moved"
+                )
+    return None
+
+
+def _at(counts: Sequence[int], place: int) -> int:
+    return counts[place] if counts else 0

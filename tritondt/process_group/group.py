@@ -1,0 +1,132 @@
+"""What torch.distributed asks a process group besides operations: its names, its parts, its timeout and its end."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+from tritondt.errors import TransportError
+from tritondt.process_group.router import CPU, Router
+
+NAME = "tritondt"
+CUDA = torch.device("cuda")
+_Base: Any = dist.ProcessGroup
+
+
+class Group(_Base):  # type: ignore[misc]
+    """One rank's part in a group, without operations; `options` are torch's DistributedBackendOptions."""
+
+    def __init__(self, options: Any, backend_options: object = None) -> None:
+        if backend_options is not None:
+            raise TransportError(
+                f"a process group was given the options {backend_options!r}; the backend {NAME!r} takes none: "
+                "TRITONDT_NCCL_OPTIONS sets those of its communicators"
+            )
+        super().__init__(options.group_rank, options.group_size)
+        self._store, self._num_splits = options.store, 0
+        self._router = Router(options, self._kinds)
+        # What C++ asks a group for and does not forward to this class, it asks of these.
+        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)
+        self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, None)
+
+    def _kinds(self) -> tuple[str, ...]:
+        """The types of devices that it was made for: "cuda:tritondt" names one."""
+        config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
+        return tuple(part.partition(":")[0] for part in config.split(",") if ":" in part) or ("cpu", "cuda")
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: object = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> "Group | None":
+        """A group of some ranks of this one, None for a rank of the others; `dist.split_group` calls it on all ranks.
+
+        `device_types` are those of the config that torch.distributed keeps for it. Its communicators are made on first
+        use, by those that take part. They meet by the number of the split: the name that torch gives follows from how
+        many groups a rank is in, and differs among those of different groups (2.13).
+        """
+        self._num_splits += 1
+        place, own = self._router.place, self._router.ranks
+        if place.rank not in ranks:
+            return None
+        options = c10d._DistributedBackendOptions()
+        options.group_id = f"{self._router.group_id}, part {self._num_splits} of places {','.join(map(str, ranks))}"
+        options.store = dist.PrefixStore(f"{options.group_id}/", self._store)
+        options.group_rank, options.group_size = list(ranks).index(place.rank), len(ranks)
+        options.timeout = timeout or self._router.timeout
+        options.global_ranks_in_group = [own[rank] for rank in ranks]
+        made = type(self)(options, opts)
+        made._set_group_name(group_name or options.group_id)
+        made._set_group_desc(group_desc or "undefined")
+        return made
+
+    def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
+        """What torch.distributed calls it."""
+        return NAME
+
+    def name(self) -> str:
+        """What torch.distributed calls it."""
+        return NAME
+
+    def get_group_store(self) -> dist.Store:
+        """Where its ranks meet."""
+        store: dist.Store = self._store
+        return store
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self._router.gloo if torch.device(device).type == "cpu" else NcclBackend()
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._router.num_operations
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It counts from 0 on all ranks."""
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long operations may take from now on."""
+        self._router.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Ends what is under way without waiting for the others; the group cannot be used any more."""
+        self._router.abort()
+
+    def shutdown(self) -> None:
+        """Waits for what is under way on NCCL, and ends; `dist.destroy_process_group` calls it."""
+        self._router.close()
+
+
+class NcclBackend:
+    """What torch.distributed asks about the part of a group that is on GPUs."""
+
+    supports_splitting = True
+    supports_coalescing = True
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def name(self) -> str:
+        """What torch.distributed calls it."""
+        return NAME
+
+    @property
+    def options(self) -> None:
+        """What a part of the group is made with: nothing of its own."""
+
+    def eager_connect_single_device(self, _device: torch.device) -> None:
+        """Nothing: communicators are made on first use, when there is a world."""
+
+    def perform_nocolor_split(self, _device: torch.device) -> None:
+        """Nothing: a part of the group is made by those that are in it."""
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It counts from 0 on all ranks."""
+
+    def supports_tensor_alloc(self, _device: torch.device) -> bool:
+        """Whether it has memory of its own to give: no."""
+        return False

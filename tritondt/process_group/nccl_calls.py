@@ -1,0 +1,171 @@
+"""The collectives of torch.distributed as calls of NCCL, straight from and into tensors that are given by number.
+
+What is only moved is moved as bytes, so that any dtype is. Parts of different lengths become one call for each part,
+all in one group. Which calls are made follows from lengths alone, which all ranks know alike: where tensors of one
+length do not lie end to end on a rank, as NCCL has them, that rank stages them.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.process_group.naming import reduced
+from tritondt.process_group.operation import Call, Staging, TensorOffset
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Numbered(NamedTuple):
+    """A tensor and its number among those of an operation."""
+
+    number: int
+    tensor: torch.Tensor
+
+    @property
+    def spot(self) -> TensorOffset:
+        """Where it begins."""
+        return TensorOffset(self.number)
+
+
+def numbered(tensors: Tensors, first: int = 0) -> list[Numbered]:
+    """Tensors with their numbers, which begin with `first`."""
+    return [Numbered(number, tensor) for number, tensor in enumerate(tensors, first)]
+
+
+class GroupRank(NamedTuple):
+    """A rank of a group."""
+
+    rank: int
+    size: int
+
+
+def all_reduce(tensors: Sequence[Numbered], op: Any) -> list[Call]:
+    """Every tensor reduced, in place, on all ranks."""
+    return [_reducing("all_reduce", each, each, each, op) for each in tensors if each.tensor.numel()]
+
+
+def broadcast(tensors: Sequence[Numbered], root: int) -> list[Call]:
+    """Every tensor of the root, to all."""
+    return _moving("broadcast", tensors, root)
+
+
+def reduce(tensor: Numbered, op: Any, root: int) -> list[Call]:
+    """The reduction, in place, on the root."""
+    return [_reducing("reduce", tensor, tensor, tensor, op, root)] if tensor.tensor.numel() else []
+
+
+class Staged(NamedTuple):
+    """Calls, and the staging that they need."""
+
+    calls: list[Call]
+    staging: Staging | None = None
+
+
+def all_gather(place: GroupRank, outputs: Sequence[Numbered], given: Numbered, memory: int) -> Staged:
+    """Every rank's tensor, to all; `outputs` are of the sizes of the ranks' tensors, `memory` what would stage them."""
+    whole = _whole(outputs, memory)
+    if whole is None:
+        calls = _moving("broadcast", outputs)
+        return Staged([call._replace(source=given.spot) if call.peer == place.rank else call for call in calls])
+    return Staged(all_gather_into(whole, given), _staging(whole, outputs, is_before=False))
+
+
+def all_gather_into(output: Numbered, given: Numbered) -> list[Call]:
+    """Every rank's tensor, end to end, to all."""
+    num_bytes = given.tensor.nbytes
+    return [Call("all_gather", given.spot, output.spot, num_bytes)] if num_bytes else []
+
+
+def reduce_scatter(place: GroupRank, output: Numbered, given: Sequence[Numbered], op: Any, memory: int) -> Staged:
+    """The reduction of the ranks' lists, tensor by tensor, each to its rank; `memory` is what would stage them."""
+    whole = _whole(given, memory)
+    if whole is None:
+        reductions = [
+            _reducing("reduce", part, output if rank == place.rank else part, part, op, rank)
+            for rank, part in enumerate(given)
+            if part.tensor.numel()
+        ]
+        return Staged(reductions)
+    return Staged(reduce_scatter_into(output, whole, op), _staging(whole, given, is_before=True))
+
+
+def reduce_scatter_into(output: Numbered, whole: Numbered, op: Any) -> list[Call]:
+    """The reduction of the ranks' tensors, cut into equal parts, one to each rank."""
+    return [_reducing("reduce_scatter", whole, output, output, op)] if output.tensor.numel() else []
+
+
+def all_to_all(outputs: Sequence[Numbered], given: Sequence[Numbered]) -> list[Call]:
+    """A tensor to every rank and one from every rank."""
+    return [*_moving("send", given), *_moving("recv", outputs)]
+
+
+def all_to_all_parts(
+    output: Numbered, given: Numbered, output_sizes: Sequence[int], input_sizes: Sequence[int]
+) -> list[Call]:
+    """The same of parts of one tensor, of so many elements."""
+    return [*_parts("send", given, input_sizes), *_parts("recv", output, output_sizes)]
+
+
+def gather(given: Numbered, outputs: Sequence[Numbered], root: int) -> list[Call]:
+    """Every rank's tensor, to the root; elsewhere `outputs` is empty."""
+    return [*_moving("send", [given], root), *_moving("recv", outputs)]
+
+
+def scatter(output: Numbered, given: Sequence[Numbered], root: int) -> list[Call]:
+    """A tensor of the root to every rank; elsewhere `given` is empty."""
+    return [*_moving("send", given), *_moving("recv", [output], root)]
+
+
+def message(kind: str, tensors: Sequence[Numbered], peer: int) -> list[Call]:
+    """Tensors to a peer ("send") or from one ("recv")."""
+    return _moving(kind, tensors, peer)
+
+
+def _whole(parts: Sequence[Numbered], memory: int) -> Numbered | None:
+    """Where parts of one length lie end to end: from the first on, or in `memory`; None for parts of other lengths."""
+    first = parts[0]
+    if any(part.tensor.numel() != first.tensor.numel() for part in parts):
+        return None
+    return first if lie_end_to_end([part.tensor for part in parts]) else Numbered(memory, first.tensor)
+
+
+def _staging(whole: Numbered, parts: Sequence[Numbered], *, is_before: bool) -> Staging | None:
+    return None if whole is parts[0] else Staging(tuple(part.number for part in parts), is_before)
+
+
+def lie_end_to_end(tensors: Tensors) -> bool:
+    """Whether they are equal parts of one run of memory."""
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return False  # they will be refused
+    first, num_bytes = tensors[0].data_ptr(), tensors[0].nbytes
+    return all(
+        tensor.nbytes == num_bytes and tensor.data_ptr() == first + place * num_bytes
+        for place, tensor in enumerate(tensors)
+    )
+
+
+def _moving(kind: str, tensors: Sequence[Numbered], peer: int | None = None) -> list[Call]:
+    """A call for each tensor, with one peer or each with the rank of its place in the list."""
+    return [
+        Call(kind, each.spot, each.spot, each.tensor.nbytes, peer=place if peer is None else peer)
+        for place, each in enumerate(tensors)
+        if each.tensor.numel()
+    ]
+
+
+def _parts(kind: str, given: Numbered, sizes: Sequence[int]) -> list[Call]:
+    calls, start = [], 0
+    for peer, num_elements in enumerate(sizes):
+        num_bytes = num_elements * given.tensor.element_size()
+        if num_bytes:
+            spot = TensorOffset(given.number, start)
+            calls.append(Call(kind, spot, spot, num_bytes, peer=peer))
+        start += num_bytes
+    return calls
+
+
+def _reducing(kind: str, source: Numbered, target: Numbered, counted: Numbered, op: Any, root: int = 0) -> Call:
+    """NCCL counts the elements of `counted`."""
+    dtype, num, known = reduced(source.tensor.dtype, op)
+    return Call(kind, source.spot, target.spot, counted.tensor.numel() * num, dtype, known, root)

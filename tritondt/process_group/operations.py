@@ -1,0 +1,252 @@
+"""Collectives of torch.distributed as operations: what cannot be carried is refused here, before anything is sent."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritondt._C import NcclLibrary
+from tritondt.process_group import nccl_calls
+from tritondt.process_group.checks import (
+    check_dense,
+    check_dtypes,
+    check_factor,
+    check_number,
+    check_place,
+    check_sizes,
+    check_tensors,
+    split_sizes,
+)
+from tritondt.process_group.naming import op_name
+from tritondt.process_group.nccl_calls import GroupRank, Tensors, numbered
+from tritondt.process_group.operation import ALL, Call, Operation, Request, Staging
+
+# Calls of NCCL in the operations that are kept, about 230 bytes each: those of a training step are far fewer.
+MAX_KEPT_CALLS = 65536
+
+Signature = tuple[Hashable, ...]
+
+
+class OperationCache:
+    """Those of one rank of a group, for tensors of a device.
+
+    The tensors of an operation are this rank's own, what it gives or is given, and then the others: inputs and then
+    outputs, but outputs and then inputs of what scatters; where it works in place, what it works on.
+    """
+
+    def __init__(self, place: GroupRank, device: torch.device, library: NcclLibrary) -> None:
+        self._place, self._device, self._library = place, device, library
+        self._kept: dict[Signature, Operation] = {}
+        self._num_calls = 0
+
+    def operation(
+        self,
+        key: Hashable | None,
+        tensors: Tensors,
+        describe: Callable[[], str],
+        make: Callable[["OperationCache", str], Operation],
+    ) -> Operation:
+        """What `make` gives, or gave before for this key and tensors alike; nothing is kept for a key of None."""
+        signature = None if key is None else self._signature(key, tensors)
+        if signature is None:
+            return make(self, describe())
+        found = self._kept.get(signature)
+        if found is None:
+            found = make(self, describe())
+            self._keep(signature, found)
+        return found
+
+    def _signature(self, key: Hashable, tensors: Tensors) -> Signature | None:
+        """What tells an operation from all others; None where its tensors have to be looked at again each time."""
+        parts, device = [key], self._device
+        for tensor in tensors:
+            if (
+                tensor.layout is not torch.strided
+                or not tensor.is_contiguous()
+                or tensor.device != device
+                or tensor.is_conj()
+                or tensor.is_neg()
+            ):
+                return None
+            parts += (tensor.numel(), tensor.dtype)
+        return tuple(parts)
+
+    def _keep(self, signature: Signature, operation: Operation) -> None:
+        self._num_calls += len(operation.calls) + 1
+        if self._num_calls > MAX_KEPT_CALLS:
+            self._kept.clear()
+            self._num_calls = len(operation.calls) + 1
+        self._kept[signature] = operation
+
+    def all_reduce(self, text: str, tensors: Tensors, op: Any) -> Operation:
+        """Tensors, each reduced in place."""
+        check_dense(text, tensors, self._device)
+        _check_factor(text, tensors, op)
+        return self._operation(text, nccl_calls.all_reduce(numbered(tensors), op))
+
+    def broadcast(self, text: str, tensors: Tensors, root: int) -> Operation:
+        """Tensors of the root, to all."""
+        check_dense(text, tensors, self._device)
+        check_place(text, root, self._place.size)
+        return self._operation(text, nccl_calls.broadcast(numbered(tensors), root))
+
+    def reduce(self, text: str, tensors: Tensors, op: Any, root: int) -> Operation:
+        """A tensor, reduced in place on the root."""
+        check_dense(text, tensors, self._device)
+        check_place(text, root, self._place.size)
+        _check_factor(text, tensors, op)
+        made = [call for tensor in numbered(tensors) for call in nccl_calls.reduce(tensor, op, root)]
+        return self._operation(text, made)
+
+    def all_gather(self, text: str, lists: Sequence[Tensors], given: Tensors, lengths: Sequence[int] = ()) -> Operation:
+        """Every rank's tensor, to the list of each; the lists say how large the ranks' tensors are.
+
+        `lengths` are those of lists by rank, where these were given.
+        """
+        for length in lengths:
+            check_number(text, "outputs of one rank", length, len(given))
+        check_number(text, "lists of outputs", len(lists), len(given))
+        made, stagings, first = list[Call](), list[Staging](), len(given)
+        memory = len(given) + sum(map(len, lists))
+        for outputs, own in zip(lists, numbered(given), strict=True):
+            self._check_list(text, "outputs", outputs, own.tensor)
+            check_sizes(text, "an input", own.tensor.numel(), outputs[self._place.rank].numel(), "this rank's output")
+            found = nccl_calls.all_gather(self._place, numbered(outputs, first), own, memory + len(stagings))
+            made += found.calls
+            stagings += [] if found.staging is None else [found.staging]
+            first += len(outputs)
+        return self._operation(text, made, slice(len(given), first), stagings)
+
+    def all_gather_into(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
+        """Every rank's tensor, end to end, to each; for each pair of tensors."""
+        self._check_pairs(text, outputs, given)
+        made = []
+        for output, own in zip(numbered(outputs, len(given)), numbered(given), strict=True):
+            expected = own.tensor.numel() * self._place.size
+            check_sizes(text, "an output", output.tensor.numel(), expected, self._times(own.tensor))
+            made += nccl_calls.all_gather_into(output, own)
+        return self._operation(text, made, slice(len(given), None))
+
+    def reduce_scatter(self, text: str, outputs: Tensors, lists: Sequence[Tensors], op: Any) -> Operation:
+        """The reduction of the ranks' lists, each tensor to its rank."""
+        check_number(text, "lists of inputs", len(lists), len(outputs))
+        _check_factor(text, outputs, op)
+        made, stagings, first = list[Call](), list[Staging](), len(outputs)
+        memory = len(outputs) + sum(map(len, lists))
+        for output, given in zip(numbered(outputs), lists, strict=True):
+            self._check_list(text, "inputs", given, output.tensor)
+            check_sizes(text, "an output", output.tensor.numel(), given[self._place.rank].numel(), "this rank's input")
+            found = nccl_calls.reduce_scatter(self._place, output, numbered(given, first), op, memory + len(stagings))
+            made += found.calls
+            stagings += [] if found.staging is None else [found.staging]
+            first += len(given)
+        return self._operation(text, made, slice(len(outputs)), stagings)
+
+    def reduce_scatter_into(self, text: str, outputs: Tensors, given: Tensors, op: Any) -> Operation:
+        """The reduction of the ranks' tensors, an equal part to each; for each pair of tensors."""
+        self._check_pairs(text, outputs, given)
+        _check_factor(text, outputs, op)
+        made = []
+        for output, whole in zip(numbered(outputs), numbered(given, len(outputs)), strict=True):
+            expected = output.tensor.numel() * self._place.size
+            check_sizes(text, "an input", whole.tensor.numel(), expected, self._times(output.tensor))
+            made += nccl_calls.reduce_scatter_into(output, whole, op)
+        return self._operation(text, made, slice(len(outputs)))
+
+    def all_to_all(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
+        """A tensor to every rank and one from every rank."""
+        for what, tensors in (("inputs", given), ("outputs", outputs)):
+            check_number(text, what, len(tensors), self._place.size)
+        self._check_alike(text, [*given, *outputs])
+        own = self._place.rank
+        check_sizes(text, "an output", outputs[own].numel(), given[own].numel(), "what this rank sends itself")
+        made = nccl_calls.all_to_all(numbered(outputs, len(given)), numbered(given))
+        return self._operation(text, made, slice(len(given), None))
+
+    def all_to_all_parts(
+        self,
+        text: str,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_rows: Sequence[int],
+        input_rows: Sequence[int],
+    ) -> Operation:
+        """The same with parts of one tensor, by rows of its first dim."""
+        self._check_alike(text, [output, given])
+        size, own = self._place.size, self._place.rank
+        sent = split_sizes(text, "input", given, input_rows, size)
+        received = split_sizes(text, "output", output, output_rows, size)
+        check_sizes(text, "an output", received[own], sent[own], "what this rank sends itself")
+        source, target = numbered([given, output])
+        return self._operation(text, nccl_calls.all_to_all_parts(target, source, received, sent), slice(1, None))
+
+    def gather(self, text: str, lists: Sequence[Tensors], given: Tensors, root: int) -> Operation:
+        """Every rank's tensor, to the root's list."""
+        check_place(text, root, self._place.size)
+        check_number(text, "inputs", len(given), 1)
+        outputs = self._of_root(text, "outputs", lists, given[0], root)
+        made = nccl_calls.gather(numbered(given)[0], numbered(outputs, 1), root)
+        return self._operation(text, made, slice(1, None))
+
+    def scatter(self, text: str, outputs: Tensors, lists: Sequence[Tensors], root: int) -> Operation:
+        """A tensor of the root's list to every rank."""
+        check_place(text, root, self._place.size)
+        check_number(text, "outputs", len(outputs), 1)
+        given = self._of_root(text, "inputs", lists, outputs[0], root)
+        made = nccl_calls.scatter(numbered(outputs)[0], numbered(given, 1), root)
+        return self._operation(text, made, slice(1))
+
+    def message(self, text: str, kind: str, tensors: Tensors, peer: int, number: int) -> Operation:
+        """Tensors to a peer ("send") or from one ("recv"), by its `number` in the communicator that carries them."""
+        check_dense(text, tensors, self._device)
+        check_place(text, peer, self._place.size)
+        is_received = kind == "recv"
+        made, source = nccl_calls.message(kind, numbered(tensors), number), peer if is_received else self._place.rank
+        results = ALL if is_received else slice(0)
+        return Operation(text, tuple(made), self._library, results, peers=(peer,), source=source)
+
+    def barrier(self, text: str) -> Request:
+        """Nothing but the coming of all: a sum that nobody reads."""
+        token = torch.zeros(1, dtype=torch.int32, device=self._device)
+        made = nccl_calls.all_reduce(numbered([token]), dist.ReduceOp.SUM)
+        return Request(Operation(text, tuple(made), self._library, slice(0), waits_on_host=True), [token])
+
+    def _operation(
+        self, text: str, made: Sequence[Call], results: slice = ALL, stagings: Sequence[Staging] = ()
+    ) -> Operation:
+        return Operation(text, tuple(made), self._library, results, tuple(stagings))
+
+    def _of_root(self, text: str, what: str, lists: Sequence[Tensors], own: torch.Tensor, root: int) -> Tensors:
+        """The root's list; none elsewhere."""
+        if self._place.rank != root:
+            check_number(text, f"lists of {what} on a rank that is not the root", len(lists), 0)
+            check_tensors(text, [own], self._device)
+            return []
+        check_number(text, f"lists of {what} on the root", len(lists), 1)
+        self._check_list(text, what, lists[0], own)
+        check_sizes(text, "a tensor", own.numel(), lists[0][root].numel(), f"the root's own among the {what}")
+        return lists[0]
+
+    def _check_list(self, text: str, what: str, tensors: Tensors, own: torch.Tensor) -> None:
+        check_number(text, what, len(tensors), self._place.size)
+        self._check_alike(text, [*tensors, own])
+
+    def _check_pairs(self, text: str, outputs: Tensors, given: Tensors) -> None:
+        check_number(text, "outputs", len(outputs), len(given))
+        check_tensors(text, [*outputs, *given], self._device)
+        for pair in zip(outputs, given, strict=True):
+            check_dtypes(text, pair)
+
+    def _check_alike(self, text: str, tensors: Tensors) -> None:
+        check_tensors(text, tensors, self._device)
+        check_dtypes(text, tensors)
+
+    def _times(self, part: torch.Tensor) -> str:
+        return f"{part.numel()} on each of {self._place.size} ranks"
+
+
+def _check_factor(text: str, tensors: Tensors, op: Any) -> None:
+    """Looks at the factor of a PREMUL_SUM where it is a tensor, which the operation reads as well."""
+    if op_name(op) == "premul_sum" and isinstance(factor := op.__getstate__()[1], torch.Tensor):
+        check_factor(text, factor, tensors)

@@ -1,0 +1,217 @@
+"""Operations of some ranks in the order of their issue, on a communicator of NCCL and a stream of its own.
+
+The host waits for none of them. What does not come to an end in time is aborted, never destroyed: destroying waits.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from tritondt._C import NcclLibrary
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.flight import EXCHANGING
+from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.streams import CudaStreams, Streams
+from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
+from tritondt.errors import PeerError, WorldError
+from tritondt.process_group.naming import PreMulSum
+from tritondt.process_group.operation import Operation
+from tritondt.process_group.work import NcclWork
+
+_LIMIT = "the process group's"
+_MUST = "call the same operations with the same sizes in the same order"
+
+
+class NcclDevice(NamedTuple):
+    """What carries tensors of a device: a library of NCCL, and the device's streams."""
+
+    library: NcclLibrary
+    streams: Streams
+
+
+class CollectiveStream:
+    """One rank's end of it; made by all ranks of `member` together. `on_failure` is told why nothing runs any more."""
+
+    def __init__(
+        self, member: ProcessContext, carrier: NcclDevice, on_failure: Callable[[BaseException], None]
+    ) -> None:
+        self._member, self._streams = member, carrier.streams
+        self._recorder = member.flight.recorder
+        self._label = self._recorder.label(member.name)
+        others = tuple(rank for rank in member.ranks if rank != member.rank)
+        terms = TimeoutPolicy(_LIMIT, _MUST, others)
+        self._watched = MonitoredNccl(member, carrier.library, carrier.streams, on_failure, terms)
+        self.stream = carrier.streams.make()
+        self.sequence = 0
+        self._turn = threading.Lock()
+
+    def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
+        """Puts an operation into the stream, on these tensors; what goes wrong is its work's error."""
+        with self._turn:
+            if self._watched.failure is not None:
+                work.fail(self._watched.failure)
+                return
+            if work.ready is None:
+                self._streams.follow(self.stream, self._streams.current())
+            else:
+                self.stream.wait_event(work.ready)
+            if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
+                self._call(work.operation, tensors)
+            else:
+                self._watched.reap()
+                self._record(work)
+                try:
+                    self._watched.put(work, lambda: self._call(work.operation, tensors), "run")
+                except PeerError:  # which its work has been told
+                    return
+            work.was_put(self.stream)
+
+    def _record(self, work: NcclWork) -> None:
+        """Gives it its number, for recorder and watch."""
+        self.sequence += 1
+        recorder, operation = self._recorder, work.operation
+        label = recorder.label(operation.text)
+        work.sequence, work.started = self.sequence, time.monotonic()
+        work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site, EXCHANGING)
+
+    def _call(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
+        """Gives the calls to NCCL, between the copies that they need."""
+        if not operation.stagings:
+            self._run(operation, tensors)
+            return
+        lists = [[tensors[number] for number in staging.tensors] for staging in operation.stagings]
+        with self._streams.on(self.stream), torch.no_grad():
+            memories = [_memory_of(parts) for parts in lists]
+            for staging, memory, parts in zip(operation.stagings, memories, lists, strict=True):
+                if staging.is_before:
+                    torch._foreach_copy_(_rows(memory, parts), parts)
+            self._run(operation, [*tensors, *memories])
+            for staging, memory, parts in zip(operation.stagings, memories, lists, strict=True):
+                if not staging.is_before:
+                    torch._foreach_copy_(parts, _rows(memory, parts))
+
+    def _run(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        if operation.native is None:
+            self._call_with_ops(operation, addresses)
+        else:
+            self._watched.native.run(operation.native, addresses, self.stream.cuda_stream)
+
+    def _call_with_ops(self, operation: Operation, addresses: list[int]) -> None:
+        """The same where ops are made for the calls; they end when NCCL has these."""
+        native, made = self._watched.native, dict[int, int]()
+        try:
+            for place, call in enumerate(operation.calls):
+                if isinstance(call.op, PreMulSum):
+                    made[place] = self._made_op(call.op, call.dtype)
+            calls = [(*call[:5], made.get(place, call.op), call.peer) for place, call in enumerate(operation.calls)]
+            native.run(operation.compiled(calls), addresses, self.stream.cuda_stream)
+        finally:
+            for number in made.values():
+                native.destroy_op(number)
+
+    def _made_op(self, op: PreMulSum, dtype: str) -> int:
+        if isinstance(op.factor, float):
+            return self._watched.native.pre_mul_sum(op.factor, dtype)
+        return self._watched.native.pre_mul_sum_on_device(op.factor.data_ptr(), dtype)
+
+    def refuse(self, error: BaseException) -> None:
+        """Tells the others that this rank takes no part in the next operation, and why; it counts as run."""
+        with self._turn:
+            self.sequence += 1
+            self._watched.refuse(self.sequence, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends what is under way, with this error, and aborts the communicator."""
+        self._watched.fail(error)
+
+    def abort(self) -> None:
+        """Ends what is under way without waiting for the others."""
+        self.fail(WorldError(f"{self._member.name} was aborted"))
+
+    def close(self) -> None:
+        """Waits for all that was issued, and ends the communicator."""
+        self.stream.synchronize()
+        with self._turn:
+            self._watched.close(WorldError(f"{self._member.name} was closed"))
+
+
+def _memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Memory in which tensors like these, which are alike, lie end to end."""
+    first = parts[0]
+    return torch.empty((len(parts), first.numel()), dtype=first.dtype, device=first.device)
+
+
+def _rows(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The memory's rows in the shapes of its tensors."""
+    return [row.view_as(part) for row, part in zip(memory, parts, strict=True)]
+
+
+class P2PStream:
+    """This rank's end of it."""
+
+    def __init__(self, name: str, make: Callable[[], CollectiveStream], streams: Streams) -> None:
+        self._name, self._make, self._streams = name, make, streams
+        self._changing = threading.RLock()  # what fails while it is put ends its channel
+        self._waiting: list[tuple[NcclWork, Sequence[torch.Tensor]]] = []
+        self._lane: CollectiveStream | None = None
+        self._is_connecting = False
+        self._failure: BaseException | None = None
+
+    def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
+        """Puts a message into the stream, when the other rank has come."""
+        with self._changing:
+            if self._failure is not None:
+                work.fail(self._failure)
+            elif self._lane is not None:
+                self._lane.put(work, tensors)
+            else:
+                work.defer()
+                self._waiting.append((work, tensors))
+                self._connect_once()
+
+    def _connect_once(self) -> None:
+        if not self._is_connecting:
+            self._is_connecting = True
+            threading.Thread(target=self._connect, name=f"tritondt-{self._name}", daemon=True).start()
+
+    def _connect(self) -> None:
+        try:
+            self._streams.bind_thread()
+            lane = self._make()
+        except BaseException as error:  # noqa: BLE001  whoever waits for a message raises it
+            self.fail(error)
+            return
+        with self._changing:
+            if self._failure is not None:
+                lane.fail(self._failure)
+            self._lane = lane
+            for work, tensors in self._waiting:
+                lane.put(work, tensors)
+            self._waiting.clear()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends it, and what waits for the other rank, with this error."""
+        if self._lane is not None:  # first, so that whoever is held up in it lets go
+            self._lane.fail(error)
+        with self._changing:
+            self._failure = self._failure or error
+            for work, _ in self._waiting:
+                work.fail(error)
+            self._waiting.clear()
+
+    def close(self) -> None:
+        """Waits for all that was issued, and ends it."""
+        if self._lane is not None:
+            self._lane.close()
+
+
+def _of_gpu(device: torch.device) -> NcclDevice:
+    return NcclDevice(nccl_library(), CudaStreams(device))
+
+
+# By the type of device; tensors on others go over Gloo.
+nccl_devices: dict[str, Callable[[torch.device], NcclDevice]] = {"cuda": _of_gpu}

@@ -1,0 +1,157 @@
+"""What torch.distributed gives for an operation that is under way on NCCL: its Work."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from tritondt.comm.nccl.streams import Event, Stream, Streams
+from tritondt.comm.nccl.watched import OverdueWait
+from tritondt.comm.packing.messages import Slice
+from tritondt.comm.work import again
+from tritondt.errors import PeerError
+from tritondt.process_group.operation import Operation
+
+_AT_ALL = timedelta(0)  # torch's word for no timeout of its own
+_PAUSE_S = 0.0005
+
+
+class NcclWork(Work):
+    """An operation in a stream: waiting for it lets the calling thread's current stream wait, and not the host.
+
+    It keeps what it reads until somebody has waited for it or it has run, so that the allocator needs not be told, and
+    what it writes for whoever asks for its result. It is also what its lane puts into the stream, and what is watched
+    there (`InFlight`): one object, for the host's time. `site` is the line that asked; `ready` what the stream waits
+    for where that is not the caller's stream as it is.
+    """
+
+    sequence, record, started = 0, -1, 0.0
+    letters: tuple[Sequence[Slice], ...] = ()
+    sent_bytes = received_bytes = 0
+    late: OverdueWait | None = None
+    ready: Event | None = None
+    _stream: Stream | None = None
+    _event: Event | None = None
+    _error: BaseException | None = None
+    _placed: threading.Event | None = None  # where it may have to wait for its lane
+
+    def __init__(
+        self,
+        operation: Operation,
+        tensors: Sequence[torch.Tensor],
+        streams: Streams,
+        seen: Callable[[], None],
+        site: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__()
+        self.operation, self._held = operation, tensors
+        self._results = tensors[operation.results]
+        self._streams, self._seen = streams, seen
+        self.site, self.timeout_s = site, timeout_s
+
+    @property
+    def text(self) -> str:
+        """What it is called in messages."""
+        return self.operation.text
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on all ranks of one operation."""
+        return self.operation.fingerprint
+
+    def defer(self) -> None:
+        """Notes that there is no lane yet; another thread will say when it was put into one, or why not."""
+        self.ready, self._placed = self._streams.current().record_event(), threading.Event()
+
+    def was_put(self, stream: Stream) -> None:
+        """Notes that `stream` has been given all of it, and no more so far."""
+        self._stream, self._event = stream, stream.record_event()
+        if self._placed is not None:
+            self._placed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Notes why what is in the stream will not be right, or why nothing is."""
+        self._error = self._error or error
+        if self._placed is not None:
+            self._placed.set()
+
+    def is_over(self) -> bool:
+        """Whether the stream has come past it, which lets go of its tensors."""
+        is_over = self._event is not None and self._event.query()
+        if is_over:
+            self._held = ()
+        return is_over
+
+    def is_completed(self) -> bool:
+        """Whether it has run, well or not."""
+        return self._error is not None or self.is_over()
+
+    def is_success(self) -> bool:
+        """Whether it has run well."""
+        return self._error is None and self.is_over()
+
+    def exception(self) -> BaseException | None:
+        """Why it failed; None where it did not, or is under way."""
+        return self._error
+
+    def wait(self, timeout: timedelta = _AT_ALL) -> bool:
+        """Lets the current stream wait; with a timeout, or for a barrier, the host.
+
+        Raises what it failed with, and PeerError where it is not over within `timeout`.
+        """
+        limit_s = timeout.total_seconds() if timeout > _AT_ALL else None
+        if self._placed is not None and not self._placed.wait(limit_s):
+            raise self._overdue(timeout.total_seconds())
+        if self._event is not None:
+            if limit_s is not None or self.operation.waits_on_host:
+                self._wait_on_host(limit_s)
+            self._streams.current().wait_event(self._event)
+        if self._error is not None:
+            self._seen()
+            raise again(self._error) from self._error
+        self._held = ()
+        return True
+
+    def _wait_on_host(self, limit_s: float | None) -> None:
+        started = time.monotonic()
+        while not self.is_completed():
+            if limit_s is not None and time.monotonic() - started > limit_s:
+                raise self._overdue(limit_s)
+            time.sleep(_PAUSE_S)
+
+    def _overdue(self, limit_s: float) -> PeerError:
+        return PeerError(f"{self.text} was waited for {limit_s:g} s, as asked, and is still under way")
+
+    def synchronize(self) -> None:
+        """Lets the current stream wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Lets the current stream wait."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """What was written."""
+        return list(self._results)
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of what is written."""
+        if self._placed is not None:
+            self._placed.wait()
+        if self._event is None:
+            made: torch.futures.Future[Any] = torch.futures.Future()
+            made.set_exception(self._error)
+            return made
+        return self._streams.future(self._stream, self._results, self.exception)
+
+    def _source_rank(self) -> int:
+        return self.operation.source
+
+    def source_rank(self) -> int:
+        """Where a message came from, as a rank of the group; -1 for what is none."""
+        return self.operation.source

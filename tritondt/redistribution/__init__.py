@@ -1,0 +1,1 @@
+"""Redistributions between specs: compiled once, run or issued, differentiable."""

@@ -1,0 +1,108 @@
+"""Checks that all ranks mean the same tensor, before they build on it."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from tritondt.errors import MismatchError
+from tritondt.redistribution.run import redistribute_local
+from tritondt.redistribution.send import distribute_from
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+# What a rank says about itself: a digest of all of it, and as much of the text as an error can show.
+_DIGEST_BYTES, _TEXT_BYTES = 16, 496
+
+
+def check_agreed(mesh: Mesh, call: str, text: str, reference: int = 0) -> None:
+    """Refuses on all ranks alike where `text`, which says what `call` was given, is not the same on all of them.
+
+    A collective call. MismatchError names the rank at mesh position `reference` and the first that differs.
+    """
+    if len(mesh.ranks) == 1 or mesh.coordinate is None:
+        return
+    content = text.encode()
+    digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+    own = bytearray(digest + content[:_TEXT_BYTES].ljust(_TEXT_BYTES))
+    meta = TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.uint8)
+    placements: list[Placement] = [Shard(0)] * mesh.ndim
+    rows = DTensorSpec(mesh, placements, meta)
+    local = torch.frombuffer(own, dtype=torch.uint8).reshape(1, -1)
+    found = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim))
+    said = [bytes(row) for row in found.tolist()]
+    for rank, other in zip(mesh.ranks, said, strict=True):
+        if other[:_DIGEST_BYTES] != said[reference][:_DIGEST_BYTES]:
+            raise MismatchError(
+                f"{call} was called with {_shown(said[reference])} on rank {mesh.ranks[reference]}, but with "
+                f"{_shown(other)} on rank {rank}; all ranks must call it for the same tensor"
+            )
+
+
+def _shown(said: bytes) -> str:
+    return said[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+
+
+def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """The local tensor after a collective check that all ranks gave the same global shape, dtype and placements.
+
+    Replicas take the values of the first coordinate. MismatchError on every rank, naming two that differ.
+    """
+    check_agreed(spec.mesh, "from_local", f"a part of {spec}")
+    return local if spec.mesh.coordinate is None else _from_first_replica(local, spec)
+
+
+def refuse_agreement(mesh: Mesh, error: Exception) -> None:
+    """Takes part in the check of `agreed_local` for a rank that cannot say what it means; the others raise."""
+    try:
+        check_agreed(mesh, "from_local", f"what it refused ({error})")
+    except MismatchError as others:
+        # The rank at fault raises its own error, to which this is added.
+        error.__context__ = others
+
+
+def _from_first_replica(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """Every replica with the values of coordinate 0 of its axis, which keeps its own tensor."""
+    replicated = [placement.is_replicate() for placement in spec.placements]
+    mesh, layout = spec.mesh, spec.layout
+    if not any(size > 1 and whole for size, whole in zip(mesh.shape, replicated, strict=True)):
+        return local
+    # Terms of a reduction are pieces of one more dim here, so that nothing is reduced.
+    order = [axis for axis in spec.order if spec.placements[axis].is_partial()]
+    order += [axis for axis in spec.order if not spec.placements[axis].is_partial()]
+    num_terms = prod(mesh.shape[axis] for axis in layout.axes_where(Partial))
+    shape = (num_terms, *spec.shape)
+    placements = [_below_terms(placement) for placement in spec.placements]
+    target = DTensorSpec(mesh, placements, TensorMeta.contiguous(shape, spec.dtype), order)
+    senders = [0 if whole else slice(None) for whole in replicated]
+    positions = torch.arange(layout.num_ranks).reshape(mesh.shape)[tuple(senders)].reshape(-1).tolist()
+    cut = [axis for axis, whole in enumerate(replicated) if not whole]
+    source = Layout(
+        [mesh.shape[axis] for axis in cut] or [1],
+        [placements[axis] for axis in cut] or [Replicate()],
+        shape,
+        [cut.index(axis) for axis in order if axis in cut] or None,
+    )
+    return distribute_from(local.unsqueeze(0), source, tuple(positions), target, in_place=True).squeeze(0)
+
+
+def _below_terms(placement: Placement) -> Placement:
+    """What a placement does to the tensor with one more dim in front, which terms cut."""
+    if isinstance(placement, Partial):
+        return Shard(0)
+    return replace(placement, dim=placement.dim + 1) if isinstance(placement, Shard) else placement
+
+
+def lengths_on_all(mesh: Mesh, own: Sequence[int]) -> list[list[int]]:
+    """A few numbers of every rank of the mesh, by its position: a collective call."""
+    if mesh.coordinate is None:
+        return [list(own)] * len(mesh.ranks)
+    placements: list[Placement] = [Shard(0)] * mesh.ndim
+    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.int64))
+    local = torch.tensor([list(own)], dtype=torch.int64, device=mesh.device_type)
+    found: list[list[int]] = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim)).tolist()
+    return found

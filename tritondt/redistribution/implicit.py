@@ -1,0 +1,73 @@
+"""What happens when an operator's argument has to move first: it is counted and logged, or refused where asked so."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch._ops import OpOverload
+
+from tritondt import environment, events
+from tritondt.comm.monitor.call_site import calling_line
+from tritondt.errors import ImplicitRedistributionError
+from tritondt.redistribution.compile import received_bytes
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.placement import placements_code, placements_text
+from tritondt.sharding.spec import DTensorSpec
+
+_logger = logging.getLogger("tritondt.moves")
+_refused: ContextVar[bool] = ContextVar("refuse implicit redistribution", default=False)
+
+
+def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
+    """The local tensor of an argument of `op` where the operator needs it.
+
+    ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. With TRITONDT_LOG=1 each
+    that sends bytes is a line of the logger "tritondt.moves", on stderr where nobody has set up logging.
+    """
+    if _refused.get():
+        # The most that any rank receives, so that all ranks refuse alike.
+        moved = received_bytes(source, target)
+        if moved:
+            raise ImplicitRedistributionError(
+                f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {moved:,} bytes to a "
+                f"rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
+            )
+    if events.enabled():
+        events.emit(events.ImplicitRedistribution(str(op), str(source), str(target), source.shape))
+    if environment.logs():
+        _log(op, source, target)
+    return redistribute_local(local, source, target)
+
+
+def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
+    moved = received_bytes(source, target)
+    if not moved:
+        return
+    if not _logger.hasHandlers():
+        _logger.addHandler(logging.StreamHandler())
+    _logger.setLevel(logging.INFO)
+    _logger.info(
+        "rank %d: %s needs %s as %s, which moves up to %s bytes to a rank; called at %s",
+        source.mesh.identity.rank,
+        op,
+        source,
+        placements_text(target.placements),
+        f"{moved:,}",
+        calling_line(),
+    )
+
+
+@contextmanager
+def explicit_redistribution() -> Iterator[None]:
+    """Refuses, within, every redistribution that sends bytes and was not asked for by name.
+
+    The error names the operator, the bytes and the call that asks for it. Holds for the calling thread; a backward
+    pass that other threads run is not covered.
+    """
+    token = _refused.set(True)
+    try:
+        yield
+    finally:
+        _refused.reset(token)

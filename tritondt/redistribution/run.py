@@ -1,0 +1,227 @@
+"""Runs the plan that takes a local tensor from one spec to another.
+
+A pair of specs and the strides of the local tensor are compiled once (`runnable.py`). What is left per
+call is one look-up, one allocation per step and the step itself.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+
+from tritondt import events
+from tritondt.comm import world
+from tritondt.comm.communicator import Communicator, Traffic
+from tritondt.comm.work import Work
+from tritondt.errors import LocalTensorError, TransportError
+from tritondt.kernels.memory import allocate
+from tritondt.redistribution.compile import CompiledStep, compile_plan, plan_for
+from tritondt.sharding.spec import DTensorSpec
+
+
+def redistribute_local(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """The local tensor under `target` of what `local` is under `source`; not differentiable.
+
+    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. `wire_dtype` is what messages
+    hold, as `comm.packing.wire_dtype.narrower` gives it. Raises MeshError and LayoutError on all ranks alike;
+    LocalTensorError and TransportError on the rank whose tensor is at fault, and PeerError on the others.
+    """
+    _check_or_refuse(local, source, target)
+    if source is target:
+        return local
+    if source.coordinate is None:
+        return local.new_empty((0,))
+    if not has_memory(local):
+        return _traced(local, source, target, wire_dtype)
+    local = _with_memory(local)
+    steps, communicator, _, description = compile_plan(source, target, local.stride(), local.device, wire_dtype)
+    if len(steps) == 1:
+        return _run_step(steps[0], local, local)[0]
+    if communicator is None:
+        return _run_steps(steps, local)
+    result: list[torch.Tensor] = []
+    communicator.in_order(lambda: result.append(_run_steps(steps, local)), description)
+    return result[0]
+
+
+def redistribute_local_async(
+    local: torch.Tensor,
+    source: DTensorSpec,
+    target: DTensorSpec,
+    before: Work | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, Work | None]:
+    """The same, under way: the tensor that will hold the result, and what to wait for; None where it is there.
+
+    `local` is read until then; `before` is what fills it, issued on the same mesh. What needs no peer is done at once.
+    """
+    _check_or_refuse(local, source, target)
+    if source is target or source.coordinate is None or type(local) is not torch.Tensor:
+        if before is not None:
+            before.wait()
+        return redistribute_local(local, source, target, wire_dtype), None
+    held = _with_memory(local)
+    steps, communicator, last, description = compile_plan(source, target, held.stride(), held.device, wire_dtype)
+    if communicator is None:
+        if before is not None:
+            before.wait()
+        return _run_steps(steps, held), None
+    whole = allocate(steps[last].target_shape, held.dtype, held.device)
+    _tell(steps, communicator)
+
+    def run() -> None:
+        current = around = held
+        for place, step in enumerate(steps):
+            current, around = _step(step, current, around, whole if place == last else None)
+
+    return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
+
+
+def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    try:
+        _check_local(local, source)
+    except (LocalTensorError, TransportError) as error:
+        _refuse(source, target, error)
+        raise
+
+
+def _with_memory(local: torch.Tensor) -> torch.Tensor:
+    """The values as they lie in memory."""
+    return local.resolve_conj().resolve_neg() if local.is_conj() or local.is_neg() else local
+
+
+def _run_steps(steps: Sequence[CompiledStep], local: torch.Tensor) -> torch.Tensor:
+    whole = current = local
+    for step in steps:
+        current, whole = _run_step(step, current, whole)
+    return current
+
+
+# What stands for tensors while torch traces a graph.
+_WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
+
+
+def has_memory(local: torch.Tensor) -> bool:
+    """Whether a tensor holds values: not one that stands for it while torch traces a graph."""
+    return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
+
+
+_Traced = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, torch.dtype | None], torch.Tensor]
+
+
+def _refuse_traced(
+    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None
+) -> torch.Tensor:
+    raise TransportError(f"{source} -> {target} was asked of a {type(local).__name__}, which has no memory")
+
+
+_traced: _Traced = _refuse_traced
+
+
+def trace_with(function: _Traced) -> None:
+    """Sets what a redistribution of a tensor without memory is, in a graph that torch traces."""
+    global _traced
+    _traced = function
+
+
+def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+    if local.shape != spec.local_shape or local.dtype is not spec.dtype:
+        raise LocalTensorError(
+            f"{spec} gives rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} a local tensor of shape "
+            f"{spec.local_shape} and {spec.dtype}; found shape {tuple(local.shape)} and {local.dtype}"
+        )
+    if local.layout is not torch.strided:
+        raise TransportError(f"a local tensor must be strided, got {local.layout}; call to_dense() first")
+    if local.device.type != spec.mesh.device_type:
+        raise TransportError(f"{spec.mesh} takes local tensors on {spec.mesh.device_type}, got one on {local.device}")
+
+
+def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
+    """Tells the ranks that wait for this one, if any do, that it will not come."""
+    if source.coordinate is not None and any(step.moving_axes for step in plan_for(source, target).steps):
+        world.current().communicator(source.mesh.ranks, source.mesh.device_type).refuse(error)
+
+
+def _step(
+    runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise.
+
+    The result is written to `into` where that is given.
+    """
+    step, transfer, communicator, keep, shape, piece, fill = runnable
+    if step.kind == "gather":
+        assert communicator is not None, f"{step} needs a communicator"
+        assert transfer is not None, f"{step} needs a transfer"
+        communicator.exchange([current], [whole.view(-1)], transfer)
+        return whole, whole
+    whole = allocate(shape, current.dtype, current.device) if into is None else into
+    if transfer is None:
+        factor, divisor = step.scale
+        torch.mul(current, factor, out=whole)
+        return (whole if divisor == 1 else whole.div_(divisor)), whole
+    if fill is not None:
+        whole.fill_(fill)
+    target = whole if piece is None else whole.view(-1)[piece[0] : piece[1]]
+    if communicator is not None:
+        communicator.exchange([current], [target], transfer)
+    elif keep is not None:
+        keep.run([current.data_ptr()], [target.data_ptr()], torch.get_num_threads())
+    return target, whole
+
+
+def _traced_step(
+    runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs a step and tells what it moved and how long it took."""
+    traffic = None if runnable.communicator is None else replace(runnable.communicator.traffic)
+    started = time.perf_counter()
+    result = _step(runnable, current, whole)
+    seconds = time.perf_counter() - started
+    step, moved = runnable.step, (0, 0, 0, 0)
+    if traffic is not None and runnable.communicator is not None:
+        now = runnable.communicator.traffic
+        moved = (
+            now.sent_bytes - traffic.sent_bytes,
+            now.received_bytes - traffic.received_bytes,
+            now.num_sent - traffic.num_sent,
+            now.num_received - traffic.num_received,
+        )
+    events.emit(
+        events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *moved, seconds)
+    )
+    return result
+
+
+def _tell_nobody(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
+    """What is issued while nobody listens."""
+
+
+def _tell_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
+    """Tells what issued steps will move; how long they take is not known yet, and told as 0."""
+    for runnable in steps:
+        step = runnable.step
+        moved = Traffic() if runnable.transfer is None else communicator.traffic_of(runnable.transfer)
+        if runnable.communicator is None:
+            moved = Traffic()
+        numbers = (moved.sent_bytes, moved.received_bytes, moved.num_sent, moved.num_received)
+        events.emit(
+            events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *numbers, 0.0)
+        )
+
+
+_run_step: Callable[[CompiledStep, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _step
+_tell = _tell_nobody
+
+
+def _trace(on: bool) -> None:
+    global _run_step, _tell
+    _run_step, _tell = (_traced_step, _tell_issued) if on else (_step, _tell_nobody)
+
+
+events.on_switch(_trace)

@@ -1,0 +1,312 @@
+"""Which elements of a tensor every coordinate of a mesh holds, in closed form and without any process.
+
+    layout = Layout((2, 4), (Shard(0), Replicate()), (5, 3))
+    layout.boxes((1, 2))        # (((3, 5), (0, 3)),)
+
+Layouts are interned: equal layouts are one object, so that plans and dispatch can be cached by identity.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import lcm, prod
+from weakref import WeakValueDictionary
+
+from tritondt.errors import LayoutError
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.cut import Cut
+from tritondt.sharding.intervals import Box, Intervals, Region
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
+
+Coordinate = tuple[int, ...]
+
+_interned: "WeakValueDictionary[object, Layout]" = WeakValueDictionary()
+_interning = threading.Lock()
+os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.release, after_in_child=_interning.release)
+
+
+class Layout:
+    """A tensor's `shape` laid over a mesh of `mesh_shape` by one placement per axis.
+
+    `order` lists axes in the order in which they cut; it matters only where several shard one dim, and the
+    default is left to right. It is kept per dim, so layouts with equal boxes from equal placements are one
+    object. Raises LayoutError for whatever cannot be laid out.
+
+    >>> Layout((2, 2), (Shard(0), Shard(0)), (5,)).boxes((0, 1))
+    (((2, 3),),)
+    >>> Layout((2, 2), (Shard(0), Shard(0)), (5,), order=(1, 0)) is Layout((2, 2), (Shard(0), Shard(0)), (5,))
+    False
+    """
+
+    __slots__ = ("__weakref__", "_cuts", "axes_of_dim", "mesh_shape", "placements", "shape")
+
+    mesh_shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    axes_of_dim: tuple[tuple[int, ...], ...]
+    _cuts: tuple[Cut | None, ...]
+
+    def __new__(
+        cls,
+        mesh_shape: Sequence[int],
+        placements: Sequence[Placement],
+        shape: Sequence[int],
+        order: Sequence[int] | None = None,
+    ) -> "Layout":
+        """The one layout of these values."""
+        mesh_shape, shape = tuple(mesh_shape), tuple(shape)
+        placements = _checked_placements(mesh_shape, tuple(placements), shape)
+        axes_of_dim = _axes_of_dims(placements, len(shape), order)
+        key = (mesh_shape, placements, shape, axes_of_dim)
+        with _interning:
+            found = _interned.get(key)
+        if found is not None:
+            return found
+        cuts = _checked_cuts(mesh_shape, placements, shape, axes_of_dim)
+        with _interning:
+            made = object.__new__(cls)
+            made.mesh_shape, made.placements, made.shape = mesh_shape, placements, shape
+            made.axes_of_dim, made._cuts = axes_of_dim, cuts
+            return _interned.setdefault(key, made)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Layout, (self.mesh_shape, self.placements, self.shape, self.order)
+
+    def __repr__(self) -> str:
+        mesh = "x".join(map(str, self.mesh_shape))
+        return f"Layout({self} of {self.shape} on {mesh})"
+
+    def __str__(self) -> str:
+        text = placements_text(self.placements)
+        if any(list(axes) != sorted(axes) for axes in self.axes_of_dim):
+            text += " in order (" + ", ".join(map(str, self.order)) + ")"
+        return text
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All axes, those that cut one dim in their cut order."""
+        slots = list(range(len(self.mesh_shape)))
+        for axes in self.axes_of_dim:
+            for slot, axis in zip(sorted(axes), axes, strict=True):
+                slots[slot] = axis
+        return tuple(slots)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    @property
+    def num_ranks(self) -> int:
+        """Coordinates of the mesh."""
+        return prod(self.mesh_shape)
+
+    def coordinate(self, position: int) -> Coordinate:
+        """The coordinate at a row-major position of the mesh."""
+        found = []
+        for size in reversed(self.mesh_shape):
+            position, index = divmod(position, size)
+            found.append(index)
+        return tuple(reversed(found))
+
+    def position(self, coordinate: Coordinate) -> int:
+        """The row-major position of a coordinate in the mesh."""
+        position = 0
+        for size, index in zip(self.mesh_shape, coordinate, strict=True):
+            position = position * size + index
+        return position
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """All coordinates in row-major order: for tests and small meshes, planning never calls it."""
+        return product(*map(range, self.mesh_shape))
+
+    def intervals(self, dim: int, coordinate: Coordinate) -> Intervals:
+        """The indices of `dim` that a coordinate holds."""
+        held: Intervals = regions.merge([(0, self.shape[dim])])
+        for axis in self.axes_of_dim[dim]:
+            held = self.cut(axis).piece(held, coordinate[axis])
+        return held
+
+    def region(self, coordinate: Coordinate) -> Region:
+        """The elements that a coordinate holds, as one list of intervals per dim."""
+        return tuple(self.intervals(dim, coordinate) for dim in range(len(self.shape)))
+
+    def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
+        """The region as a tuple of one, the form that flat pieces share."""
+        return (self.region(coordinate),)
+
+    def boxes(self, coordinate: Coordinate) -> tuple[Box, ...]:
+        """The boxes that a coordinate holds: one without `repeats`, none where it holds nothing."""
+        return tuple(regions.boxes(self.region(coordinate)))
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Shape of the local tensor at a coordinate."""
+        return tuple(regions.total(intervals) for intervals in self.region(coordinate))
+
+    def cut(self, axis: int) -> Cut:
+        """How `axis` cuts the dim that it shards."""
+        cut = self._cuts[axis]
+        assert cut is not None, f"axis {axis} of {self!r} shards no dim"
+        return cut
+
+    def holders(self, wanted: Region, pinned: Mapping[int, int]) -> Iterator[tuple[Coordinate, Region]]:
+        """Coordinates that hold any of `wanted`, ascending per dim, each with what it holds of it.
+
+        An axis in `pinned` is searched at that index only. The work grows with what is found, not with the
+        mesh.
+        """
+        per_dim = [list(self._dim_holders(dim, wanted[dim], pinned)) for dim in range(len(self.shape))]
+        idle = [axis for axis, cut in enumerate(self._cuts) if cut is None]
+        choices = [[pinned[axis]] if axis in pinned else range(self.mesh_shape[axis]) for axis in idle]
+        coordinate = [0] * len(self.mesh_shape)
+        for found in product(*per_dim):
+            for axis, index in (item for indices, _ in found for item in indices):
+                coordinate[axis] = index
+            held = tuple(intervals for _, intervals in found)
+            for indices in product(*choices):
+                for axis, index in zip(idle, indices, strict=True):
+                    coordinate[axis] = index
+                yield tuple(coordinate), held
+
+    def _dim_holders(
+        self, dim: int, wanted: Intervals, pinned: Mapping[int, int]
+    ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:
+        """Indices on the axes that cut `dim`, with what is held there of `wanted`."""
+
+        def descend(
+            axes: tuple[int, ...], held: Intervals, indices: tuple[tuple[int, int], ...]
+        ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:
+            common = regions.intersect_intervals(held, wanted)
+            if not common:
+                return
+            if not axes:
+                yield indices, common
+                return
+            axis, cut = axes[0], self.cut(axes[0])
+            candidates = [pinned[axis]] if axis in pinned else cut.pieces_meeting(held, common)
+            for index in candidates:
+                yield from descend(axes[1:], cut.piece(held, index), (*indices, (axis, index)))
+
+        return descend(self.axes_of_dim[dim], regions.merge([(0, self.shape[dim])]), ())
+
+    @property
+    def max_local_shape(self) -> tuple[int, ...]:
+        """Per dim, the longest that any coordinate holds."""
+        longest = []
+        for dim, length in enumerate(self.shape):
+            for axis in self.axes_of_dim[dim]:
+                length = self.cut(axis).largest(length)
+            longest.append(length)
+        return tuple(longest)
+
+    @property
+    def max_local_numel(self) -> int:
+        """Most elements that any coordinate holds, in closed form."""
+        return prod(self.max_local_shape)
+
+    def axes_where(self, kind: type[Placement]) -> tuple[int, ...]:
+        """The axes with a placement of that class."""
+        return tuple(axis for axis, placement in enumerate(self.placements) if isinstance(placement, kind))
+
+    def with_placements(self, placements: Sequence[Placement]) -> "Layout":
+        """The same tensor, mesh and cut order under other placements."""
+        return Layout(self.mesh_shape, placements, self.shape, self.order)
+
+
+def _checked_placements(
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...]
+) -> tuple[Placement, ...]:
+    """Placements with dims counted from the front; reductions on several axes must commute."""
+    if any(size < 1 for size in mesh_shape) or any(length < 0 for length in shape):
+        raise LayoutError(f"a layout needs positive mesh sizes and lengths of 0 or more, got {mesh_shape} and {shape}")
+    if len(placements) != len(mesh_shape):
+        raise LayoutError(
+            f"a mesh of shape {mesh_shape} takes {len(mesh_shape)} placements, one per axis; "
+            f"got {len(placements)}: {placements_text(placements)}"
+        )
+    checked: list[Placement] = []
+    for axis, placement in enumerate(placements):
+        if not isinstance(placement, Shard | Replicate | Partial):
+            raise LayoutError(f"axis {axis} got {placement!r}; allowed are Shard, Replicate and Partial")
+        if isinstance(placement, Shard):
+            if not -len(shape) <= placement.dim < len(shape):
+                dims = f"dims 0..{len(shape) - 1}" if shape else "no dims"
+                raise LayoutError(f"axis {axis} shards dim {placement.dim}, but a tensor of shape {shape} has {dims}")
+            if placement.dim < 0:
+                dim = placement.dim + len(shape)
+                placement = Shard(dim, placement.unit, placement.sizes, placement.repeats)
+        checked.append(placement)
+    ops = {placement.reduce_op for placement in checked if isinstance(placement, Partial)}
+    if len(ops) > 1 and ops != {"sum", "avg"}:
+        raise LayoutError(
+            f"{placements_text(checked)} reduces by {' and '.join(sorted(ops))} on different axes, and the result "
+            "depends on which comes first; allowed is one op on all axes, or sum with avg"
+        )
+    return tuple(checked)
+
+
+def _axes_of_dims(
+    placements: tuple[Placement, ...], num_dims: int, order: Sequence[int] | None
+) -> tuple[tuple[int, ...], ...]:
+    """Per tensor dim, the axes that cut it in cut order."""
+    axes = tuple(range(len(placements)))
+    if order is not None:
+        if sorted(order) != list(axes):
+            raise LayoutError(f"order={tuple(order)} must list each of the axes {axes} once")
+        axes = tuple(order)
+    found: list[list[int]] = [[] for _ in range(num_dims)]
+    for axis in axes:
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            found[placement.dim].append(axis)
+    return tuple(map(tuple, found))
+
+
+def _checked_cuts(
+    mesh_shape: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    axes_of_dim: tuple[tuple[int, ...], ...],
+) -> tuple[Cut | None, ...]:
+    """Per axis its cut, or None; every piece must be whole units of all the cuts that follow."""
+    cuts: list[Cut | None] = [None] * len(mesh_shape)
+    for dim, axes in enumerate(axes_of_dim):
+        earlier: list[tuple[int, Shard]] = []
+        for axis in axes:
+            shard = placements[axis]
+            assert isinstance(shard, Shard), f"axis {axis} is listed under dim {dim} but holds {shard!r}"
+            _check_shard(axis, mesh_shape[axis], shard, shape[dim])
+            if earlier and shard.sizes is not None:
+                raise LayoutError(
+                    f"axis {axis} cuts dim {dim} by sizes={shard.sizes} after axis {earlier[-1][0]} has cut it; "
+                    f"sizes are allowed only for the first cut of a dim: put axis {axis} first in order=..."
+                )
+            for earlier_axis, earlier_shard in earlier:
+                if earlier_shard.unit % shard.unit:
+                    raise LayoutError(
+                        f"axis {axis} cuts dim {dim} in units of {shard.unit} after axis {earlier_axis} has cut it in "
+                        f"units of {earlier_shard.unit}; a later unit must divide every earlier one: give axis "
+                        f"{earlier_axis} unit={lcm(shard.unit, earlier_shard.unit)}"
+                    )
+            cuts[axis] = Cut(mesh_shape[axis], shape[dim], shard.unit, shard.sizes, shard.repeats)
+            earlier.append((axis, shard))
+    return tuple(cuts)
+
+
+def _check_shard(axis: int, parts: int, shard: Shard, length: int) -> None:
+    asked = f"axis {axis} of size {parts} cuts dim {shard.dim} of length {length} by {shard!r}"
+    block = length // shard.repeats
+    if length % shard.repeats:
+        raise LayoutError(f"{asked}; repeats must divide the length")
+    if block % shard.unit:
+        what = "the length" if shard.repeats == 1 else f"a block's length {block}"
+        raise LayoutError(f"{asked}; the unit must divide {what}")
+    if shard.sizes is None:
+        return
+    if len(shard.sizes) != parts:
+        raise LayoutError(f"{asked}; {len(shard.sizes)} sizes were given, allowed are {parts}, one per coordinate")
+    if sum(shard.sizes) != block:
+        raise LayoutError(f"{asked}; the sizes sum to {sum(shard.sizes)}, they must sum to {block}")
+    if any(size % shard.unit for size in shard.sizes):
+        raise LayoutError(f"{asked}; every size must be a multiple of the unit")

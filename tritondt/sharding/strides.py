@@ -1,0 +1,30 @@
+"""Strides of dense tensors, in the order of dims of another tensor's memory."""
+
+from collections.abc import Sequence
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of a shape.
+
+    >>> dense_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def strides_in_order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order that `strides` tell.
+
+    >>> strides_in_order_of((6, 4), (1, 3))
+    (1, 6)
+    """
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
+    found, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
