@@ -48,10 +48,11 @@ def relative_paths(pattern):
 
 
 setup(
-    # The symlink tritondt/kernels serves the repository itself; a wheel takes the folder kernels/.
+    # The symlink tritondt/kernels serves the repository itself; a wheel takes the folder kernels/ and its subfolders.
     packages=[
         *find_packages(include=["tritondt", "tritondt.*"], exclude=["tritondt.kernels*"]),
         "tritondt.kernels",
+        *(f"tritondt.kernels.{package}" for package in find_packages(str(ROOT / "kernels"))),
     ],
     package_dir={"tritondt.kernels": "kernels"},
     ext_modules=[

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt import _C
+from tritondt._C import LetterSlices
 
 
 class Slice(NamedTuple):
@@ -22,9 +22,9 @@ class Slices(tuple[Slice, ...]):
     """The messages of an exchange to peers, or from them."""
 
     @cached_property
-    def native(self) -> _C.LetterSlices:
+    def native(self) -> LetterSlices:
         """The same for the transports in C++."""
-        return _C.LetterSlices(self)
+        return LetterSlices(self)
 
 
 class MessageBuffers(NamedTuple):
