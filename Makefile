@@ -12,10 +12,10 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test nccl check sanitize bench gpu format clean
+.PHONY: help venv demo test test-all soak nccl check sanitize bench gpu format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.stamp-extension ## make .venv, everything pinned, the package installed editable
 
@@ -52,9 +52,20 @@ $(VENV)/nccl/%/.stamp: | $(VENV)/.stamp-package
 demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
 	$(BIN)/python -m tritondt demo
 
-test: venv $(VENV)/.stamp-nccl ## run the tests and the examples in docstrings
-	$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not alone and not sanitized"
-	$(BIN)/python -m pytest --quiet -m alone
+# Side by side, a worker of pytest-xdist on each core; then what must have the machine to itself.
+define run_tests
+$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not sanitized and not alone and $(1)"
+$(BIN)/python -m pytest --quiet -m "not sanitized and alone and $(1)"
+endef
+
+test: venv $(VENV)/.stamp-nccl ## run the core of the tests: every test with a few of its cases, every example in a docstring
+	$(call run_tests,not extended and not soak)
+
+test-all: test ## and all their other cases, and what takes long
+	$(call run_tests,extended)
+
+soak: venv $(VENV)/.stamp-nccl ## run the many seeds that neither holds
+	$(call run_tests,soak)
 
 nccl: $(VENV)/.stamp-nccl $(VENV)/nccl/2.28.9/.stamp $(VENV)/nccl/2.30.7/.stamp ## fetch more versions of NCCL for the tests (600 MB)
 

@@ -61,7 +61,7 @@ def _cases_of_tests(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]
 
 
 def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """So many of the cases, evenly among all, from one that the test's name chooses: of what tests share, all is met."""
+    """So many of the cases, evenly among all, from one that the test's name chooses: what many share is met whole."""
     first = zlib.crc32(cases[0].nodeid.partition("[")[0].encode())
     return [
         cases[number] for number in sorted({(first + each * len(cases) // count) % len(cases) for each in range(count)})

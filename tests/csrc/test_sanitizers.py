@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "tests" / "csrc" / "sanitize"
 PLANTED = {

@@ -12,6 +12,8 @@ import torch
 from tritondt import _C
 from tritondt.kernels.boxes import CopyBox
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 NUM_ELEMENTS = 4 << 20  # 16 MB: above what each thread must have
 COLUMNS = CopyBox(0, 0, 0, 0, 4, (2048, 2048), (4096, 1), (2048, 1))
 

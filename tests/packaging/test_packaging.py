@@ -111,7 +111,7 @@ def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {Path(name) for name in files if name.endswith(".py")}
     assert modules == package | kernels
-    assert {"tritondt/py.typed", "tritondt/_C.pyi", "tritondt/kernels/tuning.json"} <= files
+    assert {"tritondt/py.typed", "tritondt/_C.pyi", "tritondt/kernels/gpu/tuning.json"} <= files
     assert {Path(name).parts[0] for name in files} == {"tritondt"}
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
@@ -133,6 +133,7 @@ def test_repository_root_imports_without_an_install() -> None:
     assert all(path.is_relative_to(REPOSITORY / "tritondt") for path in found), found
 
 
+@pytest.mark.usefixtures("alone")
 def test_import_is_quick_and_leaves_triton_alone(installed: Path, tmp_path: Path) -> None:
     code = WITHOUT_EDITABLE_HOOK + REPORT_IMPORT
     runs = [json.loads(run_python(code, tmp_path, PYTHONPATH=str(installed))) for _ in range(5)]

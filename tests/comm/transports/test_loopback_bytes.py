@@ -12,6 +12,8 @@ import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.oracle.traffic import lacking_elements
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CALLS = 20
 QUIET_S = 0.3
 ATTEMPTS = 8  # where the ranks cannot have a network of their own, others on it can only add

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 _M_MMAP_THRESHOLD = -3
 
 

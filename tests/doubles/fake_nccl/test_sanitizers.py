@@ -7,6 +7,8 @@ import pytest
 
 from tests.csrc.test_sanitizers import skip_unless_there
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 HERE = Path(__file__).parent
 
 
