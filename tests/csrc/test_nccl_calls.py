@@ -4,13 +4,12 @@ import re
 
 import pytest
 
-from tests.csrc.nccl.recording import INVALID_ARGUMENT, REMOTE_ERROR
+from tests.csrc.nccl.recording import INVALID_ARGUMENT, REMOTE_ERROR, STREAM, started
 from tritondt._C import LetterSlices, NcclCalls, NcclError, NcclUnsupportedError
 
 # NCCL's numbers, as the recorder writes them.
 UINT8, INT32, FLOAT16, FLOAT32, BFLOAT16 = 1, 2, 6, 7, 9
 SUM, PRODUCT, MAX, AVG = 0, 1, 2, 4
-STREAM = 9
 
 
 def test_collectives_call_their_function(recording):
@@ -37,24 +36,6 @@ def test_collectives_call_their_function(recording):
         f"ncclSend 16 3 {FLOAT32} 1 {STREAM} c0",
         f"ncclRecv 32 3 {FLOAT32} 1 {STREAM} c0",
     ]
-
-
-def started(recording):
-    """What was started together, as lists of calls; the stream and the communicator left out."""
-    found: list[list[str]] = []
-    is_group = False
-    for line in recording.take():
-        if line == "ncclGroupStart":
-            is_group = True
-            found.append([])
-        elif line == "ncclGroupEnd":
-            is_group = False
-        else:
-            call = line.removesuffix(f" {STREAM} c0")
-            assert call != line
-            found[-1].append(call) if is_group else found.append([call])
-    assert not is_group
-    return found
 
 
 def test_before_2_28_they_are_groups_of_messages(libraries):
@@ -328,59 +309,4 @@ def test_a_simulation_on_a_nonblocking_communicator_would_be_none(recording):
     comm = recording.init(blocking=0)
     with pytest.raises(NcclUnsupportedError, match=r"^a simulation was asked of a nonblocking communicator"):
         comm.simulate([("all_reduce", 16, 16, 3, "float32", "sum", 0)])
-    assert recording.take() == []
-
-
-def test_memory_is_allocated_and_registered(recording):
-    comm = recording.init()
-    address = recording.nccl.allocate(4096)
-    handle = comm.register_buffer(address, 4096)
-    window = comm.register_window(address, 4096)
-    comm.deregister_window(window)
-    comm.deregister_buffer(handle)
-    recording.nccl.free(address)
-    assert recording.take() == [
-        "ncclMemAlloc 4096",
-        f"ncclCommRegister {address} 4096 c0",
-        f"ncclCommWindowRegister {address} 4096 1 c0",
-        f"ncclCommWindowDeregister {window} c0",
-        f"ncclCommDeregister {handle} c0",
-        f"ncclMemFree {address}",
-    ]
-
-
-def test_no_window_is_an_error(recording):
-    comm = recording.init()
-    recording.set_windows(False)
-    with pytest.raises(NcclUnsupportedError) as raised:
-        comm.register_window(4096, 8192)
-    assert str(raised.value) == (
-        "ncclCommWindowRegister gave no window for 8192 bytes: the GPUs of this communicator share no symmetric "
-        f"memory, or NCCL_WIN_ENABLE or NCCL_CUMEM_ENABLE is 0; NCCL 2.32.3 ({recording.nccl.path})"
-    )
-
-
-def test_a_window_of_a_nonblocking_communicator_is_waited_for(recording):
-    comm = recording.init(blocking=0)
-    recording.set_polls(5)
-    assert comm.register_window(4096, 8192) == 88
-    recording.set_polls(10**9)
-    with pytest.raises(NcclError, match=r"^ncclCommWindowRegister was not done in 0\.0500* s: all ranks of the comm"):
-        comm.register_window(4096, 8192, timeout_s=0.05)
-
-
-def test_puts_and_signals(recording):
-    comm = recording.init(num_ranks=3)
-    comm.put([(1, 100, 7, 64), (2, 0, 0, 0)], 88, STREAM)
-    comm.wait_signals([(1, 1), (2, 3)], STREAM, signal=4, context=5)
-    comm.put([(1, 0, 0, 0)], 0, STREAM, signal=4, context=5)
-    assert started(recording) == [
-        ["ncclPutSignal 100 7 1 1 88 64 0 0 0", "ncclSignal 2 0 0 0"],
-        ["ncclWaitSignal 2 3 2 4 5"],
-        ["ncclSignal 1 4 5 0"],
-    ]
-    with pytest.raises(ValueError, match=r"^the window is null; register_window returns one$"):
-        comm.put([(1, 100, 7, 64)], 0, STREAM)
-    with pytest.raises(ValueError, match=r"^rank 3 was named"):
-        comm.wait_signals([(3, 1)], STREAM)
     assert recording.take() == []

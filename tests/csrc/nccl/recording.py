@@ -20,6 +20,8 @@ REMOTE_ERROR = 6
 UNHANDLED_CUDA_ERROR = 1
 INVALID_ARGUMENT = 4
 
+STREAM = 9
+
 
 def compiled(source, target, *flags):
     """Compiles one file to a shared library, or skips the test where there is no compiler."""
@@ -85,3 +87,25 @@ class Recording:
         assert made.wait(10)
         self.take()
         return made
+
+
+def started(recording):
+    """What was started together, as lists of calls; the stream and the communicator left out."""
+    found: list[list[str]] = []
+    is_group = False
+    for line in recording.take():
+        if line == "ncclGroupStart":
+            is_group = True
+            found.append([])
+        elif line == "ncclGroupEnd":
+            is_group = False
+        else:
+            call = line.removesuffix(f" {STREAM} c0")
+            assert call != line
+            found[-1].append(call) if is_group else found.append([call])
+    assert not is_group
+    return found
+
+
+def all_reduce(comm):
+    comm.all_reduce(16, 16, 3, "float32", "sum", STREAM)
