@@ -55,7 +55,7 @@ demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 
 # Side by side, a worker of pytest-xdist on each core; then what must have the machine to itself.
 define run_tests
 $(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not sanitized and not alone and $(1)"
-$(BIN)/python -m pytest --quiet -m "not sanitized and alone and $(1)"
+$(BIN)/python -m pytest --quiet -m "not sanitized and alone and $(1)" $$(grep -rlE 'usefixtures\("alone"\)|mark.alone' tests --include 'test_*.py')
 endef
 
 test: venv $(VENV)/.stamp-nccl ## run the core of the tests: every test with a few of its cases, every example in a docstring
