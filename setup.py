@@ -52,6 +52,7 @@ setup(
     packages=[
         *find_packages(include=["tritondt", "tritondt.*"], exclude=["tritondt.kernels*"]),
         "tritondt.kernels",
+        "tritondt.kernels.gpu",
     ],
     package_dir={"tritondt.kernels": "kernels"},
     ext_modules=[

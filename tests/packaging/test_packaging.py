@@ -107,7 +107,7 @@ def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {Path(name) for name in files if name.endswith(".py")}
     assert modules == package | kernels
-    assert {"tritondt/py.typed", "tritondt/_C.pyi", "tritondt/kernels/tuning.json"} <= files
+    assert {"tritondt/py.typed", "tritondt/_C.pyi", "tritondt/kernels/gpu/tuning.json"} <= files
     assert {Path(name).parts[0] for name in files} == {"tritondt"}
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
