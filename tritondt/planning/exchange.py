@@ -15,6 +15,7 @@ from math import prod
 
 from tritondt.planning.flat_pieces import FlatPieces, Holding
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import position_of
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -121,10 +122,8 @@ class Route:
 
     def contribution(self, source_coordinate: Coordinate) -> int:
         """Which of the terms a source coordinate holds, counted in coordinate order."""
-        index = 0
-        for axis in self.reduced_axes:
-            index = index * self.source_layout.mesh_shape[axis] + source_coordinate[axis]
-        return index
+        axes, sizes = self.reduced_axes, self.source_layout.mesh_shape
+        return position_of([source_coordinate[axis] for axis in axes], [sizes[axis] for axis in axes])
 
     def serving_indices(self, target_coordinate: Coordinate) -> dict[int, int]:
         """The source indices at which the servers of a receiver sit, on the axes where there is a choice."""
@@ -252,6 +251,23 @@ def _exchange(
     return Exchange(
         _messages(sends, own), _messages(receives, own), tuple(sorted(keeps, key=_part_key)), (route.contributions,)
     )
+
+
+def renumber_peers(exchange: Exchange, ranks: Sequence[int]) -> Exchange:
+    """The exchange with each peer, a position in `ranks`, renumbered to the place of its rank in ascending order.
+
+    Peers of a mesh become peers of the communicator of its ranks.
+
+    >>> exchange = Exchange((Message(0, ()), Message(2, ())), (), ())
+    >>> [message.peer for message in renumber_peers(exchange, (7, 3, 5)).sends]
+    [2, 1]
+    """
+    place_of = {rank: place for place, rank in enumerate(sorted(ranks))}
+
+    def renumbered(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(Message(place_of[ranks[message.peer]], message.parts) for message in messages)
+
+    return replace(exchange, sends=renumbered(exchange.sends), receives=renumbered(exchange.receives))
 
 
 def _part_key(part: Part) -> tuple[int, Region]:

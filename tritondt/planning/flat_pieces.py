@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
@@ -41,16 +42,14 @@ class FlatPieces:
 
     def part(self, coordinate: Coordinate) -> int:
         """Which of the parts a coordinate takes."""
-        index = 0
-        for axis in self.axes:
-            index = index * self.mesh_shape[axis] + coordinate[axis]
-        return index
+        return position_of([coordinate[axis] for axis in self.axes], [self.mesh_shape[axis] for axis in self.axes])
 
     def coordinate_of_part(self, coordinate: Coordinate, part: int) -> Coordinate:
         """The coordinate that takes `part` of the box that `coordinate` holds."""
         found = list(coordinate)
-        for axis in reversed(self.axes):
-            part, found[axis] = divmod(part, self.mesh_shape[axis])
+        indices = coordinate_at(part, [self.mesh_shape[axis] for axis in self.axes])
+        for axis, index in zip(self.axes, indices, strict=True):
+            found[axis] = index
         return tuple(found)
 
     def bounds(self, coordinate: Coordinate) -> tuple[int, int]:

@@ -29,22 +29,17 @@ def check_agreed(mesh: Mesh, call: str, text: str, reference: int = 0) -> None:
     content = text.encode()
     digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
     own = bytearray(digest + content[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-    meta = TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.uint8)
-    placements: list[Placement] = [Shard(0)] * mesh.ndim
-    rows = DTensorSpec(mesh, placements, meta)
-    local = torch.frombuffer(own, dtype=torch.uint8).reshape(1, -1)
-    found = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim))
-    said = [bytes(row) for row in found.tolist()]
-    for rank, other in zip(mesh.ranks, said, strict=True):
-        if other[:_DIGEST_BYTES] != said[reference][:_DIGEST_BYTES]:
+    summaries = [bytes(row) for row in _rows_of_all(mesh, torch.frombuffer(own, dtype=torch.uint8))]
+    for rank, summary in zip(mesh.ranks, summaries, strict=True):
+        if summary[:_DIGEST_BYTES] != summaries[reference][:_DIGEST_BYTES]:
             raise MismatchError(
-                f"{call} was called with {_shown(said[reference])} on rank {mesh.ranks[reference]}, but with "
-                f"{_shown(other)} on rank {rank}; all ranks must call it for the same tensor"
+                f"{call} was called with {_text_of(summaries[reference])} on rank {mesh.ranks[reference]}, but with "
+                f"{_text_of(summary)} on rank {rank}; all ranks must call it for the same tensor"
             )
 
 
-def _shown(said: bytes) -> str:
-    return said[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+def _text_of(summary: bytes) -> str:
+    return summary[_DIGEST_BYTES:].decode(errors="replace").rstrip()
 
 
 def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
@@ -98,11 +93,19 @@ def _below_terms(placement: Placement) -> Placement:
 
 
 def lengths_on_all(mesh: Mesh, own: Sequence[int]) -> list[list[int]]:
-    """A few numbers of every rank of the mesh, by its position: a collective call."""
+    """Numbers of every rank of the mesh, by mesh position, on all of its ranks; equally many each.
+
+    A collective call. A rank outside the mesh gets its own in place of all.
+    """
     if mesh.coordinate is None:
         return [list(own)] * len(mesh.ranks)
+    return _rows_of_all(mesh, torch.tensor(list(own), dtype=torch.int64))
+
+
+def _rows_of_all(mesh: Mesh, own: torch.Tensor) -> list[list[int]]:
+    """Equally long one-dimensional tensors of all ranks of the mesh, by mesh position: a collective call of those."""
     placements: list[Placement] = [Shard(0)] * mesh.ndim
-    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.int64))
-    local = torch.tensor([list(own)], dtype=torch.int64, device=mesh.device_type)
+    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), len(own)), own.dtype))
+    local = own.to(mesh.device_type).unsqueeze(0)
     found: list[list[int]] = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim)).tolist()
     return found

@@ -4,7 +4,6 @@ Chunks are issued on the communicator's queue and run in order of issue, by dist
 the rank d places after it. What a chunk holds are positions of the one dim that the ranks share out.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +21,7 @@ from tritondt.kernels.memory import allocate
 from tritondt.kernels.tables import Table, reduce_table
 from tritondt.planning.chunks import by_distance, in_pieces
 from tritondt.planning.exchange import Exchange, Part
+from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, joint_boxes, message_block
 from tritondt.redistribution.compile import CompiledStep, compile_plan
@@ -154,7 +154,7 @@ def _chunk(
         target_blocks=(target,),
         dtypes=transfer.dtypes,
         reductions=(None,),
-        fingerprint=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
+        fingerprint=exchange_fingerprint(text),
         description=f"chunk {number + 1} of {num_chunks} of {transfer.description}",
         device=transfer.device,
     )

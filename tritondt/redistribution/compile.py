@@ -1,6 +1,5 @@
 """What a pair of specs comes to on this rank, decided once: plan, boxes, descriptor tables and the communicator."""
 
-import hashlib
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -15,8 +14,9 @@ from tritondt.errors import LayoutError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.tables import Table
 from tritondt.planning.cost import step_cost
-from tritondt.planning.exchange import Exchange, Message
+from tritondt.planning.exchange import renumber_peers
 from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
@@ -162,7 +162,7 @@ def _runnable(
     dtype = str(spec.dtype) if wire_dtype is None else f"{spec.dtype} as {wire_dtype}"
     description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype.replace('torch.', '')}"
     transfer = Transfer(
-        exchange=_among(communicator, spec, found),
+        exchange=renumber_peers(found, spec.mesh.ranks),
         source_blocks=(source_blocks,),
         target_blocks=(target_blocks,),
         dtypes=(spec.dtype,),
@@ -183,21 +183,9 @@ def _runnable(
     )
 
 
-def _among(communicator: Communicator | None, spec: DTensorSpec, found: Exchange) -> Exchange:
-    """An exchange with mesh positions replaced by places in the communicator."""
-    if communicator is None:
-        return found
-    place = {rank: number for number, rank in enumerate(communicator.ranks)}
-    sends, receives = (
-        tuple(Message(place[spec.mesh.ranks[message.peer]], message.parts) for message in messages)
-        for messages in (found.sends, found.receives)
-    )
-    return replace(found, sends=sends, receives=receives)
-
-
 def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.dtype | None) -> int:
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    return exchange_fingerprint(text)
 
 
 def identity_element(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:

@@ -3,7 +3,6 @@
 Such an exchange goes between two meshes, that of the senders and the target's, and runs on the target's communicator.
 """
 
-import hashlib
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +14,8 @@ from tritondt import events
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
 from tritondt.kernels.memory import allocate
-from tritondt.planning.exchange import Exchange, Message, Route, exchange_across
+from tritondt.planning.exchange import Route, exchange_across, renumber_peers
+from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.storage import blocks
 from tritondt.redistribution.compile import identity_element
 from tritondt.sharding.layout import Layout
@@ -89,27 +89,16 @@ def _compiled(
     text = f"{source!r} at {positions} -> {target!r}"
     sender = source.coordinate(positions.index(own)) if own in positions else None
     transfer = Transfer(
-        exchange=_among(found, target),
+        exchange=renumber_peers(found, target.mesh.ranks),
         source_blocks=(() if sender is None else blocks(source, sender, strides),),
         target_blocks=(blocks(layout, coordinate),),
         dtypes=(target.dtype,),
         reductions=(None,),
-        fingerprint=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
+        fingerprint=exchange_fingerprint(text),
         description=f"sending {target} from rank {', '.join(str(target.mesh.ranks[place]) for place in positions)}",
         device=device,
     )
     return _Sending(transfer, _fill(Route(source, layout, positions, everybody), target))
-
-
-def _among(found: Exchange, target: DTensorSpec) -> Exchange:
-    """The exchange with mesh positions replaced by places in the communicator, whose ranks are in ascending order."""
-    ranks = target.mesh.ranks
-    place = {rank: number for number, rank in enumerate(sorted(ranks))}
-    sends, receives = (
-        tuple(Message(place[ranks[message.peer]], message.parts) for message in messages)
-        for messages in (found.sends, found.receives)
-    )
-    return replace(found, sends=sends, receives=receives)
 
 
 def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:

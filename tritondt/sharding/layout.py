@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from tritondt.errors import LayoutError
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Box, Intervals, Region
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
@@ -104,18 +105,11 @@ class Layout:
 
     def coordinate(self, position: int) -> Coordinate:
         """The coordinate at a row-major position of the mesh."""
-        found = []
-        for size in reversed(self.mesh_shape):
-            position, index = divmod(position, size)
-            found.append(index)
-        return tuple(reversed(found))
+        return coordinate_at(position, self.mesh_shape)
 
     def position(self, coordinate: Coordinate) -> int:
         """The row-major position of a coordinate in the mesh."""
-        position = 0
-        for size, index in zip(self.mesh_shape, coordinate, strict=True):
-            position = position * size + index
-        return position
+        return position_of(coordinate, self.mesh_shape)
 
     def coordinates(self) -> Iterator[Coordinate]:
         """All coordinates in row-major order: for tests and small meshes, planning never calls it."""

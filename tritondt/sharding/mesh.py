@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh as _torch_init_device
 from tritondt import identity
 from tritondt.errors import MeshError
 from tritondt.identity import Identity
+from tritondt.sharding.coordinates import coordinate_at
 
 _interned: "WeakValueDictionary[object, Mesh]" = WeakValueDictionary()
 _interning = threading.Lock()
@@ -63,7 +64,7 @@ class Mesh:
             made = object.__new__(cls)
             made.identity, made.shape, made.names = who, shape, names
             made.ranks, made.device_type, made.device_mesh = ranks, device_type, None
-            made.coordinate = _coordinate(shape, ranks, who.rank)
+            made.coordinate = coordinate_at(ranks.index(who.rank), shape) if who.rank in ranks else None
             _interned[key] = made
             return made
 
@@ -109,16 +110,6 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
     if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"{ranks[0]}..{ranks[-1]}"
     return ", ".join(map(str, ranks))
-
-
-def _coordinate(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-    if rank not in ranks:
-        return None
-    position, found = ranks.index(rank), []
-    for size in reversed(shape):
-        position, index = divmod(position, size)
-        found.append(index)
-    return tuple(reversed(found))
 
 
 def _mesh_from(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[int, ...], device_type: str) -> Mesh:
