@@ -232,7 +232,7 @@ class DeviceTable(ABC):
             pointer: num_bytes // self._units[_side(pointer)]
             for pointer, num_bytes in zip(self._used, behind, strict=True)
         }
-        moved = [
+        shifted = [
             nest._replace(
                 operands=tuple(
                     operand._replace(offset=operand.offset + past[Pointer(number == 0, operand.tensor)])
@@ -245,7 +245,7 @@ class DeviceTable(ABC):
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             launches = tuple(
                 self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
-                for pointers, pieces in by_pointers(self.pieces(moved))
+                for pointers, pieces in by_pointers(self.pieces(shifted))
             )
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
@@ -262,12 +262,12 @@ class DeviceTable(ABC):
 
     def _tuned(self, pieces: Sequence[Piece]) -> Choice:
         """The choice for the width that moves most bytes."""
-        moved: dict[int, int] = {}
+        num_bytes_of: dict[int, int] = {}
         for piece in pieces:
-            moved[piece.width] = moved.get(piece.width, 0) + piece.num_bytes
+            num_bytes_of[piece.width] = num_bytes_of.get(piece.width, 0) + piece.num_bytes
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
         num_dims = max(len(piece.lengths) for piece in pieces)
-        return choose(name, self._kernel.name, max(moved, key=lambda width: moved[width]), num_dims)
+        return choose(name, self._kernel.name, max(num_bytes_of, key=lambda width: num_bytes_of[width]), num_dims)
 
 
 def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:

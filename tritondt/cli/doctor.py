@@ -75,8 +75,8 @@ def _exchange_and_check(send: Callable[[object], None]) -> None:
     meta = T.TensorMeta.contiguous((5, 3))
     rows, columns = (T.DTensorSpec(mesh, (T.Shard(dim),), meta) for dim in (0, 1))
     rank = dist.get_rank()
-    moved = T.redistribute(whole.chunk(_NUM_RANKS, 0)[rank], rows, columns)
-    torch.testing.assert_close(moved, whole.chunk(_NUM_RANKS, 1)[rank], rtol=0, atol=0)
+    own_columns = T.redistribute(whole.chunk(_NUM_RANKS, 0)[rank], rows, columns)
+    torch.testing.assert_close(own_columns, whole.chunk(_NUM_RANKS, 1)[rank], rtol=0, atol=0)
 
 
 def _refuse_message(message: object) -> None:

@@ -58,9 +58,9 @@ def tune(device: int, kernels: tuple[str, ...], mebibytes: int, output: Path) ->
                 timer = _timer(kernel, width, num_dims, mebibytes << 20)
                 choice, seconds = fastest(timer, candidates)
                 found[kernel].append(Entry(width, _DIMS[num_dims], choice))
-                moved = (mebibytes << 20) * _moved(kernel) / seconds / 1e9
+                speed = (mebibytes << 20) * _passes(kernel) / seconds / 1e9
                 unit = "elements" if kernel in _CASTS else "bytes"
-                click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {moved:.0f} GB/s read and written, {choice}")
+                click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {speed:.0f} GB/s read and written, {choice}")
     record(properties.name, found, output)
     click.echo(f"recorded for {properties.name} in {output}")
 
@@ -132,7 +132,7 @@ def _extent(lengths: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
-def _moved(kernel: str) -> float:
+def _passes(kernel: str) -> float:
     """What a run moves, of what it writes; a reduction reads its slots."""
     if kernel in _CASTS:
         source, target = _CASTS[kernel]

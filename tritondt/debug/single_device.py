@@ -53,17 +53,17 @@ class _Check(TorchDispatchMode):
     ) -> Any:
         """What the operator gives for distributed tensors."""
         given = kwargs or {}
-        mine = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, DTensor)]
-        if not mine or not _is_determined(op):
+        distributed = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, DTensor)]
+        if not distributed or not _is_determined(op):
             return op(*args, **given)
-        what = f"{op}({', '.join(str(tensor._spec) for tensor in mine)}), called at {calling_line()},"
+        what = f"{op}({', '.join(str(tensor._spec) for tensor in distributed)}), called at {calling_line()},"
         whole_args, whole_kwargs = tree_map_only(DTensor, _whole, (args, given))
-        found = op(*args, **given)
+        result = op(*args, **given)
         expected = op(*whole_args, **whole_kwargs)
         # What is written to is among the arguments.
-        pairs = [*_pairs(found, expected), *_pairs((args, given), (whole_args, whole_kwargs))]
+        pairs = [*_pairs(result, expected), *_pairs((args, given), (whole_args, whole_kwargs))]
         _compare(pairs, what, self._tolerance)
-        return found
+        return result
 
 
 def _is_determined(op: OpOverload) -> bool:
@@ -85,16 +85,20 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _pairs(found: Any, expected: Any) -> list[tuple[Any, Any]]:
-    mine, of = tree_leaves(found), tree_leaves(expected)
-    return list(zip(mine, of, strict=True)) if len(mine) == len(of) else [(len(mine), len(of))]
+    results, references = tree_leaves(found), tree_leaves(expected)
+    return (
+        list(zip(results, references, strict=True))
+        if len(results) == len(references)
+        else [(len(results), len(references))]
+    )
 
 
 def _compare(pairs: Sequence[tuple[Any, Any]], what: str, tolerance: _Tolerance) -> None:
     """Raises on all ranks where any rank finds a difference."""
     differences = [text for found, expected in pairs for text in _difference(found, expected, tolerance)]
     mesh = next(found._spec.mesh for found, _ in pairs if isinstance(found, DTensor))
-    said = lengths_on_all(mesh, [len(differences)])
-    ranks = [rank for rank, (count,) in zip(mesh.ranks, said, strict=True) if count]
+    counts = lengths_on_all(mesh, [len(differences)])
+    ranks = [rank for rank, (count,) in zip(mesh.ranks, counts, strict=True) if count]
     if ranks:
         text = differences[0] if differences else "this rank sees no difference"
         raise DifferenceError(f"{what} differs from one device on ranks {ranks}: {text}")

@@ -38,7 +38,7 @@ class InputPlan(NamedTuple):
     is_shared: bool
 
 
-def entry_of(
+def input_plan_of(
     x: torch.Tensor,
     mesh: Mesh,
     given: Placement,
@@ -99,7 +99,9 @@ class OutputPlan(NamedTuple):
     as_terms: bool
 
 
-def exit_of(mesh: Mesh, found: Placement, wanted: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> OutputPlan:
+def output_plan_of(
+    mesh: Mesh, found: Placement, wanted: Placement, shape: tuple[int, ...], dtype: torch.dtype
+) -> OutputPlan:
     """How an output of global `shape` that is laid out as `found` goes out as `wanted`."""
     source, target = (activation_spec(mesh, placement, shape, dtype) for placement in (found, wanted))
     moves, as_terms = source is not target, isinstance(wanted, Partial)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.parallel.boundary import InputPlan, activation_spec, entry_of
+from tritondt.parallel.boundary import InputPlan, activation_spec, input_plan_of
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import CutRun, call_of
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
@@ -59,30 +59,36 @@ class LinearRun(CutRun):
         return isinstance(module.__dict__.get("forward"), OverlappedForward)
 
     @abstractmethod
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: Any) -> torch.Tensor | None:
+    def overlapped(
+        self, module: nn.Module, local: torch.Tensor, input_plan: InputPlan, call: Any
+    ) -> torch.Tensor | None:
         """The product in chunks; None where nothing can overlap."""
 
 
 class ColumnLinear(LinearRun):
     """Every rank has some output features: the whole input comes in, own features go out."""
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """The whole input, of which each rank's gradient is a term; or own positions, to be gathered meanwhile."""
-        entry = entry_of(x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module))
-        if not self.takes_over(module) or not is_divisible(entry.source):
-            return entry
-        source, gradient = entry.source, gradient_spec(entry.source)
+        input_plan = input_plan_of(
+            x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module)
+        )
+        if not self.takes_over(module) or not is_divisible(input_plan.source):
+            return input_plan
+        source, gradient = input_plan.source, gradient_spec(input_plan.source)
         return InputPlan(source, source, gradient, gradient, moves=False, as_terms=False, is_shared=False)
 
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor | None:
+    def overlapped(
+        self, module: nn.Module, local: torch.Tensor, input_plan: InputPlan, call: None
+    ) -> torch.Tensor | None:
         """The product of what the ranks have between them."""
-        if not is_divisible(entry.target):
+        if not is_divisible(input_plan.target):
             return None
         weight: Any = module.weight
         bias: Any = module.bias
-        return all_gather_matmul(local, weight, bias, source=entry.target)
+        return all_gather_matmul(local, weight, bias, source=input_plan.target)
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
         """Own features, or what is wanted in place of them."""
         shape: Any = (*output.shape[:-1], module.out_features)
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
@@ -101,9 +107,9 @@ class RowLinear(LinearRun):
     The bias is added once, after that.
     """
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Own features of the input."""
-        return entry_of(x, self.mesh, self.given, self.features, features=_features(module))
+        return input_plan_of(x, self.mesh, self.given, self.features, features=_features(module))
 
     def gradient(self, name: str) -> Placement | None:
         """Of the bias: ranks with parts of the output have terms, ranks with all of it have all of it."""
@@ -125,13 +131,13 @@ class RowLinear(LinearRun):
         return spec if is_divisible(spec) else None
 
     def overlapped(
-        self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: _RowCall
+        self, module: nn.Module, local: torch.Tensor, input_plan: InputPlan, call: _RowCall
     ) -> torch.Tensor | None:
         """Own positions of the sum of the products."""
         weight: Any = module.weight
         return None if call.scattered is None else matmul_reduce_scatter(local, weight, target=call.scattered)
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: _RowCall) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: _RowCall) -> torch.Tensor:
         """The sum of all ranks' terms, as it is wanted, and the bias."""
         bias, wanted, scattered = call.bias, self.wanted, call.scattered
         found, shape = (Partial(), output.shape) if scattered is None else (wanted, scattered.shape)

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.parallel.boundary import InputPlan, OutputPlan, exit_of
+from tritondt.parallel.boundary import InputPlan, OutputPlan, output_plan_of
 from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.sharding.mesh import Mesh
@@ -51,15 +51,15 @@ class LocalRun(ABC):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._entries: dict[object, InputPlan] = {}
-        self._exits: dict[object, OutputPlan] = {}
+        self._input_plans: dict[object, InputPlan] = {}
+        self._output_plans: dict[object, OutputPlan] = {}
         self._known: _Known | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_entries": {}, "_exits": {}, "_known": None}
+        return {**vars(self), "_input_plans": {}, "_output_plans": {}, "_known": None}
 
     @abstractmethod
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """How the module's first argument comes in."""
 
     def gradient(self, name: str) -> Placement | None:
@@ -71,7 +71,7 @@ class LocalRun(ABC):
         return local, None
 
     @abstractmethod
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: Any) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: Any) -> torch.Tensor:
         """The module's output as its caller takes it."""
 
     def install(self, module: nn.Module) -> None:
@@ -94,24 +94,24 @@ class LocalRun(ABC):
         if not isinstance(x, torch.Tensor):
             kind = type(module).__name__
             raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
-        entry = self._entry(module, x)
+        input_plan = self._known_input_plan(module, x)
         known = self._look(module)
-        local, *found = enter(entry, x, known.parameters)
+        local, *found = enter(input_plan, x, known.parameters)
         shadows: dict[str, Any] = dict(zip(known.names, found, strict=True))
         local, call = self.inputs(module, local, shadows)
         state = module.__dict__
         # What a shadow hides of the module's own attributes comes back when it goes.
         hidden = {name: state[name] for name in shadows if name in state}
-        state[_CALL] = (entry, call, shadows, hidden)
+        state[_CALL] = (input_plan, call, shadows, hidden)
         state.update(shadows)
         return local
 
-    def _entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+    def _known_input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         key: object = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)
-        found = self._entries.get(key)
+        found = self._input_plans.get(key)
         if found is None:
-            _make_room(self._entries)
-            found = self._entries[key] = self.entry(module, x)
+            _make_room(self._input_plans)
+            found = self._input_plans[key] = self.input_plan(module, x)
         return found
 
     def _look(self, module: nn.Module) -> _Known:
@@ -142,7 +142,7 @@ class LocalRun(ABC):
         state = module.__dict__
         if _CALL not in state:
             return None
-        entry, call, shadows, hidden = state.pop(_CALL)
+        input_plan, call, shadows, hidden = state.pop(_CALL)
         for name in shadows:
             state.pop(name, None)
         state.update(hidden)
@@ -150,7 +150,7 @@ class LocalRun(ABC):
             return None
         if not isinstance(output, torch.Tensor):
             raise ParallelizeError(f"a parallelized {type(module).__name__} gives a tensor, not {output!r}")
-        return self.output(module, output, entry, call)
+        return self.output(module, output, input_plan, call)
 
     def hand_out(
         self,
@@ -164,11 +164,11 @@ class LocalRun(ABC):
     ) -> torch.Tensor:
         """An output of global `shape` laid out as `found`, as its caller takes it."""
         key = (shape, output.dtype, found is wanted)
-        way = self._exits.get(key)
-        if way is None:
-            _make_room(self._exits)
-            way = self._exits[key] = exit_of(self.mesh, found, wanted, tuple(shape), output.dtype)
-        return leave(way, output, bias, use_local_output=use_local_output)
+        output_plan = self._output_plans.get(key)
+        if output_plan is None:
+            _make_room(self._output_plans)
+            output_plan = self._output_plans[key] = output_plan_of(self.mesh, found, wanted, tuple(shape), output.dtype)
+        return leave(output_plan, output, bias, use_local_output=use_local_output)
 
 
 def call_of(module: nn.Module) -> tuple[InputPlan, Any] | None:

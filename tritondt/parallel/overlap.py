@@ -45,13 +45,13 @@ def all_gather_matmul(
     Raises LayoutError and ParallelizeError on all ranks alike before anything is sent; LocalTensorError and
     TransportError on the rank whose tensor is at fault, and PeerError on the others.
     """
-    travel = _travel(source, chunks_per_peer)
+    schedule = _schedule_of(source, chunks_per_peer)
     if source.coordinate is None:
         return x.new_empty((0,))
-    _check_or_tell(source, source.local_shape, source.shape[-1], x, weight, bias)
+    _check_or_refuse(source, source.local_shape, source.shape[-1], x, weight, bias)
     if not is_eager(x):
-        return F.linear(redistribute(x, source, travel.whole, grad_placements=(Partial(),)), weight, bias)
-    result: torch.Tensor = AllGatherMatmul.apply(x, weight, bias, travel)  # type: ignore[no-untyped-call]
+        return F.linear(redistribute(x, source, schedule.whole, grad_placements=(Partial(),)), weight, bias)
+    result: torch.Tensor = AllGatherMatmul.apply(x, weight, bias, schedule)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -66,15 +66,15 @@ def matmul_reduce_scatter(
 
     Raises as `all_gather_matmul` does.
     """
-    travel = _travel(target, chunks_per_peer)
+    schedule = _schedule_of(target, chunks_per_peer)
     if target.coordinate is None:
         return x.new_empty((0,))
     features = x.shape[-1] if x.ndim else 0
-    _check_or_tell(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
+    _check_or_refuse(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
     if not is_eager(x):
         product = F.linear(x, weight).to(target.dtype)
-        return redistribute(product.contiguous(), travel.terms, target)
-    result: torch.Tensor = MatmulReduceScatter.apply(x, weight, travel)  # type: ignore[no-untyped-call]
+        return redistribute(product.contiguous(), schedule.terms, target)
+    result: torch.Tensor = MatmulReduceScatter.apply(x, weight, schedule)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -89,8 +89,8 @@ def is_divisible(spec: DTensorSpec) -> bool:
     )
 
 
-def _travel(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
-    """How chunks travel, alike on every rank."""
+def _schedule_of(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
+    """The schedule of chunks, alike on every rank."""
     if not is_divisible(spec):
         raise LayoutError(
             f"{spec} on {spec.mesh} cannot travel in chunks of positions; allowed is Shard of a dim before the last, "
@@ -110,7 +110,7 @@ def _shares(spec: DTensorSpec) -> tuple[int, ...]:
     return best_shares(rows, spec.shape[placement.dim] // rows.num_ranks, world.current().costs)
 
 
-def _check_or_tell(
+def _check_or_refuse(
     spec: DTensorSpec,
     shape: tuple[int, ...],
     features: int,

@@ -18,7 +18,7 @@ from tritondt.sharding.placement import Placement
 Layouts: TypeAlias = "Placement | Sequence[Placement | None] | None"
 
 
-class Movement:
+class LayoutChange:
     """From which layouts to which tensors go; those without a wanted layout stay distributed as they were given."""
 
     def __init__(self, given: Layouts, wanted: Layouts, *, local: bool, what: str) -> None:
@@ -29,7 +29,7 @@ class Movement:
                 f"{what} lists {len(self.given)} layouts and desired_{what} {len(self.wanted)}; allowed are as many"
             )
 
-    def move_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
+    def change_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
         """Every value laid out as wanted."""
         if len(values) != len(self.given):
             raise ParallelizeError(
@@ -37,23 +37,23 @@ class Movement:
                 "values; allowed is one layout for each, None for one that is left as it is"
             )
         return tuple(
-            self.move(value, given, wanted, mesh)
+            self.change(value, given, wanted, mesh)
             for value, given, wanted in zip(values, self.given, self.wanted, strict=True)
         )
 
-    def move(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
+    def change(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
         """One value; a plain tensor is taken for a part under `given`."""
         if given is None:
             return value
         if not isinstance(value, torch.Tensor):
             raise ParallelizeError(f"{self.what} has {given} for {value!r}, which is no tensor; allowed is None")
-        moved = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, (given,))
+        tensor = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, (given,))
         if wanted is not None:
-            moved = _moved_to(moved, wanted)
-        return moved.to_local() if self.local else moved
+            tensor = _redistributed(tensor, wanted)
+        return tensor.to_local() if self.local else tensor
 
 
-def _moved_to(x: DTensor, wanted: Placement) -> DTensor:
+def _redistributed(x: DTensor, wanted: Placement) -> DTensor:
     """The tensor under `wanted`; itself where it is so already, for gradients of several users to meet as they come."""
     spec = x._spec
     if spec.layout is activation_spec(spec.mesh, wanted, spec.shape, spec.dtype).layout:
@@ -85,15 +85,17 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self._by_place = Movement(input_layouts, desired_input_layouts, local=use_local_output, what="input_layouts")
+        self._positional = LayoutChange(
+            input_layouts, desired_input_layouts, local=use_local_output, what="input_layouts"
+        )
         given, wanted = dict(input_kwarg_layouts or {}), dict(desired_input_kwarg_layouts or {})
         if given.keys() != wanted.keys():
             raise ParallelizeError(
                 f"input_kwarg_layouts names {sorted(given)} and desired_input_kwarg_layouts {sorted(wanted)}; allowed "
                 "are the same names"
             )
-        self._names = tuple(given)
-        self._by_name = Movement(
+        self._keywords = tuple(given)
+        self._by_keyword = LayoutChange(
             tuple(given.values()), tuple(wanted.values()), local=use_local_output, what="input_kwarg_layouts"
         )
 
@@ -105,28 +107,30 @@ class PrepareModuleInput(ParallelStyle):
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
         """Registers the hook that moves what comes in."""
-        hook = _InputHook(mesh, self._by_place, self._names, self._by_name)
+        hook = _InputHook(mesh, self._positional, self._keywords, self._by_keyword)
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _InputHook:
     """Copied with its module."""
 
-    def __init__(self, mesh: Mesh, by_place: Movement, names: tuple[str, ...], by_name: Movement) -> None:
-        self._mesh, self._by_place, self._names, self._by_name = mesh, by_place, names, by_name
+    def __init__(
+        self, mesh: Mesh, positional: LayoutChange, keywords: tuple[str, ...], by_keyword: LayoutChange
+    ) -> None:
+        self._mesh, self._positional, self._keywords, self._by_keyword = mesh, positional, keywords, by_keyword
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._by_place.given:
-            args = self._by_place.move_all(args, self._mesh, module)
-        layouts = zip(self._names, self._by_name.given, self._by_name.wanted, strict=True)
-        moved = {
-            name: self._by_name.move(kwargs[name], given, wanted, self._mesh)
+        if self._positional.given:
+            args = self._positional.change_all(args, self._mesh, module)
+        layouts = zip(self._keywords, self._by_keyword.given, self._by_keyword.wanted, strict=True)
+        changed = {
+            name: self._by_keyword.change(kwargs[name], given, wanted, self._mesh)
             for name, given, wanted in layouts
             if name in kwargs
         }
-        return args, {**kwargs, **moved}
+        return args, {**kwargs, **changed}
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -140,7 +144,9 @@ class PrepareModuleOutput(ParallelStyle):
     def __init__(
         self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
-        self._movement = Movement(output_layouts, desired_output_layouts, local=use_local_output, what="output_layouts")
+        self._layout_change = LayoutChange(
+            output_layouts, desired_output_layouts, local=use_local_output, what="output_layouts"
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
         check_free(module, self, "output")
@@ -150,19 +156,19 @@ class PrepareModuleOutput(ParallelStyle):
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
         """Registers the hook that moves what comes out."""
-        module.register_forward_hook(_OutputHook(mesh, self._movement))
+        module.register_forward_hook(_OutputHook(mesh, self._layout_change))
 
 
 class _OutputHook:
     """Copied with its module."""
 
-    def __init__(self, mesh: Mesh, movement: Movement) -> None:
-        self._mesh, self._movement = mesh, movement
+    def __init__(self, mesh: Mesh, layout_change: LayoutChange) -> None:
+        self._mesh, self._layout_change = mesh, layout_change
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not isinstance(output, tuple):
-            return self._movement.move_all((output,), self._mesh, module)[0]
-        return self._movement.move_all(output, self._mesh, module)
+            return self._layout_change.change_all((output,), self._mesh, module)[0]
+        return self._layout_change.change_all(output, self._mesh, module)
 
 
 class PrepareModuleInputOutput(ParallelStyle):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from tritondt.errors import ParallelizeError
-from tritondt.parallel.boundary import InputPlan, entry_of
+from tritondt.parallel.boundary import InputPlan, input_plan_of
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.weights import WeightStyle
 from tritondt.sharding.mesh import Mesh
@@ -51,7 +51,7 @@ class PositionRun(LocalRun):
         super().__init__(mesh)
         self.cut, self.use_local_output = Shard(dim), use_local_output
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Own positions."""
         dim = self.cut.dim + x.ndim if self.cut.dim < 0 else self.cut.dim
         normalized = getattr(module, "normalized_shape", ())
@@ -60,18 +60,18 @@ class PositionRun(LocalRun):
                 f"{module} normalizes the last {len(normalized)} of {x.ndim} dims, dim {dim} among them, which "
                 "SequenceParallel cuts; allowed is a sequence_dim before them"
             )
-        return entry_of(x, self.mesh, self.cut, self.cut)
+        return input_plan_of(x, self.mesh, self.cut, self.cut)
 
     def gradient(self, name: str) -> Placement | None:
         """Own positions give terms."""
         return Partial()
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
         """Own positions."""
         if self.use_local_output:
             return output
-        cut = entry.target.placements[0]
-        assert isinstance(cut, Shard), f"{entry} leaves the sequence whole"
+        cut = input_plan.target.placements[0]
+        assert isinstance(cut, Shard), f"{input_plan} leaves the sequence whole"
         dim = cut.dim
-        shape = (*output.shape[:dim], entry.target.shape[dim], *output.shape[dim + 1 :])
+        shape = (*output.shape[:dim], input_plan.target.shape[dim], *output.shape[dim + 1 :])
         return self.hand_out(output, cut, cut, shape, use_local_output=False)

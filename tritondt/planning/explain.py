@@ -167,8 +167,8 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
     if step.kind != "reduce":
         landing = sum(message.numel for message in found.receives if is_one_run(target_blocks, message))
     sent = sum(message.numel for message in found.sends)
-    moved = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
-    return _step_report(step, found, moved, step_cost(step, itemsize, costs).seconds)
+    num_bytes = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
+    return _step_report(step, found, num_bytes, step_cost(step, itemsize, costs).seconds)
 
 
 class _Wire(NamedTuple):
@@ -198,8 +198,8 @@ def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTab
     if step.kind == "reduce":
         widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
     sent = sum(wire.num_bytes(message.parts) for message in found.sends)
-    moved = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
-    return _step_report(step, found, moved, step_cost(step, wire.wire_itemsize, costs).seconds)
+    num_bytes = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
+    return _step_report(step, found, num_bytes, step_cost(step, wire.wire_itemsize, costs).seconds)
 
 
 class _Bytes(NamedTuple):
@@ -211,17 +211,17 @@ class _Bytes(NamedTuple):
     staged: int
 
 
-def _step_report(step: Step, found: Exchange, moved: _Bytes, seconds: float) -> StepReport:
+def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
     return StepReport(
         kind=step.kind,
         source=str(step.source),
         target=str(step.target),
         num_sent=len(found.sends),
         num_received=len(found.receives),
-        sent_bytes=moved.sent,
-        received_bytes=moved.received,
-        packed_bytes=moved.packed,
-        staged_bytes=moved.staged,
+        sent_bytes=num_bytes.sent,
+        received_bytes=num_bytes.received,
+        packed_bytes=num_bytes.packed,
+        staged_bytes=num_bytes.staged,
         seconds=seconds,
     )
 

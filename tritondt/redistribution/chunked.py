@@ -93,8 +93,8 @@ def chunked_scatter(
     source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...], device: torch.device
 ) -> Chunked | None:
     """From Partial to Shard on a mesh of one axis, the farthest first; None where that is no single exchange."""
-    program = compile_plan(source, target, source.tensor_meta.stride, device, None)
-    found = _divided(program.steps, target, shares)
+    compiled = compile_plan(source, target, source.tensor_meta.stride, device, None)
+    found = _divided(compiled.steps, target, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -188,7 +188,7 @@ def gather(
 
     `products` says of how many chunks each call after that is.
     """
-    _tell(chunked)
+    _emit_step(chunked)
     issue = _Issues(chunked)
     works = [issue(chunk, local, whole, guard=True) for chunk in chunked.chunks]
     start, stop = chunked.own
@@ -213,7 +213,7 @@ def scatter(
     What others wait for is computed first and sent at once, so many chunks to a call as `products` says; `meanwhile` is
     called before this rank waits for them.
     """
-    _tell(chunked)
+    _emit_step(chunked)
     issue, works, arrived = _Issues(chunked), list[Work](), list[torch.Tensor]()
     try:
         for taken in _runs(products):
@@ -274,7 +274,7 @@ def _empty(part: Part | None, like: torch.Tensor) -> torch.Tensor:
     return allocate(lengths, like.dtype, like.device)
 
 
-def _tell(chunked: Chunked) -> None:
+def _emit_step(chunked: Chunked) -> None:
     """Tells what all chunks together will move, as one step that took no time yet."""
     if not events.enabled():
         return

@@ -134,14 +134,14 @@ def compile_plan(
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
     starts = (_Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
     steps = tuple(
-        _runnable(step, number, plan, source, start, communicator)
+        _compiled_step(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
     return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
 
-def _runnable(
+def _compiled_step(
     step: Step,
     number: int,
     plan: Plan,

@@ -28,11 +28,11 @@ def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec,
     """
     if _refused.get():
         # The most that any rank receives, so that all ranks refuse alike.
-        moved = received_bytes(source, target)
-        if moved:
+        num_bytes = received_bytes(source, target)
+        if num_bytes:
             raise ImplicitRedistributionError(
-                f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {moved:,} bytes to a "
-                f"rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
+                f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {num_bytes:,} bytes "
+                f"to a rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
             )
     if events.enabled():
         events.emit(events.ImplicitRedistribution(str(op), str(source), str(target), source.shape))
@@ -42,8 +42,8 @@ def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec,
 
 
 def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
-    moved = received_bytes(source, target)
-    if not moved:
+    num_bytes = received_bytes(source, target)
+    if not num_bytes:
         return
     if not _logger.hasHandlers():
         _logger.addHandler(logging.StreamHandler())
@@ -54,7 +54,7 @@ def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
         op,
         source,
         placements_text(target.placements),
-        f"{moved:,}",
+        f"{num_bytes:,}",
         calling_line(),
     )
 

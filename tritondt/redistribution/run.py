@@ -1,6 +1,6 @@
 """Runs the plan that takes a local tensor from one spec to another.
 
-A pair of specs and the strides of the local tensor are compiled once (`runnable.py`). What is left per
+A pair of specs and the strides of the local tensor are compiled once (`compile.py`). What is left per
 call is one look-up, one allocation per step and the step itself.
 """
 
@@ -148,13 +148,13 @@ def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
 
 
 def _step(
-    runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
+    compiled: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise.
 
     The result is written to `into` where that is given.
     """
-    step, transfer, communicator, keep, shape, piece, fill = runnable
+    step, transfer, communicator, keep, shape, piece, fill = compiled
     if step.kind == "gather":
         assert communicator is not None, f"{step} needs a communicator"
         assert transfer is not None, f"{step} needs a transfer"

@@ -23,7 +23,7 @@ from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
 
 
-class _Sending(NamedTuple):
+class _CompiledSend(NamedTuple):
     """A rank's side of a sending with all that does not change from call to call."""
 
     transfer: Transfer
@@ -46,7 +46,9 @@ def distribute_from(
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     whole = local if in_place and sends else allocate(target.local_shape, target.dtype, torch.device(mesh.device_type))
-    found = _compiled(source, positions, target, local.stride() if sends else None, in_place and sends, whole.device)
+    found = _compile_send(
+        source, positions, target, local.stride() if sends else None, in_place and sends, whole.device
+    )
     if found.fill is not None:
         whole.fill_(found.fill)
     communicator = world.current().communicator(mesh.ranks, mesh.device_type)
@@ -71,14 +73,14 @@ def distribute_from(
 
 
 @lru_cache(maxsize=1024)
-def _compiled(
+def _compile_send(
     source: Layout,
     positions: tuple[int, ...],
     target: DTensorSpec,
     strides: tuple[int, ...] | None,
     in_place: bool,
     device: torch.device,
-) -> _Sending:
+) -> _CompiledSend:
     coordinate, layout = target.coordinate, target.layout
     assert coordinate is not None, f"{target} is compiled on a rank outside its mesh"
     own = layout.position(coordinate)
@@ -98,7 +100,7 @@ def _compiled(
         description=f"sending {target} from rank {', '.join(str(target.mesh.ranks[place]) for place in positions)}",
         device=device,
     )
-    return _Sending(transfer, _fill(Route(source, layout, positions, everybody), target))
+    return _CompiledSend(transfer, _fill(Route(source, layout, positions, everybody), target))
 
 
 def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:

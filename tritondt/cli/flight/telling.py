@@ -52,9 +52,9 @@ def tell(findings: Findings) -> Iterator[str]:
         ("wait for each other:", map(_emit_cycle, findings.cycles)),
         ("under way:", map(_emit_wait, findings.waits)),
     ):
-        told = [f"  {line}" for line in lines]
-        if told:
-            yield from ("", title, *told)
+        texts = [f"  {line}" for line in lines]
+        if texts:
+            yield from ("", title, *texts)
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
