@@ -1,10 +1,10 @@
-"""Fingerprints by which ranks, and messages that cross, are told apart."""
+"""Fingerprints that tell one exchange from another, for ranks that must agree and messages that may cross."""
 
 import hashlib
 
 
 def exchange_fingerprint(text: str) -> int:
-    """56-bit hash of the text that says what is exchanged, equal on all ranks and in all processes.
+    """56-bit hash of the text that describes an exchange, equal on all ranks and in all processes.
 
     >>> hex(exchange_fingerprint("S0 -> R"))
     '0x7eb19109cce139'

@@ -1,4 +1,4 @@
-"""Coordinates of a grid and their row-major positions: meshes, layouts, terms of a reduction and flat pieces."""
+"""Coordinates in a grid and their row-major positions."""
 
 from collections.abc import Sequence
 
