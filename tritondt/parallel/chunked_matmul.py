@@ -24,7 +24,7 @@ Grads = tuple[torch.Tensor | None, ...]
 
 
 class ChunkSchedule(NamedTuple):
-    """How chunks of positions travel: out of `shards` into the whole, or as terms of the whole into `shards`.
+    """Order and sizes of chunks of positions: out of `shards` into the whole, or as terms of the whole into `shards`.
 
     Each rank's part goes in pieces of such shares, in this order into the whole, backwards out of it; without any,
     nothing overlaps. With `merges` a product may take several pieces.
@@ -36,12 +36,12 @@ class ChunkSchedule(NamedTuple):
 
     @property
     def whole(self) -> DTensorSpec:
-        """All positions on every rank."""
+        """Spec of all positions on every rank."""
         return self.shards.with_placements((Replicate(),))
 
     @property
     def terms(self) -> DTensorSpec:
-        """A term of all positions on every rank."""
+        """Spec of a term of all positions on every rank."""
         return self.shards.with_placements((Partial(),))
 
 
@@ -52,7 +52,7 @@ class AllGatherMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, schedule: ChunkSchedule
     ) -> torch.Tensor:
-        """Keeps the whole of `x` for the gradient of the weight."""
+        """Multiplies, and keeps the whole of `x` for the gradient of the weight."""
         whole, out = gathered_product(x, weight.t(), bias, schedule)
         ctx.schedule = schedule
         ctx.save_for_backward(x, weight, whole if ctx.needs_input_grad[1] else None)
@@ -60,7 +60,7 @@ class AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Grads:
-        """The gradient of `x` is sent while that of the weight is computed."""
+        """Gradients of input, weight and bias; that of `x` is sent while that of the weight is computed."""
         x, weight, whole = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
         schedule: ChunkSchedule = ctx.schedule
@@ -82,18 +82,18 @@ class AllGatherMatmul(torch.autograd.Function):
 
 
 class MatmulReduceScatter(torch.autograd.Function):
-    """The sum over ranks of x @ weight.T, of which every rank gets some positions."""
+    """Sum over ranks of x @ weight.T, of which every rank gets some positions."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, schedule: ChunkSchedule) -> torch.Tensor:
-        """Nothing is kept but the arguments."""
+        """Multiplies and scatters, and keeps the arguments only."""
         ctx.schedule = schedule
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return scattered_product(x, weight.t(), schedule)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Grads:
-        """The gradient comes in while that of `x` is computed; that of the weight is one product at the end."""
+        """Gradients of input and weight; the output's comes in while that of `x` is computed."""
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad[:2]
         schedule: ChunkSchedule = ctx.schedule
@@ -114,7 +114,7 @@ class MatmulReduceScatter(torch.autograd.Function):
 def _gathered_again(
     x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, schedule: ChunkSchedule, needed: tuple[bool, ...]
 ) -> Grads:
-    """The gradients of AllGatherMatmul as functions that have gradients themselves: `x` is gathered once more."""
+    """Gradients of AllGatherMatmul as functions that have gradients themselves: `x` is gathered once more."""
     of_x, of_weight, of_bias = needed[:3]
     found = list[torch.Tensor | None]((None, None, None))
     if of_x:
@@ -130,7 +130,7 @@ def _gathered_again(
 def gathered_product(
     local: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, schedule: ChunkSchedule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole of what `local` is this rank's part of, and its product with `matrix`; own positions come first."""
+    """Whole tensor that has `local` as part of this rank, and its product with `matrix`; own positions come first."""
     local = local.resolve_conj().resolve_neg()
     source, target = schedule.shards, schedule.whole
     out = allocate((*target.shape[:-1], matrix.shape[1]), local.dtype, local.device)
@@ -154,7 +154,7 @@ def scattered_product(
     meanwhile: Callable[[], None] = lambda: None,
     num_meanwhile: int = 0,
 ) -> torch.Tensor:
-    """This rank's part of the sum over ranks of `local` @ `matrix`; others' positions come first.
+    """Part of this rank of the sum over ranks of `local` @ `matrix`; other ranks' positions come first.
 
     `meanwhile` is called once, when all that others wait for is on its way; it takes as long as `num_meanwhile` of such
     products.
@@ -176,7 +176,7 @@ def scattered_product(
 
 @lru_cache(maxsize=1024)
 def _products(schedule: ChunkSchedule, num_others: int, num_threads: int, num_meanwhile: int = 0) -> tuple[int, ...]:
-    """How many pieces each product of a gather takes, and backwards how many each of a scatter makes.
+    """Numbers of pieces that the products of a gather take; reversed, that the products of a scatter make.
 
     The matrix has what travels on one side and `num_others` on the other. Every rank decides that for itself: messages
     are the same.
@@ -189,13 +189,13 @@ def _products(schedule: ChunkSchedule, num_others: int, num_threads: int, num_me
 
 
 def rows_of(shards: DTensorSpec) -> Rows:
-    """What one rank has for another, on average."""
+    """Rows that one rank has for another, on average."""
     num_ranks = len(shards.mesh.ranks)
     return Rows(prod(shards.shape[:-1]) / num_ranks, shards.shape[-1], shards.dtype.itemsize, num_ranks)
 
 
 class _Positions:
-    """Multiplies positions of dim `dim` of `x`, as they are called for, into those of `out`."""
+    """Multiplication of requested positions of dim `dim` of `x` into those of `out`."""
 
     def __init__(
         self, dim: int, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
@@ -210,7 +210,7 @@ class _Positions:
 
 
 def _folded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """A dense tensor as (what is before `dim`, `dim` and what follows, features)."""
+    """View of a dense tensor as (dims before `dim`, `dim` and dims that follow, features)."""
     before, between, features = tensor.shape[:dim], tensor.shape[dim:-1], tensor.shape[-1]
     return tensor.view(prod(before), prod(between), features)
 
@@ -220,7 +220,7 @@ _READ_PER_COPY = 4
 
 
 def _multiply(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Writes x @ matrix + bias to `out`; with `out` autocast has no say.
+    """Writes x @ matrix + bias to `out`; since `out` is given, autocast has no say.
 
     A batch of few positions each, cut out of more, is copied together and apart again where that is less than to read
     the matrix for each: 8 times 32 positions of 1024 features, and 2048 results, take 12 ms so, and 15 ms else.

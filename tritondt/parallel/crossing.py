@@ -1,4 +1,4 @@
-"""Tensors that cross a module's boundary: one node of the autograd graph where they come in, one where they go out.
+"""Tensors that cross a module's boundary: one node of the autograd graph on the way in, one on the way out.
 
 Going in, the input is moved and the parameters are shown as local tensors; going out, the output is moved, a bias added
 and a distributed tensor made. Each step as a node of its own would be up to six nodes of 15 us a module.
@@ -22,7 +22,7 @@ _PART = "_tritondt_shared_part"
 
 
 class Parameters(NamedTuple):
-    """A module's distributed parameters, and the layouts of the gradients of their parts: terms, at some places."""
+    """Distributed parameters of a module, and the specs of their parts' gradients: terms, at the places in `terms`."""
 
     tensors: list[DTensor]
     gradients: list[DTensorSpec]
@@ -30,7 +30,7 @@ class Parameters(NamedTuple):
 
 
 def enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
-    """The local part of the input under `plan.target`, then those of the parameters."""
+    """Local part of the input under `plan.target`, then those of the parameters."""
     if plan.as_terms:
         x = redistribute(x, plan.source, plan.target, grad_placements=plan.gradient.placements)
         plan = InputPlan(plan.target, plan.target, plan.gradient, plan.gradient, False, False, False)
@@ -45,7 +45,7 @@ def enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[
 
 
 def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
-    """The local part of `x`, one tensor for all layers that take `x` in.
+    """Local part of `x`, one tensor for all layers that take `x` in.
 
     What they find for its gradient is added in place, as plain tensors, and made a distributed tensor once. Three
     distributed gradients of 1.5 MB take two additions that allocate, 1 ms each.
@@ -61,7 +61,7 @@ def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
 
 
 class ExposeParameters(torch.autograd.Function):
-    """The parameters of a module as local tensors."""
+    """Parameters of a module as local tensors."""
 
     @staticmethod
     def forward(ctx: Any, parameters: Parameters, *tensors: DTensor) -> tuple[torch.Tensor, ...]:
@@ -70,14 +70,16 @@ class ExposeParameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients as announced."""
+        """Distributed gradients, laid out as `Parameters.gradients` says."""
         return None, *_gradients(ctx, grads)
 
 
 def _exposed(
     ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """What a function returns: `others`, then aliases of the parameters; without a gradient where none is needed."""
+    """Results of an autograd function: `others`, then aliases of the parameters; without a gradient where none is
+    needed.
+    """
     ctx.parameters = parameters
     ctx.set_materialize_grads(False)
     found = (*others, *[tensor._local_tensor.detach() for tensor in parameters.tensors])
@@ -87,7 +89,7 @@ def _exposed(
 
 
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The distributed gradients of the parameters, the last inputs of the function of `ctx`.
+    """Distributed gradients of the parameters, the last inputs of the function of `ctx`.
 
     Terms of a parameter that all ranks hold are put aside where nobody asks for them at once, or else reduced.
     """
@@ -109,13 +111,13 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
 
 
 class EnterModule(torch.autograd.Function):
-    """The input and the parameters of a module as local tensors."""
+    """Input and parameters of a module as local tensors."""
 
     @staticmethod
     def forward(
         ctx: Any, plan: InputPlan, parameters: Parameters, x: torch.Tensor, *tensors: DTensor
     ) -> tuple[torch.Tensor, ...]:
-        """Moves the input; the parameters are not moved."""
+        """Redistributes the input, and exposes the parameters where they lie."""
         ctx.plan, ctx.is_distributed = plan, isinstance(x, DTensor)
         if isinstance(x, DTensor):
             local = x._local_tensor
@@ -126,7 +128,9 @@ class EnterModule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """The input's gradient as the input came, or as it is where nothing moved; the parameters' as announced."""
+        """Gradient of the input as the input came, or as the gradient is where nothing moved; then those of the
+        parameters.
+        """
         plan: InputPlan = ctx.plan
         of_input: Any = None
         if grad is not None and ctx.needs_input_grad[2]:
@@ -144,7 +148,7 @@ def _is_differentiated(grad: torch.Tensor) -> bool:
 
 
 def _as_distributed(grad: torch.Tensor, spec: DTensorSpec) -> Any:
-    """The distributed tensor of a gradient's part, which may be differentiated again."""
+    """Distributed tensor of a gradient's part, which may be differentiated again."""
     if _is_differentiated(grad):
         return FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
     return DTensor(grad, spec)
@@ -170,7 +174,7 @@ def _plain_gradient(grad: torch.Tensor, plan: InputPlan) -> torch.Tensor:
 
 
 def leave(plan: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool) -> torch.Tensor:
-    """An output under `plan.target` with its part of the bias; a distributed tensor unless asked otherwise."""
+    """Output under `plan.target` with its part of the bias; a distributed tensor unless `use_local_output`."""
     if plan.as_terms:
         return _leave_as_terms(plan, local, bias, use_local_output=use_local_output)
     if use_local_output and bias is None and not plan.moves:
@@ -196,19 +200,19 @@ def _redistributed_output(
 
 
 class LeaveModule(torch.autograd.Function):
-    """The output of a module, moved and with its bias."""
+    """Output of a module, redistributed and with its bias."""
 
     @staticmethod
     def forward(
         ctx: Any, plan: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """A local tensor or a distributed one."""
+        """Redistributed output, a local tensor or a distributed one."""
         ctx.plan, ctx.use_local_output, ctx.bias_dtype = plan, use_local_output, None if bias is None else bias.dtype
         return _redistributed_output(plan, use_local_output, local, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        """The gradient as the output's terms or parts have it; the bias's is the sum over all positions held here."""
+        """Gradient of the output as its terms or parts have it; the bias's is the sum over all positions held here."""
         plan: OutputPlan = ctx.plan
         wanted = plan.gradient_of_target
         if not ctx.use_local_output:
@@ -235,7 +239,7 @@ class LeaveModule(torch.autograd.Function):
 def _leave_as_terms(
     plan: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool
 ) -> torch.Tensor:
-    """The rare output of which every rank has terms; the bias is among them."""
+    """Output of which every rank has terms, a rare case; the bias is among them."""
     terms = redistribute(local.contiguous(), plan.source, plan.target)
     terms = terms if bias is None else terms + bias.to(terms.dtype)
     if use_local_output:

@@ -12,27 +12,27 @@ from tritondt.sharding.placement import Partial, Replicate
 
 
 class ColumnEmbedding(CutRun):
-    """Every rank has some features of the whole vocabulary."""
+    """Embedding of which every rank has some features of the whole vocabulary."""
 
     def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """All indices."""
+        """Plan that brings in all indices."""
         return input_plan_of(x, self.mesh, self.given, Replicate())
 
     def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
-        """Own features, or what is wanted in place of them."""
+        """Own features, redistributed as wanted."""
         shape: Any = (*output.shape[:-1], module.embedding_dim)
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
 
 
 class RowEmbedding(CutRun):
-    """Every rank has some rows of the vocabulary: where an index is another rank's its term of the output is zero."""
+    """Embedding of which every rank has some rows; the term of an index is zero where the row is another rank's."""
 
     def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """All indices."""
+        """Plan that brings in all indices."""
         return input_plan_of(x, self.mesh, self.given, Replicate())
 
     def inputs(self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        """Own indices counted from the first own row, 0 for all others; and which those are."""
+        """Own indices counted from the first own row, 0 for all others; and a mask of the others."""
         start, stop = _rows(module)
         if start == stop:  # a rank without rows looks up a row of zeros, which it masks
             weight = parameters["weight"]
@@ -47,13 +47,13 @@ class RowEmbedding(CutRun):
     def output(
         self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: torch.Tensor
     ) -> torch.Tensor:
-        """The rows that the ranks have between them, as they are wanted."""
+        """Sum of the ranks' terms, redistributed as wanted."""
         own = output.masked_fill(call.unsqueeze(-1), 0)
         return self.hand_out(own, Partial(), self.wanted, own.shape, use_local_output=self.use_local_output)
 
 
 def _rows(module: nn.Module) -> tuple[int, int]:
-    """First own row of the table, and the one after the last."""
+    """First own row of the table, and the end of the own rows."""
     weight = module._parameters["weight"]
     assert isinstance(weight, DTensor), f"the weight of {module} is distributed"
     assert weight._spec.coordinate is not None, "this rank is not on the mesh"

@@ -1,4 +1,6 @@
-"""PrepareModuleInput and PrepareModuleOutput: what goes into, and comes out of, a module without weights to cut."""
+"""PrepareModuleInput and PrepareModuleOutput: redistribution of the inputs and outputs of modules without weights to
+cut.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -19,7 +21,9 @@ Layouts: TypeAlias = "Placement | Sequence[Placement | None] | None"
 
 
 class LayoutChange:
-    """From which layouts to which tensors go; those without a wanted layout stay distributed as they were given."""
+    """Layouts from which and to which tensors go; tensors without a wanted layout stay distributed as they were
+    given.
+    """
 
     def __init__(self, given: Layouts, wanted: Layouts, *, local: bool, what: str) -> None:
         self.given, self.wanted = _listed(given, what), _listed(wanted, f"desired_{what}")
@@ -30,7 +34,7 @@ class LayoutChange:
             )
 
     def change_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
-        """Every value laid out as wanted."""
+        """All values, laid out as wanted."""
         if len(values) != len(self.given):
             raise ParallelizeError(
                 f"{self.what} lists {len(self.given)} layouts, but {type(module).__name__} was met with {len(values)} "
@@ -42,7 +46,7 @@ class LayoutChange:
         )
 
     def change(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
-        """One value; a plain tensor is taken for a part under `given`."""
+        """One value, laid out as wanted; a plain tensor is taken for a part under `given`."""
         if given is None:
             return value
         if not isinstance(value, torch.Tensor):
@@ -54,7 +58,9 @@ class LayoutChange:
 
 
 def _redistributed(x: DTensor, wanted: Placement) -> DTensor:
-    """The tensor under `wanted`; itself where it is so already, for gradients of several users to meet as they come."""
+    """Tensor under `wanted`; `x` itself where it is laid out so, for gradients of several users to meet as they
+    come.
+    """
     spec = x._spec
     if spec.layout is activation_spec(spec.mesh, wanted, spec.shape, spec.dtype).layout:
         return x
@@ -69,11 +75,22 @@ def _listed(layouts: Layouts, what: str) -> tuple[Placement | None, ...]:
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Lays the inputs of a module out as its inside needs them.
+    """Style that redistributes the inputs of a module to the layouts that its inside needs.
 
     Plain tensors are taken for parts under `input_layouts`, one for each positional argument, None for one that is left
     as it is, and go in under `desired_input_layouts`; arguments by name likewise. The inside gets distributed tensors,
-    or local ones with `use_local_output`. Raises ParallelizeError where the numbers of layouts differ.
+    or local ones with `use_local_output`. Every forward is then a collective call. Raises ParallelizeError where the
+    numbers of layouts differ. Source: torch.distributed.tensor.parallel.PrepareModuleInput.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> from tritondt.sharding.placement import Replicate, Shard
+    >>> layouts = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+    >>> def input_on(rank):
+    ...     style = PrepareModuleInput(**layouts, use_local_output=True)
+    ...     return parallelize_module(nn.Identity(), Mesh((2,)), style)(torch.tensor([rank])).tolist()
+    >>> run_ranks(2, input_on)
+    [[0, 1], [0, 1]]
     """
 
     def __init__(
@@ -106,13 +123,13 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
-        """Registers the hook that moves what comes in."""
+        """Registers the hook that redistributes the inputs."""
         hook = _InputHook(mesh, self._positional, self._keywords, self._by_keyword)
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _InputHook:
-    """Copied with its module."""
+    """Forward pre-hook of PrepareModuleInput; copied with its module."""
 
     def __init__(
         self, mesh: Mesh, positional: LayoutChange, keywords: tuple[str, ...], by_keyword: LayoutChange
@@ -134,11 +151,21 @@ class _InputHook:
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Lays the outputs of a module out as its surroundings need them.
+    """Style that redistributes the outputs of a module to the layouts that its surroundings need.
 
     Plain outputs are taken for parts under `output_layouts`, one for each, None for one that is left as it is, and go
-    out under `desired_output_layouts`, as local tensors unless `use_local_output=False`. Raises ParallelizeError where
-    the numbers of layouts differ.
+    out under `desired_output_layouts`, as local tensors unless `use_local_output=False`. Every forward is then a
+    collective call. Raises ParallelizeError where the numbers of layouts differ. Source:
+    torch.distributed.tensor.parallel.PrepareModuleOutput.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> from tritondt.sharding.placement import Partial, Replicate
+    >>> def output_on(rank):
+    ...     style = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
+    ...     return parallelize_module(nn.Identity(), Mesh((2,)), style)(torch.tensor([rank])).tolist()
+    >>> run_ranks(2, output_on)
+    [[1], [1]]
     """
 
     def __init__(
@@ -155,12 +182,12 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
-        """Registers the hook that moves what comes out."""
+        """Registers the hook that redistributes the outputs."""
         module.register_forward_hook(_OutputHook(mesh, self._layout_change))
 
 
 class _OutputHook:
-    """Copied with its module."""
+    """Forward hook of PrepareModuleOutput; copied with its module."""
 
     def __init__(self, mesh: Mesh, layout_change: LayoutChange) -> None:
         self._mesh, self._layout_change = mesh, layout_change
@@ -172,7 +199,23 @@ class _OutputHook:
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """PrepareModuleInput and PrepareModuleOutput in one; `use_local_input` is the former's `use_local_output`."""
+    """Style of PrepareModuleInput and PrepareModuleOutput in one.
+
+    Arguments are those of the two; `use_local_input` is `use_local_output` of PrepareModuleInput. Every forward is then
+    a collective call. Raises ParallelizeError as the two do. Source:
+    torch.distributed.tensor.parallel.PrepareModuleInputOutput.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> from tritondt.sharding.placement import Replicate, Shard
+    >>> inside = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+    >>> outside = {"output_layouts": Replicate(), "desired_output_layouts": Shard(0)}
+    >>> def output_on(rank):
+    ...     style = PrepareModuleInputOutput(**inside, **outside)
+    ...     return parallelize_module(nn.Identity(), Mesh((2,)), style)(torch.tensor([rank])).tolist()
+    >>> run_ranks(2, output_on)
+    [[0], [1]]
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Moves a tensor from some ranks of a mesh to all of it: one exchange in which every rank receives what it lacks.
+"""Redistribution of a tensor from some ranks of a mesh to all: one exchange in which every rank receives what it lacks.
 
 Such an exchange goes between two meshes, that of the senders and the target's, and runs on the target's communicator.
 """
@@ -24,7 +24,7 @@ from tritondt.sharding.spec import DTensorSpec
 
 
 class _CompiledSend(NamedTuple):
-    """A rank's side of a sending with all that does not change from call to call."""
+    """Side of one rank of a send, with all that does not change from call to call."""
 
     transfer: Transfer
     fill: float | int | bool | None
@@ -33,7 +33,7 @@ class _CompiledSend(NamedTuple):
 def distribute_from(
     local: torch.Tensor, source: Layout, positions: tuple[int, ...], target: DTensorSpec, *, in_place: bool = False
 ) -> torch.Tensor:
-    """This rank's part under `target` of the tensor that the ranks at `positions` of its mesh hold as `source` says.
+    """Part of this rank under `target` of the tensor that the ranks at mesh `positions` hold as `source` says.
 
     `positions` are row-major places in the target's mesh, one per coordinate of the source. A collective call of all
     ranks of the mesh; `local` counts on senders only, and is the result there with `in_place`, which says that a sender
@@ -104,7 +104,7 @@ def _compile_send(
 
 
 def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:
-    """What the tensor is filled with on a rank that takes nothing: the identity of its sum or product."""
+    """Value that fills the tensor of a rank that takes nothing: the identity of its sum or product."""
     assert target.coordinate is not None, f"{target} is filled on a rank outside its mesh"
     if not route.takes_nothing(target.coordinate):
         return None
