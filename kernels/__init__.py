@@ -1,4 +1,4 @@
-"""Moves and reduces strided boxes on the device: Triton kernels, and each again in plain torch."""
+"""Copies, casts and reductions of strided boxes on the device: Triton kernels, and each again in plain torch."""
 
 if __name__ != "tritondt.kernels":
     raise ImportError(

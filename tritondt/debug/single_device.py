@@ -1,4 +1,6 @@
-"""Runs every operator of a function on distributed tensors and on one device, and names the first that differs."""
+"""Comparison of every operator of a function on distributed tensors with one device; the first that differs is
+named.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from tritondt.sharding.spec import DTensorSpec
 
 
 class _Tolerance(NamedTuple):
-    """As torch.testing.assert_close takes them: both or none."""
+    """Tolerances of torch.testing.assert_close: both or none."""
 
     rtol: float | None
     atol: float | None
@@ -27,22 +29,29 @@ class _Tolerance(NamedTuple):
 def check_against_single_device(
     function: Callable[..., Any], *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
 ) -> Any:
-    """What `function` gives, after every operator that it called was held against the same on one device.
+    """Result of `function(*args, **kwargs)`, after every operator that it called was compared with one device.
 
     A collective call. The arguments of each operator are gathered, it runs on these as well, and its results, and what
-    it wrote to, must be the same within `rtol` and `atol` (those of torch.testing.assert_close). So the first operator
+    it wrote to, must be equal within `rtol` and `atol` (those of torch.testing.assert_close). So the first operator
     that is laid out wrongly is named, with the line that called it, and not what comes of it; in a backward pass within
-    the function, too. Operators that draw random numbers, or give memory as it is, are not compared. DifferenceError,
-    on all ranks.
+    the function, too. Operators that draw random numbers, or give memory as it is, are not compared.
 
-        check_against_single_device(lambda: loss(model(x), y).backward())
+    Raises DifferenceError, on all ranks.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def sum_on(rank):
+    ...     x = T.DTensor.from_local(torch.ones(2, 2), T.Mesh((2,)), (T.Shard(0),))
+    ...     return T.debug.check_against_single_device(lambda: (x + x).sum()).full_tensor().item()
+    >>> run_ranks(2, sum_on)
+    [16.0, 16.0]
     """
     with _Check(_Tolerance(rtol, atol)):
         return function(*args, **kwargs)
 
 
 class _Check(TorchDispatchMode):
-    """Runs what is called twice."""
+    """Dispatch mode that runs every operator twice."""
 
     def __init__(self, tolerance: _Tolerance) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,7 +60,7 @@ class _Check(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What the operator gives for distributed tensors."""
+        """Result of the operator on distributed tensors, once it was compared."""
         given = kwargs or {}
         distributed = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, DTensor)]
         if not distributed or not _is_determined(op):
@@ -67,14 +76,14 @@ class _Check(TorchDispatchMode):
 
 
 def _is_determined(op: OpOverload) -> bool:
-    """Whether an operator gives the same values at every call."""
+    """Whether an operator gives equal values at every call."""
     return torch.Tag.nondeterministic_seeded not in op.tags and "empty" not in op._schema.name.partition("::")[2].split(
         "_"
     )
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
-    """A copy of the whole tensor, with the strides that it has on one device."""
+    """Copy of the whole tensor, with the strides of the tensor on one device."""
     spec = tensor._spec
     replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
     found = redistribute_local(tensor._local_tensor.detach(), spec, replicated)
@@ -94,7 +103,7 @@ def _pairs(found: Any, expected: Any) -> list[tuple[Any, Any]]:
 
 
 def _compare(pairs: Sequence[tuple[Any, Any]], what: str, tolerance: _Tolerance) -> None:
-    """Raises on all ranks where any rank finds a difference."""
+    """Raises DifferenceError on all ranks where any rank finds a difference."""
     differences = [text for found, expected in pairs for text in _difference(found, expected, tolerance)]
     mesh = next(found._spec.mesh for found, _ in pairs if isinstance(found, DTensor))
     counts = lengths_on_all(mesh, [len(differences)])
@@ -105,7 +114,7 @@ def _compare(pairs: Sequence[tuple[Any, Any]], what: str, tolerance: _Tolerance)
 
 
 def _difference(found: Any, expected: Any, tolerance: _Tolerance) -> Iterator[str]:
-    """In words, if there is one; what a rank outside the mesh holds is compared by others."""
+    """Text of a difference, if there is one; the tensors of a rank outside the mesh are compared by others."""
     if not isinstance(found, DTensor):
         if isinstance(expected, torch.Tensor) and not isinstance(found, torch.Tensor):
             yield f"a {type(found).__name__}, expected a tensor"
