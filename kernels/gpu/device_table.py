@@ -27,7 +27,7 @@ _MAX_REGISTERS = 128
 
 
 class Kernel(NamedTuple):
-    """A Triton kernel, its name in tuning.json, and its constant arguments.
+    """A Triton kernel, its name in tuning.json, and its further arguments.
 
     `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's.
     """
@@ -51,7 +51,7 @@ class Sides(NamedTuple):
 
 
 def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) -> dict[str, Any]:
-    """Compiler options of a kernel that has these options of its own.
+    """Compiler options of a kernel whose own options are `options`.
 
     To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
     bound is given it takes what it needs, 48. A kernel's own bound is for few dims.

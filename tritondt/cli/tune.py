@@ -1,4 +1,4 @@
-"""`tune`: finds how each kernel is best cut into programs on this GPU, and records it in tuning.json."""
+"""`tune`: finds the fastest division of each kernel into programs on this GPU, and records it in tuning.json."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def cases(kernel: str) -> Iterator[tuple[int, int]]:
 
 
 def fastest(seconds_of: Timer, candidates: Sequence[int]) -> tuple[Choice, float]:
-    """The fastest choice and its time: first block and warps, then the number of programs.
+    """Fastest choice and its time: first block and warps, then the number of programs.
 
     >>> fastest(lambda choice: abs(choice.block - 512) + choice.num_warps + choice.max_ctas, [264, 528])
     (Choice(block=512, num_warps=4, max_ctas=264), 268)
@@ -133,7 +133,7 @@ def _extent(lengths: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _passes(kernel: str) -> float:
-    """What a run moves, of what it writes; a reduction reads its slots."""
+    """Bytes read and written in units of the bytes written; a reduction reads its slots."""
     if kernel in _CASTS:
         source, target = _CASTS[kernel]
         return 1 + source.itemsize / target.itemsize
@@ -141,7 +141,7 @@ def _passes(kernel: str) -> float:
 
 
 def _timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
-    """Times a table of one box, made anew for every choice."""
+    """Timer of a table of one box, made anew for every choice."""
     make = _copy_timer if kernel == "copy" else _cast_timer if kernel in _CASTS else _reduce_timer
     return make(kernel, width, num_dims, num_bytes)
 
