@@ -1,4 +1,4 @@
-"""What the functions that are given tensors ask of them, before anything is written. Tables are given addresses."""
+"""Checks of tensors and boxes for the functions that take tensors, before anything is written."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,7 +9,7 @@ from tritondt.kernels.boxes import CopyBox
 
 
 def check_tensors(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], boxes: Sequence[Box]) -> None:
-    """ValueError where a box leaves its tensors, or an element is written twice."""
+    """Raises ValueError where a box leaves its tensors, or an element is written twice."""
     counts_bytes = bool(boxes) and isinstance(boxes[0], CopyBox)
     check_boxes(boxes, *([_reach(x, counts_bytes) for x in tensors] for tensors in (sources, targets)))
 

@@ -1,4 +1,4 @@
-"""What no table may do: leave a tensor, or write an element twice. For tables made by hand; a plan's are right."""
+"""Checks of tables of boxes made by hand: no box leaves its tensors, and no element is written twice."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def _sides(box: Box) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
 
 
 def _range(lengths: Sequence[int], offset: int, strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """The first and the last element of a box, or byte."""
+    """First and last element of a box, in bytes for a CopyBox."""
     steps = [(length - 1) * stride for length, stride in zip(lengths, strides, strict=True)]
     first, last = (offset + sum(step for step in steps if (step < 0) == backward) for backward in (True, False))
     return first * itemsize, (last + 1) * itemsize - 1
@@ -64,7 +64,7 @@ def _check_place(box: str, unit: str, side: tuple[str, int], sizes: Sequence[int
 
 
 def _runs(lengths: Sequence[int], offset: int, strides: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First element and end of every run of elements that lie one behind the other."""
+    """First element and end of every run of adjacent elements of a box."""
     loops = sorted((stride, length) for stride, length in zip(strides, lengths, strict=True) if length > 1)
     run = 1
     while loops and loops[0][0] == run:
@@ -75,7 +75,7 @@ def _runs(lengths: Sequence[int], offset: int, strides: Sequence[int]) -> Iterat
 
 
 def _check_overlap(target: int, written: Sequence[tuple[int, int, int]], unit: str) -> None:
-    """`written` holds starts, ends and positions of boxes, sorted."""
+    """Refuses intervals that overlap in one target; `written` holds starts, ends and box numbers, sorted."""
     last_end, last_box = 0, -1
     for start, end, box in written:
         if start < last_end:

@@ -1,4 +1,4 @@
-"""Tables of boxes: what a copy, a cast or a reduction does, as plain values.
+"""Boxes and tables of boxes: the copies, casts and reductions of a launch, as plain values.
 
 A box is a set of nested loops. `source` and `target` are positions in the two lists of tensors that a
 table is run on; offsets and strides count elements from a tensor's first element (`data_ptr()`).
@@ -13,7 +13,7 @@ SCALE_BYTES = 4
 
 
 class CopyBox(NamedTuple):
-    """Moves one box; any dtype, as words of `itemsize` bytes (1, 2, 4, 8 or 16)."""
+    """Copy of one box of any dtype, as words of `itemsize` bytes (1, 2, 4, 8 or 16)."""
 
     source: int
     target: int
@@ -26,7 +26,7 @@ class CopyBox(NamedTuple):
 
 
 class CastBox(NamedTuple):
-    """Moves one box from one dtype to another; both are those of the tensors that the table is run on."""
+    """Cast of one box between two dtypes, those of the tensors that the table is run on."""
 
     source: int
     target: int
@@ -38,7 +38,7 @@ class CastBox(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One contribution to a reduction, of the shape of the box that it belongs to."""
+    """One contribution to a reduction, of the shape of its box."""
 
     source: int
     offset: int
@@ -46,7 +46,7 @@ class Slot(NamedTuple):
 
 
 class ReduceBox(NamedTuple):
-    """Reduces `slots`, in their order, into one box; there is at least one slot."""
+    """Reduction of `slots`, in their order, into one box; there is at least one slot."""
 
     target: int
     target_offset: int

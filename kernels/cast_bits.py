@@ -1,4 +1,4 @@
-"""Casts of tensors in plain torch with every bit defined, those of NaN too.
+"""Casts of tensors in plain torch in which every bit is defined, those of NaN too.
 
 From float16 to float32, and from the wide dtypes to bfloat16, torch's own NaN has other bits in the last few elements
 of a tensor, or with other strides, than in the rest (2.13 and AVX2), so what a NaN becomes is put together here.
@@ -14,7 +14,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As `x.to(dtype)`; a NaN becomes quiet and keeps its sign and what fits of its payload.
+    """Tensor in another dtype, as `x.to(dtype)`; a NaN becomes quiet and keeps its sign and what fits of its payload.
 
     In bfloat16 it becomes 0x7fc0, in fp8 0x7f with its sign; from bfloat16 to float32 all its bits are kept.
 
@@ -28,17 +28,17 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_nan(x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """What was computed from x, of its dtype, with the bits of x where that is a NaN."""
+    """`result`, computed from `x` and of its dtype, with the bits of `x` wherever that is a NaN."""
     return torch.where(x.isnan(), bits_of(x), bits_of(result)).view(x.dtype)
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:
-    """The elements as integers."""
+    """Elements of a tensor as integers of their width."""
     return x.view(_INTEGERS[x.element_size()])
 
 
 def _nan_bits(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bits that every element would have in another dtype if it were a NaN."""
+    """Bits in another dtype that every element would have if it were a NaN."""
     integer = _INTEGERS[dtype.itemsize]
     if dtype == torch.bfloat16:
         return torch.full(x.shape, _BFLOAT16_NAN_BITS, dtype=integer, device=x.device)

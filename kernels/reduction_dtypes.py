@@ -1,4 +1,4 @@
-"""Which reductions there are: operations by dtype, as in csrc/boxes/reduce_kernels."""
+"""Reductions by dtype, as in csrc/boxes/reduce_kernels."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ DTYPES = {
 
 
 def find_dtype(dtype: str, op: str, divisor: int) -> Dtype:
-    """The dtype of a reduction; ValueError where it has no such reduction.
+    """Entry of `DTYPES` for a reduction; ValueError where the dtype has no such reduction.
 
     >>> find_dtype("bool", "sum", 1)
     Traceback (most recent call last):

@@ -1,4 +1,4 @@
-"""Every kernel again in plain torch: what the others must equal, bit for bit.
+"""The reference of every kernel in plain torch, which the others equal bit for bit.
 
 The arithmetic is spelled out where torch leaves it open. On CPU, `torch.mul` of complex numbers and
 `torch.maximum` of -0.0 and 0.0 give other bits in the last few elements of a tensor than in the rest
@@ -193,7 +193,7 @@ def reduce_slots(
 
 
 def _view(x: torch.Tensor, offset: int, lengths: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
-    """The box of `x` as a tensor; a copy where a stride is negative, which no torch view can be."""
+    """View of a box of `x`; a copy where a stride is negative, which no torch view can have."""
     backward_dims = [dim for dim, stride in enumerate(strides) if stride < 0]
     start = x.storage_offset() + offset
     if 0 not in lengths:
@@ -203,13 +203,13 @@ def _view(x: torch.Tensor, offset: int, lengths: Sequence[int], strides: Sequenc
 
 
 def _write(target: torch.Tensor, box: CastBox, values: torch.Tensor) -> None:
-    """As integers, for a copy of floats need not keep the bits of a NaN."""
+    """Writes values as integers, for a copy of floats need not keep the bits of a NaN."""
     view = _view(bits_of(target), box.target_offset, box.lengths, box.target_strides)
     view.copy_(bits_of(values))
 
 
 def _scale(x: torch.Tensor, largest: float) -> float:
-    """The power of two that brings the finite elements of a float32 box to magnitudes of `largest` or less."""
+    """Least power of two that brings the finite elements of a float32 box to magnitudes of `largest` or less."""
     finite = x[x.isfinite()]
     largest_magnitude = float(finite.abs().max()) if finite.numel() else 0.0
     if largest_magnitude == 0.0:
@@ -243,7 +243,7 @@ def _check_scales(scales: torch.Tensor, num_boxes: int) -> None:
 def _byte_view(
     x: torch.Tensor, offset: int, itemsize: int, lengths: Sequence[int], strides: Sequence[int]
 ) -> torch.Tensor:
-    """The box of `x` as bytes with a last dim of `itemsize`, so that no alignment is asked of `x`."""
+    """View of a box of `x` as bytes with a last dim of `itemsize`, so that no alignment is asked of `x`."""
     storage = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
     return _view(
         storage,

@@ -1,4 +1,4 @@
-"""Tables to and from fp8 whose scales travel beside the numbers: a scale lies in the same buffer as its box.
+"""Tables to and from fp8 whose scales travel beside the numbers, each in the same buffer as its box.
 
 The kernels take the scales of a table one behind another. A run casts with such a list, which a table of copies fills
 from the buffer before, or empties into it afterwards.
@@ -13,7 +13,7 @@ from tritondt.kernels.boxes import SCALE_BYTES, CopyBox
 
 
 class ScalePlace(NamedTuple):
-    """Where the scale of a box lies: in which of the tensors on the side of fp8, and at which byte."""
+    """Place of the scale of a box: number of the tensor on the side of fp8, and byte in that tensor."""
 
     tensor: int
     start: int
@@ -35,14 +35,14 @@ class ScaledTable(Protocol):
 
 
 class CopiedTable(Protocol):
-    """Boxes to copy."""
+    """Boxes to copy, prepared once."""
 
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None:
         """Copies every box."""
 
 
 def scale_copies(places: Sequence[ScalePlace], *, to_places: bool) -> list[CopyBox]:
-    """Copies between scales one behind another and their places; neighbours go together.
+    """Copies between a list of adjacent scales and the places of these scales; neighbours go together.
 
     >>> places = [ScalePlace(0, 0), ScalePlace(0, 4), ScalePlace(1, 20)]
     >>> boxes = scale_copies(places, to_places=True)
@@ -63,7 +63,7 @@ def scale_copies(places: Sequence[ScalePlace], *, to_places: bool) -> list[CopyB
 
 
 class _PlacedTable:
-    """A table to or from fp8 and the copies of its scales; the memory between is a run's own."""
+    """A table to or from fp8 and the copies of its scales; the memory between belongs to a run."""
 
     def __init__(self, cast: ScaledTable, copies: CopiedTable, num_scales: int, device: torch.device) -> None:
         self._cast, self._copies, self._num_scales, self._device = cast, copies, num_scales, device
@@ -83,7 +83,7 @@ class _PlacedTable:
 
 
 class PlacedQuantizeTable(_PlacedTable):
-    """Casts to fp8 and writes each scale to its place."""
+    """Table that casts to fp8 and writes each scale to its place."""
 
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None:
         """Writes every box and its scale."""
@@ -93,7 +93,7 @@ class PlacedQuantizeTable(_PlacedTable):
 
 
 class PlacedDequantizeTable(_PlacedTable):
-    """Reads each scale from its place and casts from fp8."""
+    """Table that reads each scale from its place and casts from fp8."""
 
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None:
         """Writes every box."""

@@ -29,15 +29,15 @@ class Table(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that are written, of a cast on the wider side, or of slots read."""
+        """Bytes that one run writes; of a cast on the wider side, of a reduction those of the slots read."""
 
     @property
     def num_boxes(self) -> int:
-        """Boxes that hold anything."""
+        """Number of boxes that hold anything."""
 
 
 class Maker(Protocol):
-    """What makes the tables of one type of device."""
+    """Maker of the tables of one type of device."""
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
@@ -135,16 +135,21 @@ _makers: dict[str, Maker] = {"cpu": CppMaker(), "cuda": TritonMaker()}
 
 
 def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
-    """A table of copies for tensors on `device`, cpu or cuda.
+    """Table of copies for tensors on `device`, cpu or cuda.
 
-    >>> copy_table([CopyBox(0, 0, 0, 0, 4, (3,), (1,), (1,))], torch.device("cpu")).num_bytes
-    12
+    Sizes of boxes are in words of `itemsize` bytes; addresses are given to each run. ValueError for any other device.
+
+    >>> source, target = torch.arange(6, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    >>> table = copy_table([CopyBox(0, 0, 1, 0, 4, (3,), (2,), (1,))], torch.device("cpu"))
+    >>> table.run([source.data_ptr()], [target.data_ptr()], 1)
+    >>> target.tolist(), table.num_bytes
+    ([1, 3, 5], 12)
     """
     return _maker(device).copy_table(boxes, device)
 
 
 def cast_table(boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
-    """A table of casts between two of float32, float64, bfloat16 and float16, for tensors on `device`, cpu or cuda.
+    """Table of casts between two of float32, float64, bfloat16 and float16, for tensors on `device`, cpu or cuda.
 
     >>> cast_table([CastBox(0, 0, 0, 0, (3,), (1,), (1,))], "float32", "bfloat16", torch.device("cpu")).num_bytes
     12
@@ -159,7 +164,7 @@ def quantize_table(
     target_dtype: str,
     device: torch.device,
 ) -> Table:
-    """A table of casts to fp8 that writes the scale of each box to its place among the targets.
+    """Table of casts to fp8 that writes the scale of each box to its place among the targets.
 
     From float32, bfloat16 or float16 to float8_e4m3fn or float8_e5m2.
 
@@ -178,13 +183,29 @@ def dequantize_table(
     target_dtype: str,
     device: torch.device,
 ) -> Table:
-    """The inverse of `quantize_table`: takes the scale of each box from its place among the sources."""
+    """Table of casts from fp8 that takes the scale of each box from its place among the sources, as `quantize_table`
+    wrote it.
+
+    From float8_e4m3fn or float8_e5m2 to float32, bfloat16 or float16.
+
+    >>> box, place = CastBox(0, 0, 4, 0, (3,), (1,), (1,)), ScalePlace(0, 0)
+    >>> dequantize_table([box], [place], "float8_e4m3fn", "float32", torch.device("cpu")).num_bytes
+    12
+    """
     cast = _maker(device).dequantize_table(boxes, source_dtype, target_dtype, device)
     return PlacedDequantizeTable(cast, copy_table(scale_copies(scales, to_places=False), device), len(boxes), device)
 
 
 def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, device: torch.device) -> Table:
-    """A table of reductions for tensors on `device`, cpu or cuda."""
+    """Table of reductions for tensors of `dtype` on `device`, cpu or cuda; `op` is sum, product, max or min.
+
+    A sum is divided once by `divisor`, which is 1 or more. ValueError where the dtype has no such reduction.
+
+    >>> from tritondt.kernels.boxes import Slot
+    >>> slots = (Slot(0, 0, (1,)), Slot(0, 3, (1,)))
+    >>> reduce_table([ReduceBox(0, 0, (3,), (1,), slots)], "sum", "float32", 2, torch.device("cpu")).num_bytes
+    24
+    """
     return _maker(device).reduce_table(boxes, op, dtype, divisor, device)
 
 

@@ -1,4 +1,4 @@
-"""The environment variables that tritondt reads, all of them, read here and nowhere else."""
+"""The environment variables that tritondt reads, all of them, and nowhere else."""
 
 import json
 import os
@@ -9,12 +9,12 @@ from tritondt.errors import WorldError
 
 
 def timeout() -> timedelta:
-    """How long a rank waits for another: TRITONDT_TIMEOUT seconds, 300 by default."""
+    """Time that a rank waits for another: TRITONDT_TIMEOUT seconds, 300 by default."""
     return timedelta(seconds=_positive("TRITONDT_TIMEOUT", 300.0))
 
 
 def ranks_per_host() -> int | None:
-    """Ranks that the launcher started on each host, or None where it does not say (torchrun does)."""
+    """Number of ranks that the launcher started on each host, None where the launcher does not say (torchrun does)."""
     return int(_positive("LOCAL_WORLD_SIZE", 1)) if "LOCAL_WORLD_SIZE" in os.environ else None
 
 
@@ -24,7 +24,7 @@ def master_address() -> str | None:
 
 
 def transport() -> Literal["sockets", "gloo"]:
-    """What carries messages between processes: TRITONDT_TRANSPORT, sockets (the default) or gloo."""
+    """Transport of messages between processes: TRITONDT_TRANSPORT, sockets (the default) or gloo."""
     text = os.environ.get("TRITONDT_TRANSPORT", "sockets")
     if text not in ("sockets", "gloo"):
         raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets and gloo")
@@ -32,12 +32,12 @@ def transport() -> Literal["sockets", "gloo"]:
 
 
 def costs() -> str | None:
-    """Prices that differ from the built-in table's, TRITONDT_COSTS as a JSON object, or None where it is not set."""
+    """Prices that differ from the built-in table's: TRITONDT_COSTS as a JSON object, None where that is not set."""
     return os.environ.get("TRITONDT_COSTS") or None
 
 
 def nccl_path() -> str | None:
-    """The NCCL library to load, TRITONDT_NCCL_SO, or None where the one that torch has is to be used."""
+    """Path of the NCCL library to load: TRITONDT_NCCL_SO, None where torch's own is to be used."""
     return os.environ.get("TRITONDT_NCCL_SO") or None
 
 
@@ -57,12 +57,12 @@ def nccl_options() -> dict[str, int | str]:
 
 
 def flight_directory() -> str | None:
-    """Where flight records are written: TRITONDT_FLIGHT_DIR, or None where it is not set."""
+    """Folder of flight records: TRITONDT_FLIGHT_DIR, None where that is not set."""
     return os.environ.get("TRITONDT_FLIGHT_DIR") or None
 
 
 def compares() -> bool:
-    """Whether ranks compare what they are about to exchange before they do: TRITONDT_DEBUG=1."""
+    """Whether ranks compare their next exchange before they run it: TRITONDT_DEBUG=1."""
     return _switch("TRITONDT_DEBUG")
 
 

@@ -1,4 +1,4 @@
-"""Every error the library raises on purpose; each says what was asked, what was found and what is allowed."""
+"""Errors that the library raises on purpose; each says what was asked, what was found and what is allowed."""
 
 
 class TritondtError(Exception):
@@ -18,7 +18,7 @@ class ReductionError(TritondtError, ValueError):
 
 
 class LocalTensorError(TritondtError, ValueError):
-    """A local tensor that is not what its spec says this rank holds."""
+    """A local tensor that differs from what its spec says this rank holds."""
 
 
 class TransportError(TritondtError, TypeError):
@@ -34,11 +34,11 @@ class ForkedError(WorldError):
 
 
 class PeerError(TritondtError, RuntimeError):
-    """Another rank failed, left, or did not answer in time; names the rank, the step and the wait."""
+    """A rank that failed, left, or did not answer another in time; names the rank, the step and the wait."""
 
 
 class MismatchError(PeerError):
-    """Ranks asked for different things at the same point; names both ranks and both values."""
+    """Different requests of ranks at one point; names both ranks and both values."""
 
 
 class PropagationError(TritondtError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Which rank of which world the calling thread is.
+"""Identity of the calling thread: its rank, and the world of that rank.
 
 A world lasts from one initialisation of torch.distributed to the next; each has a generation of its own, so
 that nothing made in one is taken for part of another. Thread ranks declare theirs with `assumed`.
@@ -21,7 +21,7 @@ from tritondt.errors import WorldError
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Rank `rank` of `size` in the world of a generation, which is a number of this process only."""
+    """Rank `rank` of `size` in the world of a generation, which is a number within this process only."""
 
     generation: int
     rank: int
@@ -45,7 +45,7 @@ def new_generation() -> int:
 
 @contextmanager
 def assumed(identity: Identity) -> Iterator[None]:
-    """Makes the calling thread a rank of its own."""
+    """Context in which the calling thread is a rank of its own."""
     before, _assumed.identity = _assumed.identity, identity
     try:
         yield

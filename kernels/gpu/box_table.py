@@ -1,4 +1,4 @@
-"""Pieces written down as the numbers that a kernel reads: one table per launch.
+"""Tables of pieces: the numbers that a kernel reads, one table per launch.
 
 A table is int64: a row per piece, then a row per slot but the first of every piece. A tile is what one program
 moves at a time. A row is padded to the most loops of any piece.
@@ -34,14 +34,14 @@ _FIRST_MODES = {Kind.RUNS: RUNS, Kind.GROUPS: GROUPS, Kind.TILES: TILES, Kind.WI
 
 
 class Pointer(NamedTuple):
-    """One of a launch's pointers: tensor number `tensor` of the targets or of the sources."""
+    """One pointer of a launch: tensor number `tensor` of the targets or of the sources."""
 
     is_target: bool
     tensor: int
 
 
 class BoxTable(NamedTuple):
-    """One launch: its cells, and what the kernel is compiled for.
+    """Table of one launch: its cells, and the constants that the kernel is compiled for.
 
     `modes` has a bit for the mode of every piece.
     """
@@ -56,7 +56,7 @@ class BoxTable(NamedTuple):
 
 
 def mode(kind: Kind, width: int) -> int:
-    """The number that stands for a kind and a width in a kernel.
+    """Number of a kind and a width in a kernel.
 
     >>> mode(Kind.RUNS, 16), mode(Kind.TILES, 1), mode(Kind.WIDE_TILES, 8)
     (4, 8, 15)
@@ -77,7 +77,7 @@ def rows_of(piece: Piece) -> tuple[int, ...]:
 
 
 def num_tiles(piece: Piece, block: int) -> int:
-    """How many tiles a piece is cut into."""
+    """Number of tiles that a piece is cut into."""
     if piece.kind is Kind.RUNS:
         return _ceiling(piece.num_units, block)
     if piece.kind is Kind.GROUPS:
@@ -102,7 +102,7 @@ def division(divisor: int) -> tuple[int, int]:
 
 
 def by_pointers(pieces: Iterable[Piece]) -> list[tuple[tuple[Pointer, ...], list[Piece]]]:
-    """The pieces, widest runs first, in groups of which each touches no more tensors than a kernel takes."""
+    """Groups of pieces, widest runs first, each of which touches no more tensors than a kernel takes."""
     ordered = sorted(pieces, key=lambda piece: (_KINDS.index(piece.kind), -piece.width))
     groups: list[tuple[dict[Pointer, None], list[Piece]]] = []
     for piece in ordered:
@@ -119,7 +119,7 @@ def by_pointers(pieces: Iterable[Piece]) -> list[tuple[tuple[Pointer, ...], list
 
 
 def box_table(pointers: Sequence[Pointer], pieces: Sequence[Piece], block: int) -> BoxTable:
-    """The table of a group of pieces, for a kernel that moves `block` units at a time."""
+    """Table of a group of pieces, for a kernel that moves `block` units at a time."""
     place = {pointer: number for number, pointer in enumerate(pointers)}
     num_dims = max(len(piece.lengths) for piece in pieces)
     ends = list(accumulate(num_tiles(piece, block) for piece in pieces))

@@ -52,11 +52,11 @@ class DtypePair(NamedTuple):
 
     @property
     def element_bytes(self) -> tuple[int, int]:
-        """Of targets and of sources."""
+        """Bytes of an element of the targets and of the sources."""
         return _BYTES[self.target], _BYTES[self.source]
 
     def kernel(self, scales: int) -> Kernel:
-        """The kernel that casts so, and does with scales what the number says."""
+        """Kernel that casts so; `scales` says what becomes of scales: NO_SCALES, MULTIPLIES or DIVIDES."""
         constants = {
             "SOURCE": self.source,
             "TARGET": self.target,
@@ -115,7 +115,7 @@ class DeviceCastTable(DeviceTable):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one run moves, of the wider side."""
+        """Bytes that one run moves on the wider side."""
         return self._num_bytes
 
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
@@ -131,10 +131,14 @@ def cast_boxes(
     max_ctas: int | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """Copies every box from the sources' dtype to the targets', to the bits of `tritondt.kernels.reference`.
+    """Casts every box from the dtype of the sources to that of the targets, to the bits of
+    `tritondt.kernels.reference`.
 
-    All sources have one dtype and all targets another. Refuses what copy_boxes refuses. To run the same boxes again,
-    make a DeviceCastTable.
+    `sources` and `targets` are lists of tensors on one device, of any shapes and strides; `boxes` name them by number,
+    with offsets and strides in elements from each tensor's first element. All sources have one dtype and all targets
+    another, of float32, float64, bfloat16 and float16. Runs on the device's current stream. `max_ctas` bounds the
+    number of programs, `choice` replaces what tuning.json says. Raises ValueError as copy_boxes does, and for other
+    dtypes. To run the same boxes again, make a DeviceCastTable.
 
     Example: 2 rows of a 2x3 tensor to bfloat16, transposed.
 
@@ -178,7 +182,9 @@ def cast_kernel(
     WRITTEN: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Casts tile after tile of the pieces in `table`, whose widths count elements; a second slot is a box's scale."""
+    """Casts tile after tile of the pieces in `table`, whose widths count elements; a second slot is the scale of a
+    box.
+    """
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
@@ -233,7 +239,7 @@ def _cast_if(
 
 @triton.jit
 def _factor(address, SCALES: tl.constexpr):
-    """A box's scale, or its reciprocal, which is exact for powers of two; 0 stands for 1 and becomes it."""
+    """Scale of a box, or its reciprocal, which is exact for powers of two; a scale of 0 stands for 1 and becomes 1."""
     scale = address.to(tl.pointer_type(tl.int32))
     bits = tl.load(scale)
     if SCALES == _DIVIDES:

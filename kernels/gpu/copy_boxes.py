@@ -33,7 +33,7 @@ NUM_MODES = tl.constexpr(box_table.NUM_MODES)
 
 
 class DeviceCopyTable(DeviceTable):
-    """Boxes to copy on a device, prepared once and run many times; the like of `tritondt._C.CopyTable`.
+    """Boxes to copy on a device, prepared once and run many times; the counterpart of `tritondt._C.CopyTable`.
 
     A box need not be aligned to its itemsize. With `is_aligned` every tensor is promised to start at a multiple of
     16 bytes, and one that does not is refused; without, each is taken as it is. `max_ctas` bounds how much of the
@@ -79,10 +79,13 @@ def copy_boxes(
     max_ctas: int | None = None,
     choice: Choice | None = None,
 ) -> None:
-    """Copies every box from its source to its target, byte for byte; `tritondt.kernels.reference` says what that is.
+    """Copies every box from its source to its target, byte for byte, as `tritondt.kernels.reference` does.
 
-    Refuses, with ValueError, tensors on different devices, a box that leaves its tensor and target boxes that overlap.
-    To run the same boxes again, make a DeviceCopyTable, which checks none of it.
+    `sources` and `targets` are lists of tensors on one device, of any shapes and strides; `boxes` name them by number,
+    with offsets and strides in elements from each tensor's first element, counted in words of the box's `itemsize`
+    bytes. Runs on the device's current stream. `max_ctas` bounds the number of programs, `choice` replaces what
+    tuning.json says. Raises ValueError for tensors on different devices, a box that leaves its tensor and target boxes
+    that overlap. To run the same boxes again, make a DeviceCopyTable, which checks none of it.
 
     Example: columns 1 and 2 of a 2x3 tensor, packed behind one word that nobody writes.
 
@@ -113,7 +116,7 @@ def copy_kernel(
     MODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Moves tile after tile of the pieces in `table`; it has a branch for every mode in MODES, and no other."""
+    """Copies tile after tile of the pieces in `table`; has a branch for every mode in MODES, and no other."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
@@ -161,7 +164,7 @@ def _copy_units(
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Units in the order of the target."""
+    """Copies units in the order of the target."""
     ELEMENT: tl.constexpr = tl.int32 if WIDTH >= 4 else (tl.int16 if WIDTH == 2 else tl.int8)
     indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
     sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
@@ -173,7 +176,7 @@ def _copy_units(
 def _copy_tile(
     loops, slot_strides, tile, source, target, WIDTH: tl.constexpr, IS_WIDE: tl.constexpr, NUM_DIMS: tl.constexpr
 ):
-    """A square of units, dense along its rows in the source and along its columns in the target."""
+    """Copies a square of units, dense along its rows in the source and along its columns in the target."""
     WORD: tl.constexpr = tl.int64 if WIDTH == 8 else (tl.int32 if WIDTH == 4 else (tl.int16 if WIDTH == 2 else tl.int8))
     SIDE: tl.constexpr = 64 if WIDTH == 2 and IS_WIDE else 32
     LANES: tl.constexpr = 16 // WIDTH if IS_WIDE else 1

@@ -1,4 +1,4 @@
-"""Tables of boxes on a device: written down and uploaded once, then run by one launch.
+"""Tables of boxes on a device: made and uploaded once, then run by one launch.
 
 What a kernel may assume of addresses is settled by the pointers of a run: how far each lies behind a multiple of 16
 bytes. For every such combination that occurs, usually one, a table has a variant; the first is made with the table.
@@ -27,7 +27,7 @@ _MAX_REGISTERS = 128
 
 
 class Kernel(NamedTuple):
-    """A kernel of Triton's, what it is called in tuning.json, and what else it is given.
+    """A Triton kernel, its name in tuning.json, and its further arguments.
 
     `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's.
     """
@@ -44,14 +44,14 @@ SCALES = -1
 
 
 class Sides(NamedTuple):
-    """Of targets and of sources: multiples of how many bytes their addresses are, and bytes in what a nest counts."""
+    """Alignment of the addresses of targets and of sources, in bytes, and bytes in the unit that a nest counts in."""
 
     alignments: tuple[int, int] = (1, 1)
     units: tuple[int, int] = (1, 1)
 
 
 def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) -> dict[str, Any]:
-    """What a kernel with these options of its own is compiled with.
+    """Compiler options of a kernel whose own options are `options`.
 
     To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
     bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
@@ -68,7 +68,7 @@ class Shared:
         self._streams: set[int] = set()
 
     def read_by_current_stream(self) -> int:
-        """The current stream's handle; the allocator gives them to nobody else before it is done with them.
+        """Handle of the current stream; the allocator keeps the numbers until that stream has read them.
 
         torch.cuda makes an object of it only once: that takes as long as a launch.
         """
@@ -122,7 +122,9 @@ class Launch:
 
 
 class DeviceTable(ABC):
-    """What tables of copies, casts and reductions share; see DeviceCopyTable, DeviceCastTable, DeviceReduceTable."""
+    """Common part of tables of copies, casts and reductions; see DeviceCopyTable, DeviceCastTable,
+    DeviceReduceTable.
+    """
 
     def __init__(
         self,
@@ -160,7 +162,7 @@ class DeviceTable(ABC):
     def prepared(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]
     ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-        """What `launch` takes; ValueError where a pointer is missing or not what the table was made for."""
+        """Arguments of `launch`; ValueError where a pointer is missing or not what the table was made for."""
         try:
             addresses = self._used_of(source_ptrs, target_ptrs)
         except IndexError:
@@ -186,27 +188,27 @@ class DeviceTable(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the table lies."""
+        """Device on which the table lies."""
         return self._device
 
     @property
     def num_boxes(self) -> int:
-        """Boxes that hold anything."""
+        """Number of boxes that hold anything."""
         return len(self.nests)
 
     @property
     def num_dims(self) -> int:
-        """The most loops around a run of bytes."""
+        """Greatest number of loops around a run of bytes."""
         return max((len(nest.lengths) - (nest.run_bytes > 1) for nest in self.nests), default=0)
 
     @property
     def num_launches(self) -> int:
-        """Kernels that one run launches: one, unless the boxes touch very many tensors."""
+        """Number of kernels that one run launches: one, unless the boxes touch very many tensors."""
         return max(map(len, self._variants.values()), default=0)
 
     @abstractmethod
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
-        """The pieces of some nests, with offsets in bytes."""
+        """Pieces of some nests, with offsets in bytes."""
 
     def _check(self, addresses: Sequence[int]) -> None:
         for pointer, address in zip(self._used, addresses, strict=True):
@@ -232,7 +234,7 @@ class DeviceTable(ABC):
             pointer: num_bytes // self._units[_side(pointer)]
             for pointer, num_bytes in zip(self._used, behind, strict=True)
         }
-        moved = [
+        shifted = [
             nest._replace(
                 operands=tuple(
                     operand._replace(offset=operand.offset + past[Pointer(number == 0, operand.tensor)])
@@ -245,7 +247,7 @@ class DeviceTable(ABC):
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             launches = tuple(
                 self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
-                for pointers, pieces in by_pointers(self.pieces(moved))
+                for pointers, pieces in by_pointers(self.pieces(shifted))
             )
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
@@ -261,17 +263,19 @@ class DeviceTable(ABC):
         return Launch(self._kernel, box_table(pointers, pieces, choice.block), places, self._device, choice)
 
     def _tuned(self, pieces: Sequence[Piece]) -> Choice:
-        """The choice for the width that moves most bytes."""
-        moved: dict[int, int] = {}
+        """Tuned choice for the width that moves most bytes."""
+        num_bytes_of: dict[int, int] = {}
         for piece in pieces:
-            moved[piece.width] = moved.get(piece.width, 0) + piece.num_bytes
+            num_bytes_of[piece.width] = num_bytes_of.get(piece.width, 0) + piece.num_bytes
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
         num_dims = max(len(piece.lengths) for piece in pieces)
-        return choose(name, self._kernel.name, max(moved, key=lambda width: moved[width]), num_dims)
+        return choose(name, self._kernel.name, max(num_bytes_of, key=lambda width: num_bytes_of[width]), num_dims)
 
 
 def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
-    """What takes the pointers of a run, of sources and of targets, and returns those used; IndexError without one."""
+    """Function from the pointers of a run, of sources and of targets, to those used; IndexError where one is
+    missing.
+    """
     if [pointer.is_target for pointer in used] == [True, False]:
         # One target and one source, as most tables have; a comprehension takes 0.3 us more.
         (_, target), (_, source) = used
@@ -282,7 +286,7 @@ def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]]
 
 
 def _resolved(device: torch.device, kernel: Kernel) -> torch.device:
-    """The device with its number."""
+    """Device with its number."""
     if device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
     if "interpreter" not in type(kernel.function).__module__:
@@ -293,7 +297,7 @@ def _resolved(device: torch.device, kernel: Kernel) -> torch.device:
 
 
 def _side(pointer: Pointer) -> int:
-    """0 of targets, 1 of sources, 2 of scales."""
+    """Number of the side of a pointer: 0 of targets, 1 of sources, 2 of scales."""
     return 2 if pointer.tensor == SCALES else int(not pointer.is_target)
 
 

@@ -1,4 +1,4 @@
-"""How long a device takes, by its own clock."""
+"""Times of work on a device, by the device's own clock."""
 
 import statistics
 from collections.abc import Callable
@@ -7,7 +7,7 @@ import torch
 
 
 def device_seconds(run: Callable[[], None], *, repeats: int = 9, warmups: int = 2) -> float:
-    """The median time between two events around `run`, on the current stream of the current CUDA device.
+    """Median seconds between two events around `run`, on the current stream of the current CUDA device.
 
     What is smaller than the device's cache is timed with the cache warm.
     """

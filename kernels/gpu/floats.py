@@ -1,4 +1,4 @@
-"""Floating-point dtypes as kernels convert them: to nearest, ties to even, on every device and in the interpreter.
+"""Conversions of floating-point dtypes in kernels: to nearest, ties to even, on every device and in the interpreter.
 
 Elements of 8 bits, and bfloat16, are loaded and stored as bits: Triton's interpreter (3.6 to 3.9) cuts what it should
 round, and of fp8 the dtypes differ from one architecture to another.
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def to_float32(x, DTYPE: tl.constexpr):
-    """Of an element as it is loaded; exact but for float64."""
+    """Float32 of an element as it is loaded; exact but for float64."""
     if DTYPE == "bfloat16":
         x = (x.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif DTYPE == "float8_e4m3fn" or DTYPE == "float8_e5m2":
@@ -30,7 +30,7 @@ def to_float32(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def to_bits(x, DTYPE: tl.constexpr):
-    """The bits of a float32 in another dtype; a NaN's are put together by hand, for a GPU has but one."""
+    """Bits of a float32 in another dtype; those of a NaN are put together by hand, for a GPU has but one NaN."""
     bits = x.to(tl.uint32, bitcast=True)
     if DTYPE == "float64":
         # By way of a number with the mantissa of the NaN, whose exponent is one less; and by a mask, for neither shifts
@@ -51,7 +51,9 @@ def to_bits(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def scaled(x, factor, IS_TO_FP8: tl.constexpr):
-    """A product with a positive factor. A NaN stays as it is, on its way to fp8 its sign does; another is positive."""
+    """Product with a positive factor; a NaN stays as it is, of a NaN on its way to fp8 the sign does, another is
+    positive.
+    """
     bits = x.to(tl.uint32, bitcast=True)
     if IS_TO_FP8:
         magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * factor
@@ -65,7 +67,7 @@ def scaled(x, factor, IS_TO_FP8: tl.constexpr):
 
 @triton.jit
 def to_bfloat16_bits(x):
-    """Of float32; every NaN becomes 0x7fc0 (a GPU's own is 0x7fff)."""
+    """Bits in bfloat16 of a float32; every NaN becomes 0x7fc0 (a GPU's own is 0x7fff)."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
@@ -73,7 +75,7 @@ def to_bfloat16_bits(x):
 
 @triton.jit
 def scale_bits(magnitude, DTYPE: tl.constexpr):
-    """Of the smallest power of two, 2**-126 or more, that fits a magnitude into fp8; both are float32 as int32."""
+    """Bits of the least power of two, 2**-126 or more, that fits a magnitude into fp8; both are float32 as int32."""
     # The largest values are 1.75 * 2**8 and 1.75 * 2**15: a larger mantissa takes one more power of two.
     LARGEST_POWER: tl.constexpr = 8 if DTYPE == "float8_e4m3fn" else 15
     exponent = (magnitude + 0x1FFFFF) >> 23
@@ -98,7 +100,9 @@ def _from_fp8(code, DTYPE: tl.constexpr):
 
 @triton.jit
 def _to_fp8(x, DTYPE: tl.constexpr):
-    """Of what is at most the format's largest value, or not finite; e4m3fn has that value for an infinity."""
+    """Bits in fp8 of a number that is at most the format's largest value, or not finite; e4m3fn has that value for
+    an infinity.
+    """
     MANTISSA_BITS: tl.constexpr = 3 if DTYPE == "float8_e4m3fn" else 2
     BIAS: tl.constexpr = 7 if DTYPE == "float8_e4m3fn" else 15
     SHIFT: tl.constexpr = 23 - MANTISSA_BITS

@@ -19,7 +19,7 @@ _ONE_BITS = 0x3F800000
 
 
 class _ScaledTable(DeviceTable):
-    """Boxes and their scales, which lie behind each other in one more tensor."""
+    """Boxes and their scales, which lie one behind the other in one more tensor."""
 
     def __init__(
         self,
@@ -52,14 +52,14 @@ class _ScaledTable(DeviceTable):
     def with_scales(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], scales_ptr: int
     ) -> tuple[tuple[Launch, ...], tuple[int, ...]]:
-        """What `launch` takes; the scale of box i is number i of the float32 numbers at `scales_ptr`."""
+        """Arguments of `launch`; the scale of box i is number i of the float32 numbers at `scales_ptr`."""
         if len(source_ptrs) < self._num_sources:
             raise self._missing(source_ptrs, target_ptrs)
         return self.prepared([*source_ptrs, scales_ptr], target_ptrs)
 
     @property
     def num_dims(self) -> int:
-        """The most loops around a run of elements."""
+        """Greatest number of loops around a run of elements."""
         nests = [_without_scale(nest) for nest in self.nests]
         return max((len(nest.lengths) - (nest.run_bytes > 1) for nest in nests), default=0)
 
@@ -75,7 +75,7 @@ class _ScaledTable(DeviceTable):
 
 
 class _Fp8Table:
-    """What tables to and from fp8 share. Tensors must be aligned to their elements."""
+    """Common part of tables to and from fp8, whose tensors must be aligned to their elements."""
 
     def __init__(
         self,
@@ -100,22 +100,23 @@ class _Fp8Table:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one run moves, of the wider side."""
+        """Bytes that one run moves on the wider side."""
         return self._num_bytes
 
     @property
     def num_boxes(self) -> int:
-        """Boxes that hold anything."""
+        """Number of boxes that hold anything."""
         return self._steps[0].num_boxes
 
     @property
     def num_dims(self) -> int:
-        """The most loops around a run of elements."""
+        """Greatest number of loops around a run of elements."""
         return self._steps[0].num_dims
 
 
 class DeviceQuantizeTable(_Fp8Table):
-    """Boxes to cast to fp8 on a device, prepared once and run many times; the like of `tritondt._C.QuantizeTable`.
+    """Boxes to cast to fp8 on a device, prepared once and run many times; the counterpart of
+    `tritondt._C.QuantizeTable`.
 
     A run launches three times: scales are set to the least, found, and used. `is_aligned`, `max_ctas` and `choice` are
     those of DeviceCopyTable.
@@ -161,7 +162,8 @@ class DeviceQuantizeTable(_Fp8Table):
 
 
 class DeviceDequantizeTable(_Fp8Table):
-    """Boxes to cast from fp8 on a device, prepared once and run many times; the like of `tritondt._C.DequantizeTable`.
+    """Boxes to cast from fp8 on a device, prepared once and run many times; the counterpart of
+    `tritondt._C.DequantizeTable`.
 
     `is_aligned`, `max_ctas` and `choice` are those of DeviceCopyTable.
     """
@@ -191,7 +193,7 @@ class DeviceDequantizeTable(_Fp8Table):
 
 
 def check_dtypes(verb: str, dtypes: DtypePair) -> None:
-    """ValueError where the verb, quantize or dequantize, does not go from the one dtype to the other."""
+    """Raises ValueError where the verb, quantize or dequantize, does not go from the one dtype to the other."""
     allowed = (_EXACT_IN_FLOAT32, _FP8) if verb == "quantize" else (_FP8, _EXACT_IN_FLOAT32)
     if dtypes.source not in allowed[0] or dtypes.target not in allowed[1]:
         raise ValueError(
@@ -201,7 +203,7 @@ def check_dtypes(verb: str, dtypes: DtypePair) -> None:
 
 
 def _with_scale(nest: LoopNest, offset: int) -> LoopNest:
-    """With one operand more, the scale that lies so many bytes behind the first."""
+    """Nest with one operand more, the scale that lies `offset` bytes behind the first."""
     return nest._replace(operands=(*nest.operands, Operand(SCALES, offset, tuple(0 for _ in nest.lengths))))
 
 

@@ -1,4 +1,4 @@
-"""Index arithmetic that the kernels share: which piece a tile belongs to, and where its units lie.
+"""Index arithmetic that the kernels share: the piece that a tile belongs to, and the places of its units.
 
 The pointers that are read here point into the cells that box_table.py describes. All indices have 32 bits.
 """
@@ -18,7 +18,7 @@ STEPS_IN_GROUP = tl.constexpr(box_table.GROUP_STEPS)
 
 @triton.jit
 def find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS: tl.constexpr):
-    """The row of the piece that a tile belongs to, by bisection of the first tiles, and the tile's number in it."""
+    """Row of the piece that a tile belongs to, by bisection of the first tiles, and number of the tile in the piece."""
     CELLS: tl.constexpr = HEAD + NUM_DIMS * (LOOP + 1) + SLOT_HEAD
     low = 0
     high = num_pieces
@@ -33,13 +33,13 @@ def find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS: tl.constexpr):
 
 @triton.jit
 def first_slot(piece, NUM_DIMS: tl.constexpr):
-    """The row of a piece's first slot."""
+    """Row of a piece's first slot."""
     return piece + HEAD + NUM_DIMS * LOOP
 
 
 @triton.jit
 def address_at(pointers, cells, NUM_POINTERS: tl.constexpr):
-    """Where a walk starts: the pointer that the first cell numbers, and the bytes in the second from there."""
+    """Start of a walk: the pointer that the first cell numbers, and the bytes in the second from there."""
     number = tl.load(cells)
     address = pointers[0]
     for other in tl.static_range(1, NUM_POINTERS):
@@ -49,7 +49,7 @@ def address_at(pointers, cells, NUM_POINTERS: tl.constexpr):
 
 @triton.jit
 def split_rows(rows, loops, NUM_DIMS: tl.constexpr):
-    """The indices of numbered rows, a tensor per loop, innermost first."""
+    """Indices of numbered rows, a tensor per loop, innermost first."""
     rest = rows.to(tl.uint32)
     indices = ()
     for dim in tl.static_range(NUM_DIMS - 1):
@@ -112,19 +112,19 @@ def units_of_tile(
 
 @triton.jit
 def source_units(strides, indices, before, NUM_DIMS: tl.constexpr):
-    """Where units lie behind the start of a slot's walk; `strides` are the slot's."""
+    """Units between the start of a slot's walk and a tile's units; `strides` are the slot's."""
     return walk(indices, before, strides, 1, NUM_DIMS)
 
 
 @triton.jit
 def target_units(piece, indices, before, NUM_DIMS: tl.constexpr):
-    """Where they lie behind the start of the target's walk."""
+    """Units between the start of the target's walk and a tile's units."""
     return walk(indices, before, piece + HEAD + 3, LOOP, NUM_DIMS)
 
 
 @triton.jit
 def elements_at(address, units, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, IS_GROUPED: tl.constexpr):
-    """Pointers to the elements of rows; what makes loads and stores wide is seen in them without a hint on strides."""
+    """Pointers to the elements of rows, written so that wide loads and stores follow without a hint on strides."""
     # Tensors are known to start at multiples of 16 bytes, and no load is wider.
     pointer = tl.multiple_of(address.to(tl.pointer_type(ELEMENT)), WIDTH if WIDTH < 16 else 16)
     PARTS: tl.constexpr = WIDTH * 8 // ELEMENT.primitive_bitwidth
@@ -138,7 +138,7 @@ def elements_at(address, units, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, IS_G
 def elements_inside(
     rows, count, first_index, run, before, ELEMENT: tl.constexpr, WIDTH: tl.constexpr, IS_GROUPED: tl.constexpr
 ):
-    """Which elements of rows exist: those of the first `count` rows, in groups up to the end of the run."""
+    """Mask of the elements that exist: those of the first `count` rows, in groups up to the end of the run."""
     inside = rows < count
     PARTS: tl.constexpr = WIDTH * 8 // ELEMENT.primitive_bitwidth
     if IS_GROUPED:

@@ -1,4 +1,4 @@
-"""A box as nested loops over bytes: checked, with the fewest loops. Plain values, as in csrc/boxes/loop_nest."""
+"""Boxes as nested loops over bytes, checked, with the fewest loops; plain values, as in csrc/boxes/loop_nest."""
 
 from collections.abc import Sequence
 from math import prod
@@ -12,7 +12,7 @@ _MAX_BYTES = 2**62
 
 
 class Operand(NamedTuple):
-    """How one tensor is walked: where the walk starts and how far each loop steps, in bytes."""
+    """Walk over one tensor: its start, and the step of each loop, in bytes."""
 
     tensor: int
     offset: int
@@ -30,12 +30,12 @@ class LoopNest(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one operand."""
+        """Bytes of one operand."""
         return prod(self.lengths)
 
     @property
     def run_bytes(self) -> int:
-        """How many bytes lie behind each other in every operand: the innermost loop, where it steps by 1.
+        """Bytes that are adjacent in every operand: the innermost loop, where that steps by 1.
 
         >>> LoopNest((2, 12), (Operand(0, 0, (16, 1)),)).run_bytes
         12
@@ -77,7 +77,7 @@ def reduce_nest(position: int, box: ReduceBox, itemsize: int) -> LoopNest:
 
 
 def coalesce(nest: LoopNest) -> LoopNest:
-    """The same bytes without loops of length 1, ordered by falling target stride, neighbours merged.
+    """Nest of equal bytes without loops of length 1, ordered by falling target stride, neighbours merged.
 
     Two loops are merged where every operand walks both as one.
 
@@ -105,7 +105,7 @@ def coalesce(nest: LoopNest) -> LoopNest:
 
 
 def cut(nest: LoopNest, dim: int, start: int, stop: int) -> LoopNest:
-    """Indices [start, stop) of one loop.
+    """Nest restricted to indices [start, stop) of one loop.
 
     >>> cut(LoopNest((2, 12), (Operand(0, 5, (16, 1)),)), 1, 8, 12)
     LoopNest(lengths=(2, 4), operands=(Operand(tensor=0, offset=13, strides=(16, 1)),))
@@ -116,7 +116,7 @@ def cut(nest: LoopNest, dim: int, start: int, stop: int) -> LoopNest:
 
 
 def halves(nest: LoopNest) -> tuple[LoopNest, LoopNest]:
-    """The nest cut where it reaches farthest, at a multiple of 16 indices where there are that many."""
+    """Two halves of a nest, cut where it reaches farthest, at a multiple of 16 indices where there are that many."""
     dim = max(
         range(len(nest.lengths)),
         key=lambda dim: max(abs(operand.strides[dim]) for operand in nest.operands) * (nest.lengths[dim] - 1),
@@ -174,7 +174,7 @@ def _check_operand(position: int, name: str, operand: Operand, lengths: Sequence
 
 
 def _check_reach(position: int, nest: LoopNest) -> None:
-    """No address that is computed on the way may leave 64 bits."""
+    """Refuses a nest on whose walk an address could leave 64 bits."""
     if nest.num_bytes == 0:
         return
     for operand in nest.operands:

@@ -1,4 +1,4 @@
-"""Boxes turned into what a GPU moves well: pieces of one unit width, aligned by construction.
+"""Division of boxes into pieces that a GPU moves well: of one unit width each, aligned by construction.
 
 A unit is what one lane, or several of them together, loads at once: 1, 2, 4, 8 or 16 bytes; of a cast, elements. A
 piece counts its lengths and strides in units; every address that it touches is a multiple of the width, provided that
@@ -27,7 +27,7 @@ _MAX_GROUPED_BYTES = 4
 
 
 class Kind(Enum):
-    """How the units of a piece are walked."""
+    """Walk over the units of a piece."""
 
     RUNS = "runs"  # one by one in the order of the target
     GROUPS = "groups"  # so too, but narrow ones of long runs share the arithmetic of 64
@@ -36,7 +36,7 @@ class Kind(Enum):
 
 
 class Grain(NamedTuple):
-    """How a kernel moves units: at most `widest` of what a nest counts in, indexed in words of `word` of them.
+    """Width of the units of a kernel: at most `widest` of what a nest counts in, indexed in words of `word` of them.
 
     `num_bytes` is the most that one of them takes in any tensor: 1 where a nest counts bytes.
     """
@@ -59,17 +59,17 @@ class Piece(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Of one operand."""
+        """Units of one operand."""
         return prod(self.lengths)
 
     @property
     def num_bytes(self) -> int:
-        """Of one operand."""
+        """Bytes of one operand."""
         return self.num_units * self.width
 
 
 def copy_pieces(nest: LoopNest) -> Iterator[Piece]:
-    """The pieces of a copy: transposing tiles where it transposes, else runs as wide as they can be.
+    """Pieces of a copy: transposing tiles where the copy transposes, else runs as wide as they can be.
 
     Two rows of 19 floats between aligned places 128 bytes apart are 2 x 4 units of 16 bytes and 2 x 3 of 4.
 
@@ -154,7 +154,7 @@ def _piece(kind: Kind, width: int, loops: Sequence[tuple[int, ...]], operands: S
 
 
 def _tiles(nest: LoopNest) -> Piece | None:
-    """The nest in transposing tiles; None where target and source are dense along one loop, or nearly so."""
+    """Nest in transposing tiles; None where target and source are dense along one loop, or nearly so."""
     width = nest.run_bytes
     if width not in (1, 2, 4, 8) or width != _width(nest, Grain()):
         return None

@@ -23,7 +23,11 @@ def quantize_boxes(
 ) -> None:
     """Casts every box to fp8 and writes its scale, to the bits that `tritondt.kernels.reference` gives.
 
-    Refuses what cast_boxes refuses. To run the same boxes again, make a DeviceQuantizeTable.
+    `sources` and `targets` are lists of tensors on one device, of any shapes and strides; `boxes` name them by number,
+    with offsets and strides in elements from each tensor's first element. Sources are float32, bfloat16 or float16,
+    targets float8_e4m3fn or float8_e5m2; `scales` (float32, one per box) is written. Runs on the device's current
+    stream. `max_ctas` bounds the number of programs, `choice` replaces what tuning.json says. Raises ValueError as
+    cast_boxes does. To run the same boxes again, make a DeviceQuantizeTable.
 
     Example: 500 / 2 lies between 240 and 256, 0.3 / 2 between 0.140625 and 0.15625.
 
@@ -52,7 +56,11 @@ def dequantize_boxes(
 ) -> None:
     """Casts every box back from fp8, times its scale, to the bits that `tritondt.kernels.reference` gives.
 
-    Refuses what cast_boxes refuses. To run the same boxes again, make a DeviceDequantizeTable.
+    `sources` and `targets` are lists of tensors on one device, of any shapes and strides; `boxes` name them by number,
+    with offsets and strides in elements from each tensor's first element. Sources are float8_e4m3fn or float8_e5m2,
+    targets float32, bfloat16 or float16; `scales` (float32, one per box) is read. Runs on the device's current stream.
+    `max_ctas` bounds the number of programs, `choice` replaces what tuning.json says. Raises ValueError as cast_boxes
+    does. To run the same boxes again, make a DeviceDequantizeTable.
 
     >>> source = torch.tensor([0.5, -1.5, 256.0]).to(torch.float8_e4m3fn)
     >>> target = torch.empty(3, dtype=torch.float16)
@@ -73,7 +81,7 @@ def _checked(
     scales: torch.Tensor,
     boxes: Sequence[CastBox],
 ) -> tuple[str, str] | None:
-    """The dtypes; None where there is no box."""
+    """Dtypes of sources and targets; None where there is no box."""
     device = common_device(sources, targets)
     if not boxes:
         return None

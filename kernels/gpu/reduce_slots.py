@@ -47,7 +47,7 @@ TILES = tl.constexpr(box_table.TILES)
 
 
 class DeviceReduceTable(DeviceTable):
-    """Boxes to reduce on a device, prepared once and run many times; the like of `tritondt._C.ReduceTable`.
+    """Boxes to reduce on a device, prepared once and run many times; the counterpart of `tritondt._C.ReduceTable`.
 
     Tensors must be aligned to their elements; `is_aligned`, `max_ctas` and `choice` are those of DeviceCopyTable.
     """
@@ -111,8 +111,11 @@ def reduce_slots(
 ) -> None:
     """Reduces the slots of every box in their order, to the bits that `tritondt.kernels.reference` gives.
 
-    All tensors have one dtype. Refuses what copy_boxes refuses. To run the same boxes again, make a
-    DeviceReduceTable.
+    `sources` and `targets` are lists of tensors on one device, of any shapes and strides; `boxes` name them by number,
+    with offsets and strides in elements from each tensor's first element. All tensors have one dtype; `op` is sum,
+    product, max or min, and a sum is divided once by `divisor`. Runs on the device's current stream. `max_ctas` bounds
+    the number of programs, `choice` replaces what tuning.json says. Raises ValueError as copy_boxes does, and where the
+    dtype has no such reduction. To run the same boxes again, make a DeviceReduceTable.
 
     Example: the average of two slots that lie behind each other in one buffer, 3 elements each.
 
@@ -217,7 +220,7 @@ def _reduce_if(
 
 @triton.jit
 def _widen(x, DTYPE: tl.constexpr):
-    """What is accumulated of an element in memory: float32 of half types, 0 or 1 of bool."""
+    """Accumulated form of an element in memory: float32 of half types, 0 or 1 of bool."""
     if DTYPE == "bool":
         x = (x != 0).to(tl.uint8)
     elif DTYPE == "bfloat16":
@@ -229,7 +232,7 @@ def _widen(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _narrow(x, DTYPE: tl.constexpr):
-    """The element in memory of what was accumulated."""
+    """Element in memory of an accumulated one."""
     if DTYPE == "bfloat16":
         x = to_bfloat16_bits(x)
     elif DTYPE == "float16":
@@ -239,7 +242,7 @@ def _narrow(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _combine(total, value, OP: tl.constexpr, DTYPE: tl.constexpr):
-    """Of equal values max and min keep the first; NaN wins."""
+    """Reduction of two elements; of equal values max and min keep the first, and NaN wins."""
     if OP == "sum":
         total = total + value
     elif OP == "max":
@@ -264,7 +267,7 @@ def _complex_product(total, value):
 
 @triton.jit
 def _divide(total, divisor, DTYPE: tl.constexpr):
-    """One correctly rounded division; Triton's `/` is only that in float64."""
+    """Quotient, correctly rounded once; Triton's `/` is only that in float64."""
     if DTYPE == "float64" or DTYPE == "complex128":
         total = total / divisor.to(tl.float64)
     else:

@@ -1,4 +1,4 @@
-"""The scales of boxes that become fp8: the smallest power of two with which the largest finite magnitude fits."""
+"""Scales of boxes that become fp8: the least power of two with which the largest finite magnitude fits."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""How a kernel is cut into programs, as it was found to be fastest, device by device: tuning.json beside this file."""
+"""Division of kernels into programs, as found to be fastest, device by device: tuning.json beside this file."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,9 @@ DEFAULT = "default"
 
 
 class Choice(NamedTuple):
-    """Up to `max_ctas` programs of 32 * `num_warps` threads move `block` units each at a time."""
+    """Division of a launch: up to `max_ctas` programs of 32 * `num_warps` threads, each moving `block` units at a
+    time.
+    """
 
     block: int
     num_warps: int
@@ -27,7 +29,7 @@ class Entry(NamedTuple):
 
 
 def choose(device_name: str, kernel: str, width: int, num_dims: int) -> Choice:
-    """What is recorded for a device, or else for all.
+    """Choice recorded for a device, or else for all.
 
     `kernel` is copy, cast, cast to float64, or reduce with the bytes of an element behind it; the width of a cast
     counts elements.
@@ -45,7 +47,7 @@ def choose(device_name: str, kernel: str, width: int, num_dims: int) -> Choice:
 
 
 def record(device_name: str, kernels: Mapping[str, Sequence[Entry]], path: Path = PATH) -> None:
-    """Writes what was found for a device into a file, in place of what it says of that device."""
+    """Writes the choices found for a device into a file, in place of those that it has of that device."""
     found = json.loads(path.read_text()) if path.exists() else {}
     found[device_name] = {
         kernel: [{"width": entry.width, "max_dims": entry.max_dims, **entry.choice._asdict()} for entry in entries]
@@ -56,7 +58,7 @@ def record(device_name: str, kernels: Mapping[str, Sequence[Entry]], path: Path 
 
 
 def forget() -> None:
-    """Has the file read again."""
+    """Makes the next choice read the file again."""
     _recorded.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""`doctor`: what this machine offers to tritondt, and whether two processes can exchange tensors on it."""
+"""`doctor`: what a machine offers to tritondt, and whether two processes can exchange tensors on it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ doctor.add_command(flight)
 
 
 def exchange_failure() -> str | None:
-    """Why two new processes could not redistribute a tensor over Gloo; None when they could."""
+    """Reason why two new processes could not redistribute a tensor over Gloo; None when they could."""
     try:
         run_on_ranks(_NUM_RANKS, _exchange_and_check, on_message=_refuse_message)
     except RankFailedError as error:
@@ -69,14 +69,14 @@ def exchange_failure() -> str | None:
 
 
 def _exchange_and_check(send: Callable[[object], None]) -> None:
-    """Rows to columns of a 5 x 3 tensor, compared with torch.chunk."""
+    """Redistributes rows of a 5 x 3 tensor to columns, compared with torch.chunk."""
     mesh = T.init_device_mesh("cpu", (_NUM_RANKS,), mesh_dim_names=("ranks",))
     whole = torch.arange(15.0).reshape(5, 3)
     meta = T.TensorMeta.contiguous((5, 3))
     rows, columns = (T.DTensorSpec(mesh, (T.Shard(dim),), meta) for dim in (0, 1))
     rank = dist.get_rank()
-    moved = T.redistribute(whole.chunk(_NUM_RANKS, 0)[rank], rows, columns)
-    torch.testing.assert_close(moved, whole.chunk(_NUM_RANKS, 1)[rank], rtol=0, atol=0)
+    own_columns = T.redistribute(whole.chunk(_NUM_RANKS, 0)[rank], rows, columns)
+    torch.testing.assert_close(own_columns, whole.chunk(_NUM_RANKS, 1)[rank], rtol=0, atol=0)
 
 
 def _refuse_message(message: object) -> None:
@@ -91,7 +91,7 @@ def _installed_version(package: str) -> str:
 
 
 def _extension() -> str:
-    """Where `tritondt._C` was loaded from; `import tritondt` has failed already if it is not built."""
+    """Path from which `tritondt._C` was loaded; `import tritondt` has failed already if it is not built."""
     return str(importlib.import_module("tritondt._C").__file__)
 
 
@@ -110,7 +110,7 @@ def _nccl() -> str:
 
 
 def _gloo() -> str:
-    """The address that Gloo listens on unless GLOO_SOCKET_IFNAME names an interface."""
+    """Address that Gloo listens on unless GLOO_SOCKET_IFNAME names an interface."""
     host = socket.gethostname()
     try:
         return f"{socket.gethostbyname(host)}, for the host name {host}"

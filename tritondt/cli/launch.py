@@ -1,4 +1,4 @@
-"""Runs one function on several processes of this machine, and leaves none of them behind.
+"""Execution of one function on several processes of this machine, none of which is left behind.
 
 The launcher holds the store through which the ranks meet, so that it outlives a rank that dies. A rank
 ends only when all have finished: one that closed its connections early would look like a dead peer.
@@ -121,7 +121,7 @@ def _context(preload: Sequence[str]) -> SpawnContext | ForkServerContext:
 
 @contextmanager
 def _waiting_threads_sleep() -> Iterator[None]:
-    """Processes started inside let OpenMP threads sleep while they wait, unless the user has said otherwise.
+    """Context in which OpenMP threads of new processes sleep while they wait, unless the user has said otherwise.
 
     OpenMP reads this once, when torch is loaded. On 2 cores with a load of 6 to 8 a step of the demo on 2
     threads took 0.9 to 1.2 s this way, and 1.7 to 5.2 s when waiting threads kept their core.
@@ -137,7 +137,7 @@ def _waiting_threads_sleep() -> Iterator[None]:
 
 
 def _listen(ranks: list[_Rank], on_message: Callable[[object], None]) -> list[object]:
-    """The results of all ranks; raises once one has failed and the others had time to say why."""
+    """Results of all ranks; raises once a rank has failed and the others had time to say why."""
     results: dict[int, object] = {}
     failures: dict[int, _Failed | None] = {}
     deadline = float("inf")
@@ -160,7 +160,7 @@ def _listen(ranks: list[_Rank], on_message: Callable[[object], None]) -> list[ob
 
 
 def _receive(connection: Connection[Any, Any]) -> object:
-    """The next message, or None once the rank has gone without a last word."""
+    """Next message, or None once the rank has gone without a last word."""
     try:
         return connection.recv()
     except (EOFError, ConnectionResetError):
@@ -168,7 +168,7 @@ def _receive(connection: Connection[Any, Any]) -> object:
 
 
 def _first_failure(ranks: list[_Rank], failures: dict[int, _Failed | None]) -> RankFailedError:
-    """The failure that caused the others: a death without a word, else the earliest to be raised."""
+    """Failure that caused the others: a death without a word, else the earliest to be raised."""
     for number, failure in failures.items():
         if failure is None:
             process = ranks[number].process

@@ -23,7 +23,7 @@ class LazyGroup(click.Group):
         self._commands_at = dict(commands_at)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names in the order in which they were given."""
+        """Names of the commands in the order in which they were given."""
         return list(self._commands_at)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -1,4 +1,4 @@
-"""`plan`: what a redistribution would do, without starting any process."""
+"""`plan`: explanation of a redistribution, without starting any process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When, on what machine and with which versions something was measured."""
+"""Date, machine and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def surroundings() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """The versions that a time or a loss depends on."""
+    """Versions that a time or a loss depends on."""
     return {"tritondt": T.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def _processor() -> str:
-    """The processor's name where Linux tells it, else what Python knows."""
+    """Name of the processor where Linux has it, else what Python knows."""
     if _CPUINFO.exists():
         for text in _CPUINFO.read_text(encoding="utf-8").splitlines():
             name, _, value = text.partition(":")

@@ -1,4 +1,4 @@
-"""`tune`: finds how each kernel is best cut into programs on this GPU, and records it in tuning.json."""
+"""`tune`: finds the fastest division of each kernel into programs on this GPU, and records it in tuning.json."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def tune(device: int, kernels: tuple[str, ...], mebibytes: int, output: Path) ->
                 timer = _timer(kernel, width, num_dims, mebibytes << 20)
                 choice, seconds = fastest(timer, candidates)
                 found[kernel].append(Entry(width, _DIMS[num_dims], choice))
-                moved = (mebibytes << 20) * _moved(kernel) / seconds / 1e9
+                speed = (mebibytes << 20) * _passes(kernel) / seconds / 1e9
                 unit = "elements" if kernel in _CASTS else "bytes"
-                click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {moved:.0f} GB/s read and written, {choice}")
+                click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {speed:.0f} GB/s read and written, {choice}")
     record(properties.name, found, output)
     click.echo(f"recorded for {properties.name} in {output}")
 
@@ -78,7 +78,7 @@ def cases(kernel: str) -> Iterator[tuple[int, int]]:
 
 
 def fastest(seconds_of: Timer, candidates: Sequence[int]) -> tuple[Choice, float]:
-    """The fastest choice and its time: first block and warps, then the number of programs.
+    """Fastest choice and its time: first block and warps, then the number of programs.
 
     >>> fastest(lambda choice: abs(choice.block - 512) + choice.num_warps + choice.max_ctas, [264, 528])
     (Choice(block=512, num_warps=4, max_ctas=264), 268)
@@ -132,8 +132,8 @@ def _extent(lengths: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
-def _moved(kernel: str) -> float:
-    """What a run moves, of what it writes; a reduction reads its slots."""
+def _passes(kernel: str) -> float:
+    """Bytes read and written in units of the bytes written; a reduction reads its slots."""
     if kernel in _CASTS:
         source, target = _CASTS[kernel]
         return 1 + source.itemsize / target.itemsize
@@ -141,7 +141,7 @@ def _moved(kernel: str) -> float:
 
 
 def _timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
-    """Times a table of one box, made anew for every choice."""
+    """Timer of a table of one box, made anew for every choice."""
     make = _copy_timer if kernel == "copy" else _cast_timer if kernel in _CASTS else _reduce_timer
     return make(kernel, width, num_dims, num_bytes)
 

@@ -1,4 +1,4 @@
-"""What to see of a program on distributed tensors: what moved, which rank holds what, and whether values are right."""
+"""Tools that show what moved, which rank holds which elements, and whether values are right."""
 
 from tritondt.debug.comm_mode import CommDebugMode, Count, write_flight_record
 from tritondt.debug.sharding_picture import sharding_text, visualize_sharding

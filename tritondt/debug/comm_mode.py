@@ -1,4 +1,4 @@
-"""What moves while a model runs, by kind, by module and by operator, and a picture of who holds what.
+"""Counts of the redistributions of a rank, by kind, by module and by operator; and the flight record on demand.
 
 with CommDebugMode() as comm:
     model(x).sum().backward()
@@ -40,7 +40,7 @@ class Count:
     received_bytes: int = 0
 
     def add(self, other: "Count | StepRan") -> None:
-        """Counts a step, or what was counted elsewhere."""
+        """Adds a step, or another count."""
         self.steps += 1 if isinstance(other, StepRan) else other.steps
         self.num_sent += other.num_sent
         self.num_received += other.num_received
@@ -50,7 +50,7 @@ class Count:
 
 @dataclass
 class _Names:
-    """Modules that run now on this rank, outermost first, and the names that the outermost gives to its own."""
+    """Modules that run now on this rank, outermost first, and the names that the outermost gives to its submodules."""
 
     running: list[str] = field(default_factory=list)
     known: dict[int, str] = field(default_factory=dict)
@@ -63,15 +63,31 @@ class _Names:
 
 
 class CommDebugMode:
-    """Counts, within, what every redistribution of this rank sends, by kind, and by the module and operator it is for.
+    """Context manager that counts the redistributions of this rank, by kind, and by the module and operator they are
+    for.
 
     A kind is written as "(S1) -> (R)"; steps in which nobody sends anything do not count. What runs in a backward pass
     counts for "backward", what no module asked for for "outside modules", and what was asked for by name for the
-    operator "redistribute". str() is a table.
+    operator "redistribute". Counts are this rank's alone: messages, and bytes sent and received. str() is a table. Not
+    a collective call; entering it again starts from zero. Source: torch.distributed.tensor.debug.CommDebugMode.
 
-        with CommDebugMode() as comm:
-            loss = model(tokens)
-        comm.get_comm_counts()      # {"(S1) -> (R)": 8, "(P(sum)) -> (S1)": 8}
+    >>> import torch
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def count_on(rank):
+    ...     x = T.DTensor.from_local(torch.ones(2, 2), T.Mesh((2,)), (T.Shard(0),))
+    ...     with T.debug.CommDebugMode() as comm:
+    ...         x.redistribute(placements=(T.Replicate(),))
+    ...     return comm
+    >>> comm = run_ranks(2, count_on)[0]
+    >>> comm.get_comm_counts(), comm.get_sent_bytes()
+    ({'(S0) -> (R)': 1}, 16)
+    >>> print(comm)
+    module           redistribution  steps  messages  bytes sent  bytes received
+    ---------------  --------------  -----  --------  ----------  --------------
+    outside modules  (S0) -> (R)         1         1          16              16
+    all                                  1         1          16              16
+    for redistribute: 1 steps, 16 bytes sent, 16 received
     """
 
     def __init__(self) -> None:
@@ -137,7 +153,7 @@ class CommDebugMode:
         return self._names.running[-1] if self._names.running else OUTSIDE
 
     def by_kind(self) -> dict[str, Count]:
-        """What every kind of redistribution cost on this rank."""
+        """Counts of every kind of redistribution on this rank."""
         found: dict[str, Count] = defaultdict(Count)
         for kinds in self._by_module.values():
             for kind, count in kinds.items():
@@ -145,19 +161,19 @@ class CommDebugMode:
         return dict(found)
 
     def by_module(self) -> dict[str, dict[str, Count]]:
-        """The same for every module that asked for one, by its name and then by kind."""
+        """Counts of every module that asked for a redistribution, by its name and then by kind."""
         return {module: dict(kinds) for module, kinds in self._by_module.items()}
 
     def by_operator(self) -> dict[str, dict[str, Count]]:
-        """The same for every operator: what its arguments needed, and what it sent itself to complete a reduction."""
+        """Counts of every operator: redistributions of its arguments, and those that complete its reductions."""
         return {op: dict(kinds) for op, kinds in self._by_operator.items()}
 
     def get_comm_counts(self) -> dict[str, int]:
-        """Steps by kind."""
+        """Numbers of steps by kind."""
         return {kind: count.steps for kind, count in self.by_kind().items()}
 
     def get_total_counts(self) -> int:
-        """Steps of all kinds."""
+        """Number of steps of all kinds."""
         return sum(self.get_comm_counts().values())
 
     def get_sent_bytes(self) -> int:
@@ -169,7 +185,7 @@ class CommDebugMode:
         return sum(count.received_bytes for count in self.by_kind().values())
 
     def get_implicit_counts(self) -> dict[tuple[str, str], int]:
-        """Arguments that operators moved without being asked by name: by operator, and from what to what."""
+        """Numbers of arguments that operators moved without being asked by name: by operator and kind."""
         return dict(self._implicit)
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
@@ -177,7 +193,7 @@ class CommDebugMode:
         return dict(self._sharding)
 
     def to_json(self) -> str:
-        """Everything counted as a JSON object."""
+        """All counts as a JSON object."""
         return json.dumps(
             {
                 "modules": _plain(self._by_module),
@@ -218,7 +234,7 @@ class CommDebugMode:
 
 
 def _rank() -> object:
-    """Which rank the calling thread belongs to; threads that autograd started belong to the process's."""
+    """Rank that the calling thread belongs to; threads that autograd started belong to the process's."""
     return identity.current() if identity.is_assumed() else None
 
 
@@ -247,12 +263,18 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def write_flight_record(path: str | Path) -> None:
-    """Writes the last 2,000 exchanges of this rank, with their states and the lines that asked, as JSON.
+    """Writes the last 2,000 exchanges of this rank, with their states and the lines that asked, to `path` as JSON.
 
-    Without being asked it is written when an exchange fails, and on SIGUSR1, to TRITONDT_FLIGHT_DIR or to a temporary
-    folder that the error names. `python -m tritondt doctor flight DIR` reads what all ranks have written. OSError
-    where the folder does not exist.
+    Not a collective call: every rank writes a file of its own. The record is also written when an exchange fails, and
+    on SIGUSR1, to TRITONDT_FLIGHT_DIR or to a temporary folder that the error names. `python -m tritondt doctor flight
+    DIR` reads what all ranks have written. Raises OSError where the folder does not exist, WorldError where there is no
+    world.
 
-        write_flight_record(f"flight/rank-{rank}.json")
+    >>> import tempfile
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = run_ranks(2, lambda rank: write_flight_record(f"{folder}/rank-{rank}.json"))
+    ...     print(*sorted(path.name for path in Path(folder).iterdir()))
+    rank-0.json rank-1.json
     """
     world.current().flight.recorder.dump(str(path), "asked")

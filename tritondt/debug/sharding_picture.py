@@ -1,4 +1,4 @@
-"""A picture of which ranks hold which indices of a tensor."""
+"""Pictures of which ranks hold which indices of a tensor."""
 
 import sys
 from collections.abc import Sequence
@@ -13,7 +13,23 @@ from tritondt.sharding.spec import DTensorSpec
 
 
 def visualize_sharding(dtensor: DTensor | DTensorSpec, header: str = "", use_rich: bool = False) -> None:
-    """Prints `sharding_text` once, on the first rank of the mesh; always plain text, whatever `use_rich` says."""
+    """Prints `sharding_text` of a tensor or spec once, on the first rank of the mesh, under `header` if that is given.
+
+    Always plain text; `use_rich` is there for torch's signature only. Not a collective call. Raises LayoutError for a
+    tensor of other than one or two dims. Source: torch.distributed.tensor.debug.visualize_sharding.
+
+    >>> import torch
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def show_on(rank):
+    ...     visualize_sharding(T.DTensor.from_local(torch.ones(2), T.Mesh((2,)), (T.Shard(0),)), header="x")
+    >>> _ = run_ranks(2, show_on)
+    x
+    (S0) of (4,) float32 on Mesh(2 over ranks 0..1, cpu)
+          | 0-1 | 2-3
+    ------+-----+----
+    ranks |  0  |  1
+    """
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
     text = sharding_text(spec)
     if spec.coordinate is not None and not any(spec.coordinate):
@@ -21,10 +37,24 @@ def visualize_sharding(dtensor: DTensor | DTensorSpec, header: str = "", use_ric
 
 
 def sharding_text(tensor: DTensor | DTensorSpec) -> str:
-    """A picture of which ranks hold which indices of a tensor of one or two dims, rows downwards.
+    """Picture of which ranks hold which indices of a tensor of one or two dims, rows downwards, as text.
 
-    "0, 1" are ranks that hold the same, "0 + 1" ranks that hold terms of one sum ("0 max 1" of a maximum). LayoutError
-    for a tensor of other dims.
+    "0, 1" are ranks that hold equal values, "0 + 1" ranks that hold terms of one sum ("0 max 1" of a maximum). Not a
+    collective call. Raises LayoutError for a tensor of other than one or two dims.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.placement import Shard
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> def text_on(rank):
+    ...     return sharding_text(DTensorSpec(Mesh((2,)), (Shard(0),), TensorMeta.contiguous((3, 2))))
+    >>> print(run_ranks(2, text_on)[0])
+    (S0) of (3, 2) float32 on Mesh(2 over ranks 0..1, cpu)
+        | 0-1
+    ----+----
+    0-1 |  0
+    ----+----
+    2   |  1
     """
     spec = tensor._spec if isinstance(tensor, DTensor) else tensor
     if spec.ndim not in (1, 2):
@@ -54,7 +84,7 @@ def sharding_text(tensor: DTensor | DTensorSpec) -> str:
 
 
 def _bounds(layout: Layout, dim: int) -> list[Interval]:
-    """The pieces of a dim within which everybody holds all or nothing."""
+    """Pieces of a dim within which every rank holds all indices or none."""
     length = layout.shape[dim]
     edges = {0, length}
     for coordinate in layout.coordinates():
@@ -70,7 +100,7 @@ def _interval_text(interval: Interval) -> str:
 
 
 def _holders_text(spec: DTensorSpec, coordinates: Sequence[tuple[int, ...]]) -> str:
-    """Ranks of equal terms side by side, terms joined by their reduction."""
+    """Ranks as text: ranks of equal terms side by side, terms joined by their reduction."""
     axes = [axis for axis, placement in enumerate(spec.placements) if isinstance(placement, Partial)]
 
     def term(coordinate: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""Runs every operator of a function on distributed tensors and on one device, and names the first that differs."""
+"""Comparison of every operator of a function on distributed tensors with one device; the first that differs is
+named.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +20,7 @@ from tritondt.sharding.spec import DTensorSpec
 
 
 class _Tolerance(NamedTuple):
-    """As torch.testing.assert_close takes them: both or none."""
+    """Tolerances of torch.testing.assert_close: both or none."""
 
     rtol: float | None
     atol: float | None
@@ -27,22 +29,29 @@ class _Tolerance(NamedTuple):
 def check_against_single_device(
     function: Callable[..., Any], *args: Any, rtol: float | None = None, atol: float | None = None, **kwargs: Any
 ) -> Any:
-    """What `function` gives, after every operator that it called was held against the same on one device.
+    """Result of `function(*args, **kwargs)`, after every operator that it called was compared with one device.
 
     A collective call. The arguments of each operator are gathered, it runs on these as well, and its results, and what
-    it wrote to, must be the same within `rtol` and `atol` (those of torch.testing.assert_close). So the first operator
+    it wrote to, must be equal within `rtol` and `atol` (those of torch.testing.assert_close). So the first operator
     that is laid out wrongly is named, with the line that called it, and not what comes of it; in a backward pass within
-    the function, too. Operators that draw random numbers, or give memory as it is, are not compared. DifferenceError,
-    on all ranks.
+    the function, too. Operators that draw random numbers, or give memory as it is, are not compared.
 
-        check_against_single_device(lambda: loss(model(x), y).backward())
+    Raises DifferenceError, on all ranks.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def sum_on(rank):
+    ...     x = T.DTensor.from_local(torch.ones(2, 2), T.Mesh((2,)), (T.Shard(0),))
+    ...     return T.debug.check_against_single_device(lambda: (x + x).sum()).full_tensor().item()
+    >>> run_ranks(2, sum_on)
+    [16.0, 16.0]
     """
     with _Check(_Tolerance(rtol, atol)):
         return function(*args, **kwargs)
 
 
 class _Check(TorchDispatchMode):
-    """Runs what is called twice."""
+    """Dispatch mode that runs every operator twice."""
 
     def __init__(self, tolerance: _Tolerance) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -51,30 +60,30 @@ class _Check(TorchDispatchMode):
     def __torch_dispatch__(
         self, op: OpOverload, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """What the operator gives for distributed tensors."""
+        """Result of the operator on distributed tensors, once it was compared."""
         given = kwargs or {}
-        mine = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, DTensor)]
-        if not mine or not _is_determined(op):
+        distributed = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, DTensor)]
+        if not distributed or not _is_determined(op):
             return op(*args, **given)
-        what = f"{op}({', '.join(str(tensor._spec) for tensor in mine)}), called at {calling_line()},"
+        what = f"{op}({', '.join(str(tensor._spec) for tensor in distributed)}), called at {calling_line()},"
         whole_args, whole_kwargs = tree_map_only(DTensor, _whole, (args, given))
-        found = op(*args, **given)
+        result = op(*args, **given)
         expected = op(*whole_args, **whole_kwargs)
         # What is written to is among the arguments.
-        pairs = [*_pairs(found, expected), *_pairs((args, given), (whole_args, whole_kwargs))]
+        pairs = [*_pairs(result, expected), *_pairs((args, given), (whole_args, whole_kwargs))]
         _compare(pairs, what, self._tolerance)
-        return found
+        return result
 
 
 def _is_determined(op: OpOverload) -> bool:
-    """Whether an operator gives the same values at every call."""
+    """Whether an operator gives equal values at every call."""
     return torch.Tag.nondeterministic_seeded not in op.tags and "empty" not in op._schema.name.partition("::")[2].split(
         "_"
     )
 
 
 def _whole(tensor: DTensor) -> torch.Tensor:
-    """A copy of the whole tensor, with the strides that it has on one device."""
+    """Copy of the whole tensor, with the strides of the tensor on one device."""
     spec = tensor._spec
     replicated = spec.with_placements([Replicate()] * spec.mesh.ndim)
     found = redistribute_local(tensor._local_tensor.detach(), spec, replicated)
@@ -85,23 +94,27 @@ def _whole(tensor: DTensor) -> torch.Tensor:
 
 
 def _pairs(found: Any, expected: Any) -> list[tuple[Any, Any]]:
-    mine, of = tree_leaves(found), tree_leaves(expected)
-    return list(zip(mine, of, strict=True)) if len(mine) == len(of) else [(len(mine), len(of))]
+    results, references = tree_leaves(found), tree_leaves(expected)
+    return (
+        list(zip(results, references, strict=True))
+        if len(results) == len(references)
+        else [(len(results), len(references))]
+    )
 
 
 def _compare(pairs: Sequence[tuple[Any, Any]], what: str, tolerance: _Tolerance) -> None:
-    """Raises on all ranks where any rank finds a difference."""
+    """Raises DifferenceError on all ranks where any rank finds a difference."""
     differences = [text for found, expected in pairs for text in _difference(found, expected, tolerance)]
     mesh = next(found._spec.mesh for found, _ in pairs if isinstance(found, DTensor))
-    said = lengths_on_all(mesh, [len(differences)])
-    ranks = [rank for rank, (count,) in zip(mesh.ranks, said, strict=True) if count]
+    counts = lengths_on_all(mesh, [len(differences)])
+    ranks = [rank for rank, (count,) in zip(mesh.ranks, counts, strict=True) if count]
     if ranks:
         text = differences[0] if differences else "this rank sees no difference"
         raise DifferenceError(f"{what} differs from one device on ranks {ranks}: {text}")
 
 
 def _difference(found: Any, expected: Any, tolerance: _Tolerance) -> Iterator[str]:
-    """In words, if there is one; what a rank outside the mesh holds is compared by others."""
+    """Text of a difference, if there is one; the tensors of a rank outside the mesh are compared by others."""
     if not isinstance(found, DTensor):
         if isinstance(expected, torch.Tensor) and not isinstance(found, torch.Tensor):
             yield f"a {type(found).__name__}, expected a tensor"

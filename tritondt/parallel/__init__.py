@@ -1,4 +1,4 @@
-"""Tensor parallelism for plain modules: a plan says by name which module is cut how, the modules stay as written.
+"""Tensor parallelism for plain modules: a plan names modules and their styles, and the modules stay as written.
 
     plan = {"layers.*.attention.w[qkv]": ColwiseParallel(unit=head_dim, use_local_output=False),
             "layers.*.attention.wo": RowwiseParallel(unit=head_dim, output_layouts=Shard(1), use_local_output=False)}

@@ -1,4 +1,4 @@
-"""Specs of what goes into and comes out of a module, on a mesh of one axis, so that a layout is one placement."""
+"""Specs of the inputs and outputs of a module on a mesh of one axis, where a layout is one placement."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 @lru_cache(maxsize=4096)
 def activation_spec(mesh: Mesh, placement: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> DTensorSpec:
-    """The spec of a row-major tensor of global `shape`."""
+    """Spec of a row-major tensor of global `shape` under one placement."""
     return DTensorSpec(mesh, (placement,), TensorMeta.contiguous(shape, dtype))
 
 
 class InputPlan(NamedTuple):
-    """How an input goes from `source` to `target`; the gradient of the local part comes as `gradient`.
+    """Redistribution of an input from `source` to `target`; the gradient of the local part comes as `gradient`.
 
     An input that is so already keeps its spec, and its gradient stays as it comes: where several layers share an input,
     as q, k and v do, their terms are added before they are reduced.
@@ -38,7 +38,7 @@ class InputPlan(NamedTuple):
     is_shared: bool
 
 
-def entry_of(
+def input_plan_of(
     x: torch.Tensor,
     mesh: Mesh,
     given: Placement,
@@ -47,7 +47,7 @@ def entry_of(
     gradient: Placement | None = None,
     features: int | None = None,
 ) -> InputPlan:
-    """How an input comes in as `wanted`.
+    """Plan that brings an input in as `wanted`.
 
     A plain `x` is taken for a part under `given`, of a tensor whose last dim is `features` long where that is known;
     a distributed one says itself how it is laid out. `gradient` is how the gradient of the part will be laid out:
@@ -78,7 +78,7 @@ def entry_of(
 def _spec_of_plain(
     mesh: Mesh, given: Placement, local_shape: tuple[int, ...], dtype: torch.dtype, features: int | None
 ) -> DTensorSpec:
-    """The spec of a part: every rank is taken to hold as much as this one, but for the features."""
+    """Spec of the tensor whose part is plain: every rank is taken to hold as much as this one, but for the features."""
     strides = TensorMeta.contiguous(local_shape).stride
     shape = None
     if features is not None and (given.is_shard(-1) or given.is_shard(len(local_shape) - 1)):
@@ -88,7 +88,7 @@ def _spec_of_plain(
 
 
 class OutputPlan(NamedTuple):
-    """How an output goes from `source` to `target`, and their gradients the other way."""
+    """Redistribution of an output from `source` to `target`, and of gradients the other way."""
 
     source: DTensorSpec
     target: DTensorSpec
@@ -99,8 +99,10 @@ class OutputPlan(NamedTuple):
     as_terms: bool
 
 
-def exit_of(mesh: Mesh, found: Placement, wanted: Placement, shape: tuple[int, ...], dtype: torch.dtype) -> OutputPlan:
-    """How an output of global `shape` that is laid out as `found` goes out as `wanted`."""
+def output_plan_of(
+    mesh: Mesh, found: Placement, wanted: Placement, shape: tuple[int, ...], dtype: torch.dtype
+) -> OutputPlan:
+    """Plan that hands an output of global `shape`, laid out as `found`, out as `wanted`."""
     source, target = (activation_spec(mesh, placement, shape, dtype) for placement in (found, wanted))
     moves, as_terms = source is not target, isinstance(wanted, Partial)
     return OutputPlan(source, target, gradient_spec(target), gradient_spec(source), moves, as_terms)

@@ -24,7 +24,7 @@ Grads = tuple[torch.Tensor | None, ...]
 
 
 class ChunkSchedule(NamedTuple):
-    """How chunks of positions travel: out of `shards` into the whole, or as terms of the whole into `shards`.
+    """Order and sizes of chunks of positions: out of `shards` into the whole, or as terms of the whole into `shards`.
 
     Each rank's part goes in pieces of such shares, in this order into the whole, backwards out of it; without any,
     nothing overlaps. With `merges` a product may take several pieces.
@@ -36,12 +36,12 @@ class ChunkSchedule(NamedTuple):
 
     @property
     def whole(self) -> DTensorSpec:
-        """All positions on every rank."""
+        """Spec of all positions on every rank."""
         return self.shards.with_placements((Replicate(),))
 
     @property
     def terms(self) -> DTensorSpec:
-        """A term of all positions on every rank."""
+        """Spec of a term of all positions on every rank."""
         return self.shards.with_placements((Partial(),))
 
 
@@ -50,22 +50,22 @@ class AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, travel: ChunkSchedule
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, schedule: ChunkSchedule
     ) -> torch.Tensor:
-        """Keeps the whole of `x` for the gradient of the weight."""
-        whole, out = gathered_product(x, weight.t(), bias, travel)
-        ctx.travel = travel
+        """Multiplies, and keeps the whole of `x` for the gradient of the weight."""
+        whole, out = gathered_product(x, weight.t(), bias, schedule)
+        ctx.schedule = schedule
         ctx.save_for_backward(x, weight, whole if ctx.needs_input_grad[1] else None)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Grads:
-        """The gradient of `x` is sent while that of the weight is computed."""
+        """Gradients of input, weight and bias; that of `x` is sent while that of the weight is computed."""
         x, weight, whole = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.needs_input_grad[:3]
-        travel: ChunkSchedule = ctx.travel
+        schedule: ChunkSchedule = ctx.schedule
         if torch.is_grad_enabled():
-            return _gathered_again(x, weight, grad, travel, ctx.needs_input_grad)
+            return _gathered_again(x, weight, grad, schedule, ctx.needs_input_grad)
         grad, found = grad.contiguous(), list[torch.Tensor | None]((None, None, None))
 
         def of_parameters() -> None:
@@ -75,52 +75,52 @@ class AllGatherMatmul(torch.autograd.Function):
                 found[2] = grad.flatten(0, -2).sum(0)
 
         if of_x:
-            found[0] = scattered_product(grad, weight, travel, of_parameters, int(of_weight))
+            found[0] = scattered_product(grad, weight, schedule, of_parameters, int(of_weight))
         else:
             of_parameters()
         return (*found, None)
 
 
 class MatmulReduceScatter(torch.autograd.Function):
-    """The sum over ranks of x @ weight.T, of which every rank gets some positions."""
+    """Sum over ranks of x @ weight.T, of which every rank gets some positions."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, travel: ChunkSchedule) -> torch.Tensor:
-        """Nothing is kept but the arguments."""
-        ctx.travel = travel
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, schedule: ChunkSchedule) -> torch.Tensor:
+        """Multiplies and scatters, and keeps the arguments only."""
+        ctx.schedule = schedule
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return scattered_product(x, weight.t(), travel)
+        return scattered_product(x, weight.t(), schedule)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Grads:
-        """The gradient comes in while that of `x` is computed; that of the weight is one product at the end."""
+        """Gradients of input and weight; the output's comes in while that of `x` is computed."""
         x, weight = ctx.saved_tensors
         of_x, of_weight = ctx.needs_input_grad[:2]
-        travel: ChunkSchedule = ctx.travel
+        schedule: ChunkSchedule = ctx.schedule
         if torch.is_grad_enabled():
-            whole = redistribute(grad, travel.shards, travel.whole, grad_placements=(Partial(),))
+            whole = redistribute(grad, schedule.shards, schedule.whole, grad_placements=(Partial(),))
             return (
                 torch.matmul(whole, weight) if of_x else None,
                 torch.mm(whole.flatten(0, -2).t(), x.flatten(0, -2)) if of_weight else None,
                 None,
             )
         if of_x:
-            whole, grad_of_x = gathered_product(grad, weight, None, travel)
+            whole, grad_of_x = gathered_product(grad, weight, None, schedule)
         else:
-            whole, grad_of_x = redistribute_local(grad, travel.shards, travel.whole), None
+            whole, grad_of_x = redistribute_local(grad, schedule.shards, schedule.whole), None
         return grad_of_x, _weight_gradient(whole, x) if of_weight else None, None
 
 
 def _gathered_again(
-    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, travel: ChunkSchedule, needed: tuple[bool, ...]
+    x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, schedule: ChunkSchedule, needed: tuple[bool, ...]
 ) -> Grads:
-    """The gradients of AllGatherMatmul as functions that have gradients themselves: `x` is gathered once more."""
+    """Gradients of AllGatherMatmul as functions that have gradients themselves: `x` is gathered once more."""
     of_x, of_weight, of_bias = needed[:3]
     found = list[torch.Tensor | None]((None, None, None))
     if of_x:
-        found[0] = redistribute(torch.matmul(grad, weight), travel.terms, travel.shards)
+        found[0] = redistribute(torch.matmul(grad, weight), schedule.terms, schedule.shards)
     if of_weight:
-        whole = redistribute(x, travel.shards, travel.whole, grad_placements=(Partial(),))
+        whole = redistribute(x, schedule.shards, schedule.whole, grad_placements=(Partial(),))
         found[1] = torch.mm(grad.flatten(0, -2).t(), whole.flatten(0, -2))
     if of_bias:
         found[2] = grad.flatten(0, -2).sum(0)
@@ -128,74 +128,74 @@ def _gathered_again(
 
 
 def gathered_product(
-    local: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, travel: ChunkSchedule
+    local: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, schedule: ChunkSchedule
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole of what `local` is this rank's part of, and its product with `matrix`; own positions come first."""
+    """Whole tensor that has `local` as part of this rank, and its product with `matrix`; own positions come first."""
     local = local.resolve_conj().resolve_neg()
-    source, target = travel.shards, travel.whole
+    source, target = schedule.shards, schedule.whole
     out = allocate((*target.shape[:-1], matrix.shape[1]), local.dtype, local.device)
     single = len(target.mesh.ranks) == 1
-    overlaps = travel.shares and not single
-    chunked = chunked_gather(source, target, local.stride(), travel.shares, local.device) if overlaps else None
+    overlaps = schedule.shares and not single
+    chunked = chunked_gather(source, target, local.stride(), schedule.shares, local.device) if overlaps else None
     if chunked is None:
         whole = local.contiguous() if single else redistribute_local(local, source, target)
         _multiply(_folded(whole, 0), matrix, _folded(out, 0), bias)
         return whole, out
     whole = allocate(target.shape, local.dtype, local.device)
     multiply = _Positions(chunked.dim, whole, matrix, out, bias)
-    gather(chunked, local, whole, multiply, _products(travel, matrix.shape[1], torch.get_num_threads()))
+    gather(chunked, local, whole, multiply, _products(schedule, matrix.shape[1], torch.get_num_threads()))
     return whole, out
 
 
 def scattered_product(
     local: torch.Tensor,
     matrix: torch.Tensor,
-    travel: ChunkSchedule,
+    schedule: ChunkSchedule,
     meanwhile: Callable[[], None] = lambda: None,
     num_meanwhile: int = 0,
 ) -> torch.Tensor:
-    """This rank's part of the sum over ranks of `local` @ `matrix`; others' positions come first.
+    """Part of this rank of the sum over ranks of `local` @ `matrix`; other ranks' positions come first.
 
     `meanwhile` is called once, when all that others wait for is on its way; it takes as long as `num_meanwhile` of such
     products.
     """
     local = local.contiguous()
-    source, target = travel.terms, travel.shards
+    source, target = schedule.terms, schedule.shards
     single = len(target.mesh.ranks) == 1
-    overlaps = travel.shares and not single
-    chunked = chunked_scatter(source, target, travel.shares[::-1], local.device) if overlaps else None
+    overlaps = schedule.shares and not single
+    chunked = chunked_scatter(source, target, schedule.shares[::-1], local.device) if overlaps else None
     product = allocate((*local.shape[:-1], matrix.shape[1]), local.dtype, local.device)
     if chunked is None:
         _multiply(_folded(local, 0), matrix, _folded(product, 0))
         meanwhile()
         return product if single else redistribute_local(product, source, target)
     multiply = _Positions(chunked.dim, local, matrix, product)
-    products = _products(travel, matrix.shape[0], torch.get_num_threads(), num_meanwhile)
+    products = _products(schedule, matrix.shape[0], torch.get_num_threads(), num_meanwhile)
     return scatter(chunked, product, target.local_shape, multiply, products[::-1], meanwhile)
 
 
 @lru_cache(maxsize=1024)
-def _products(travel: ChunkSchedule, num_others: int, num_threads: int, num_meanwhile: int = 0) -> tuple[int, ...]:
-    """How many pieces each product of a gather takes, and backwards how many each of a scatter makes.
+def _products(schedule: ChunkSchedule, num_others: int, num_threads: int, num_meanwhile: int = 0) -> tuple[int, ...]:
+    """Numbers of pieces that the products of a gather take; reversed, that the products of a scatter make.
 
     The matrix has what travels on one side and `num_others` on the other. Every rank decides that for itself: messages
     are the same.
     """
-    rows, shares = rows_of(travel.shards), travel.shares
-    if not travel.merges:
+    rows, shares = rows_of(schedule.shards), schedule.shares
+    if not schedule.merges:
         return (1,) * ((rows.num_ranks - 1) * len(shares))
     pace = pace_of(rows, num_others, num_threads, world.current().costs)
     return merged(rows.num_ranks - 1, shares, pace, pace.part_s * (1 + rows.num_ranks * num_meanwhile))
 
 
 def rows_of(shards: DTensorSpec) -> Rows:
-    """What one rank has for another, on average."""
+    """Rows that one rank has for another, on average."""
     num_ranks = len(shards.mesh.ranks)
     return Rows(prod(shards.shape[:-1]) / num_ranks, shards.shape[-1], shards.dtype.itemsize, num_ranks)
 
 
 class _Positions:
-    """Multiplies positions of dim `dim` of `x`, as they are called for, into those of `out`."""
+    """Multiplication of requested positions of dim `dim` of `x` into those of `out`."""
 
     def __init__(
         self, dim: int, x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
@@ -210,7 +210,7 @@ class _Positions:
 
 
 def _folded(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    """A dense tensor as (what is before `dim`, `dim` and what follows, features)."""
+    """View of a dense tensor as (dims before `dim`, `dim` and dims that follow, features)."""
     before, between, features = tensor.shape[:dim], tensor.shape[dim:-1], tensor.shape[-1]
     return tensor.view(prod(before), prod(between), features)
 
@@ -220,7 +220,7 @@ _READ_PER_COPY = 4
 
 
 def _multiply(x: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """Writes x @ matrix + bias to `out`; with `out` autocast has no say.
+    """Writes x @ matrix + bias to `out`; since `out` is given, autocast has no say.
 
     A batch of few positions each, cut out of more, is copied together and apart again where that is less than to read
     the matrix for each: 8 times 32 positions of 1024 features, and 2048 results, take 12 ms so, and 15 ms else.

@@ -1,4 +1,4 @@
-"""Tensors that cross a module's boundary: one node of the autograd graph where they come in, one where they go out.
+"""Tensors that cross a module's boundary: one node of the autograd graph on the way in, one on the way out.
 
 Going in, the input is moved and the parameters are shown as local tensors; going out, the output is moved, a bias added
 and a distributed tensor made. Each step as a node of its own would be up to six nodes of 15 us a module.
@@ -22,30 +22,30 @@ _PART = "_tritondt_shared_part"
 
 
 class Parameters(NamedTuple):
-    """A module's distributed parameters, and the layouts of the gradients of their parts: terms, at some places."""
+    """Distributed parameters of a module, and the specs of their parts' gradients: terms, at the places in `terms`."""
 
     tensors: list[DTensor]
     gradients: list[DTensorSpec]
     terms: list[int]
 
 
-def enter(entry: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
-    """The local part of the input under `entry.target`, then those of the parameters."""
-    if entry.as_terms:
-        x = redistribute(x, entry.source, entry.target, grad_placements=entry.gradient.placements)
-        entry = InputPlan(entry.target, entry.target, entry.gradient, entry.gradient, False, False, False)
+def enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
+    """Local part of the input under `plan.target`, then those of the parameters."""
+    if plan.as_terms:
+        x = redistribute(x, plan.source, plan.target, grad_placements=plan.gradient.placements)
+        plan = InputPlan(plan.target, plan.target, plan.gradient, plan.gradient, False, False, False)
     if torch.is_grad_enabled() and (x.requires_grad or any(tensor.requires_grad for tensor in parameters.tensors)):
-        if entry.is_shared and x.requires_grad and not x.is_leaf:
-            return (_shared_part(x, entry.gradient), *ExposeParameters.apply(parameters, *parameters.tensors))  # type: ignore[no-untyped-call]
-        found: Sequence[torch.Tensor] = EnterModule.apply(entry, parameters, x, *parameters.tensors)  # type: ignore[no-untyped-call]
+        if plan.is_shared and x.requires_grad and not x.is_leaf:
+            return (_shared_part(x, plan.gradient), *ExposeParameters.apply(parameters, *parameters.tensors))  # type: ignore[no-untyped-call]
+        found: Sequence[torch.Tensor] = EnterModule.apply(plan, parameters, x, *parameters.tensors)  # type: ignore[no-untyped-call]
         return found
     local = x._local_tensor if isinstance(x, DTensor) else x
-    moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local
-    return (moved, *[tensor._local_tensor for tensor in parameters.tensors])
+    part = redistribute_local(local, plan.source, plan.target) if plan.moves else local
+    return (part, *[tensor._local_tensor for tensor in parameters.tensors])
 
 
 def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
-    """The local part of `x`, one tensor for all layers that take `x` in.
+    """Local part of `x`, one tensor for all layers that take `x` in.
 
     What they find for its gradient is added in place, as plain tensors, and made a distributed tensor once. Three
     distributed gradients of 1.5 MB take two additions that allocate, 1 ms each.
@@ -61,21 +61,25 @@ def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
 
 
 class ExposeParameters(torch.autograd.Function):
-    """The parameters of a module as local tensors."""
+    """Parameters of a module as local tensors."""
 
     @staticmethod
     def forward(ctx: Any, parameters: Parameters, *tensors: DTensor) -> tuple[torch.Tensor, ...]:
         """Aliases of the local parts."""
-        return _shown(ctx, parameters, ctx.needs_input_grad[1:])
+        return _exposed(ctx, parameters, ctx.needs_input_grad[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients as announced."""
+        """Distributed gradients, laid out as `Parameters.gradients` says."""
         return None, *_gradients(ctx, grads)
 
 
-def _shown(ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a function returns: `others`, then aliases of the parameters; without a gradient where none is needed."""
+def _exposed(
+    ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Results of an autograd function: `others`, then aliases of the parameters; without a gradient where none is
+    needed.
+    """
     ctx.parameters = parameters
     ctx.set_materialize_grads(False)
     found = (*others, *[tensor._local_tensor.detach() for tensor in parameters.tensors])
@@ -85,7 +89,7 @@ def _shown(ctx: Any, parameters: Parameters, needed: Sequence[bool], *others: to
 
 
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
-    """The distributed gradients of the parameters, the last inputs of the function of `ctx`.
+    """Distributed gradients of the parameters, the last inputs of the function of `ctx`.
 
     Terms of a parameter that all ranks hold are put aside where nobody asks for them at once, or else reduced.
     """
@@ -97,43 +101,45 @@ def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
             continue
         parameter, spec = parameters.tensors[place], parameters.gradients[place]
         if place not in parameters.terms:
-            found[place] = _wrapped(grad, spec)
+            found[place] = _as_distributed(grad, spec)
         elif not _is_differentiated(grad) and can_wait(parameter, nodes[place][0]):
             add_when_backward_ends(parameter, grad, spec)
             found[place] = None
         else:
-            found[place] = _wrapped(grad, spec).redistribute(placements=parameter.placements)
+            found[place] = _as_distributed(grad, spec).redistribute(placements=parameter.placements)
     return found
 
 
 class EnterModule(torch.autograd.Function):
-    """The input and the parameters of a module as local tensors."""
+    """Input and parameters of a module as local tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any, entry: InputPlan, parameters: Parameters, x: torch.Tensor, *tensors: DTensor
+        ctx: Any, plan: InputPlan, parameters: Parameters, x: torch.Tensor, *tensors: DTensor
     ) -> tuple[torch.Tensor, ...]:
-        """Moves the input; the parameters are not moved."""
-        ctx.entry, ctx.is_distributed = entry, isinstance(x, DTensor)
+        """Redistributes the input, and exposes the parameters where they lie."""
+        ctx.plan, ctx.is_distributed = plan, isinstance(x, DTensor)
         if isinstance(x, DTensor):
             local = x._local_tensor
-            moved = redistribute_local(local, entry.source, entry.target) if entry.moves else local.detach()
+            part = redistribute_local(local, plan.source, plan.target) if plan.moves else local.detach()
         else:
-            moved = redistribute_local(x, entry.source, entry.target) if entry.moves else x.view_as(x)
-        return _shown(ctx, parameters, ctx.needs_input_grad[2:], moved)
+            part = redistribute_local(x, plan.source, plan.target) if plan.moves else x.view_as(x)
+        return _exposed(ctx, parameters, ctx.needs_input_grad[2:], part)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        """The input's gradient as the input came, or as it is where nothing moved; the parameters' as announced."""
-        entry: InputPlan = ctx.entry
+        """Gradient of the input as the input came, or as the gradient is where nothing moved; then those of the
+        parameters.
+        """
+        plan: InputPlan = ctx.plan
         of_input: Any = None
         if grad is not None and ctx.needs_input_grad[2]:
             if not ctx.is_distributed:
-                of_input = _plain_gradient(grad, entry)
-            elif entry.moves:
-                of_input = _distributed_gradient(grad, entry)
+                of_input = _plain_gradient(grad, plan)
+            elif plan.moves:
+                of_input = _distributed_gradient(grad, plan)
             else:
-                of_input = _wrapped(grad, entry.gradient)
+                of_input = _as_distributed(grad, plan.gradient)
         return None, None, of_input, *_gradients(ctx, grads)
 
 
@@ -141,98 +147,102 @@ def _is_differentiated(grad: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and grad.requires_grad
 
 
-def _wrapped(grad: torch.Tensor, spec: DTensorSpec) -> Any:
-    """The distributed tensor of a gradient's part, which may be differentiated again."""
+def _as_distributed(grad: torch.Tensor, spec: DTensorSpec) -> Any:
+    """Distributed tensor of a gradient's part, which may be differentiated again."""
     if _is_differentiated(grad):
         return FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
     return DTensor(grad, spec)
 
 
-def _distributed_gradient(grad: torch.Tensor, entry: InputPlan) -> torch.Tensor:
+def _distributed_gradient(grad: torch.Tensor, plan: InputPlan) -> torch.Tensor:
     if _is_differentiated(grad):
-        wrapped = _wrapped(grad, entry.gradient)
-        moved: torch.Tensor = wrapped.redistribute(placements=entry.gradient_of_source.placements)
-        return moved
-    local = redistribute_local(grad, entry.gradient, entry.gradient_of_source)
-    return DTensor(local, entry.gradient_of_source)
+        wrapped = _as_distributed(grad, plan.gradient)
+        result: torch.Tensor = wrapped.redistribute(placements=plan.gradient_of_source.placements)
+        return result
+    local = redistribute_local(grad, plan.gradient, plan.gradient_of_source)
+    return DTensor(local, plan.gradient_of_source)
 
 
-def _plain_gradient(grad: torch.Tensor, entry: InputPlan) -> torch.Tensor:
-    target = entry.gradient_of_source
-    if target is entry.gradient:
+def _plain_gradient(grad: torch.Tensor, plan: InputPlan) -> torch.Tensor:
+    target = plan.gradient_of_source
+    if target is plan.gradient:
         return grad
     if _is_differentiated(grad):
-        moved: torch.Tensor = Redistribute.apply(grad, entry.gradient, target, cotangent_spec(entry.source))  # type: ignore[no-untyped-call]
-        return moved
-    return redistribute_local(grad, entry.gradient, target)
+        result: torch.Tensor = Redistribute.apply(grad, plan.gradient, target, cotangent_spec(plan.source))  # type: ignore[no-untyped-call]
+        return result
+    return redistribute_local(grad, plan.gradient, target)
 
 
-def leave(way: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool) -> torch.Tensor:
-    """An output under `way.target` with its part of the bias; a distributed tensor unless asked otherwise."""
-    if way.as_terms:
-        return _leave_as_terms(way, local, bias, use_local_output=use_local_output)
-    if use_local_output and bias is None and not way.moves:
+def leave(plan: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool) -> torch.Tensor:
+    """Output under `plan.target` with its part of the bias; a distributed tensor unless `use_local_output`."""
+    if plan.as_terms:
+        return _leave_as_terms(plan, local, bias, use_local_output=use_local_output)
+    if use_local_output and bias is None and not plan.moves:
         return local
     if torch.is_grad_enabled() and (local.requires_grad or (bias is not None and bias.requires_grad)):
-        found: torch.Tensor = LeaveModule.apply(way, use_local_output, local, bias)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = LeaveModule.apply(plan, use_local_output, local, bias)  # type: ignore[no-untyped-call]
         return found
-    return _moved_out(way, use_local_output, local, bias)
+    return _redistributed_output(plan, use_local_output, local, bias)
 
 
-def _moved_out(way: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    moved = local.contiguous()
-    if way.moves:
-        moved = redistribute_local(moved, way.source, way.target)
+def _redistributed_output(
+    plan: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    result = local.contiguous()
+    if plan.moves:
+        result = redistribute_local(result, plan.source, plan.target)
     if bias is not None:
-        # What was moved is ours alone. Under autocast the matmul's dtype is not the bias's.
-        moved = moved.add_(bias) if way.moves else moved + bias.to(moved.dtype)
-    elif not way.moves:
-        moved = moved.detach() if not use_local_output else moved.view_as(moved)
-    return moved if use_local_output else DTensor(moved, way.target)
+        # A redistributed tensor is ours alone. Under autocast the matmul's dtype is not the bias's.
+        result = result.add_(bias) if plan.moves else result + bias.to(result.dtype)
+    elif not plan.moves:
+        result = result.detach() if not use_local_output else result.view_as(result)
+    return result if use_local_output else DTensor(result, plan.target)
 
 
 class LeaveModule(torch.autograd.Function):
-    """The output of a module, moved and with its bias."""
+    """Output of a module, redistributed and with its bias."""
 
     @staticmethod
     def forward(
-        ctx: Any, way: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
+        ctx: Any, plan: OutputPlan, use_local_output: bool, local: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """A local tensor or a distributed one."""
-        ctx.way, ctx.use_local_output, ctx.bias_dtype = way, use_local_output, None if bias is None else bias.dtype
-        return _moved_out(way, use_local_output, local, bias)
+        """Redistributed output, a local tensor or a distributed one."""
+        ctx.plan, ctx.use_local_output, ctx.bias_dtype = plan, use_local_output, None if bias is None else bias.dtype
+        return _redistributed_output(plan, use_local_output, local, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:
-        """The gradient as the output's terms or parts have it; the bias's is the sum over all positions held here."""
-        way: OutputPlan = ctx.way
-        wanted = way.gradient_of_target
+        """Gradient of the output as its terms or parts have it; the bias's is the sum over all positions held here."""
+        plan: OutputPlan = ctx.plan
+        wanted = plan.gradient_of_target
         if not ctx.use_local_output:
-            moved = grad if grad._spec.layout is wanted.layout else grad.redistribute(placements=wanted.placements)
-            if _is_differentiated(moved):
-                grad = ToLocal.apply(moved, DTensor, cotangent_spec(way.target))  # type: ignore[no-untyped-call]
+            distributed = (
+                grad if grad._spec.layout is wanted.layout else grad.redistribute(placements=wanted.placements)
+            )
+            if _is_differentiated(distributed):
+                grad = ToLocal.apply(distributed, DTensor, cotangent_spec(plan.target))  # type: ignore[no-untyped-call]
             else:
-                grad = moved._local_tensor
+                grad = distributed._local_tensor
         of_bias = None
         if ctx.bias_dtype is not None and ctx.needs_input_grad[3]:
             of_bias = (grad.sum(tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         if not ctx.needs_input_grad[2]:
             return None, None, None, of_bias
-        if way.gradient_of_source is wanted:
+        if plan.gradient_of_source is wanted:
             return None, None, grad, of_bias
         if _is_differentiated(grad):
-            terms = cotangent_spec(way.source)
-            return None, None, Redistribute.apply(grad, wanted, way.gradient_of_source, terms), of_bias  # type: ignore[no-untyped-call]
-        return None, None, redistribute_local(grad, wanted, way.gradient_of_source), of_bias
+            terms = cotangent_spec(plan.source)
+            return None, None, Redistribute.apply(grad, wanted, plan.gradient_of_source, terms), of_bias  # type: ignore[no-untyped-call]
+        return None, None, redistribute_local(grad, wanted, plan.gradient_of_source), of_bias
 
 
 def _leave_as_terms(
-    way: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool
+    plan: OutputPlan, local: torch.Tensor, bias: torch.Tensor | None, *, use_local_output: bool
 ) -> torch.Tensor:
-    """The rare output of which every rank has terms; the bias is among them."""
-    moved = redistribute(local.contiguous(), way.source, way.target)
-    moved = moved if bias is None else moved + bias.to(moved.dtype)
+    """Output of which every rank has terms, a rare case; the bias is among them."""
+    terms = redistribute(local.contiguous(), plan.source, plan.target)
+    terms = terms if bias is None else terms + bias.to(terms.dtype)
     if use_local_output:
-        return moved
-    spec = way.target
-    return DTensor.from_local(moved, spec.mesh, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride)
+        return terms
+    spec = plan.target
+    return DTensor.from_local(terms, spec.mesh, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride)

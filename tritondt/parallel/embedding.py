@@ -6,33 +6,33 @@ import torch
 from torch import nn
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.parallel.boundary import InputPlan, entry_of
+from tritondt.parallel.boundary import InputPlan, input_plan_of
 from tritondt.parallel.local_run import CutRun
 from tritondt.sharding.placement import Partial, Replicate
 
 
 class ColumnEmbedding(CutRun):
-    """Every rank has some features of the whole vocabulary."""
+    """Embedding of which every rank has some features of the whole vocabulary."""
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """All indices."""
-        return entry_of(x, self.mesh, self.given, Replicate())
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan that brings in all indices."""
+        return input_plan_of(x, self.mesh, self.given, Replicate())
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
-        """Own features, or what is wanted in place of them."""
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
+        """Own features, redistributed as wanted."""
         shape: Any = (*output.shape[:-1], module.embedding_dim)
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
 
 
 class RowEmbedding(CutRun):
-    """Every rank has some rows of the vocabulary: where an index is another rank's its term of the output is zero."""
+    """Embedding of which every rank has some rows; the term of an index is zero where the row is another rank's."""
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """All indices."""
-        return entry_of(x, self.mesh, self.given, Replicate())
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan that brings in all indices."""
+        return input_plan_of(x, self.mesh, self.given, Replicate())
 
     def inputs(self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        """Own indices counted from the first own row, 0 for all others; and which those are."""
+        """Own indices counted from the first own row, 0 for all others; and a mask of the others."""
         start, stop = _rows(module)
         if start == stop:  # a rank without rows looks up a row of zeros, which it masks
             weight = parameters["weight"]
@@ -44,14 +44,16 @@ class RowEmbedding(CutRun):
         others = ((local >= 0) & (local < start)) | ((local >= stop) & (local < length))
         return (local - start).masked_fill(others, 0), others
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: torch.Tensor) -> torch.Tensor:
-        """The rows that the ranks have between them, as they are wanted."""
+    def output(
+        self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum of the ranks' terms, redistributed as wanted."""
         own = output.masked_fill(call.unsqueeze(-1), 0)
         return self.hand_out(own, Partial(), self.wanted, own.shape, use_local_output=self.use_local_output)
 
 
 def _rows(module: nn.Module) -> tuple[int, int]:
-    """First own row of the table, and the one after the last."""
+    """First own row of the table, and the end of the own rows."""
     weight = module._parameters["weight"]
     assert isinstance(weight, DTensor), f"the weight of {module} is distributed"
     assert weight._spec.coordinate is not None, "this rank is not on the mesh"

@@ -1,4 +1,4 @@
-"""Brings gradients that come as terms of a sum to the layout of their parameters, all of them in one exchange.
+"""Reduction of gradients that come as terms of a sum to the layout of their parameters, all in one exchange.
 
 A parameter that every rank holds whole, but uses on its own part of the sequence, has terms of its gradient on each.
 They are kept as local tensors while the backward pass runs; when it ends they are added up and made gradients.
@@ -17,7 +17,7 @@ from tritondt.sharding.spec import DTensorSpec
 
 
 class _Pass:
-    """One backward pass: replicated parameters with this rank's terms of their gradients, and the specs of those.
+    """One backward pass: replicated parameters with this rank's terms of their gradients, and the specs of the terms.
 
     In the order in which autograd came to their modules, that of the forward pass reversed: the same on all ranks. Kept
     alive by the callback that ends the pass; goes with the pass where that fails.
@@ -57,7 +57,7 @@ def can_wait(parameter: torch.Tensor, node: Any) -> bool:
 
 
 def add_when_backward_ends(parameter: DTensor, grad: torch.Tensor, spec: DTensorSpec) -> None:
-    """Keeps this rank's terms of a gradient, which are added up when the backward pass that runs now ends."""
+    """Keeps this rank's terms of a gradient, which are added up when the current backward pass ends."""
     task = torch._C._current_graph_task_id()
     found = _passes.get(task)
     if found is None:

@@ -1,4 +1,4 @@
-"""Runs what happens at a module's boundary outside the graphs of torch.compile.
+"""Execution of what happens at a module's boundary outside the graphs of torch.compile.
 
 Within one it would be traced, down to the locks and sockets of the communicator.
 """
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def outside_of_graphs(run: Callable[P, R]) -> Callable[P, R]:
-    """`run` as it is, for code that is being traced: the graph ends before it, and another begins after it.
+    """`run` unchanged, for code that is being traced: the graph ends before the call, and another begins after it.
 
     With fullgraph=True torch raises, and says why.
     """

@@ -11,7 +11,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.parallel.boundary import InputPlan, activation_spec, entry_of
+from tritondt.parallel.boundary import InputPlan, activation_spec, input_plan_of
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.parallel.local_run import CutRun, call_of
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
@@ -27,13 +27,13 @@ def _features(module: nn.Module) -> int:
 
 
 class OverlappedForward:
-    """Stands in for the forward of an nn.Linear whose product is made while tensors travel; copied with its module."""
+    """Replacement of the forward of an nn.Linear whose product is made while tensors travel; copied with its module."""
 
     def __init__(self, module: nn.Module, run: "LinearRun") -> None:
         self.module, self.run = module, run
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The product as the module's output hook takes it."""
+        """Product as the module's output hook takes it."""
         return outside_of_graphs(self._run)(input) if is_dynamo_compiling() else self._run(input)
 
     def _run(self, input: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class OverlappedForward:
 
 
 class LinearRun(CutRun):
-    """An nn.Linear, or a subclass of it, whose weight is cut."""
+    """An nn.Linear, or a subclass of nn.Linear, whose weight is cut."""
 
     def install(self, module: nn.Module) -> None:
         """Registers the hooks; takes over the forward where it is nn.Linear's own and can overlap."""
@@ -55,64 +55,70 @@ class LinearRun(CutRun):
             module.__dict__["forward"] = OverlappedForward(module, self)
 
     def takes_over(self, module: nn.Module) -> bool:
-        """Whether the module's forward is ours."""
+        """Whether the module's forward is an OverlappedForward."""
         return isinstance(module.__dict__.get("forward"), OverlappedForward)
 
     @abstractmethod
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: Any) -> torch.Tensor | None:
-        """The product in chunks; None where nothing can overlap."""
+    def overlapped(
+        self, module: nn.Module, local: torch.Tensor, input_plan: InputPlan, call: Any
+    ) -> torch.Tensor | None:
+        """Product in chunks; None where nothing can overlap."""
 
 
 class ColumnLinear(LinearRun):
-    """Every rank has some output features: the whole input comes in, own features go out."""
+    """Linear of which every rank has some output features: the whole input comes in, own features go out."""
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """The whole input, of which each rank's gradient is a term; or own positions, to be gathered meanwhile."""
-        entry = entry_of(x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module))
-        if not self.takes_over(module) or not is_divisible(entry.source):
-            return entry
-        source, gradient = entry.source, gradient_spec(entry.source)
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan of the whole input, of which each rank's gradient is a term; or of own positions, gathered meanwhile."""
+        input_plan = input_plan_of(
+            x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module)
+        )
+        if not self.takes_over(module) or not is_divisible(input_plan.source):
+            return input_plan
+        source, gradient = input_plan.source, gradient_spec(input_plan.source)
         return InputPlan(source, source, gradient, gradient, moves=False, as_terms=False, is_shared=False)
 
-    def overlapped(self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor | None:
-        """The product of what the ranks have between them."""
-        if not is_divisible(entry.target):
+    def overlapped(
+        self, module: nn.Module, local: torch.Tensor, input_plan: InputPlan, call: None
+    ) -> torch.Tensor | None:
+        """Product of all positions, gathered while they are multiplied."""
+        if not is_divisible(input_plan.target):
             return None
         weight: Any = module.weight
         bias: Any = module.bias
-        return all_gather_matmul(local, weight, bias, source=entry.target)
+        return all_gather_matmul(local, weight, bias, source=input_plan.target)
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
-        """Own features, or what is wanted in place of them."""
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
+        """Own features, redistributed as wanted."""
         shape: Any = (*output.shape[:-1], module.out_features)
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
 
 
 class _RowCall(NamedTuple):
-    """The bias to be added at the end, and how the product goes out by position where that overlaps."""
+    """Bias to be added at the end, and the spec of a product that goes out by position, None without overlap."""
 
     bias: torch.Tensor | None
     scattered: DTensorSpec | None
 
 
 class RowLinear(LinearRun):
-    """Every rank has some input features: own features come in, terms of the output go out and are added up.
+    """Linear of which every rank has some input features: own features come in, terms of the output are added up.
 
     The bias is added once, after that.
     """
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """Own features of the input."""
-        return entry_of(x, self.mesh, self.given, self.features, features=_features(module))
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan of own features of the input."""
+        return input_plan_of(x, self.mesh, self.given, self.features, features=_features(module))
 
     def gradient(self, name: str) -> Placement | None:
-        """Of the bias: ranks with parts of the output have terms, ranks with all of it have all of it."""
+        """Placement of the gradient of the bias: terms where ranks have parts of the output, else as the parameter."""
         return Partial() if name == "bias" and isinstance(self.wanted, Shard) else None
 
     def inputs(
         self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]
     ) -> tuple[torch.Tensor, _RowCall]:
-        """The matmul runs without a bias, which is kept for its result."""
+        """Input of a matmul without bias; the bias is kept for its result."""
         bias = parameters.get("bias")
         parameters["bias"] = None
         return local, _RowCall(bias, self._scattered(module, local))
@@ -125,14 +131,14 @@ class RowLinear(LinearRun):
         return spec if is_divisible(spec) else None
 
     def overlapped(
-        self, module: nn.Module, local: torch.Tensor, entry: InputPlan, call: _RowCall
+        self, module: nn.Module, local: torch.Tensor, input_plan: InputPlan, call: _RowCall
     ) -> torch.Tensor | None:
         """Own positions of the sum of the products."""
         weight: Any = module.weight
         return None if call.scattered is None else matmul_reduce_scatter(local, weight, target=call.scattered)
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: _RowCall) -> torch.Tensor:
-        """The sum of all ranks' terms, as it is wanted, and the bias."""
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: _RowCall) -> torch.Tensor:
+        """Sum of all ranks' terms, redistributed as wanted, and the bias."""
         bias, wanted, scattered = call.bias, self.wanted, call.scattered
         found, shape = (Partial(), output.shape) if scattered is None else (wanted, scattered.shape)
         cuts_features = isinstance(wanted, Shard) and wanted.dim in (-1, output.ndim - 1)
@@ -141,7 +147,7 @@ class RowLinear(LinearRun):
         return self.hand_out(output, found, wanted, shape, bias=bias, use_local_output=self.use_local_output)
 
     def _part_of_bias(self, module: nn.Module) -> torch.Tensor:
-        """The bias of own features, or its term."""
+        """Bias of own features, or its term."""
         bias, wanted = module._parameters["bias"], self.wanted
         assert isinstance(bias, DTensor), f"the bias of {module} is distributed with its weight"
         if isinstance(wanted, Shard):

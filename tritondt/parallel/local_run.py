@@ -1,4 +1,4 @@
-"""Runs a module on local tensors: while its forward runs its parameters look plain, at all other times distributed."""
+"""Execution of modules on local tensors: parameters look plain while a forward runs, and distributed otherwise."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
-from tritondt.parallel.boundary import InputPlan, OutputPlan, exit_of
+from tritondt.parallel.boundary import InputPlan, OutputPlan, output_plan_of
 from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.parallel.graphs import outside_of_graphs
 from tritondt.sharding.mesh import Mesh
@@ -24,7 +24,7 @@ _MAX_KINDS = 256
 
 
 class _Known(NamedTuple):
-    """What a module held when its parameters were last looked at, all of it by id and the distributed ones by spec.
+    """Contents of a module when its parameters were last looked at, all by id and the distributed ones by spec.
 
     `held` is kept so that nothing new gets the id of something that has gone.
     """
@@ -36,14 +36,14 @@ class _Known(NamedTuple):
     parameters: Parameters
 
     def is_of(self, held: Mapping[str, Any]) -> bool:
-        """Whether a module that holds these has the same parameters, laid out alike."""
+        """Whether a module that holds `held` has these parameters, laid out alike."""
         if [id(value) for value in held.values()] != self.ids:
             return False
         return [parameter._spec for parameter in self.parameters.tensors] == self.specs
 
 
 class LocalRun(ABC):
-    """What happens around the forward of one kind of module.
+    """Hooks around the forward of one kind of module.
 
     Kept by the module's hooks, which are copied with the module: it holds plain values, and everything that belongs to
     one call lies in the module.
@@ -51,31 +51,31 @@ class LocalRun(ABC):
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._entries: dict[object, InputPlan] = {}
-        self._exits: dict[object, OutputPlan] = {}
+        self._input_plans: dict[object, InputPlan] = {}
+        self._output_plans: dict[object, OutputPlan] = {}
         self._known: _Known | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_entries": {}, "_exits": {}, "_known": None}
+        return {**vars(self), "_input_plans": {}, "_output_plans": {}, "_known": None}
 
     @abstractmethod
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """How the module's first argument comes in."""
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan that brings in the module's first argument."""
 
     def gradient(self, name: str) -> Placement | None:
-        """How the gradient of a parameter's local part is laid out; None where as the parameter."""
+        """Placement of the gradient of a parameter's local part; None where that is the parameter's."""
         return None
 
     def inputs(self, module: nn.Module, local: torch.Tensor, parameters: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-        """The forward's first argument, and what `output` needs; may change what the forward finds as attributes."""
+        """First argument of the forward, and a value for `output`; may change the attributes that the forward finds."""
         return local, None
 
     @abstractmethod
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: Any) -> torch.Tensor:
-        """The module's output as its caller takes it."""
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: Any) -> torch.Tensor:
+        """Output of the module as its caller takes it."""
 
     def install(self, module: nn.Module) -> None:
-        """Registers the hooks, next to the forward: hooks of others see what goes over the boundary."""
+        """Registers the hooks next to the forward: hooks of others see what crosses the boundary."""
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True, always_call=True)
 
@@ -94,28 +94,28 @@ class LocalRun(ABC):
         if not isinstance(x, torch.Tensor):
             kind = type(module).__name__
             raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
-        entry = self._entry(module, x)
+        input_plan = self._known_input_plan(module, x)
         known = self._look(module)
-        local, *found = enter(entry, x, known.parameters)
+        local, *found = enter(input_plan, x, known.parameters)
         shadows: dict[str, Any] = dict(zip(known.names, found, strict=True))
         local, call = self.inputs(module, local, shadows)
         state = module.__dict__
         # What a shadow hides of the module's own attributes comes back when it goes.
         hidden = {name: state[name] for name in shadows if name in state}
-        state[_CALL] = (entry, call, shadows, hidden)
+        state[_CALL] = (input_plan, call, shadows, hidden)
         state.update(shadows)
         return local
 
-    def _entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+    def _known_input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         key: object = x._spec if isinstance(x, DTensor) else (x.shape, x.dtype)
-        found = self._entries.get(key)
+        found = self._input_plans.get(key)
         if found is None:
-            _make_room(self._entries)
-            found = self._entries[key] = self.entry(module, x)
+            _make_room(self._input_plans)
+            found = self._input_plans[key] = self.input_plan(module, x)
         return found
 
     def _look(self, module: nn.Module) -> _Known:
-        """The distributed parameters; looked at again where the module has been given others."""
+        """Distributed parameters of the module, looked up again where the module has been given others."""
         held = module._parameters
         if self._known is None or not self._known.is_of(held):
             found: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
@@ -133,7 +133,7 @@ class LocalRun(ABC):
         return self._known
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
-        """Runs after the forward, also where it or what came before it raised: with None then."""
+        """Output hook; runs with None where the forward, or a hook before it, raised."""
         if is_dynamo_compiling():
             return outside_of_graphs(self._give_out)(module, output)
         return self._give_out(module, output)
@@ -142,7 +142,7 @@ class LocalRun(ABC):
         state = module.__dict__
         if _CALL not in state:
             return None
-        entry, call, shadows, hidden = state.pop(_CALL)
+        input_plan, call, shadows, hidden = state.pop(_CALL)
         for name in shadows:
             state.pop(name, None)
         state.update(hidden)
@@ -150,7 +150,7 @@ class LocalRun(ABC):
             return None
         if not isinstance(output, torch.Tensor):
             raise ParallelizeError(f"a parallelized {type(module).__name__} gives a tensor, not {output!r}")
-        return self.output(module, output, entry, call)
+        return self.output(module, output, input_plan, call)
 
     def hand_out(
         self,
@@ -162,17 +162,17 @@ class LocalRun(ABC):
         bias: torch.Tensor | None = None,
         use_local_output: bool,
     ) -> torch.Tensor:
-        """An output of global `shape` laid out as `found`, as its caller takes it."""
+        """Output of global `shape`, laid out as `found`, as its caller takes it."""
         key = (shape, output.dtype, found is wanted)
-        way = self._exits.get(key)
-        if way is None:
-            _make_room(self._exits)
-            way = self._exits[key] = exit_of(self.mesh, found, wanted, tuple(shape), output.dtype)
-        return leave(way, output, bias, use_local_output=use_local_output)
+        output_plan = self._output_plans.get(key)
+        if output_plan is None:
+            _make_room(self._output_plans)
+            output_plan = self._output_plans[key] = output_plan_of(self.mesh, found, wanted, tuple(shape), output.dtype)
+        return leave(output_plan, output, bias, use_local_output=use_local_output)
 
 
 def call_of(module: nn.Module) -> tuple[InputPlan, Any] | None:
-    """What was found on entering the call that the module is in; None where it is in no call."""
+    """Input plan and values kept for the call that the module is in; None where it is in no call."""
     call = module.__dict__.get(_CALL)
     return None if call is None else call[:2]
 

@@ -38,43 +38,60 @@ def all_gather_matmul(
 
     `x` is this rank's part under `source`: Shard of a dim before the last, even, uneven or empty, on a mesh of one
     axis. `weight` is (own features, features), `bias` (own features,). Returns (..., own features) of all positions.
-    The gradient of `x` is the sum over ranks, for each has other features. `chunks_per_peer` is the number of pieces
-    in which each rank's part travels and is multiplied; by default both follow from the world's cost table, so that
-    what takes long to multiply and little to send is hardly cut.
+    The gradient of `x` is the sum over ranks, for each has other features. `chunks_per_peer` is the number of pieces in
+    which each rank's part travels and is multiplied; by default both follow from the world's cost table, so that what
+    takes long to multiply and little to send is hardly cut. A collective call of all ranks of the mesh.
 
     Raises LayoutError and ParallelizeError on all ranks alike before anything is sent; LocalTensorError and
     TransportError on the rank whose tensor is at fault, and PeerError on the others.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> def shape_on(rank):
+    ...     source = DTensorSpec(Mesh((2,)), (Shard(0),), TensorMeta.contiguous((5, 4)))
+    ...     return tuple(all_gather_matmul(torch.ones(source.local_shape), torch.ones(3, 4), source=source).shape)
+    >>> run_ranks(2, shape_on)
+    [(5, 3), (5, 3)]
     """
-    travel = _travel(source, chunks_per_peer)
+    schedule = _schedule_of(source, chunks_per_peer)
     if source.coordinate is None:
         return x.new_empty((0,))
-    _check_or_tell(source, source.local_shape, source.shape[-1], x, weight, bias)
+    _check_or_refuse(source, source.local_shape, source.shape[-1], x, weight, bias)
     if not is_eager(x):
-        return F.linear(redistribute(x, source, travel.whole, grad_placements=(Partial(),)), weight, bias)
-    result: torch.Tensor = AllGatherMatmul.apply(x, weight, bias, travel)  # type: ignore[no-untyped-call]
+        return F.linear(redistribute(x, source, schedule.whole, grad_placements=(Partial(),)), weight, bias)
+    result: torch.Tensor = AllGatherMatmul.apply(x, weight, bias, schedule)  # type: ignore[no-untyped-call]
     return result
 
 
 def matmul_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, *, target: DTensorSpec, chunks_per_peer: int | None = None
 ) -> torch.Tensor:
-    """This rank's part under `target` of the sum over ranks of F.linear(x, weight), sent while it is computed.
+    """Part of this rank under `target` of the sum over ranks of F.linear(x, weight), sent while it is computed.
 
     `x` is (..., own features) of all positions, `weight` (features of the result, own features). `target` is Shard of a
-    dim before the last on a mesh of one axis. Terms are added in coordinate order, in fp32 where they are
-    narrower, and rounded once, as `redistribute` adds them.
+    dim before the last on a mesh of one axis. Terms are added in coordinate order, in fp32 where they are narrower, and
+    rounded once, as `redistribute` adds them. `chunks_per_peer` is that of `all_gather_matmul`. A collective call of
+    all ranks of the mesh; raises as `all_gather_matmul` does.
 
-    Raises as `all_gather_matmul` does.
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> def shape_on(rank):
+    ...     target = DTensorSpec(Mesh((2,)), (Shard(0),), TensorMeta.contiguous((5, 4)))
+    ...     return tuple(matmul_reduce_scatter(torch.ones(5, 3), torch.ones(4, 3), target=target).shape)
+    >>> run_ranks(2, shape_on)
+    [(3, 4), (2, 4)]
     """
-    travel = _travel(target, chunks_per_peer)
+    schedule = _schedule_of(target, chunks_per_peer)
     if target.coordinate is None:
         return x.new_empty((0,))
     features = x.shape[-1] if x.ndim else 0
-    _check_or_tell(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
+    _check_or_refuse(target, (*target.shape[:-1], features), features, x, weight, None, target.shape[-1])
     if not is_eager(x):
         product = F.linear(x, weight).to(target.dtype)
-        return redistribute(product.contiguous(), travel.terms, target)
-    result: torch.Tensor = MatmulReduceScatter.apply(x, weight, travel)  # type: ignore[no-untyped-call]
+        return redistribute(product.contiguous(), schedule.terms, target)
+    result: torch.Tensor = MatmulReduceScatter.apply(x, weight, schedule)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -89,8 +106,8 @@ def is_divisible(spec: DTensorSpec) -> bool:
     )
 
 
-def _travel(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
-    """How chunks travel, alike on every rank."""
+def _schedule_of(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
+    """Schedule of the chunks, equal on every rank."""
     if not is_divisible(spec):
         raise LayoutError(
             f"{spec} on {spec.mesh} cannot travel in chunks of positions; allowed is Shard of a dim before the last, "
@@ -110,7 +127,7 @@ def _shares(spec: DTensorSpec) -> tuple[int, ...]:
     return best_shares(rows, spec.shape[placement.dim] // rows.num_ranks, world.current().costs)
 
 
-def _check_or_tell(
+def _check_or_refuse(
     spec: DTensorSpec,
     shape: tuple[int, ...],
     features: int,
@@ -138,7 +155,7 @@ def _misfit(
     bias: torch.Tensor | None,
     out_features: int | None,
 ) -> str | None:
-    """What does not fit, as found and as allowed; None where all does."""
+    """Text that says which tensor does not fit, as found and as allowed; None where all do."""
     where = f"rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} of {spec}"
     named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in named.items():
@@ -160,7 +177,7 @@ def _misfit(
 
 
 def is_eager(x: torch.Tensor) -> bool:
-    """Whether a matmul now is what its arguments say: neither traced nor under autocast."""
+    """Whether a matmul runs now and in the dtypes of its arguments: neither traced nor under autocast."""
     return not (
         torch.is_autocast_enabled(x.device.type)
         or torch.compiler.is_compiling()

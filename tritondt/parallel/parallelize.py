@@ -35,15 +35,25 @@ def parallelize_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Lays `module` over a mesh of one axis as the plan says, in place; a collective call.
+    """The module, laid over a mesh of one axis in place, style by style, as `parallelize_plan` says.
 
     The plan is a style for the module itself, or styles by dotted name, in which every part may hold the wildcards of
     fnmatch ("layers.*.attention.w[qkv]"; "" is the module itself). Parameters take the values of rank `src_data_rank`
-    of the mesh, or every rank's own with None. The mesh defaults to that of the `with mesh:` around the call.
+    of the mesh, or every rank's own with None. The mesh defaults to that of the `with mesh:` around the call. A
+    collective call of all ranks of the mesh.
 
     Raises ParallelizeError, before anything is changed, for a name that matches nothing, a module that its style does
     not know and tied parameters that would be cut differently; also for a module that is parallelized already.
-    MeshError for a mesh of several axes.
+    MeshError for a mesh of several axes. Source: torch.distributed.tensor.parallel.parallelize_module.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
+    >>> def placements_on(rank):
+    ...     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4))
+    ...     parallelize_module(model, Mesh((2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ...     return [parameter.placements for parameter in model.parameters()]
+    >>> run_ranks(2, placements_on)[0]
+    [(S0,), (S0,), (S1,), (R,)]
     """
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
     _check_mesh(mesh)
@@ -66,7 +76,7 @@ def parallelize_module(
 
 @contextmanager
 def _named(name: str, module: nn.Module) -> Iterator[None]:
-    """Puts the module's name in front of what a style says is wrong with it."""
+    """Context in which errors of a style get the module's name in front."""
     try:
         yield
     except (ParallelizeError, LayoutError) as error:
@@ -85,7 +95,7 @@ def _check_mesh(mesh: DeviceMesh | Mesh) -> None:
 
 
 def _assignments(root: nn.Module, plan: ParallelStyle | Mapping[str, ParallelStyle]) -> list[Assignment]:
-    """Every module that the plan names, in the plan's order."""
+    """Assignments of all modules that the plan names, in the plan's order."""
     if isinstance(plan, ParallelStyle):
         return [Assignment("", root, plan)]
     if not isinstance(plan, Mapping):
@@ -101,7 +111,7 @@ def _assignments(root: nn.Module, plan: ParallelStyle | Mapping[str, ParallelSty
 
 
 def _matches(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """Modules whose names match part by part."""
+    """Modules whose dotted names match the pattern part by part."""
     found = [("", root)]
     for part in pattern.split(".") if pattern else ():
         deeper = [
@@ -117,7 +127,7 @@ def _matches(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
 
 def _nothing_text(root: nn.Module, pattern: str, part: str, reached: Sequence[tuple[str, nn.Module]]) -> str:
-    """Where the names of the tree and the pattern part, and the names that come near."""
+    """Error text for a pattern that matches nothing: where names and pattern diverge, and names that come near."""
     name, parent = reached[0]
     children = ", ".join(child for child, _ in parent.named_children()) or "no modules"
     # Layers differ by a number only: one stands for all.

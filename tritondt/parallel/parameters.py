@@ -1,4 +1,4 @@
-"""Turns a module's parameters into distributed ones; a parameter that two modules share stays one."""
+"""Distribution of a module's parameters; a parameter that two modules share stays one."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""PrepareModuleInput and PrepareModuleOutput: what goes into, and comes out of, a module without weights to cut."""
+"""PrepareModuleInput and PrepareModuleOutput: redistribution of the inputs and outputs of modules without weights to
+cut.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,8 +20,10 @@ from tritondt.sharding.placement import Placement
 Layouts: TypeAlias = "Placement | Sequence[Placement | None] | None"
 
 
-class Movement:
-    """From which layouts to which tensors go; those without a wanted layout stay distributed as they were given."""
+class LayoutChange:
+    """Layouts from which and to which tensors go; tensors without a wanted layout stay distributed as they were
+    given.
+    """
 
     def __init__(self, given: Layouts, wanted: Layouts, *, local: bool, what: str) -> None:
         self.given, self.wanted = _listed(given, what), _listed(wanted, f"desired_{what}")
@@ -29,32 +33,34 @@ class Movement:
                 f"{what} lists {len(self.given)} layouts and desired_{what} {len(self.wanted)}; allowed are as many"
             )
 
-    def move_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
-        """Every value laid out as wanted."""
+    def change_all(self, values: Sequence[Any], mesh: Mesh, module: nn.Module) -> tuple[Any, ...]:
+        """All values, laid out as wanted."""
         if len(values) != len(self.given):
             raise ParallelizeError(
                 f"{self.what} lists {len(self.given)} layouts, but {type(module).__name__} was met with {len(values)} "
                 "values; allowed is one layout for each, None for one that is left as it is"
             )
         return tuple(
-            self.move(value, given, wanted, mesh)
+            self.change(value, given, wanted, mesh)
             for value, given, wanted in zip(values, self.given, self.wanted, strict=True)
         )
 
-    def move(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
-        """One value; a plain tensor is taken for a part under `given`."""
+    def change(self, value: Any, given: Placement | None, wanted: Placement | None, mesh: Mesh) -> Any:
+        """One value, laid out as wanted; a plain tensor is taken for a part under `given`."""
         if given is None:
             return value
         if not isinstance(value, torch.Tensor):
             raise ParallelizeError(f"{self.what} has {given} for {value!r}, which is no tensor; allowed is None")
-        moved = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, (given,))
+        tensor = value if isinstance(value, DTensor) else DTensor.from_local(value, mesh, (given,))
         if wanted is not None:
-            moved = _moved_to(moved, wanted)
-        return moved.to_local() if self.local else moved
+            tensor = _redistributed(tensor, wanted)
+        return tensor.to_local() if self.local else tensor
 
 
-def _moved_to(x: DTensor, wanted: Placement) -> DTensor:
-    """The tensor under `wanted`; itself where it is so already, for gradients of several users to meet as they come."""
+def _redistributed(x: DTensor, wanted: Placement) -> DTensor:
+    """Tensor under `wanted`; `x` itself where it is laid out so, for gradients of several users to meet as they
+    come.
+    """
     spec = x._spec
     if spec.layout is activation_spec(spec.mesh, wanted, spec.shape, spec.dtype).layout:
         return x
@@ -69,11 +75,22 @@ def _listed(layouts: Layouts, what: str) -> tuple[Placement | None, ...]:
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Lays the inputs of a module out as its inside needs them.
+    """Style that redistributes the inputs of a module to the layouts that its inside needs.
 
     Plain tensors are taken for parts under `input_layouts`, one for each positional argument, None for one that is left
     as it is, and go in under `desired_input_layouts`; arguments by name likewise. The inside gets distributed tensors,
-    or local ones with `use_local_output`. Raises ParallelizeError where the numbers of layouts differ.
+    or local ones with `use_local_output`. Every forward is then a collective call. Raises ParallelizeError where the
+    numbers of layouts differ. Source: torch.distributed.tensor.parallel.PrepareModuleInput.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> from tritondt.sharding.placement import Replicate, Shard
+    >>> layouts = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+    >>> def input_on(rank):
+    ...     style = PrepareModuleInput(**layouts, use_local_output=True)
+    ...     return parallelize_module(nn.Identity(), Mesh((2,)), style)(torch.tensor([rank])).tolist()
+    >>> run_ranks(2, input_on)
+    [[0, 1], [0, 1]]
     """
 
     def __init__(
@@ -85,15 +102,17 @@ class PrepareModuleInput(ParallelStyle):
         desired_input_kwarg_layouts: Mapping[str, Placement] | None = None,
         use_local_output: bool = False,
     ) -> None:
-        self._by_place = Movement(input_layouts, desired_input_layouts, local=use_local_output, what="input_layouts")
+        self._positional = LayoutChange(
+            input_layouts, desired_input_layouts, local=use_local_output, what="input_layouts"
+        )
         given, wanted = dict(input_kwarg_layouts or {}), dict(desired_input_kwarg_layouts or {})
         if given.keys() != wanted.keys():
             raise ParallelizeError(
                 f"input_kwarg_layouts names {sorted(given)} and desired_input_kwarg_layouts {sorted(wanted)}; allowed "
                 "are the same names"
             )
-        self._names = tuple(given)
-        self._by_name = Movement(
+        self._keywords = tuple(given)
+        self._by_keyword = LayoutChange(
             tuple(given.values()), tuple(wanted.values()), local=use_local_output, what="input_kwarg_layouts"
         )
 
@@ -104,43 +123,57 @@ class PrepareModuleInput(ParallelStyle):
         return module
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
-        """Registers the hook that moves what comes in."""
-        hook = _InputHook(mesh, self._by_place, self._names, self._by_name)
+        """Registers the hook that redistributes the inputs."""
+        hook = _InputHook(mesh, self._positional, self._keywords, self._by_keyword)
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 class _InputHook:
-    """Copied with its module."""
+    """Forward pre-hook of PrepareModuleInput; copied with its module."""
 
-    def __init__(self, mesh: Mesh, by_place: Movement, names: tuple[str, ...], by_name: Movement) -> None:
-        self._mesh, self._by_place, self._names, self._by_name = mesh, by_place, names, by_name
+    def __init__(
+        self, mesh: Mesh, positional: LayoutChange, keywords: tuple[str, ...], by_keyword: LayoutChange
+    ) -> None:
+        self._mesh, self._positional, self._keywords, self._by_keyword = mesh, positional, keywords, by_keyword
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._by_place.given:
-            args = self._by_place.move_all(args, self._mesh, module)
-        layouts = zip(self._names, self._by_name.given, self._by_name.wanted, strict=True)
-        moved = {
-            name: self._by_name.move(kwargs[name], given, wanted, self._mesh)
+        if self._positional.given:
+            args = self._positional.change_all(args, self._mesh, module)
+        layouts = zip(self._keywords, self._by_keyword.given, self._by_keyword.wanted, strict=True)
+        changed = {
+            name: self._by_keyword.change(kwargs[name], given, wanted, self._mesh)
             for name, given, wanted in layouts
             if name in kwargs
         }
-        return args, {**kwargs, **moved}
+        return args, {**kwargs, **changed}
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Lays the outputs of a module out as its surroundings need them.
+    """Style that redistributes the outputs of a module to the layouts that its surroundings need.
 
     Plain outputs are taken for parts under `output_layouts`, one for each, None for one that is left as it is, and go
-    out under `desired_output_layouts`, as local tensors unless `use_local_output=False`. Raises ParallelizeError where
-    the numbers of layouts differ.
+    out under `desired_output_layouts`, as local tensors unless `use_local_output=False`. Every forward is then a
+    collective call. Raises ParallelizeError where the numbers of layouts differ. Source:
+    torch.distributed.tensor.parallel.PrepareModuleOutput.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> from tritondt.sharding.placement import Partial, Replicate
+    >>> def output_on(rank):
+    ...     style = PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Replicate())
+    ...     return parallelize_module(nn.Identity(), Mesh((2,)), style)(torch.tensor([rank])).tolist()
+    >>> run_ranks(2, output_on)
+    [[1], [1]]
     """
 
     def __init__(
         self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
-        self._movement = Movement(output_layouts, desired_output_layouts, local=use_local_output, what="output_layouts")
+        self._layout_change = LayoutChange(
+            output_layouts, desired_output_layouts, local=use_local_output, what="output_layouts"
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
         check_free(module, self, "output")
@@ -149,24 +182,40 @@ class PrepareModuleOutput(ParallelStyle):
         return module
 
     def install(self, module: nn.Module, mesh: Mesh) -> None:
-        """Registers the hook that moves what comes out."""
-        module.register_forward_hook(_OutputHook(mesh, self._movement))
+        """Registers the hook that redistributes the outputs."""
+        module.register_forward_hook(_OutputHook(mesh, self._layout_change))
 
 
 class _OutputHook:
-    """Copied with its module."""
+    """Forward hook of PrepareModuleOutput; copied with its module."""
 
-    def __init__(self, mesh: Mesh, movement: Movement) -> None:
-        self._mesh, self._movement = mesh, movement
+    def __init__(self, mesh: Mesh, layout_change: LayoutChange) -> None:
+        self._mesh, self._layout_change = mesh, layout_change
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not isinstance(output, tuple):
-            return self._movement.move_all((output,), self._mesh, module)[0]
-        return self._movement.move_all(output, self._mesh, module)
+            return self._layout_change.change_all((output,), self._mesh, module)[0]
+        return self._layout_change.change_all(output, self._mesh, module)
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """PrepareModuleInput and PrepareModuleOutput in one; `use_local_input` is the former's `use_local_output`."""
+    """Style of PrepareModuleInput and PrepareModuleOutput in one.
+
+    Arguments are those of the two; `use_local_input` is `use_local_output` of PrepareModuleInput. Every forward is then
+    a collective call. Raises ParallelizeError as the two do. Source:
+    torch.distributed.tensor.parallel.PrepareModuleInputOutput.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> from tritondt.sharding.placement import Replicate, Shard
+    >>> inside = {"input_layouts": Shard(0), "desired_input_layouts": Replicate()}
+    >>> outside = {"output_layouts": Replicate(), "desired_output_layouts": Shard(0)}
+    >>> def output_on(rank):
+    ...     style = PrepareModuleInputOutput(**inside, **outside)
+    ...     return parallelize_module(nn.Identity(), Mesh((2,)), style)(torch.tensor([rank])).tolist()
+    >>> run_ranks(2, output_on)
+    [[0], [1]]
+    """
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""SequenceParallel: every rank has all of a module's parameters and runs it on its own part of the sequence."""
+"""SequenceParallel: a module with all parameters on every rank, run on each rank's own part of the sequence."""
 
 import torch
 from torch import nn
 
 from tritondt.errors import ParallelizeError
-from tritondt.parallel.boundary import InputPlan, entry_of
+from tritondt.parallel.boundary import InputPlan, input_plan_of
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.weights import WeightStyle
 from tritondt.sharding.mesh import Mesh
@@ -18,18 +18,29 @@ _BY_POSITION: tuple[type[nn.Module], ...] = (
 
 
 class SequenceParallel(WeightStyle):
-    """Runs a layer on this rank's part of the sequence, dim `sequence_dim` of its input and output.
+    """Style that runs a layer on this rank's part of the sequence, dim `sequence_dim` of its input and output.
 
     For layers that treat every position by itself: norms, dropout, activations, nn.Linear, nn.Embedding, and layers of
-    your own without layers inside. A plain input is taken for this rank's part of equally long ones. The gradients of
-    the parameters, terms on every rank, are summed when the backward pass ends.
+    your own without layers inside. A plain input is taken for this rank's part of equally long ones; the output is
+    distributed unless `use_local_output`. The gradients of the parameters, terms on every rank, are summed when the
+    backward pass ends, which makes backward a collective call. Raises ParallelizeError for any other layer, and in
+    forward where the layer normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> def output_on(rank):
+    ...     norm = parallelize_module(nn.LayerNorm(6), Mesh((2,)), SequenceParallel())
+    ...     output = norm(torch.ones(1, 4, 6))
+    ...     return output.placements, tuple(output.shape)
+    >>> run_ranks(2, output_on)[0]
+    ((S1,), (1, 8, 6))
     """
 
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """Every rank has all of them."""
+        """Replicate for every parameter."""
         is_torchs = type(module).__module__.startswith("torch.nn.")
         if next(module.children(), None) is not None or (is_torchs and not isinstance(module, _BY_POSITION)):
             known = ", ".join(kind.__name__ for kind in _BY_POSITION)
@@ -40,19 +51,19 @@ class SequenceParallel(WeightStyle):
         return {name: Replicate() for name in module._parameters}
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Own positions in, own positions out."""
+        """Hooks that take own positions in and hand own positions out."""
         return PositionRun(mesh, self.sequence_dim, self.use_local_output)
 
 
 class PositionRun(LocalRun):
-    """Every rank has some positions of the sequence."""
+    """A module that every rank runs on some positions of the sequence."""
 
     def __init__(self, mesh: Mesh, dim: int, use_local_output: bool) -> None:
         super().__init__(mesh)
         self.cut, self.use_local_output = Shard(dim), use_local_output
 
-    def entry(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
-        """Own positions."""
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan of own positions."""
         dim = self.cut.dim + x.ndim if self.cut.dim < 0 else self.cut.dim
         normalized = getattr(module, "normalized_shape", ())
         if isinstance(normalized, tuple) and dim >= x.ndim - len(normalized):
@@ -60,18 +71,18 @@ class PositionRun(LocalRun):
                 f"{module} normalizes the last {len(normalized)} of {x.ndim} dims, dim {dim} among them, which "
                 "SequenceParallel cuts; allowed is a sequence_dim before them"
             )
-        return entry_of(x, self.mesh, self.cut, self.cut)
+        return input_plan_of(x, self.mesh, self.cut, self.cut)
 
     def gradient(self, name: str) -> Placement | None:
-        """Own positions give terms."""
+        """Partial, since own positions give terms."""
         return Partial()
 
-    def output(self, module: nn.Module, output: torch.Tensor, entry: InputPlan, call: None) -> torch.Tensor:
-        """Own positions."""
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
+        """Own positions of the output."""
         if self.use_local_output:
             return output
-        cut = entry.target.placements[0]
-        assert isinstance(cut, Shard), f"{entry} leaves the sequence whole"
+        cut = input_plan.target.placements[0]
+        assert isinstance(cut, Shard), f"{input_plan} leaves the sequence whole"
         dim = cut.dim
-        shape = (*output.shape[:dim], entry.target.shape[dim], *output.shape[dim + 1 :])
+        shape = (*output.shape[:dim], input_plan.target.shape[dim], *output.shape[dim + 1 :])
         return self.hand_out(output, cut, cut, shape, use_local_output=False)

@@ -1,4 +1,4 @@
-"""What every style has in common: it lays one module over one mesh axis, once."""
+"""Base of the parallel styles, each of which lays one module over one mesh axis, once."""
 
 from abc import ABC, abstractmethod
 from typing import Literal
@@ -17,9 +17,17 @@ _STYLES = "_tritondt_parallel_styles"
 
 
 class ParallelStyle(ABC):
-    """How one module is laid over a mesh axis; a style of your own says it in `_apply`.
+    """Base of the styles: the way in which one module is laid over a mesh axis, which a subclass defines in `_apply`.
 
-    `src_data_rank` is set by `parallelize_module`: whose values of a parameter count, None for everybody's own.
+    `src_data_rank` is set by `parallelize_module`: the mesh rank whose values of a parameter count, None for every
+    rank's own. `_apply(module, device_mesh)` changes the module in place, or returns one in place of it, and is called
+    on all ranks of the mesh. Source: torch.distributed.tensor.parallel.ParallelStyle.
+
+    >>> class Frozen(ParallelStyle):
+    ...     def _apply(self, module, device_mesh):
+    ...         return module.requires_grad_(False)
+    >>> Frozen()._apply(nn.Linear(2, 2), device_mesh=None).weight.requires_grad
+    False
     """
 
     src_data_rank: int | None = 0
@@ -40,12 +48,12 @@ def check_free(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
 
 
 def claim(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
-    """Notes that `style` takes care of these parts of the module, once it does."""
+    """Notes that `style` takes care of these parts of the module from now on."""
     module.__dict__.setdefault(_STYLES, {}).update(dict.fromkeys(roles, type(style).__name__))
 
 
 def checked_layout(layout: Placement | None, what: str) -> Placement | None:
-    """The layout if it is one; ParallelizeError for anything else, such as torch's placements."""
+    """Layout, if it is a placement or None; ParallelizeError for anything else, such as torch's placements."""
     if layout is None or isinstance(layout, Placement):
         return layout
     kind = f"{type(layout).__module__.split('.')[0]}'s {type(layout).__name__}"

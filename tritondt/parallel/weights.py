@@ -16,15 +16,15 @@ from tritondt.sharding.placement import Placement, Replicate, Shard
 
 
 class WeightStyle(ParallelStyle):
-    """A style that knows before it is applied how it will lay out every parameter of a module."""
+    """A style that knows the placement of every parameter of a module before it is applied."""
 
     @abstractmethod
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """The placement of every parameter by name; ParallelizeError for a module that it cannot run."""
+        """Placement of every parameter by name; ParallelizeError for a module that the style cannot run."""
 
     @abstractmethod
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """What happens around the module's forward."""
+        """Hooks around the module's forward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
         placements = self.parameter_placements(module)
@@ -37,15 +37,29 @@ class WeightStyle(ParallelStyle):
 
 
 class ColwiseParallel(WeightStyle):
-    """Cuts the output features of an nn.Linear, or the features of an nn.Embedding.
+    """Style that cuts the output features of an nn.Linear, or the features of an nn.Embedding.
 
     The input is taken for `input_layouts` where it is plain (default: Replicate) and comes in whole; the output goes
     out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
     `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0.
-    `repeats` is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix.
+    `repeats` is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. Every
+    forward may be a collective call of the mesh.
+
     With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
     rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without. Nor
     does anything overlap where the cost table says that it hides nothing, as between processes of one host.
+
+    Raises ParallelizeError for another kind of module or placement. Source:
+    torch.distributed.tensor.parallel.ColwiseParallel.
+
+    >>> import torch
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> def shapes_on(rank):
+    ...     linear = parallelize_module(nn.Linear(6, 5), Mesh((2,)), ColwiseParallel())
+    ...     return tuple(linear.weight.to_local().shape), tuple(linear(torch.ones(3, 6)).shape)
+    >>> run_ranks(2, shapes_on)
+    [((3, 6), (3, 3)), ((2, 6), (3, 2))]
     """
 
     def __init__(
@@ -64,7 +78,7 @@ class ColwiseParallel(WeightStyle):
         self.use_local_output, self.overlap = use_local_output, overlap
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """The weight by its output features, which an embedding has last; the bias alike."""
+        """Placement of the weight by its output features, which an embedding has last; of the bias alike."""
         unit, repeats = self.features.unit, self.features.repeats
         if isinstance(module, nn.Linear):
             return dict.fromkeys(("weight", "bias"), Shard(0, unit, repeats=repeats))
@@ -74,20 +88,35 @@ class ColwiseParallel(WeightStyle):
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Whole input, own features of the output."""
+        """Hooks that take the whole input in and hand own features of the output out."""
         kind = ColumnLinear if isinstance(module, nn.Linear) else ColumnEmbedding
         return kind(mesh, self.input_layouts, self.features, self.output_layouts, self.use_local_output, self.overlap)
 
 
 class RowwiseParallel(WeightStyle):
-    """Cuts the input features of an nn.Linear, or the vocabulary of an nn.Embedding; what the ranks find is added up.
+    """Style that cuts the input features of an nn.Linear, or the vocabulary of an nn.Embedding; the ranks' terms are
+    summed.
 
     The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
     Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
-    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together.
+    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together. Every forward
+    is a collective call of the mesh.
+
     With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
-    the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor
-    does anything overlap where the cost table says that it hides nothing, as between processes of one host.
+    the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor does
+    anything overlap where the cost table says that it hides nothing, as between processes of one host.
+
+    Raises ParallelizeError for another kind of module or placement. Source:
+    torch.distributed.tensor.parallel.RowwiseParallel.
+
+    >>> import torch
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> def shapes_on(rank):
+    ...     linear = parallelize_module(nn.Linear(6, 5), Mesh((2,)), RowwiseParallel())
+    ...     return tuple(linear.weight.to_local().shape), tuple(linear(torch.ones(2, 3)).shape)
+    >>> run_ranks(2, shapes_on)
+    [((5, 3), (2, 5)), ((5, 3), (2, 5))]
     """
 
     def __init__(
@@ -104,7 +133,7 @@ class RowwiseParallel(WeightStyle):
         self.use_local_output, self.unit, self.overlap = use_local_output, unit, overlap
 
     def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
-        """The weight by its input features, which an embedding has first; every rank has the whole bias."""
+        """Placement of the weight by its input features, which an embedding has first; the bias is replicated."""
         if isinstance(module, nn.Linear):
             return {"weight": Shard(1, self.unit), "bias": Replicate()}
         if isinstance(module, nn.Embedding):
@@ -113,7 +142,7 @@ class RowwiseParallel(WeightStyle):
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
-        """Own features of the input, terms of the output."""
+        """Hooks that take own features of the input in and add up the terms of the output."""
         if isinstance(module, nn.Linear):
             given = self.input_layouts or Shard(-1, self.unit)
             cut = Shard(-1, self.unit)
@@ -130,7 +159,7 @@ def _unknown(module: nn.Module, style: ParallelStyle) -> ParallelizeError:
 
 
 def _check_embedding(module: nn.Embedding, style: ParallelStyle) -> None:
-    """Refuses what needs whole rows, or counts indices of the whole batch."""
+    """Refuses options of an nn.Embedding that need whole rows, or count indices of the whole batch."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(module, option):
             raise ParallelizeError(

@@ -1,1 +1,1 @@
-"""Decides what a redistribution does, as plain values: no torch, no ranks, no processes."""
+"""Plans of redistributions as plain values: no torch, no ranks, no processes."""

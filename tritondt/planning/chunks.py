@@ -1,4 +1,4 @@
-"""An exchange taken apart into smaller ones, which run one after the other while something else is computed."""
+"""Division of an exchange into smaller ones, which run one after the other while something else is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from tritondt.sharding import intervals as regions
 
 
 def by_distance(exchange: Exchange, own: int, num_ranks: int) -> tuple[Exchange, ...]:
-    """Number d is what goes to place `own` + d and comes from place `own` - d, modulo `num_ranks`; 0 is what stays.
+    """Exchanges by distance d, each sending to place `own` + d and receiving from `own` - d, modulo `num_ranks`.
 
     At every distance a rank has one peer to send to and one to receive from, so that no rank is everybody's.
 
@@ -30,7 +30,7 @@ def by_distance(exchange: Exchange, own: int, num_ranks: int) -> tuple[Exchange,
 
 
 def in_pieces(exchange: Exchange, dim: int, shares: Sequence[int]) -> tuple[Exchange, ...]:
-    """Every part cut along `dim` in proportion to `shares`, number i of all of them in exchange i.
+    """Exchanges of pieces: every part is cut along `dim` in proportion to `shares`, and piece i is in exchange i.
 
     >>> part = Part((((2, 7),), ((0, 4),)))
     >>> [found.keeps[0].region[0] for found in in_pieces(Exchange((), (), (part,)), 0, (1, 1))]
@@ -48,7 +48,7 @@ def in_pieces(exchange: Exchange, dim: int, shares: Sequence[int]) -> tuple[Exch
 
 
 def _mapped(exchange: Exchange, change: Callable[[Part], Part]) -> Exchange:
-    """The exchange of changed parts, without those that are empty and messages of nothing."""
+    """The exchange with changed parts, without empty parts and empty messages."""
 
     def changed(parts: tuple[Part, ...]) -> tuple[Part, ...]:
         return tuple(found for found in map(change, parts) if found.numel)

@@ -1,4 +1,4 @@
-"""What a step costs: messages, bytes and copies, priced by a table that all ranks of a world share.
+"""Cost of a step: messages, bytes and copies, priced by a table that all ranks of a world share.
 
 Prices come in closed form from the layouts alone: those of the busiest rank where all pieces are equal, an estimate
 where they are not. A price by a rank's own bytes would let ranks choose different plans, and the exchange would hang.
@@ -22,7 +22,7 @@ _Table = TypeVar("_Table", "Link", "CostTable")
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One class of connection: seconds per message, bytes per second.
+    """One class of connection: `latency_s` seconds per message, `bandwidth` bytes per second.
 
     `busy_share` is the part of the time in which the ranks' processors move the bytes, and can compute nothing.
     """
@@ -34,7 +34,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Prices per link class, and how ranks are grouped; rank r is on host r // ranks_per_host.
+    """Prices per class of link, and grouping of ranks; rank r is on host r // ranks_per_host.
 
     `first_connection_s` is paid once per new peer. Above `max_peers` peers per rank a plan takes several hops.
     `flop_rate` is how many operations a second one thread does in a matmul: where that is too high, what overlaps is
@@ -52,16 +52,16 @@ class CostTable:
     flop_rate: float = 1e11
 
     def to_json(self) -> str:
-        """The table as text, the form in which ranks agree on it."""
+        """Text of the table, the form in which ranks agree on one."""
         return json.dumps(asdict(self), sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "CostTable":
-        """The table that `to_json` wrote."""
+        """Table that `to_json` wrote."""
         return cls().with_json(text)
 
     def with_json(self, text: str) -> "CostTable":
-        """The table with the prices of a JSON object in place of its own; ValueError for what is no price.
+        """Table with the prices of a JSON object in place of its own; ValueError for values that are no prices.
 
         >>> CostTable().with_json('{"host": {"bandwidth": 1e8}, "max_peers": 64}').host
         Link(latency_s=3e-05, bandwidth=100000000.0, busy_share=1.0)
@@ -74,7 +74,7 @@ class CostTable:
         return hashlib.blake2b(self.to_json().encode(), digest_size=8).hexdigest()
 
     def link(self, span: int) -> Link:
-        """The slowest link inside groups of `span` consecutive ranks."""
+        """Slowest link within groups of `span` consecutive ranks."""
         if span <= self.ranks_per_device and self.ranks_per_device % span == 0:
             return self.device
         if span <= self.ranks_per_host and self.ranks_per_host % span == 0:
@@ -83,7 +83,7 @@ class CostTable:
 
 
 def _with_prices(table: _Table, prices: Any) -> _Table:
-    """A table, or a link in it, with some prices changed."""
+    """A table, or a link in one, with some prices changed."""
     if not isinstance(prices, dict):
         raise ValueError(f"{prices!r} is given for {type(table).__name__}; allowed is an object of prices by name")
     known, changed = {field.name: getattr(table, field.name) for field in fields(table)}, dict[str, Any]()
@@ -111,7 +111,7 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step asks of a rank; the same on all ranks, and exact where all pieces are equal."""
+    """Peers, received elements and seconds of a step on any rank, exact where all pieces are equal."""
 
     num_peers: int
     received_elements: float
@@ -119,7 +119,7 @@ class StepCost:
 
 
 def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
-    """The cost of a step of elements of `itemsize` bytes."""
+    """Cost of a step whose elements have `itemsize` bytes."""
     if not step.moving_axes:
         copied = step.target.max_local_numel * itemsize
         return StepCost(0, 0.0, copied / costs.copy_bandwidth)
@@ -131,7 +131,7 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
 
 
 def received_elements(step: Step) -> float:
-    """Elements that a rank receives, as a real number so that equal forms compare equal."""
+    """Elements that a rank receives in a step, as a real number so that equal forms compare equal."""
     if isinstance(step.source, FlatPieces):
         return step.source.layout.max_local_numel * (1 - 1 / step.source.parts)
     wanted = step.target_layout.max_local_numel / (1 if isinstance(step.target, Layout) else step.target.parts)
@@ -139,7 +139,7 @@ def received_elements(step: Step) -> float:
 
 
 def _own_fraction(route: Route) -> float:
-    """The least fraction of its target region that a rank holds a term of."""
+    """Least fraction of a target region of which the receiving rank holds a term."""
     fraction = 1.0
     for source_parts, target_parts in _parts_of_dims(route):
         if source_parts > 1 and target_parts > 1:
@@ -149,7 +149,7 @@ def _own_fraction(route: Route) -> float:
 
 
 def _peers(step: Step) -> int:
-    """Ranks that a rank talks to: those that serve it, or those that it serves, whichever are more."""
+    """Ranks that a rank talks to in a step: its servers or its receivers, whichever are more."""
     if isinstance(step.source, FlatPieces):
         return step.source.parts - 1
     route = step.route
@@ -171,7 +171,7 @@ def _peers(step: Step) -> int:
 
 
 def _parts_of_dims(route: Route) -> Iterator[tuple[int, int]]:
-    """Per dim, in how many parts source and target cut what they do not cut alike."""
+    """Per dim, numbers of parts into which source and target cut the interval that they do not cut alike."""
     source, target = route.source_layout, route.target_layout
     for dim, (source_axes, target_axes) in enumerate(zip(source.axes_of_dim, target.axes_of_dim, strict=True)):
         common = len(common_cuts(source, target, dim))
@@ -183,7 +183,7 @@ def _parts_of_dims(route: Route) -> Iterator[tuple[int, int]]:
 
 
 def _overlapping(parts: int, others: int) -> int:
-    """How many of `parts` equal pieces of an interval meet one of `others` equal pieces of it, at most."""
+    """Greatest number of `parts` equal pieces of an interval that meet one of `others` equal pieces."""
     if others % parts == 0 or parts % others == 0:
         return max(1, parts // others)
     return min(parts, -(-parts // others) + 1)

@@ -1,4 +1,4 @@
-"""What one rank sends, receives and keeps when a tensor goes from one layout to another.
+"""Sends, receives and keeps of one rank when a tensor goes from one layout to another.
 
 Every receiver needs its target region. What it holds already stays; the rest comes from the ranks that hold
 it, and along an axis where the source is replicated, from those at the receiver's own index. So a rank
@@ -15,6 +15,7 @@ from math import prod
 
 from tritondt.planning.flat_pieces import FlatPieces, Holding
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import position_of
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -22,7 +23,7 @@ from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A region of one tensor; where the source is Partial, the `contribution`-th term of it."""
+    """A region of one tensor; where the source is Partial, its term number `contribution`."""
 
     region: Region
     contribution: int = 0
@@ -30,26 +31,26 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Elements in the part."""
+        """Number of elements in the part."""
         return regions.numel(self.region)
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """All that goes from one rank to another, parts one after another, each row-major in global index order."""
+    """Parts that go from one rank to another, one after the other, each row-major in global index order."""
 
     peer: int
     parts: tuple[Part, ...]
 
     @property
     def numel(self) -> int:
-        """Elements in the message."""
+        """Number of elements in the message."""
         return sum(part.numel for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One rank's side of an exchange; `keeps` are parts that never leave the rank.
+    """Sends, receives and keeps of one rank; `keeps` are parts that never leave the rank.
 
     `contributions` is how many terms every received or kept element has, per tensor: 1 where nothing is reduced.
     """
@@ -62,7 +63,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Route:
-    """Who serves whom between two holdings, on one mesh or, with `ranks`, between two meshes of a world."""
+    """Servers and receivers between two holdings, on one mesh or, with ranks given, between two meshes of a world."""
 
     source: Holding
     target: Holding
@@ -76,18 +77,18 @@ class Route:
 
     @cached_property
     def source_layout(self) -> Layout:
-        """The layout under the source."""
+        """Layout under the source."""
         assert isinstance(self.source, Layout), f"an exchange starts from a layout, not from {self.source}"
         return self.source
 
     @cached_property
     def target_layout(self) -> Layout:
-        """The layout under the target, before it is cut into pieces."""
+        """Layout under the target, before that is cut into flat pieces."""
         return self.target.layout if isinstance(self.target, FlatPieces) else self.target
 
     @cached_property
     def kept_axes(self) -> frozenset[int]:
-        """Axes along which nobody talks: Partial before and after, or a shard that becomes a term."""
+        """Axes along which no rank talks to another: Partial before and after, or a shard that becomes a term."""
         if self.crosses:
             return frozenset()
         pairs = zip(self.source_layout.placements, self.target_layout.placements, strict=True)
@@ -100,12 +101,12 @@ class Route:
 
     @cached_property
     def contributions(self) -> int:
-        """Terms that arrive for every element."""
+        """Number of terms that arrive for every element."""
         return prod(self.source_layout.mesh_shape[axis] for axis in self.reduced_axes)
 
     @cached_property
     def replica_axes(self) -> tuple[int, ...]:
-        """Source axes along which all hold the same."""
+        """Source axes along which all coordinates hold equal values."""
         return self.source_layout.axes_where(Replicate)
 
     @cached_property
@@ -120,14 +121,12 @@ class Route:
         )
 
     def contribution(self, source_coordinate: Coordinate) -> int:
-        """Which of the terms a source coordinate holds, counted in coordinate order."""
-        index = 0
-        for axis in self.reduced_axes:
-            index = index * self.source_layout.mesh_shape[axis] + source_coordinate[axis]
-        return index
+        """Number of the term that a source coordinate holds, in coordinate order."""
+        axes, sizes = self.reduced_axes, self.source_layout.mesh_shape
+        return position_of([source_coordinate[axis] for axis in axes], [sizes[axis] for axis in axes])
 
     def serving_indices(self, target_coordinate: Coordinate) -> dict[int, int]:
-        """The source indices at which the servers of a receiver sit, on the axes where there is a choice."""
+        """Source indices of the servers of a receiver, on the axes where there is a choice."""
         if not self.crosses:
             return {axis: target_coordinate[axis] for axis in (*self.replica_axes, *self.kept_axes)}
         assert self.source_ranks is not None
@@ -193,7 +192,7 @@ def _position_of(ranks: Sequence[int], rank: int) -> int | None:
 
 
 def exchange(source: Holding, target: Holding, coordinate: Coordinate) -> Exchange:
-    """What the rank at `coordinate` sends, receives and keeps on one mesh; peers are row-major mesh positions.
+    """Sends, receives and keeps of the rank at `coordinate` on one mesh; peers are row-major mesh positions.
 
     >>> found = exchange(Layout((2,), (Shard(0),), (3, 2)), Layout((2,), (Shard(1),), (3, 2)), (1,))
     >>> [(message.peer, message.parts[0].region) for message in found.receives]
@@ -209,7 +208,7 @@ def exchange(source: Holding, target: Holding, coordinate: Coordinate) -> Exchan
 def exchange_across(
     source: Holding, source_ranks: Sequence[int], target: Holding, target_ranks: Sequence[int], rank: int
 ) -> Exchange:
-    """What `rank` of the world does when source and target lie on different meshes; peers are ranks.
+    """Sends, receives and keeps of `rank` between two meshes of a world; peers are ranks of the world.
 
     `source_ranks` and `target_ranks` list the meshes' ranks in row-major order; they may share ranks.
     """
@@ -254,19 +253,36 @@ def _exchange(
     )
 
 
+def renumber_peers(exchange: Exchange, ranks: Sequence[int]) -> Exchange:
+    """The exchange with each peer, a position in `ranks`, renumbered to the place of its rank in ascending order.
+
+    Peers of a mesh become peers of the communicator of its ranks.
+
+    >>> exchange = Exchange((Message(0, ()), Message(2, ())), (), ())
+    >>> [message.peer for message in renumber_peers(exchange, (7, 3, 5)).sends]
+    [2, 1]
+    """
+    place_of = {rank: place for place, rank in enumerate(sorted(ranks))}
+
+    def renumbered(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(Message(place_of[ranks[message.peer]], message.parts) for message in messages)
+
+    return replace(exchange, sends=renumbered(exchange.sends), receives=renumbered(exchange.receives))
+
+
 def _part_key(part: Part) -> tuple[int, Region]:
     return part.contribution, part.region
 
 
 def _messages(parts_of_peer: dict[int, list[Part]], own: int) -> tuple[Message, ...]:
-    """One message per peer; peers in the order own+1, own+2, ... around, so that no rank is everybody's first."""
+    """One message per peer, in the order own + 1, own + 2, ... around, so that no rank is the first peer of all."""
     behind = sorted(peer for peer in parts_of_peer if peer < own)
     ahead = sorted(peer for peer in parts_of_peer if peer > own)
     return tuple(Message(peer, tuple(parts_of_peer[peer])) for peer in (*ahead, *behind))
 
 
 def merge(exchanges: Sequence[Exchange], own: int, itemsizes: Sequence[int]) -> Exchange:
-    """The exchanges of several tensors as one, with one message per peer: part i belongs to tensor i.
+    """Exchanges of several tensors as one, with one message per peer; part.tensor is the number of the tensor.
 
     Parts of wider elements come first, so that without padding every part starts on a multiple of its own.
     """

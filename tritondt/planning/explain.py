@@ -1,4 +1,4 @@
-"""What a redistribution will do, before anything moves: steps, bytes, messages, memory and predicted time."""
+"""Explanations of redistributions before anything moves: steps, bytes, messages, memory and predicted time."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from tritondt.sharding.layout import Coordinate, Layout
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step as one rank sees it; bytes and messages are exact, seconds are the cost table's for any rank.
+    """One step on one rank: exact messages and bytes, and the seconds that the cost table predicts for any rank.
 
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
     arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
@@ -37,7 +37,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """All steps of a redistribution as the rank at `coordinate` sees them, for contiguous local tensors.
+    """All steps of a redistribution on the rank at `coordinate`, for contiguous local tensors.
 
     `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own.
     `first_connections_seconds` comes on top, once, for peers that this rank has never talked to.
@@ -55,22 +55,22 @@ class Explanation:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in all steps."""
+        """Bytes that the rank sends in all steps."""
         return sum(step.sent_bytes for step in self.steps)
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that this rank receives in all steps."""
+        """Bytes that the rank receives in all steps."""
         return sum(step.received_bytes for step in self.steps)
 
     @property
     def messages(self) -> int:
-        """Messages that this rank sends in all steps."""
+        """Number of messages that the rank sends in all steps."""
         return sum(step.num_sent for step in self.steps)
 
     @property
     def seconds(self) -> float:
-        """Predicted time, connections made before."""
+        """Predicted seconds of all steps, without first connections."""
         return sum(step.seconds for step in self.steps)
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ def explain_layouts(
     wire_itemsize: int | None = None,
     scale_bytes: int = 0,
 ) -> Explanation:
-    """Explains a redistribution for the rank at `coordinate` (default: the first), from the layouts alone.
+    """Explanation of a redistribution for the rank at `coordinate` (default: the first), from layouts alone.
 
     `wire_itemsize` is given where messages hold narrower elements than the tensor, `scale_bytes` where each box has a
     scale.
@@ -167,12 +167,12 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
     if step.kind != "reduce":
         landing = sum(message.numel for message in found.receives if is_one_run(target_blocks, message))
     sent = sum(message.numel for message in found.sends)
-    moved = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
-    return _step_report(step, found, moved, step_cost(step, itemsize, costs).seconds)
+    num_bytes = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
+    return _step_report(step, found, num_bytes, step_cost(step, itemsize, costs).seconds)
 
 
 class _Wire(NamedTuple):
-    """Bytes of an element, of one in a message, and of the scale of a box there."""
+    """Bytes of an element in the tensor and in messages, and of the scale of a box in messages."""
 
     itemsize: int
     wire_itemsize: int
@@ -186,7 +186,7 @@ class _Wire(NamedTuple):
 
 
 def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTable) -> StepReport:
-    """The same of messages that are cast: all of them, and what stays, are packed, what several receive once.
+    """Report of a step whose messages have another dtype: sends and keeps are packed, those that several receive once.
 
     Terms of a reduction are staged as they come, and as wide as the tensor.
     """
@@ -198,12 +198,12 @@ def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTab
     if step.kind == "reduce":
         widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
     sent = sum(wire.num_bytes(message.parts) for message in found.sends)
-    moved = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
-    return _step_report(step, found, moved, step_cost(step, wire.wire_itemsize, costs).seconds)
+    num_bytes = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
+    return _step_report(step, found, num_bytes, step_cost(step, wire.wire_itemsize, costs).seconds)
 
 
 class _Bytes(NamedTuple):
-    """Of a StepReport."""
+    """Bytes of one step on one rank, for a StepReport."""
 
     sent: int
     received: int
@@ -211,28 +211,28 @@ class _Bytes(NamedTuple):
     staged: int
 
 
-def _step_report(step: Step, found: Exchange, moved: _Bytes, seconds: float) -> StepReport:
+def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
     return StepReport(
         kind=step.kind,
         source=str(step.source),
         target=str(step.target),
         num_sent=len(found.sends),
         num_received=len(found.receives),
-        sent_bytes=moved.sent,
-        received_bytes=moved.received,
-        packed_bytes=moved.packed,
-        staged_bytes=moved.staged,
+        sent_bytes=num_bytes.sent,
+        received_bytes=num_bytes.received,
+        packed_bytes=num_bytes.packed,
+        staged_bytes=num_bytes.staged,
         seconds=seconds,
     )
 
 
 def is_one_run(stored: tuple[Block, ...], message: Message) -> bool:
-    """Whether a message lies in storage as one run, so that it needs no copy."""
+    """Whether a message lies in storage as one run, which needs no copy."""
     return len(message.parts) == 1 and contiguous_offset(stored, message.parts[0].region) is not None
 
 
 def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, itemsize: int) -> int:
-    """Memory of tensors that are neither the source nor the target while a step runs.
+    """Bytes of tensors that are neither the source nor the target of the plan while a step runs.
 
     Flat pieces take none: they are reduced in place, inside the target.
     """

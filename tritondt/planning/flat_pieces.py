@@ -1,4 +1,4 @@
-"""A layout whose boxes are shared out among the ranks that hold them alike, by flat ranges of the local tensor.
+"""Layouts whose boxes are divided among the ranks that hold them alike, by flat ranges of the local tensor.
 
 Reducing into a box that k ranks hold is cheapest when each of them reduces one k-th of it. A k-th along a dim
 would be uneven whenever the dim is short, so the cut is by position in the local tensor: piece j of n elements
@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import prod
 
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
@@ -18,7 +19,7 @@ from tritondt.sharding.layout import Coordinate, Layout
 
 @dataclass(frozen=True, slots=True)
 class FlatPieces:
-    """What `layout` holds, each box cut into flat pieces among the ranks along `axes`; stored one after another.
+    """Boxes of `layout`, each cut into flat pieces among the ranks along `axes`; a rank's pieces lie one after another.
 
     >>> from tritondt.sharding.placement import Replicate
     >>> pieces = FlatPieces(Layout((2,), (Replicate(),), (3, 3)), (0,))
@@ -36,21 +37,19 @@ class FlatPieces:
 
     @property
     def parts(self) -> int:
-        """Ranks that share one box."""
+        """Number of ranks that share one box."""
         return prod(self.mesh_shape[axis] for axis in self.axes)
 
     def part(self, coordinate: Coordinate) -> int:
-        """Which of the parts a coordinate takes."""
-        index = 0
-        for axis in self.axes:
-            index = index * self.mesh_shape[axis] + coordinate[axis]
-        return index
+        """Number of the part that a coordinate takes."""
+        return position_of([coordinate[axis] for axis in self.axes], [self.mesh_shape[axis] for axis in self.axes])
 
     def coordinate_of_part(self, coordinate: Coordinate, part: int) -> Coordinate:
-        """The coordinate that takes `part` of the box that `coordinate` holds."""
+        """Coordinate that takes `part` of the box that `coordinate` holds."""
         found = list(coordinate)
-        for axis in reversed(self.axes):
-            part, found[axis] = divmod(part, self.mesh_shape[axis])
+        indices = coordinate_at(part, [self.mesh_shape[axis] for axis in self.axes])
+        for axis, index in zip(self.axes, indices, strict=True):
+            found[axis] = index
         return tuple(found)
 
     def bounds(self, coordinate: Coordinate) -> tuple[int, int]:
@@ -59,7 +58,7 @@ class FlatPieces:
         return Cut(self.parts, size).bounds(size, self.part(coordinate))
 
     def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
-        """What a coordinate takes, as regions that lie one after another in its flat piece."""
+        """Regions that a coordinate takes, in the order in which they lie in its flat piece."""
         return _flat_regions(self.layout.region(coordinate), *self.bounds(coordinate))
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:

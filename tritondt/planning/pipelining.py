@@ -1,4 +1,4 @@
-"""In which pieces rows travel while they are multiplied, and how many of them one product takes.
+"""Sizes of the pieces in which rows travel while they are multiplied, and of the products that take them.
 
 Small pieces leave little to wait for at the end, but each costs a message, and each product reads its matrix again: 0.8
 ms for 8 MB on one core.
@@ -14,7 +14,7 @@ from tritondt.planning.cost import CostTable
 
 
 class Rows(NamedTuple):
-    """What one rank has for each of `num_ranks - 1` others: rows of so many features."""
+    """Rows that one rank has for each of `num_ranks - 1` others: their number, features and bytes per element."""
 
     num_rows: float
     num_features: int
@@ -23,7 +23,7 @@ class Rows(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """Seconds that pass for the rows of one peer: on the way and in products, all of them and each besides."""
+    """Seconds for the rows of one peer: in transit, per message, in products, and per product."""
 
     travel_s: float
     message_s: float
@@ -32,7 +32,7 @@ class Pace(NamedTuple):
 
 
 def pace_of(rows: Rows, num_others: int, num_threads: int, costs: CostTable) -> Pace:
-    """The pace of rows that come from, or go to, a product with a matrix of their features by `num_others`."""
+    """Pace of rows that come from, or go to, a product with a matrix of their features by `num_others`."""
     link, num_products = costs.link(rows.num_ranks), rows.num_features * num_others
     return Pace(
         rows.num_rows * rows.num_features * rows.itemsize * (1 / link.bandwidth + 1 / costs.copy_bandwidth),
@@ -43,7 +43,7 @@ def pace_of(rows: Rows, num_others: int, num_threads: int, costs: CostTable) -> 
 
 
 def best_shares(rows: Rows, num_positions: int, costs: CostTable) -> tuple[int, ...]:
-    """In which pieces the rows of one peer should travel, in order of arrival; none where that had better not overlap.
+    """Shares of the pieces in which the rows of one peer should travel, in order of arrival; empty without overlap.
 
     Each is half of what is left: while it is multiplied the next is under way, and the last is small. Its size is that
     at which it takes as long as a message, or a product, costs besides. A link that keeps the processor busy hides
@@ -66,7 +66,7 @@ def best_shares(rows: Rows, num_positions: int, costs: CostTable) -> tuple[int, 
 
 
 def merged(num_peers: int, shares: Sequence[int], pace: Pace, before_s: float) -> tuple[int, ...]:
-    """How many pieces each product takes, where they arrive one after the other and `before_s` is computed first.
+    """Numbers of pieces that products take, where pieces arrive one by one and `before_s` is computed first.
 
     A product takes what is there of one peer when the one before it is done. Backwards it says how many pieces each
     product should make, where they leave one after the other and `before_s` is computed after them.

@@ -1,4 +1,4 @@
-"""A redistribution as a tuple of steps, each a plain value that says what it moves and how.
+"""Plans: redistributions as tuples of steps, each a plain value that says what moves and how.
 
 A plan depends on the two layouts, the element kind and the agreed costs, never on a rank, so that every rank
 makes the same one. What one rank does in a step is `Step.exchange(coordinate)`.
@@ -19,7 +19,7 @@ StepKind = Literal["exchange", "reduce", "gather", "local", "scale"]
 
 @dataclass(frozen=True)
 class Step:
-    """One move of a plan.
+    """One step of a plan, of kind exchange, reduce, gather, local or scale.
 
     exchange: every rank receives what it lacks. reduce: terms of a Partial are added on arrival. gather: flat
     pieces come together in the target. local: nobody sends anything. scale: terms of a sum become terms of a
@@ -32,17 +32,17 @@ class Step:
 
     @cached_property
     def route(self) -> Route:
-        """Who serves whom in this step; a gather has its own."""
+        """Servers and receivers of this step; a gather has a route of its own."""
         return Route(self.source, self.target)
 
     @property
     def target_layout(self) -> Layout:
-        """The target, or the layout that it is cut from."""
+        """Target of the step, or the layout that its flat pieces are cut from."""
         return self.target.layout if isinstance(self.target, FlatPieces) else self.target
 
     @cached_property
     def reduce_op(self) -> ReduceOp | None:
-        """What a reduce step does with the terms: avg is a sum with a divisor."""
+        """Operation of a reduce step on its terms, None for other steps; avg is a sum with a divisor."""
         if self.kind != "reduce":
             return None
         op = self._partial_op(self.route.reduced_axes[0])
@@ -50,7 +50,7 @@ class Step:
 
     @cached_property
     def divisor(self) -> int:
-        """What the reduced sum is divided by, once."""
+        """Divisor of the reduced sum, applied once."""
         if self.kind != "reduce":
             return 1
         layout = self.route.source_layout
@@ -67,7 +67,7 @@ class Step:
 
     @cached_property
     def fill_op(self) -> ReduceOp | None:
-        """The op whose identity fills what nobody writes: set where an axis becomes Partial."""
+        """Op whose identity fills the elements that no rank writes; set where an axis becomes Partial."""
         if self.kind not in ("exchange", "local") or isinstance(self.target, FlatPieces):
             return None
         source, target = self.route.source_layout, self.target
@@ -94,7 +94,7 @@ class Step:
         return tuple(axis for axis in range(len(route.source_layout.mesh_shape)) if axis not in fixed)
 
     def exchange(self, coordinate: Coordinate) -> Exchange:
-        """What the rank at `coordinate` sends, receives and keeps in this step; peers are mesh positions."""
+        """Sends, receives and keeps of the rank at `coordinate` in this step; peers are mesh positions."""
         if self.kind == "scale":
             return Exchange((), (), ())
         if self.kind != "gather":
@@ -123,14 +123,14 @@ class Step:
 
 
 def gathered_layouts(pieces: FlatPieces, coordinate: Coordinate) -> tuple[Layout, Layout]:
-    """The flat local tensor that a gather completes: cut among its holders, and whole at each of them."""
+    """Layouts of the flat local tensor that a gather completes: cut among its holders, and whole at each."""
     length = (prod(pieces.layout.local_shape(coordinate)),)
     mesh_shape = (pieces.parts,)
     return Layout(mesh_shape, (Shard(0),), length), Layout(mesh_shape, (Replicate(),), length)
 
 
 def common_cuts(source: Layout, target: Layout, dim: int) -> list[int]:
-    """Axes that cut `dim` alike, and first, before and after: their pieces stay where they are."""
+    """Leading axes that cut `dim` alike before and after, so that their pieces stay where they are."""
     found = []
     for axis, target_axis in zip(source.axes_of_dim[dim], target.axes_of_dim[dim], strict=False):
         if axis != target_axis or source.placements[axis] != target.placements[axis]:
@@ -140,7 +140,7 @@ def common_cuts(source: Layout, target: Layout, dim: int) -> list[int]:
 
 
 def moves_nothing(source: Layout, target: Layout) -> bool:
-    """Whether every rank, whatever its coordinate, holds all it needs."""
+    """Whether every rank, whatever its coordinate, holds all that it needs already."""
     route = Route(source, target)
     if route.reduced_axes:
         return False
@@ -153,7 +153,7 @@ def moves_nothing(source: Layout, target: Layout) -> bool:
 
 @dataclass(frozen=True)
 class Plan:
-    """The steps that take `source` to `target`; no steps where nothing changes."""
+    """Steps that take `source` to `target`; none where nothing changes."""
 
     source: Layout
     target: Layout

@@ -1,4 +1,4 @@
-"""Chooses the steps of a redistribution.
+"""Choice of the steps of a redistribution.
 
 The fewest bytes come first and predicted time decides between equals: that is this library's promise, and the
 reason that a plan can be checked. Above `CostTable.max_peers` peers a rank, where one hop would cost more in
@@ -22,7 +22,7 @@ Steps = tuple[Step, ...]
 
 @lru_cache(maxsize=4096)
 def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable) -> Plan:
-    """The plan that every rank makes for the same arguments; raises for layouts of different tensors or meshes.
+    """Plan from `source` to `target`, equal on every rank; LayoutError or MeshError for different tensors or meshes.
 
     >>> print(make_plan(Layout((2,), (Shard(0),), (4,)), Layout((2,), (Replicate(),), (4,)), 4, CostTable()))
     (S0) -> (R): exchange (S0) -> (R)
@@ -34,7 +34,7 @@ def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable) -
 
 
 def check_pair(source: Layout, target: Layout) -> None:
-    """Refuses layouts that no redistribution connects."""
+    """Refuses layouts that no redistribution connects: of different shapes, or on different meshes."""
     if source.shape != target.shape:
         raise LayoutError(
             f"cannot go from {source} to {target}: the source has shape {source.shape}, the target {target.shape}; "
@@ -65,7 +65,7 @@ def _ranked(
 
 
 def candidates(source: Layout, target: Layout, costs: CostTable) -> list[Steps]:
-    """All forms worth pricing; none holds more than the larger of source and target on the way."""
+    """All forms worth pricing, none of which holds more than the larger of source and target on the way."""
     scaled = _with_scaled_terms(source, target)
     first: Steps = () if scaled is source else (Step("scale", source, scaled),)
     if scaled is target:
@@ -77,7 +77,7 @@ def candidates(source: Layout, target: Layout, costs: CostTable) -> list[Steps]:
 
 
 def _with_scaled_terms(source: Layout, target: Layout) -> Layout:
-    """The source with sum and avg exchanged wherever the target asks for the other."""
+    """Source with sum and avg exchanged wherever the target asks for the other."""
     placements = list(source.placements)
     for axis, pair in enumerate(zip(source.placements, target.placements, strict=True)):
         ops = {placement.reduce_op for placement in pair if isinstance(placement, Partial)}
@@ -87,7 +87,7 @@ def _with_scaled_terms(source: Layout, target: Layout) -> Layout:
 
 
 def _direct(source: Layout, target: Layout) -> list[Steps]:
-    """One hop where nothing is reduced; else the forms of reducing and gathering."""
+    """Forms of one hop where nothing is reduced, else forms that reduce and gather."""
     if not Route(source, target).reduced_axes:
         return [(Step("local" if moves_nothing(source, target) else "exchange", source, target),)]
     middle = _without_new_terms(source, target)
@@ -96,7 +96,7 @@ def _direct(source: Layout, target: Layout) -> list[Steps]:
 
 
 def _without_new_terms(source: Layout, target: Layout) -> Layout:
-    """The target with axes that newly become Partial as they were: terms are made after the reduction, for free."""
+    """Target whose newly Partial axes stay as in the source, since terms are made after the reduction for free."""
     kept = Route(source, target).kept_axes
     sharded: list[Placement] = list(target.placements)
     whole = list(sharded)
@@ -112,7 +112,7 @@ def _without_new_terms(source: Layout, target: Layout) -> Layout:
 
 
 def _reductions(source: Layout, target: Layout) -> list[Steps]:
-    """Reduce each box whole at each of its holders, or in pieces among some or all of them, then gather."""
+    """Forms that reduce each box whole at each holder, or in pieces among some or all of them and then gather."""
     holders = target.axes_where(Replicate)
     reduced = tuple(axis for axis in Route(source, target).reduced_axes if axis in holders)
     found: list[Steps] = [(Step("reduce", source, target),)]
@@ -124,7 +124,7 @@ def _reductions(source: Layout, target: Layout) -> list[Steps]:
 
 
 def _hops(source: Layout, target: Layout, costs: CostTable) -> Iterator[Steps]:
-    """Change one axis after the other, in every order that stays in bounds; each hop in its best form."""
+    """Forms that change one axis after the other, in every order that stays in bounds; each hop in its best form."""
     changed = [
         axis for axis, pair in enumerate(zip(source.placements, target.placements, strict=True)) if pair[0] != pair[1]
     ]
@@ -138,7 +138,7 @@ def _hops(source: Layout, target: Layout, costs: CostTable) -> Iterator[Steps]:
 
 
 def _chain(source: Layout, target: Layout, axes: Sequence[int]) -> list[Layout] | None:
-    """The layouts after each of `axes` has taken its target placement; None where one cannot exist."""
+    """Layouts after each of `axes` has taken its target placement; None where one cannot exist."""
     placements, found = list(source.placements), []
     for axis in axes[:-1]:
         placements[axis] = target.placements[axis]

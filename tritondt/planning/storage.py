@@ -1,4 +1,4 @@
-"""Where the parts of a message lie in a rank's storage: strided boxes, still without any tensor."""
+"""Places of a message's parts in a rank's storage: strided boxes, without any tensor."""
 
 from collections.abc import Iterator, Sequence
 from itertools import product
@@ -14,7 +14,7 @@ from tritondt.sharding.strides import dense_strides
 
 
 class Block(NamedTuple):
-    """A region and where it lies in storage, in elements; `lengths` are the region's, dim by dim."""
+    """A region and its place in storage, in elements; `lengths` are the lengths of the region, dim by dim."""
 
     region: Region
     lengths: tuple[int, ...]
@@ -30,7 +30,7 @@ class Joint(NamedTuple):
 
 
 def blocks(holding: Holding, coordinate: Coordinate, strides: Sequence[int] | None = None) -> tuple[Block, ...]:
-    """What a coordinate stores: a layout's local tensor with `strides` (default: dense), or flat pieces."""
+    """Blocks that a coordinate stores: a layout's local tensor with `strides` (default: dense), or flat pieces."""
     found, offset = [], 0
     for region in holding.regions(coordinate):
         lengths = tuple(regions.total(intervals) for intervals in region)
@@ -43,7 +43,7 @@ def blocks(holding: Holding, coordinate: Coordinate, strides: Sequence[int] | No
 def step_blocks(
     step: Step, coordinate: Coordinate, source_strides: Sequence[int] | None = None
 ) -> tuple[tuple[Block, ...], tuple[Block, ...]]:
-    """Source and target storage of a step; a gather sees the target, which it alone writes, as flat."""
+    """Source and target blocks of a step; those of a gather describe its target as flat."""
     if step.kind != "gather":
         return blocks(step.source, coordinate, source_strides), blocks(step.target, coordinate)
     assert not isinstance(step.source, Layout), f"a gather starts from flat pieces, not from {step.source}"
@@ -53,13 +53,13 @@ def step_blocks(
 
 
 def message_block(part: Region, offset: int = 0) -> Block:
-    """A part as it lies in its message: dense, row-major in global index order."""
+    """Block of a part within its message: dense, row-major in global index order."""
     lengths = tuple(regions.total(intervals) for intervals in part)
     return Block(part, lengths, offset, dense_strides(lengths))
 
 
 def joint_boxes(storages: Sequence[Sequence[Block]], part: Region) -> list[Joint]:
-    """The fewest boxes that make up `part` and lie as one strided box in every storage."""
+    """Fewest boxes that make up `part` and lie as one strided box in every storage."""
     holding = [_block_of(stored, part) for stored in storages]
     per_dim = [_joint_runs([block.region[dim] for block in holding], intervals) for dim, intervals in enumerate(part)]
     found = []
@@ -102,7 +102,7 @@ def _joint_positions(outers: Sequence[Intervals], inner: Intervals) -> Iterator[
 
 
 def contiguous_offset(stored: Sequence[Block], part: Region) -> int | None:
-    """Where a part lies in storage as one run in message order, or None where it must be packed."""
+    """Offset at which a part lies in storage as one run in message order, None where packing is needed."""
     found = joint_boxes([stored, [message_block(part)]], part)
     if len(found) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Checks that all ranks mean the same tensor, before they build on it."""
+"""Checks that all ranks mean one and the same tensor, before they build on it."""
 
 import hashlib
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _DIGEST_BYTES, _TEXT_BYTES = 16, 496
 
 
 def check_agreed(mesh: Mesh, call: str, text: str, reference: int = 0) -> None:
-    """Refuses on all ranks alike where `text`, which says what `call` was given, is not the same on all of them.
+    """Refuses on all ranks alike where `text`, which describes the arguments of `call`, differs between ranks.
 
     A collective call. MismatchError names the rank at mesh position `reference` and the first that differs.
     """
@@ -29,26 +29,21 @@ def check_agreed(mesh: Mesh, call: str, text: str, reference: int = 0) -> None:
     content = text.encode()
     digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
     own = bytearray(digest + content[:_TEXT_BYTES].ljust(_TEXT_BYTES))
-    meta = TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.uint8)
-    placements: list[Placement] = [Shard(0)] * mesh.ndim
-    rows = DTensorSpec(mesh, placements, meta)
-    local = torch.frombuffer(own, dtype=torch.uint8).reshape(1, -1)
-    found = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim))
-    said = [bytes(row) for row in found.tolist()]
-    for rank, other in zip(mesh.ranks, said, strict=True):
-        if other[:_DIGEST_BYTES] != said[reference][:_DIGEST_BYTES]:
+    summaries = [bytes(row) for row in _rows_of_all(mesh, torch.frombuffer(own, dtype=torch.uint8))]
+    for rank, summary in zip(mesh.ranks, summaries, strict=True):
+        if summary[:_DIGEST_BYTES] != summaries[reference][:_DIGEST_BYTES]:
             raise MismatchError(
-                f"{call} was called with {_shown(said[reference])} on rank {mesh.ranks[reference]}, but with "
-                f"{_shown(other)} on rank {rank}; all ranks must call it for the same tensor"
+                f"{call} was called with {_text_of(summaries[reference])} on rank {mesh.ranks[reference]}, but with "
+                f"{_text_of(summary)} on rank {rank}; all ranks must call it for the same tensor"
             )
 
 
-def _shown(said: bytes) -> str:
-    return said[_DIGEST_BYTES:].decode(errors="replace").rstrip()
+def _text_of(summary: bytes) -> str:
+    return summary[_DIGEST_BYTES:].decode(errors="replace").rstrip()
 
 
 def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """The local tensor after a collective check that all ranks gave the same global shape, dtype and placements.
+    """Local tensor after a collective check that all ranks gave equal global shape, dtype and placements.
 
     Replicas take the values of the first coordinate. MismatchError on every rank, naming two that differ.
     """
@@ -57,7 +52,7 @@ def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def refuse_agreement(mesh: Mesh, error: Exception) -> None:
-    """Takes part in the check of `agreed_local` for a rank that cannot say what it means; the others raise."""
+    """Takes part in the check of `agreed_local` for a rank whose own arguments were refused; the others raise."""
     try:
         check_agreed(mesh, "from_local", f"what it refused ({error})")
     except MismatchError as others:
@@ -66,7 +61,9 @@ def refuse_agreement(mesh: Mesh, error: Exception) -> None:
 
 
 def _from_first_replica(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    """Every replica with the values of coordinate 0 of its axis, which keeps its own tensor."""
+    """Local tensor with the values that coordinate 0 of each replicated axis holds; coordinate 0 keeps its own
+    tensor.
+    """
     replicated = [placement.is_replicate() for placement in spec.placements]
     mesh, layout = spec.mesh, spec.layout
     if not any(size > 1 and whole for size, whole in zip(mesh.shape, replicated, strict=True)):
@@ -91,18 +88,28 @@ def _from_first_replica(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
 
 def _below_terms(placement: Placement) -> Placement:
-    """What a placement does to the tensor with one more dim in front, which terms cut."""
+    """Placement for the tensor with one more dim in front, which terms cut."""
     if isinstance(placement, Partial):
         return Shard(0)
     return replace(placement, dim=placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
 def lengths_on_all(mesh: Mesh, own: Sequence[int]) -> list[list[int]]:
-    """A few numbers of every rank of the mesh, by its position: a collective call."""
+    """Numbers of every rank of the mesh, by mesh position, on all of its ranks; equally many of each.
+
+    A collective call. A rank outside the mesh gets its own in place of all.
+    """
     if mesh.coordinate is None:
         return [list(own)] * len(mesh.ranks)
+    return _rows_of_all(mesh, torch.tensor(list(own), dtype=torch.int64))
+
+
+def _rows_of_all(mesh: Mesh, own: torch.Tensor) -> list[list[int]]:
+    """Equally long one-dimensional tensors of all ranks of the mesh, by mesh position; a collective call of its
+    ranks.
+    """
     placements: list[Placement] = [Shard(0)] * mesh.ndim
-    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), len(own)), torch.int64))
-    local = torch.tensor([list(own)], dtype=torch.int64, device=mesh.device_type)
+    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), len(own)), own.dtype))
+    local = own.to(mesh.device_type).unsqueeze(0)
     found: list[list[int]] = redistribute_local(local, rows, rows.with_placements([Replicate()] * mesh.ndim)).tolist()
     return found

@@ -1,4 +1,4 @@
-"""`redistribute`: the engine on a plain local tensor and two specs, differentiable any number of times."""
+"""`redistribute`: redistribution of a plain local tensor between two specs, differentiable any number of times."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -23,13 +23,16 @@ def redistribute(
     wire_dtype: torch.dtype | None = None,
     grad_wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """This rank's local tensor under `target` of the tensor that `local` is its part of under `source`.
+    """Local tensor of this rank under `target`, of the tensor that has `local` as this rank's part under `source`.
 
-    A collective call of all ranks of the mesh. The result never aliases `local`, except where the specs are
-    one. Backward goes the other way: `grad_placements` says how the gradient of the result will be laid out
-    (default: as `target`, with Partial as Replicate, for every term of a sum has the sum's gradient), and the
-    gradient of `local` comes as `source`, likewise. Give (Partial(),) where a replicated result is used
-    differently on every rank, as in front of a column-parallel matmul: backward is then a reduction.
+    `local` has the shape `source.local_shape`; the result has `target.local_shape`. Both specs are on one mesh, and of
+    one global shape and dtype. A collective call of all ranks of the mesh. The result never aliases `local`, except
+    where the specs are one object.
+
+    Backward is a redistribution too: `grad_placements` are the placements in which the gradient of the result will come
+    (default: those of `target`, with Replicate for Partial, since every term of a sum has the sum's gradient), and the
+    gradient of `local` comes as `source`, likewise. Give (Partial(),) where a replicated result is used differently on
+    every rank, as in front of a column-parallel matmul: backward is then a reduction.
 
     With `wire_dtype` messages hold that dtype: bfloat16 or float16 of float32, and float32 too of float64. Every step
     of the plan in which anything moves then rounds all values of the tensor, or terms of a sum, to the wire dtype, to
@@ -42,12 +45,21 @@ def redistribute(
     without a gap in any dim, has a float32 scale in front, the least power of two with which its largest finite number
     fits: numbers that are too small for it become 0.
 
-    Raises MeshError, LayoutError, LocalTensorError, TransportError, PeerError, MismatchError; ReductionError in
-    the backward of a max, min or product.
+    Raises MeshError and LayoutError on all ranks alike, LocalTensorError and TransportError on the rank whose tensor is
+    at fault, PeerError on the others, MismatchError where ranks ask for different things; ReductionError in the
+    backward of a max, min or product.
 
-        meta = TensorMeta.contiguous((1024, 1000))
-        rows, columns = (DTensorSpec(mesh, (Shard(dim),), meta) for dim in (0, 1))
-        local_columns = redistribute(local_rows, rows, columns)
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.placement import Shard
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> whole = torch.arange(8).view(4, 2)
+    >>> def columns_on(rank):
+    ...     meta = TensorMeta.contiguous(whole.shape, whole.dtype)
+    ...     rows, columns = (DTensorSpec(Mesh((2,)), (Shard(dim),), meta) for dim in (0, 1))
+    ...     return redistribute(whole.chunk(2)[rank], rows, columns).tolist()
+    >>> run_ranks(2, columns_on)
+    [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
     """
     wire = None
     if wire_dtype is not None or grad_wire_dtype is not None:
@@ -63,7 +75,7 @@ def redistribute(
 
 @lru_cache(maxsize=4096)
 def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
-    """How the gradient of a tensor under `spec` is laid out: alike, with Partial as Replicate."""
+    """Spec of the gradient of a tensor under `spec`: its placements, with Replicate for Partial."""
     if not any(isinstance(placement, Partial) for placement in spec.placements):
         return spec
     return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
@@ -85,14 +97,14 @@ class Redistribute(torch.autograd.Function):
         gradient: DTensorSpec,
         wire: Wire | None = None,
     ) -> torch.Tensor:
-        """Moves `local`; `gradient` is how the result's gradient will come."""
+        """Redistributes `local`; `gradient` is the spec in which the gradient of the result will come."""
         ctx.specs, ctx.wire = (source, target, gradient), wire
         result = redistribute_local(local, source, target, None if wire is None else wire.forward)
         return result.view_as(result) if result is local else result
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
-        """Takes the result's gradient to the layout of the input's."""
+        """Redistributes the result's gradient to the spec of the input's."""
         source, target, gradient = ctx.specs
         check_linear(source)
         check_linear(target)
@@ -113,7 +125,9 @@ def _times(grad: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def mean_size(spec: DTensorSpec, gradient: DTensorSpec) -> int:
-    """Terms of the mean that `spec` holds: each has 1/n of the gradient of the mean, which `gradient` holds."""
+    """Number of terms of the mean that `spec` holds; each has 1/n of the gradient of the mean, which `gradient`
+    holds.
+    """
     return prod(
         size
         for size, placement, of_gradient in zip(spec.mesh.shape, spec.placements, gradient.placements, strict=True)
@@ -123,7 +137,7 @@ def mean_size(spec: DTensorSpec, gradient: DTensorSpec) -> int:
 
 @lru_cache(maxsize=4096)
 def cotangent_spec(source: DTensorSpec) -> DTensorSpec:
-    """How what multiplies the input's gradient is laid out: every rank has its own, so the terms add up."""
+    """Spec of the factor of the input's gradient: every rank has a factor of its own, so the terms add up."""
     return source.with_placements([Partial() if isinstance(p, Partial) else p for p in source.placements])
 
 

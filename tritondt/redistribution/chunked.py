@@ -1,10 +1,9 @@
-"""A gather or a reduce-scatter in chunks that are under way while the calling thread computes.
+"""Gathers and reduce-scatters in chunks that are under way while the calling thread computes.
 
 Chunks are issued on the communicator's queue and run in order of issue, by distance: at distance d every rank sends to
 the rank d places after it. What a chunk holds are positions of the one dim that the ranks share out.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -22,6 +21,7 @@ from tritondt.kernels.memory import allocate
 from tritondt.kernels.tables import Table, reduce_table
 from tritondt.planning.chunks import by_distance, in_pieces
 from tritondt.planning.exchange import Exchange, Part
+from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, joint_boxes, message_block
 from tritondt.redistribution.compile import CompiledStep, compile_plan
@@ -33,7 +33,9 @@ Compute = Callable[[int, int], None]
 
 
 class Chunk(NamedTuple):
-    """One exchange of many, and the part that this rank sends and receives in it, where it does."""
+    """One exchange of many, with the part that this rank sends and the part that it receives, None where there is
+    none.
+    """
 
     transfer: Transfer
     sent: Part | None
@@ -41,7 +43,7 @@ class Chunk(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """A step in chunks, in order of distance; `own` are this rank's positions of dim `dim` under the shard.
+    """A step divided into chunks, in order of distance; `own` are this rank's positions of dim `dim` under the shard.
 
     `sums` completes piece after piece of a reduce-scatter: chunks to wait for, and what to do with what they brought.
     """
@@ -55,14 +57,14 @@ class Chunked(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """Adds what chunks number `arrivals` brought to the own product, in coordinate order."""
+    """Addition of the terms that chunks number `arrivals` brought to the own product, in coordinate order."""
 
     arrivals: tuple[int, ...]
     table: Table | None
 
 
 def shared_dim(spec: DTensorSpec) -> int:
-    """The dim that the one axis of a spec's mesh cuts."""
+    """Dim that the one axis of a spec's mesh shards."""
     placement = spec.placements[0]
     assert isinstance(placement, Shard), f"{spec} is not sharded"
     return placement.dim
@@ -76,7 +78,7 @@ def chunked_gather(
     shares: tuple[int, ...],
     device: torch.device,
 ) -> Chunked | None:
-    """From Shard to Replicate on a mesh of one axis; None where that is no single exchange."""
+    """Chunks of a step from Shard to Replicate on a mesh of one axis; None where the plan is no single exchange."""
     found = _divided(compile_plan(source, target, strides, device, None).steps, source, shares)
     if found is None:
         return None
@@ -92,9 +94,11 @@ def chunked_gather(
 def chunked_scatter(
     source: DTensorSpec, target: DTensorSpec, shares: tuple[int, ...], device: torch.device
 ) -> Chunked | None:
-    """From Partial to Shard on a mesh of one axis, the farthest first; None where that is no single exchange."""
-    program = compile_plan(source, target, source.tensor_meta.stride, device, None)
-    found = _divided(program.steps, target, shares)
+    """Chunks of a step from Partial to Shard on a mesh of one axis, the farthest first; None where the plan is no
+    single exchange.
+    """
+    compiled = compile_plan(source, target, source.tensor_meta.stride, device, None)
+    found = _divided(compiled.steps, target, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -116,7 +120,7 @@ def chunked_scatter(
 def _divided(
     steps: Sequence[CompiledStep], cut: DTensorSpec, shares: tuple[int, ...]
 ) -> tuple[Chunked, Transfer, list[Exchange]] | None:
-    """The step without chunks, its transfer, and the exchanges of those: distance by distance, piece by piece."""
+    """Step without chunks, its transfer, and the exchanges of its chunks: distance by distance, piece by piece."""
     if len(steps) != 1 or steps[0].communicator is None or steps[0].transfer is None:
         return None
     step, transfer, communicator = steps[0][:3]
@@ -154,7 +158,7 @@ def _chunk(
         target_blocks=(target,),
         dtypes=transfer.dtypes,
         reductions=(None,),
-        fingerprint=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
+        fingerprint=exchange_fingerprint(text),
         description=f"chunk {number + 1} of {num_chunks} of {transfer.description}",
         device=transfer.device,
     )
@@ -162,7 +166,7 @@ def _chunk(
 
 
 def _sum(transfer: Transfer, piece: Exchange, chunks: Sequence[Chunk], arrivals: Sequence[int]) -> Sum:
-    """The sum of a piece: the own product is in source 0, what chunk i brought is source i + 1."""
+    """Sum of a piece, whose table has the own product as source 0 and the tensor of chunk i as source i + 1."""
     if not piece.keeps:
         return Sum(tuple(arrivals), None)
     (kept,) = piece.keeps
@@ -184,11 +188,11 @@ def _sum(transfer: Transfer, piece: Exchange, chunks: Sequence[Chunk], arrivals:
 def gather(
     chunked: Chunked, local: torch.Tensor, whole: torch.Tensor, compute: Compute, products: Sequence[int]
 ) -> None:
-    """Fills `whole`, and calls `compute` with the positions that are there: this rank's own first.
+    """Fills `whole`, and calls `compute` with the positions that have arrived: this rank's own first.
 
     `products` says of how many chunks each call after that is.
     """
-    _tell(chunked)
+    _emit_step(chunked)
     issue = _Issues(chunked)
     works = [issue(chunk, local, whole, guard=True) for chunk in chunked.chunks]
     start, stop = chunked.own
@@ -208,12 +212,12 @@ def scatter(
     products: Sequence[int],
     meanwhile: Callable[[], None],
 ) -> torch.Tensor:
-    """This rank's part, of `shape`, of the sum over ranks of `product`, which `compute` writes.
+    """Part of this rank, of `shape`, of the sum over ranks of `product`, which `compute` writes.
 
     What others wait for is computed first and sent at once, so many chunks to a call as `products` says; `meanwhile` is
     called before this rank waits for them.
     """
-    _tell(chunked)
+    _emit_step(chunked)
     issue, works, arrived = _Issues(chunked), list[Work](), list[torch.Tensor]()
     try:
         for taken in _runs(products):
@@ -238,12 +242,12 @@ def scatter(
 
 
 def _runs(lengths: Sequence[int]) -> list[slice]:
-    """Consecutive slices of such lengths."""
+    """Consecutive slices of the given lengths."""
     return [slice(stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True)]
 
 
 def _compute_span(chunked: Chunked, parts: Sequence[Part | None], compute: Compute) -> None:
-    """One call for the parts, of one peer and in order, that are not empty."""
+    """Calls `compute` once for the parts, of one peer and in order, that are not empty."""
     intervals = [interval for part in parts if part is not None for interval in part.region[chunked.dim]]
     if intervals:
         compute(intervals[0][0], intervals[-1][1])
@@ -274,7 +278,7 @@ def _empty(part: Part | None, like: torch.Tensor) -> torch.Tensor:
     return allocate(lengths, like.dtype, like.device)
 
 
-def _tell(chunked: Chunked) -> None:
+def _emit_step(chunked: Chunked) -> None:
     """Tells what all chunks together will move, as one step that took no time yet."""
     if not events.enabled():
         return

@@ -1,6 +1,5 @@
-"""What a pair of specs comes to on this rank, decided once: plan, boxes, descriptor tables and the communicator."""
+"""Compilation of a pair of specs on this rank: plan, boxes, descriptor tables and the communicator, decided once."""
 
-import hashlib
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -15,8 +14,9 @@ from tritondt.errors import LayoutError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.tables import Table
 from tritondt.planning.cost import step_cost
-from tritondt.planning.exchange import Exchange, Message
+from tritondt.planning.exchange import renumber_peers
 from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
@@ -46,7 +46,9 @@ class CompiledStep(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """What a step starts from: strides of the tensor, None for dense ones, its device, and what messages hold."""
+    """Start of a step: strides of its tensor, None for dense ones, its device, and the dtype of messages, None for
+    the tensor's.
+    """
 
     strides: tuple[int, ...] | None
     device: torch.device
@@ -54,7 +56,7 @@ class _Start(NamedTuple):
 
 
 class CompiledPlan(NamedTuple):
-    """The steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
+    """Steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
 
     `last` is the step that allocates the result: one that gathers writes into the tensor of the step before.
     """
@@ -66,7 +68,7 @@ class CompiledPlan(NamedTuple):
 
 
 def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
-    """The plan of a pair of specs on one mesh, the same on every rank; `wire_dtype` is None or a narrower dtype."""
+    """Plan of a pair of specs on one mesh, equal on every rank; `wire_dtype` is None or a narrower dtype."""
     if source.mesh is not target.mesh:
         raise MeshError(
             f"cannot go from {source.mesh} to {target.mesh}: source and target must be on one mesh, of the same "
@@ -79,10 +81,32 @@ def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype |
 
 
 def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype | None = None) -> Explanation:
-    """What redistributing from `source` to `target` will do on this rank, before anything moves.
+    """Explanation of a redistribution from `source` to `target` on this rank, before anything moves.
 
-    str() of the result is a table, `to_json()` a JSON object. `wire_dtype` is that of `redistribute`, whose
-    TransportError it raises.
+    Both specs are on one mesh, and of one global shape and dtype; `wire_dtype` is that of `redistribute`. Not a
+    collective call. The result has `steps`, each with messages, bytes sent and received, temporary bytes and predicted
+    seconds, and the totals `sent_bytes`, `received_bytes`, `messages`, `seconds`, `peak_bytes` (temporary) and
+    `num_peers`; str() is a table, `to_json()` a JSON object. Bytes and messages are exact; seconds follow from the
+    world's cost table.
+
+    Raises MeshError for specs on different meshes, LayoutError for specs of different shapes or dtypes, and
+    TransportError for a `wire_dtype` that the tensor's dtype cannot travel in.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.placement import Shard
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> def explain_on(rank):
+    ...     meta = TensorMeta.contiguous((4, 2))
+    ...     return explain(*(DTensorSpec(Mesh((2,)), (Shard(dim),), meta) for dim in (0, 1)))
+    >>> found = run_ranks(2, explain_on)[0]
+    >>> found.sent_bytes, found.received_bytes, found.messages
+    (8, 8, 1)
+    >>> print(found)
+    (S0) -> (S1) of (4, 2) at (0,)
+    step      from  to    sends  bytes out  receives  bytes in  temporary  predicted
+    exchange  (S0)  (S1)  1      8          1         8         8          30 us
+    peak temporary 8 bytes; 1 peers, first connections 1.0 ms
     """
     wire = narrower(source.dtype, wire_dtype)
     plan_for(source, target, wire)
@@ -98,7 +122,7 @@ def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype
 
 
 def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
-    """The most bytes that any rank receives when a tensor goes from `source` to `target`; alike on every rank.
+    """Most bytes that any rank receives when a tensor goes from `source` to `target`; equal on every rank.
 
     Counted rank by rank on meshes of up to 1,024 ranks where nothing is reduced, else the planner's upper bound.
     """
@@ -110,7 +134,7 @@ def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
 
 
 def _lacking(source: Layout, target: Layout, coordinate: Coordinate) -> int:
-    """Elements of its part under `target` that a coordinate does not hold under `source`."""
+    """Number of elements of its region under `target` that a coordinate does not hold under `source`."""
     wanted = target.region(coordinate)
     held = regions.intersect(source.region(coordinate), wanted)
     return regions.numel(wanted) - (0 if held is None else regions.numel(held))
@@ -124,7 +148,7 @@ def compile_plan(
     device: torch.device,
     wire_dtype: torch.dtype | None,
 ) -> CompiledPlan:
-    """What this rank runs for a pair of specs and a local tensor of these strides on this device.
+    """Compiled plan of this rank for a pair of specs and a local tensor of the given strides and device.
 
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
     """
@@ -134,14 +158,14 @@ def compile_plan(
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
     starts = (_Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
     steps = tuple(
-        _runnable(step, number, plan, source, start, communicator)
+        _compiled_step(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
     return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
 
-def _runnable(
+def _compiled_step(
     step: Step,
     number: int,
     plan: Plan,
@@ -162,7 +186,7 @@ def _runnable(
     dtype = str(spec.dtype) if wire_dtype is None else f"{spec.dtype} as {wire_dtype}"
     description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype.replace('torch.', '')}"
     transfer = Transfer(
-        exchange=_among(communicator, spec, found),
+        exchange=renumber_peers(found, spec.mesh.ranks),
         source_blocks=(source_blocks,),
         target_blocks=(target_blocks,),
         dtypes=(spec.dtype,),
@@ -183,25 +207,13 @@ def _runnable(
     )
 
 
-def _among(communicator: Communicator | None, spec: DTensorSpec, found: Exchange) -> Exchange:
-    """An exchange with mesh positions replaced by places in the communicator."""
-    if communicator is None:
-        return found
-    place = {rank: number for number, rank in enumerate(communicator.ranks)}
-    sends, receives = (
-        tuple(Message(place[spec.mesh.ranks[message.peer]], message.parts) for message in messages)
-        for messages in (found.sends, found.receives)
-    )
-    return replace(found, sends=sends, receives=receives)
-
-
 def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.dtype | None) -> int:
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    return exchange_fingerprint(text)
 
 
 def identity_element(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
-    """The element that changes nothing under a reduction: 0, 1, or the dtype's lowest or highest.
+    """Identity of a reduction: 0, 1, or the dtype's lowest or highest value.
 
     >>> identity_element("max", torch.int8), identity_element("min", torch.float32)
     (-128, inf)

@@ -1,4 +1,4 @@
-"""What happens when an operator's argument has to move first: it is counted and logged, or refused where asked so."""
+"""Implicit redistributions, those of an operator's arguments: counted and logged, or refused where asked so."""
 
 import logging
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ _refused: ContextVar[bool] = ContextVar("refuse implicit redistribution", defaul
 
 
 def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
-    """The local tensor of an argument of `op` where the operator needs it.
+    """Local tensor of an argument of `op`, redistributed from `source` to the `target` that the operator needs.
 
     ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. With TRITONDT_LOG=1 each
     that sends bytes is a line of the logger "tritondt.moves", on stderr where nobody has set up logging.
     """
     if _refused.get():
         # The most that any rank receives, so that all ranks refuse alike.
-        moved = received_bytes(source, target)
-        if moved:
+        num_bytes = received_bytes(source, target)
+        if num_bytes:
             raise ImplicitRedistributionError(
-                f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {moved:,} bytes to a "
-                f"rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
+                f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {num_bytes:,} bytes "
+                f"to a rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
             )
     if events.enabled():
         events.emit(events.ImplicitRedistribution(str(op), str(source), str(target), source.shape))
@@ -42,8 +42,8 @@ def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec,
 
 
 def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
-    moved = received_bytes(source, target)
-    if not moved:
+    num_bytes = received_bytes(source, target)
+    if not num_bytes:
         return
     if not _logger.hasHandlers():
         _logger.addHandler(logging.StreamHandler())
@@ -54,17 +54,33 @@ def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
         op,
         source,
         placements_text(target.placements),
-        f"{moved:,}",
+        f"{num_bytes:,}",
         calling_line(),
     )
 
 
 @contextmanager
 def explicit_redistribution() -> Iterator[None]:
-    """Refuses, within, every redistribution that sends bytes and was not asked for by name.
+    """Context manager in which a redistribution that sends bytes is refused unless it was asked for by name.
 
-    The error names the operator, the bytes and the call that asks for it. Holds for the calling thread; a backward
-    pass that other threads run is not covered.
+    Not a collective call, but all ranks must enter it, for all refuse alike. Holds for the calling thread; a backward
+    pass that other threads run is not covered. Within, an operator whose argument would have to move raises
+    ImplicitRedistributionError, which names the operator, the bytes and the call that asks for the redistribution.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def refusal_on(rank):
+    ...     rows = T.DTensor.from_local(torch.ones(2, 4), T.Mesh((2,)), (T.Shard(0),))
+    ...     columns = rows.redistribute(placements=(T.Shard(1),))
+    ...     with T.explicit_redistribution():
+    ...         try:
+    ...             rows + columns
+    ...         except T.ImplicitRedistributionError as error:
+    ...             return str(error).split("; ")
+    >>> for clause in run_ranks(2, refusal_on)[0]:
+    ...     print(clause)
+    aten.add.Tensor needs (S1) of (4, 4) float32 as (S0), which moves up to 16 bytes to a rank
+    ask for it: x.redistribute(placements=[Shard(0)])
     """
     token = _refused.set(True)
     try:

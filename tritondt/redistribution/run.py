@@ -1,6 +1,6 @@
-"""Runs the plan that takes a local tensor from one spec to another.
+"""Execution of the plan that takes a local tensor from one spec to another.
 
-A pair of specs and the strides of the local tensor are compiled once (`runnable.py`). What is left per
+A pair of specs and the strides of the local tensor are compiled once (`compile.py`). What is left per
 call is one look-up, one allocation per step and the step itself.
 """
 
@@ -25,7 +25,7 @@ from tritondt.sharding.spec import DTensorSpec
 def redistribute_local(
     local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The local tensor under `target` of what `local` is under `source`; not differentiable.
+    """Local tensor under `target` of the tensor that has `local` as its part under `source`; not differentiable.
 
     A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. `wire_dtype` is what messages
     hold, as `comm.packing.wire_dtype.narrower` gives it. Raises MeshError and LayoutError on all ranks alike;
@@ -56,7 +56,7 @@ def redistribute_local_async(
     before: Work | None = None,
     wire_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, Work | None]:
-    """The same, under way: the tensor that will hold the result, and what to wait for; None where it is there.
+    """Tensor that will hold the result of a redistribution, and the Work to wait for; None where the result is there.
 
     `local` is read until then; `before` is what fills it, issued on the same mesh. What needs no peer is done at once.
     """
@@ -91,7 +91,7 @@ def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSp
 
 
 def _with_memory(local: torch.Tensor) -> torch.Tensor:
-    """The values as they lie in memory."""
+    """Local tensor whose memory holds its values, without lazy conjugation or negation."""
     return local.resolve_conj().resolve_neg() if local.is_conj() or local.is_neg() else local
 
 
@@ -107,7 +107,7 @@ _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
 
 
 def has_memory(local: torch.Tensor) -> bool:
-    """Whether a tensor holds values: not one that stands for it while torch traces a graph."""
+    """Whether a tensor holds values; a tensor that stands for one while torch traces a graph does not."""
     return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
 
 
@@ -142,19 +142,19 @@ def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
 
 
 def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
-    """Tells the ranks that wait for this one, if any do, that it will not come."""
+    """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
     if source.coordinate is not None and any(step.moving_axes for step in plan_for(source, target).steps):
         world.current().communicator(source.mesh.ranks, source.mesh.device_type).refuse(error)
 
 
 def _step(
-    runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
+    compiled: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise.
 
     The result is written to `into` where that is given.
     """
-    step, transfer, communicator, keep, shape, piece, fill = runnable
+    step, transfer, communicator, keep, shape, piece, fill = compiled
     if step.kind == "gather":
         assert communicator is not None, f"{step} needs a communicator"
         assert transfer is not None, f"{step} needs a transfer"

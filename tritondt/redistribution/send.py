@@ -1,9 +1,8 @@
-"""Moves a tensor from some ranks of a mesh to all of it: one exchange in which every rank receives what it lacks.
+"""Redistribution of a tensor from some ranks of a mesh to all: one exchange in which every rank receives what it lacks.
 
 Such an exchange goes between two meshes, that of the senders and the target's, and runs on the target's communicator.
 """
 
-import hashlib
 import time
 from dataclasses import replace
 from functools import lru_cache
@@ -15,7 +14,8 @@ from tritondt import events
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
 from tritondt.kernels.memory import allocate
-from tritondt.planning.exchange import Exchange, Message, Route, exchange_across
+from tritondt.planning.exchange import Route, exchange_across, renumber_peers
+from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.storage import blocks
 from tritondt.redistribution.compile import identity_element
 from tritondt.sharding.layout import Layout
@@ -23,8 +23,8 @@ from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
 
 
-class _Sending(NamedTuple):
-    """A rank's side of a sending with all that does not change from call to call."""
+class _CompiledSend(NamedTuple):
+    """Side of one rank of a send, with all that does not change from call to call."""
 
     transfer: Transfer
     fill: float | int | bool | None
@@ -33,7 +33,7 @@ class _Sending(NamedTuple):
 def distribute_from(
     local: torch.Tensor, source: Layout, positions: tuple[int, ...], target: DTensorSpec, *, in_place: bool = False
 ) -> torch.Tensor:
-    """This rank's part under `target` of the tensor that the ranks at `positions` of its mesh hold as `source` says.
+    """Part of this rank under `target` of the tensor that the ranks at mesh `positions` hold as `source` says.
 
     `positions` are row-major places in the target's mesh, one per coordinate of the source. A collective call of all
     ranks of the mesh; `local` counts on senders only, and is the result there with `in_place`, which says that a sender
@@ -46,7 +46,9 @@ def distribute_from(
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
     whole = local if in_place and sends else allocate(target.local_shape, target.dtype, torch.device(mesh.device_type))
-    found = _compiled(source, positions, target, local.stride() if sends else None, in_place and sends, whole.device)
+    found = _compile_send(
+        source, positions, target, local.stride() if sends else None, in_place and sends, whole.device
+    )
     if found.fill is not None:
         whole.fill_(found.fill)
     communicator = world.current().communicator(mesh.ranks, mesh.device_type)
@@ -71,14 +73,14 @@ def distribute_from(
 
 
 @lru_cache(maxsize=1024)
-def _compiled(
+def _compile_send(
     source: Layout,
     positions: tuple[int, ...],
     target: DTensorSpec,
     strides: tuple[int, ...] | None,
     in_place: bool,
     device: torch.device,
-) -> _Sending:
+) -> _CompiledSend:
     coordinate, layout = target.coordinate, target.layout
     assert coordinate is not None, f"{target} is compiled on a rank outside its mesh"
     own = layout.position(coordinate)
@@ -89,31 +91,20 @@ def _compiled(
     text = f"{source!r} at {positions} -> {target!r}"
     sender = source.coordinate(positions.index(own)) if own in positions else None
     transfer = Transfer(
-        exchange=_among(found, target),
+        exchange=renumber_peers(found, target.mesh.ranks),
         source_blocks=(() if sender is None else blocks(source, sender, strides),),
         target_blocks=(blocks(layout, coordinate),),
         dtypes=(target.dtype,),
         reductions=(None,),
-        fingerprint=int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little"),
+        fingerprint=exchange_fingerprint(text),
         description=f"sending {target} from rank {', '.join(str(target.mesh.ranks[place]) for place in positions)}",
         device=device,
     )
-    return _Sending(transfer, _fill(Route(source, layout, positions, everybody), target))
-
-
-def _among(found: Exchange, target: DTensorSpec) -> Exchange:
-    """The exchange with mesh positions replaced by places in the communicator, whose ranks are in ascending order."""
-    ranks = target.mesh.ranks
-    place = {rank: number for number, rank in enumerate(sorted(ranks))}
-    sends, receives = (
-        tuple(Message(place[ranks[message.peer]], message.parts) for message in messages)
-        for messages in (found.sends, found.receives)
-    )
-    return replace(found, sends=sends, receives=receives)
+    return _CompiledSend(transfer, _fill(Route(source, layout, positions, everybody), target))
 
 
 def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:
-    """What the tensor is filled with on a rank that takes nothing: the identity of its sum or product."""
+    """Value that fills the tensor of a rank that takes nothing: the identity of its sum or product."""
     assert target.coordinate is not None, f"{target} is filled on a rank outside its mesh"
     if not route.takes_nothing(target.coordinate):
         return None

@@ -1,4 +1,4 @@
-"""How one mesh axis divides the indices of one tensor dim that it is handed.
+"""Division of the indices of one tensor dim by one mesh axis.
 
 Cuts nest: the second axis that shards a dim cuts what the first left it, laid end to end. Every question is
 answered by arithmetic on piece bounds, or by bisection where the sizes are given, never by listing pieces.
@@ -22,7 +22,7 @@ from tritondt.sharding.intervals import (
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One axis of `parts` coordinates cutting a dim of `length`; see `tritondt.sharding.placement.Shard` for the rest.
+    """Division of a dim of `length` indices among the `parts` coordinates of one axis.
 
     A block is the dim divided by `repeats`; what is held of a block, laid end to end, is cut in pieces of
     ceil(units / parts) units, trailing pieces short or empty.
@@ -50,14 +50,14 @@ class Cut:
         return min(index * step, held), min((index + 1) * step, held)
 
     def indices(self, held: int, start: int, stop: int) -> range:
-        """The pieces that meet positions [start, stop), which is not empty, of `held` positions."""
+        """Numbers of the pieces that meet positions [start, stop), which is not empty, of `held` positions."""
         if self.sizes is not None:
             return range(bisect_right(self._ends, start), bisect_left(self._ends, stop) + 1)
         step = self._step(held)
         return range(start // step, -(-stop // step))
 
     def piece(self, held: Intervals, index: int) -> Intervals:
-        """The dim's indices that piece `index` takes of those held."""
+        """Indices of the dim that piece `index` takes of the indices `held`."""
         return merge(
             interval
             for block in self._blocks(held)
@@ -65,7 +65,7 @@ class Cut:
         )
 
     def pieces_meeting(self, held: Intervals, wanted: Intervals) -> list[int]:
-        """The pieces of `held` that hold any index of `wanted`, ascending."""
+        """Numbers of the pieces of `held` that hold any index of `wanted`, ascending."""
         found: set[int] = set()
         for block in self._blocks(held):
             common = intersect_intervals(block, wanted)
@@ -75,7 +75,7 @@ class Cut:
         return [index for index in sorted(found) if self.sizes is None or self.sizes[index]]
 
     def largest(self, held: int) -> int:
-        """The most positions any piece takes of `held`; an upper bound where blocks are held in part."""
+        """Most positions that any piece takes of `held` positions; an upper bound where blocks are held in part."""
         if self.sizes is not None:
             return max(self.sizes) * self.repeats
         if self.repeats == 1:
@@ -90,7 +90,7 @@ class Cut:
         return max(1, -(-(held // self.unit) // self.parts)) * self.unit
 
     def _blocks(self, held: Intervals) -> Iterator[Intervals]:
-        """What is held of every block that has something held."""
+        """Indices held of each block, for the blocks of which any are held."""
         if self.repeats == 1:
             if held:
                 yield held

@@ -20,7 +20,7 @@ def total(intervals: Intervals) -> int:
 
 
 def merge(intervals: Iterable[Interval]) -> Intervals:
-    """The same indices with empty intervals dropped and touching ones joined.
+    """Sorted intervals without empty ones, and with touching ones joined.
 
     >>> merge([(0, 2), (2, 2), (2, 5), (7, 8)])
     ((0, 5), (7, 8))
@@ -37,7 +37,7 @@ def merge(intervals: Iterable[Interval]) -> Intervals:
 
 
 def intersect_intervals(left: Intervals, right: Intervals) -> Intervals:
-    """The indices in both, by one sweep over the two lists."""
+    """Indices in both lists of intervals, by one sweep over them."""
     if len(left) == 1 and len(right) == 1:
         start, stop = max(left[0][0], right[0][0]), min(left[0][1], right[0][1])
         return ((start, stop),) if start < stop else ()
@@ -55,7 +55,7 @@ def intersect_intervals(left: Intervals, right: Intervals) -> Intervals:
 
 
 def at_positions(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """The indices at positions [start, stop) of the intervals laid end to end.
+    """Indices at positions [start, stop) of intervals laid end to end.
 
     >>> at_positions(((0, 2), (10, 14)), 1, 4)
     ((1, 2), (10, 12))
@@ -73,7 +73,7 @@ def at_positions(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 
 def positions(outer: Intervals, inner: Intervals) -> list[int]:
-    """Where every interval of `inner` starts in `outer` laid end to end; each must lie inside one of `outer`.
+    """Position in `outer`, laid end to end, at which each interval of `inner` starts; each lies inside one of `outer`.
 
     >>> positions(((0, 4), (8, 12)), ((2, 4), (8, 10)))
     [2, 4]
@@ -95,7 +95,7 @@ def numel(region: Region) -> int:
 
 
 def intersect(left: Region, right: Region) -> Region | None:
-    """The elements in both regions, or None where there are none."""
+    """Elements in both regions as a region, None where there are none."""
     found = []
     for left_intervals, right_intervals in zip(left, right, strict=True):
         common = intersect_intervals(left_intervals, right_intervals)
@@ -106,7 +106,7 @@ def intersect(left: Region, right: Region) -> Region | None:
 
 
 def boxes(region: Region) -> Iterator[Box]:
-    """The region's boxes in row-major order of their corners."""
+    """Boxes of a region in row-major order of their corners."""
     yield from product(*region)
 
 

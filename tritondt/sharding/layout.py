@@ -1,4 +1,4 @@
-"""Which elements of a tensor every coordinate of a mesh holds, in closed form and without any process.
+"""Elements of a tensor that every coordinate of a mesh holds, in closed form and without any process.
 
     layout = Layout((2, 4), (Shard(0), Replicate()), (5, 3))
     layout.boxes((1, 2))        # (((3, 5), (0, 3)),)
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 from tritondt.errors import LayoutError
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Box, Intervals, Region
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
@@ -27,16 +28,23 @@ os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.releas
 
 
 class Layout:
-    """A tensor's `shape` laid over a mesh of `mesh_shape` by one placement per axis.
+    """Division of a tensor among the coordinates of a mesh, without ranks or processes; equal layouts are one object.
 
-    `order` lists axes in the order in which they cut; it matters only where several shard one dim, and the
-    default is left to right. It is kept per dim, so layouts with equal boxes from equal placements are one
-    object. Raises LayoutError for whatever cannot be laid out.
+    `mesh_shape` has the size of each axis, `placements` one placement per axis, `shape` the tensor's global lengths in
+    elements; of length 0 is allowed. `order` lists the axes in the order in which they cut (default: left to right); it
+    matters only where several axes shard one dim, and is kept per dim, so layouts of equal boxes from equal placements
+    are one object. Needs no process and no collective call.
 
+    Raises LayoutError for what cannot be laid out: a wrong number of placements, a dim that is not there, units that do
+    not divide, sizes that do not sum, reductions by different ops.
+
+    >>> layout = Layout((2, 4), (Shard(0), Replicate()), (5, 3))
+    >>> layout.local_shape((1, 2)), layout.boxes((1, 2))
+    ((2, 3), (((3, 5), (0, 3)),))
     >>> Layout((2, 2), (Shard(0), Shard(0)), (5,)).boxes((0, 1))
     (((2, 3),),)
-    >>> Layout((2, 2), (Shard(0), Shard(0)), (5,), order=(1, 0)) is Layout((2, 2), (Shard(0), Shard(0)), (5,))
-    False
+    >>> Layout((2, 2), (Shard(0), Shard(0)), (5,), order=(1, 0)).boxes((0, 1))
+    (((3, 4),),)
     """
 
     __slots__ = ("__weakref__", "_cuts", "axes_of_dim", "mesh_shape", "placements", "shape")
@@ -54,7 +62,7 @@ class Layout:
         shape: Sequence[int],
         order: Sequence[int] | None = None,
     ) -> "Layout":
-        """The one layout of these values."""
+        """Interned layout of the given values."""
         mesh_shape, shape = tuple(mesh_shape), tuple(shape)
         placements = _checked_placements(mesh_shape, tuple(placements), shape)
         axes_of_dim = _axes_of_dims(placements, len(shape), order)
@@ -85,7 +93,7 @@ class Layout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """All axes, those that cut one dim in their cut order."""
+        """All axes; those that cut one dim stand in their cut order."""
         slots = list(range(len(self.mesh_shape)))
         for axes in self.axes_of_dim:
             for slot, axis in zip(sorted(axes), axes, strict=True):
@@ -94,50 +102,43 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
     @property
     def num_ranks(self) -> int:
-        """Coordinates of the mesh."""
+        """Number of coordinates of the mesh."""
         return prod(self.mesh_shape)
 
     def coordinate(self, position: int) -> Coordinate:
-        """The coordinate at a row-major position of the mesh."""
-        found = []
-        for size in reversed(self.mesh_shape):
-            position, index = divmod(position, size)
-            found.append(index)
-        return tuple(reversed(found))
+        """Coordinate at a row-major position of the mesh."""
+        return coordinate_at(position, self.mesh_shape)
 
     def position(self, coordinate: Coordinate) -> int:
-        """The row-major position of a coordinate in the mesh."""
-        position = 0
-        for size, index in zip(self.mesh_shape, coordinate, strict=True):
-            position = position * size + index
-        return position
+        """Row-major position of a coordinate in the mesh."""
+        return position_of(coordinate, self.mesh_shape)
 
     def coordinates(self) -> Iterator[Coordinate]:
-        """All coordinates in row-major order: for tests and small meshes, planning never calls it."""
+        """All coordinates in row-major order; for tests and small meshes, since planning never enumerates them."""
         return product(*map(range, self.mesh_shape))
 
     def intervals(self, dim: int, coordinate: Coordinate) -> Intervals:
-        """The indices of `dim` that a coordinate holds."""
+        """Indices of `dim` that a coordinate holds."""
         held: Intervals = regions.merge([(0, self.shape[dim])])
         for axis in self.axes_of_dim[dim]:
             held = self.cut(axis).piece(held, coordinate[axis])
         return held
 
     def region(self, coordinate: Coordinate) -> Region:
-        """The elements that a coordinate holds, as one list of intervals per dim."""
+        """Elements that a coordinate holds, as one list of intervals per dim."""
         return tuple(self.intervals(dim, coordinate) for dim in range(len(self.shape)))
 
     def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
-        """The region as a tuple of one, the form that flat pieces share."""
+        """Region of a coordinate as a tuple of one, the form that flat pieces share."""
         return (self.region(coordinate),)
 
     def boxes(self, coordinate: Coordinate) -> tuple[Box, ...]:
-        """The boxes that a coordinate holds: one without `repeats`, none where it holds nothing."""
+        """Boxes that a coordinate holds: one without `repeats`, none where the coordinate holds nothing."""
         return tuple(regions.boxes(self.region(coordinate)))
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
@@ -145,13 +146,13 @@ class Layout:
         return tuple(regions.total(intervals) for intervals in self.region(coordinate))
 
     def cut(self, axis: int) -> Cut:
-        """How `axis` cuts the dim that it shards."""
+        """Division of the dim that `axis` shards."""
         cut = self._cuts[axis]
         assert cut is not None, f"axis {axis} of {self!r} shards no dim"
         return cut
 
     def holders(self, wanted: Region, pinned: Mapping[int, int]) -> Iterator[tuple[Coordinate, Region]]:
-        """Coordinates that hold any of `wanted`, ascending per dim, each with what it holds of it.
+        """Coordinates that hold any of `wanted`, ascending per dim, each with the region held of `wanted`.
 
         An axis in `pinned` is searched at that index only. The work grows with what is found, not with the
         mesh.
@@ -172,7 +173,7 @@ class Layout:
     def _dim_holders(
         self, dim: int, wanted: Intervals, pinned: Mapping[int, int]
     ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:
-        """Indices on the axes that cut `dim`, with what is held there of `wanted`."""
+        """Indices on the axes that cut `dim`, with the indices of `wanted` held there."""
 
         def descend(
             axes: tuple[int, ...], held: Intervals, indices: tuple[tuple[int, int], ...]
@@ -192,7 +193,7 @@ class Layout:
 
     @property
     def max_local_shape(self) -> tuple[int, ...]:
-        """Per dim, the longest that any coordinate holds."""
+        """Greatest length per dim that any coordinate holds."""
         longest = []
         for dim, length in enumerate(self.shape):
             for axis in self.axes_of_dim[dim]:
@@ -206,18 +207,18 @@ class Layout:
         return prod(self.max_local_shape)
 
     def axes_where(self, kind: type[Placement]) -> tuple[int, ...]:
-        """The axes with a placement of that class."""
+        """Axes whose placement is of class `kind`."""
         return tuple(axis for axis, placement in enumerate(self.placements) if isinstance(placement, kind))
 
     def with_placements(self, placements: Sequence[Placement]) -> "Layout":
-        """The same tensor, mesh and cut order under other placements."""
+        """Layout of this tensor, mesh and cut order under other placements."""
         return Layout(self.mesh_shape, placements, self.shape, self.order)
 
 
 def _checked_placements(
     mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], shape: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """Placements with dims counted from the front; reductions on several axes must commute."""
+    """Placements with dims counted from the front; LayoutError where reductions on several axes do not commute."""
     if any(size < 1 for size in mesh_shape) or any(length < 0 for length in shape):
         raise LayoutError(f"a layout needs positive mesh sizes and lengths of 0 or more, got {mesh_shape} and {shape}")
     if len(placements) != len(mesh_shape):
@@ -249,7 +250,7 @@ def _checked_placements(
 def _axes_of_dims(
     placements: tuple[Placement, ...], num_dims: int, order: Sequence[int] | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Per tensor dim, the axes that cut it in cut order."""
+    """Axes that cut each tensor dim, in cut order."""
     axes = tuple(range(len(placements)))
     if order is not None:
         if sorted(order) != list(axes):
@@ -269,7 +270,7 @@ def _checked_cuts(
     shape: tuple[int, ...],
     axes_of_dim: tuple[tuple[int, ...], ...],
 ) -> tuple[Cut | None, ...]:
-    """Per axis its cut, or None; every piece must be whole units of all the cuts that follow."""
+    """Cut of each axis, None where the axis shards nothing; every piece must be whole units of all later cuts."""
     cuts: list[Cut | None] = [None] * len(mesh_shape)
     for dim, axes in enumerate(axes_of_dim):
         earlier: list[tuple[int, Shard]] = []

@@ -1,4 +1,4 @@
-"""Which tensor a local tensor is this rank's part of, where only the part is known."""
+"""Spec of the tensor that a local tensor is a part of, where only the part is known."""
 
 from functools import lru_cache
 
@@ -23,7 +23,7 @@ def spec_of_local(
     stride: tuple[int, ...] | None = None,
     order: tuple[int | str, ...] | None = None,
 ) -> DTensorSpec:
-    """The spec under which a rank holds a local tensor of these sizes.
+    """Spec under which a rank holds a local tensor of the given shape, strides and dtype.
 
     Without `shape` every rank is taken to hold as much as this one, except along dims whose `sizes` are given.
     Raises LocalTensorError where this rank's part does not have the local shape, and LayoutError.

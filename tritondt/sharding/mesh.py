@@ -1,4 +1,4 @@
-"""The canonical mesh of a spec: ranks of one world in a grid, as one rank sees it.
+"""Canonical meshes: ranks of one world in a grid, as one rank sees them.
 
 torch's DeviceMesh compares equal across ranks and across worlds, so it cannot key anything that depends on
 either; a `Mesh` can, and equal meshes are one object.
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh as _torch_init_device
 from tritondt import identity
 from tritondt.errors import MeshError
 from tritondt.identity import Identity
+from tritondt.sharding.coordinates import coordinate_at
 
 _interned: "WeakValueDictionary[object, Mesh]" = WeakValueDictionary()
 _interning = threading.Lock()
@@ -26,10 +27,20 @@ os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.releas
 
 
 class Mesh:
-    """A grid of `shape` over the world's `ranks` (row-major; default 0, 1, ...), its axes named or not.
+    """Grid of ranks of the calling thread's world, its axes named or not; equal meshes are one object.
 
-    Needs no process groups, so it may be made by any rank at any time, without the others. `coordinate` is
-    this rank's, None where it is not in the mesh. Raises MeshError when the world has not enough ranks.
+    `shape` has the size of each axis; `names`, one different name per axis, are optional; `ranks` are ranks of the
+    world in row-major order (default: 0, 1, ...); `device_type` is that of local tensors, "cpu" or "cuda". A mesh needs
+    no process groups, so any rank may make one at any time without the others: not a collective call. `coordinate` is
+    this rank's index on every axis, None where this rank is not in the mesh.
+
+    Raises MeshError where the world has not enough ranks, or where ranks or names do not fit the shape; WorldError
+    where there is no world.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> mesh = run_ranks(4, lambda rank: Mesh((2, 2), ("dp", "tp")))[3]
+    >>> mesh, mesh.coordinate, mesh.axis("tp")
+    (Mesh(dp=2, tp=2 over ranks 0..3, cpu), (1, 1), 1)
     """
 
     __slots__ = ("__weakref__", "coordinate", "device_mesh", "device_type", "identity", "names", "ranks", "shape")
@@ -50,7 +61,7 @@ class Mesh:
         ranks: Sequence[int] | None = None,
         device_type: str = "cpu",
     ) -> "Mesh":
-        """The one mesh of these values in the calling thread's world."""
+        """Interned mesh of the given values in the calling thread's world."""
         who = identity.current()
         shape, names = tuple(shape), None if names is None else tuple(names)
         ranks = tuple(range(prod(shape))) if ranks is None else tuple(ranks)
@@ -63,7 +74,7 @@ class Mesh:
             made = object.__new__(cls)
             made.identity, made.shape, made.names = who, shape, names
             made.ranks, made.device_type, made.device_mesh = ranks, device_type, None
-            made.coordinate = _coordinate(shape, ranks, who.rank)
+            made.coordinate = coordinate_at(ranks.index(who.rank), shape) if who.rank in ranks else None
             _interned[key] = made
             return made
 
@@ -82,7 +93,7 @@ class Mesh:
         return len(self.shape)
 
     def axis(self, name: int | str) -> int:
-        """The axis of a name; an int is an axis already, counted from the end where negative."""
+        """Number of the axis of a name; an int is a number already, counted from the end where negative."""
         if isinstance(name, int):
             if -self.ndim <= name < self.ndim:
                 return name % self.ndim
@@ -111,22 +122,12 @@ def _ranks_text(ranks: tuple[int, ...]) -> str:
     return ", ".join(map(str, ranks))
 
 
-def _coordinate(shape: tuple[int, ...], ranks: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-    if rank not in ranks:
-        return None
-    position, found = ranks.index(rank), []
-    for size in reversed(shape):
-        position, index = divmod(position, size)
-        found.append(index)
-    return tuple(reversed(found))
-
-
 def _mesh_from(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[int, ...], device_type: str) -> Mesh:
     return Mesh(shape, names, ranks=ranks, device_type=device_type)
 
 
 def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
-    """The canonical form of a mesh of either kind, in the calling thread's world."""
+    """Canonical form of a DeviceMesh or a Mesh in the calling thread's world; MeshError for anything else."""
     if isinstance(mesh, Mesh):
         if mesh.identity != identity.current():
             raise MeshError(f"{mesh} was made in another world; make it again in this one")
@@ -153,7 +154,7 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
 
 
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
-    """The mesh, or that of the `with mesh:` around the call."""
+    """The given mesh, or that of the surrounding `with mesh:` where None is given."""
     if mesh is not None:
         return mesh
     return _mesh_resources.get_current_mesh()
@@ -162,7 +163,19 @@ def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None, **options: Any
 ) -> DeviceMesh:
-    """torch's init_device_mesh, which refuses with a MeshError a mesh that is larger than the world."""
+    """DeviceMesh of `mesh_shape` over ranks 0, 1, ... of the world, by torch's function of this name.
+
+    `device_type` is "cpu" or "cuda", `mesh_shape` the size of each axis, `mesh_dim_names` one name per axis; further
+    options are torch's. A collective call of all ranks, since torch makes process groups. Raises MeshError, before any
+    group is made, for a mesh larger than the world; torch's own errors for its options. Source:
+    torch.distributed.device_mesh.init_device_mesh.
+
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("fake", rank=0, world_size=4)
+    >>> init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).mesh.tolist()
+    [[0, 1], [2, 3]]
+    >>> dist.destroy_process_group()
+    """
     shape = tuple(mesh_shape)
     if dist.is_initialized():
         names = None if mesh_dim_names is None else tuple(mesh_dim_names)

@@ -1,4 +1,4 @@
-"""What one mesh axis does to a tensor, as plain values that know nothing of ranks or of torch.
+"""Placements of a tensor along one mesh axis, as plain values that know nothing of ranks or of torch.
 
 The text form is short and reads back: ``S0``, ``S1(unit=128)``, ``S0(sizes=5/0/3)``, ``S0(repeats=3)``,
 ``R``, ``P(sum)``; a tuple of placements is written ``(S0, R)``.
@@ -26,29 +26,39 @@ OPS_OF_KIND: dict[ElementKind, tuple[ReduceOp, ...]] = {
 
 
 class Placement:
-    """What one mesh axis does to the tensor: `Shard`, `Replicate` or `Partial`."""
+    """Base of `Shard`, `Replicate` and `Partial`: placement of a tensor along one mesh axis.
+
+    Placements are frozen values: hashable, equal by value, and written as short text that `parse_placements` reads.
+
+    >>> [placement.is_shard(0) for placement in (Shard(0), Shard(1), Replicate(), Partial())]
+    [True, False, False, False]
+    """
 
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether the axis cuts a tensor dim; with `dim`, whether it cuts that one."""
+        """Whether the axis cuts a tensor dim; with `dim`, whether that is the dim."""
         return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
-        """Whether every coordinate of the axis holds the same."""
+        """Whether every coordinate of the axis holds equal values."""
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether the coordinates of the axis hold terms of a reduction; with `reduce_op`, of that one."""
+        """Whether the coordinates of the axis hold terms of a reduction; with `reduce_op`, of one by that op."""
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
-    """Each coordinate of the axis holds one piece of tensor dim `dim`, cut as torch.chunk cuts.
+    """Placement that gives each coordinate of the axis one piece of tensor dim `dim`, cut as torch.chunk cuts.
 
-    `unit`: pieces are whole multiples of it (heads, quantisation blocks). `sizes`: the pieces' lengths, one
-    for each coordinate. `repeats`: the dim is that many equal blocks, each cut alike (merged q, k and v).
+    `dim` is a tensor dim, counted from the end where negative. `unit` is a number of indices that stay together: pieces
+    are whole multiples of it (heads, quantisation blocks). `sizes` are the lengths of the pieces in indices, one per
+    coordinate; they sum to the length, and are for the first cut of a dim only. With `repeats` the dim is so many equal
+    blocks, each cut alike (merged q, k and v). Pieces may be uneven and empty; nothing is padded.
+
+    Raises LayoutError for values that no tensor could have; `Layout` refuses those that one tensor has not.
 
     >>> Shard(0), Shard(1, unit=128), Shard(0, sizes=(5, 0, 3)), Shard(0, repeats=3)
     (S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3))
@@ -84,7 +94,11 @@ class Shard(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Replicate(Placement):
-    """Every coordinate of the axis holds the same values."""
+    """Placement under which every coordinate of the axis holds equal values.
+
+    >>> Replicate(), Replicate() == Replicate()
+    (R, True)
+    """
 
     def __repr__(self) -> str:
         return "R"
@@ -92,9 +106,17 @@ class Replicate(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
-    """Each coordinate of the axis holds one term; the tensor is their reduction by `reduce_op`.
+    """Placement that gives each coordinate of the axis one term of the tensor, which is their reduction by `reduce_op`.
 
-    `reduce_op` is one of sum, avg, max, min, product; LayoutError otherwise.
+    `reduce_op` is sum, avg, max, min or product; every term has the tensor's shape along this axis. avg is a sum
+    divided once by the number of coordinates. A redistribution to Replicate or Shard reduces, in coordinate order: half
+    types in float32, rounded once. Several Partial axes of one tensor have one op, or sum with avg. Which dtypes have
+    which ops is checked by DTensorSpec.
+
+    Raises LayoutError for any other op.
+
+    >>> Partial(), Partial("avg"), Partial().is_partial("avg")
+    (P(sum), P(avg), False)
     """
 
     reduce_op: ReduceOp = "sum"
@@ -108,7 +130,7 @@ class Partial(Placement):
 
 
 def placements_text(placements: Iterable[Placement]) -> str:
-    """The placements of all axes as a person writes them.
+    """Placements of all axes as short text, which `parse_placements` reads.
 
     >>> placements_text((Shard(0), Replicate(), Partial()))
     '(S0, R, P(sum))'
@@ -117,7 +139,7 @@ def placements_text(placements: Iterable[Placement]) -> str:
 
 
 def placements_code(placements: Iterable[Placement]) -> str:
-    """The placements of all axes as the Python that makes them.
+    """Placements of all axes as the Python expression that makes them.
 
     >>> placements_code((Shard(0, unit=4), Replicate(), Partial("avg")))
     "[Shard(0, unit=4), Replicate(), Partial('avg')]"
@@ -165,7 +187,9 @@ def _parse_placement(text: str) -> Placement:
 
 
 def parse_placements(text: str) -> tuple[Placement, ...]:
-    """The placements that `placements_text` wrote, parentheses around them optional.
+    """Placements that a text names: S0, R, P or P(op), separated by commas, in parentheses or not.
+
+    A shard may have unit, sizes and repeats: S0(unit=4), S0(sizes=5/0/3). Raises LayoutError for any other text.
 
     >>> parse_placements("S0(unit=4, repeats=2), R, P")
     (S0(unit=4, repeats=2), R, P(sum))

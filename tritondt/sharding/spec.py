@@ -1,4 +1,4 @@
-"""A layout on a real mesh, with stride and dtype: what a distributed tensor is, apart from its data."""
+"""Specs of distributed tensors: a layout on a real mesh, with stride and dtype."""
 
 import os
 import threading
@@ -23,7 +23,11 @@ os.register_at_fork(before=_interning.acquire, after_in_parent=_interning.releas
 
 
 class TensorMeta(NamedTuple):
-    """Global shape, global stride and dtype of a distributed tensor."""
+    """Global shape, in elements, global stride, in elements, and dtype of a distributed tensor.
+
+    >>> TensorMeta((2, 3), (3, 1), torch.float32) == TensorMeta.contiguous((2, 3))
+    True
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -31,7 +35,7 @@ class TensorMeta(NamedTuple):
 
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> "TensorMeta":
-        """The meta of a row-major tensor.
+        """Meta of a row-major tensor of `shape`.
 
         >>> TensorMeta.contiguous((2, 3))
         TensorMeta(shape=(2, 3), stride=(3, 1), dtype=torch.float32)
@@ -40,11 +44,28 @@ class TensorMeta(NamedTuple):
 
 
 class DTensorSpec:
-    """A tensor's placements on a mesh as this rank sees them; equal specs are one object.
+    """Placements of one tensor on one mesh, with global shape, stride and dtype, as this rank sees them.
 
-    `mesh` is torch's DeviceMesh or a tritondt Mesh; `order` lists axes (names or numbers) in cut order. On a
-    rank outside the mesh `coordinate` is None and the local tensor is empty. Specs whose sizes are symbolic
-    compare by value, are never interned and have no layout. Raises LayoutError, MeshError, ReductionError.
+    `mesh` is a DeviceMesh or a `Mesh`; `placements` has one placement per axis; `tensor_meta` is the global shape,
+    stride and dtype; `order` lists the axes, by name or number, in the order in which they cut (default: left to
+    right). Equal specs of one rank are one object, so specs can be compared by identity. Making one is no collective
+    call.
+
+    `local_shape` is the shape of this rank's tensor, `coordinate` its index on every axis, `layout` the pure layout. On
+    a rank outside the mesh `coordinate` is None and the local tensor empty, of shape (0,). Specs whose sizes are
+    symbolic are compared by value and have no layout.
+
+    Raises LayoutError for placements that do not fit the shape or the mesh, MeshError for a mesh of another world, and
+    ReductionError for a Partial whose op the dtype does not have.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.placement import Replicate, Shard
+    >>> def spec_on(rank):
+    ...     mesh = Mesh((2, 2), ("dp", "tp"))
+    ...     return DTensorSpec(mesh, (Replicate(), Shard(0)), TensorMeta.contiguous((5, 3)))
+    >>> spec = run_ranks(4, spec_on)[1]
+    >>> spec, spec.coordinate, spec.local_shape
+    (DTensorSpec((R, S0) of (5, 3) float32 on Mesh(dp=2, tp=2 over ranks 0..3, cpu)), (0, 1), (2, 3))
     """
 
     __slots__ = (
@@ -66,7 +87,7 @@ class DTensorSpec:
         tensor_meta: TensorMeta | tuple[Sequence[int], Sequence[int], torch.dtype],
         order: Sequence[int | str] | None = None,
     ) -> "DTensorSpec":
-        """The one spec of these values on the calling thread's rank."""
+        """Interned spec of the given values on the calling thread's rank."""
         canonical = canonical_mesh(mesh)
         axes = None if order is None else tuple(canonical.axis(name) for name in order)
         shape, stride, dtype = tensor_meta
@@ -120,14 +141,14 @@ class DTensorSpec:
 
     @property
     def layout(self) -> Layout:
-        """The pure layout; LayoutError where sizes are symbolic."""
+        """Pure layout of the spec; LayoutError where sizes are symbolic."""
         if self._layout is None:
             raise LayoutError(f"{self} has symbolic sizes and no layout; give it sizes as ints")
         return self._layout
 
     @property
     def device_mesh(self) -> "DeviceMesh | Mesh":
-        """The mesh as it was given: torch's where there is one."""
+        """Mesh that the spec was given: torch's DeviceMesh where there is one."""
         return self.mesh.device_mesh or self.mesh
 
     @property
@@ -147,13 +168,13 @@ class DTensorSpec:
 
     @property
     def local_numel(self) -> int:
-        """Elements that this rank holds."""
+        """Number of elements that this rank holds."""
         return prod(self.local_shape)
 
     def with_placements(
         self, placements: Sequence[Placement], order: Sequence[int | str] | None = None
     ) -> "DTensorSpec":
-        """The same tensor on the same mesh under other placements, in the same cut order unless given."""
+        """Spec of this tensor on this mesh under other placements, in this spec's cut order unless `order` is given."""
         return _under(self, tuple(placements), self.order if order is None else tuple(order))
 
 
@@ -166,7 +187,7 @@ def _under(spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[in
 def target_spec(
     spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[int | str, ...] | None = None
 ) -> DTensorSpec:
-    """The spec after a redistribution: `spec` itself where nothing changes, else of a dense row-major tensor."""
+    """Spec after a redistribution: `spec` itself where nothing changes, else of a dense row-major tensor."""
     wanted = spec.with_placements(placements, order)
     if wanted is spec:
         return spec
@@ -175,7 +196,7 @@ def target_spec(
 
 
 class _SymbolicSpec(DTensorSpec):
-    """A spec with symbolic sizes: compared by value, where the others are one object if equal and hash as such."""
+    """Spec with symbolic sizes, compared by value; specs of ints are interned and compared by identity."""
 
     __slots__ = ()
 
@@ -196,7 +217,7 @@ _REDUCIBLE = (
 
 
 def element_kind(dtype: torch.dtype) -> ElementKind:
-    """Which reductions a dtype has: those of floats, complex numbers, ints or bools."""
+    """Kind of a dtype, which decides its reductions: float, complex, int or bool."""
     if dtype.is_complex:
         return "complex"
     if dtype.is_floating_point:
@@ -205,7 +226,7 @@ def element_kind(dtype: torch.dtype) -> ElementKind:
 
 
 def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:
-    """Refuses a Partial whose op the dtype does not have."""
+    """Refuses a Partial whose op the dtype does not have, with a ReductionError."""
     allowed = OPS_OF_KIND[element_kind(dtype)]
     for placement in placements:
         if isinstance(placement, Partial) and dtype not in _REDUCIBLE:
@@ -226,10 +247,18 @@ def compute_local_shape_and_global_offset(
     placements: Sequence[Placement],
     order: Sequence[int | str] | None = None,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """This rank's local shape, and where its one box starts in the whole tensor.
+    """Local shape of this rank, in elements, and the index in the whole tensor at which its one box starts.
 
-    An empty piece starts at the end of its dim. Raises LayoutError where `repeats` gives the rank several
-    boxes, which `DTensorSpec.layout.boxes(coordinate)` lists. A rank outside the mesh gets ((0,), ()).
+    `global_shape` has the tensor's lengths in elements, `placements` one placement per axis of `mesh`, `order` the cut
+    order. An empty piece starts at the end of its dim. A rank outside the mesh gets ((0,), ()). Not a collective call.
+
+    Raises LayoutError where `repeats` gives the rank several boxes, which `DTensorSpec.layout.boxes(coordinate)` lists,
+    and as DTensorSpec does. Source: torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.placement import Shard
+    >>> run_ranks(2, lambda rank: compute_local_shape_and_global_offset((5, 3), Mesh((2,)), (Shard(0),)))
+    [((3, 3), (0, 0)), ((2, 3), (3, 0))]
     """
     canonical = canonical_mesh(mesh)
     axes = None if order is None else tuple(canonical.axis(name) for name in order)

@@ -1,4 +1,4 @@
-"""Strides of dense tensors, in the order of dims of another tensor's memory."""
+"""Strides of dense tensors: row-major, or in the order in which another tensor's dims lie in memory."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def strides_in_order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` whose dims lie in memory in the order that `strides` tell.
+    """Strides of a dense tensor of `shape` whose dims lie in memory in the order given by `strides`.
 
     >>> strides_in_order_of((6, 4), (1, 3))
     (1, 6)

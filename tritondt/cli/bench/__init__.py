@@ -1,4 +1,4 @@
-"""`bench`: timings of this library, interleaved in one run with what they are compared to."""
+"""`bench`: timings of this library, interleaved in one run with those of the library it is compared to."""
 
 from tritondt.cli.bench.command import redistribute
 

@@ -1,4 +1,4 @@
-"""What the redistribute benchmark measures: pairs of placements on meshes of all ranks, and sizes."""
+"""Cases of the redistribute benchmark: pairs of placements on meshes of all ranks, and sizes."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class Case:
 
     @property
     def source(self) -> Layout:
-        """The layout before."""
+        """Layout before the redistribution."""
         return Layout(self.mesh_shape, self.pair.source, self.shape)
 
     @property
     def target(self) -> Layout:
-        """The layout after."""
+        """Layout after the redistribution."""
         return Layout(self.mesh_shape, self.pair.target, self.shape)
 
     @property
     def size(self) -> str:
-        """The shape as text, as in 64x96."""
+        """Shape as text, as in 64x96."""
         return "x".join(map(str, self.shape))
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
+        """Number of elements of the whole tensor."""
         return prod(self.shape)
 
     def __str__(self) -> str:
@@ -112,7 +112,8 @@ def _parse_pair(text: str) -> Pair:
 
 
 def mesh_shape(num_ranks: int, num_axes: int) -> tuple[int, ...] | None:
-    """All ranks as a mesh of so many axes of two or more ranks, as even as it goes; None if there is none.
+    """Shape of a mesh of all ranks with the given number of axes of two or more ranks, as even as it goes; None if
+    there is none.
 
     >>> mesh_shape(4, 1), mesh_shape(4, 2), mesh_shape(12, 2), mesh_shape(5, 2)
     ((4,), (2, 2), (3, 4), None)
@@ -129,13 +130,13 @@ def mesh_shape(num_ranks: int, num_axes: int) -> tuple[int, ...] | None:
 
 
 def default_pairs(num_ranks: int) -> tuple[Pair, ...]:
-    """The pairs that are measured unless others are asked for, those for which `num_ranks` make a mesh."""
+    """Pairs that are measured unless others are asked for, those for which `num_ranks` make a mesh."""
     pairs = parse_pairs(";".join(_DEFAULT_PAIRS))
     return tuple(pair for pair in pairs if mesh_shape(num_ranks, len(pair.source)) is not None)
 
 
 def make_cases(num_ranks: int, shapes: Sequence[tuple[int, ...]], pairs: Sequence[Pair]) -> tuple[Case, ...]:
-    """Every pair at every size; LayoutError where a size, a pair and the ranks do not go together.
+    """Cases of every pair at every size; LayoutError where a size, a pair and the ranks do not go together.
 
     >>> [str(case) for case in make_cases(4, [(64, 96)], parse_pairs("S0->R; S0,S1->R,R"))]
     ['64x96 (S0) -> (R) on 4', '64x96 (S0, S1) -> (R, R) on 2x2']

@@ -79,7 +79,7 @@ def _measure(request: Request, num_ranks: int) -> list[Measured]:
 
 
 def _measure_under_torchrun(request: Request) -> list[Measured] | None:
-    """The measurements on rank 0; None on the others, which have no more to do."""
+    """Measurements on rank 0; None on the others, which have no more to do."""
     if dist.get_rank() == 0:
         with _Progress(request.cases) as progress:
             measure_on_rank(progress.add, request)
@@ -93,11 +93,11 @@ def _measure_under_torchrun(request: Request) -> list[Measured] | None:
 
 
 def _drop(_: object) -> None:
-    """Only rank 0 sends."""
+    """Ignores a measurement, on ranks other than 0."""
 
 
 class _Progress:
-    """Collects what is measured; on stderr a bar, or a line a case where that is no terminal."""
+    """Collector of measurements; on stderr a bar, or a line a case where that is no terminal."""
 
     def __init__(self, cases: tuple[Case, ...]) -> None:
         self.found: list[Measured] = []
@@ -122,7 +122,7 @@ class _Progress:
         self._bar.stop()
 
     def add(self, message: object) -> None:
-        """Takes one case from rank 0."""
+        """Adds the measurement of one case from rank 0."""
         assert isinstance(message, Measured), f"ranks send measurements, not {message!r}"
         self.found.append(message)
         text = line(message)

@@ -1,4 +1,4 @@
-"""Times several ways of doing one thing on all ranks, in turns, so that noise meets all of them alike."""
+"""Timing of several implementations of one job on all ranks, in turns, so that noise meets all of them alike."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Times:
 
 
 def time_interleaved(runs: Sequence[Run], most_rounds: int, budget_s: float) -> list[Times]:
-    """Times of every run, from the same rounds; a collective call, with the same result on all ranks.
+    """Times of every implementation, from the same rounds; a collective call, with one result on all ranks.
 
     As many rounds as `budget_s` seconds have room for, but at least 9, and never above `most_rounds`.
     """

@@ -1,4 +1,4 @@
-"""Inputs and right answers of a case by torch.chunk and addition alone: nothing here uses the engine.
+"""Inputs and expected results of a case by torch.chunk and addition alone, without the engine.
 
 Elements are small whole numbers, so sums are exact in any order and results can be compared exactly.
 """
@@ -22,7 +22,7 @@ DTYPES = {
 
 
 def source_part(case: Case, dtype: torch.dtype, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """What the rank at `coordinate` holds before: its part of its term."""
+    """Part of its term that the rank at `coordinate` holds before."""
     own = tuple(
         index for index, placement in zip(coordinate, case.pair.source, strict=True) if isinstance(placement, Partial)
     )
@@ -30,7 +30,7 @@ def source_part(case: Case, dtype: torch.dtype, coordinate: tuple[int, ...]) -> 
 
 
 def target_part(case: Case, dtype: torch.dtype, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """What the rank at `coordinate` must hold after: its part of the sum of all terms."""
+    """Part of the sum of all terms that the rank at `coordinate` must hold after."""
     sizes = [
         size
         for size, placement in zip(case.mesh_shape, case.pair.source, strict=True)
@@ -43,7 +43,7 @@ def target_part(case: Case, dtype: torch.dtype, coordinate: tuple[int, ...]) -> 
 
 
 def _term(case: Case, dtype: torch.dtype, number: tuple[int, ...]) -> torch.Tensor:
-    """The whole tensor that ranks at index `number` of the Partial axes hold parts of."""
+    """Whole tensor of which the ranks at index `number` of the Partial axes hold parts."""
     seed = 0
     for index in number:
         seed = seed * 1009 + index + 1

@@ -1,4 +1,4 @@
-"""The option `--json [FILE]` of the benchmarks: what was measured, as one JSON object."""
+"""The option `--json [FILE]` of the benchmarks: measurements as one JSON object."""
 
 from __future__ import annotations
 

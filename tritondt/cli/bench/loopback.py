@@ -1,4 +1,4 @@
-"""Bytes that the kernel saw on the loopback interface, headers and acknowledgements included."""
+"""Bytes that the kernel counted on the loopback interface, headers and acknowledgements included."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_readable() -> bool:
 
 
 def count_loopback(run: Run, num_calls: int = 20) -> Loopback:
-    """Calls `run` on all ranks and reads the counter around it; true of ranks on one machine.
+    """Counter's difference around calls of `run` on all ranks; true of ranks on one machine.
 
     The two barriers inside add a few hundred bytes.
     """

@@ -1,4 +1,4 @@
-"""What every rank does: make each case on both sides, check it, count it, then time it."""
+"""Work of every rank: makes each case on both sides, checks it, counts its bytes, then times it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LOOPBACK_BYTES = 1_000_000
 
 
 class BenchmarkError(TritondtError):
-    """A case in which what ran is not what should have run."""
+    """A case in which a side ran something else than the case."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are asked to measure; every rank is given the same one."""
+    """Cases and sides to measure; every rank is given the same request."""
 
     cases: tuple[Case, ...]
     dtype: str
@@ -57,7 +57,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Measured:
-    """One case; `minimum_bytes` is what no way could undercut, `counts` are those of all ranks in order.
+    """Measurements of one case; `minimum_bytes` cannot be undercut, `counts` are those of all ranks in order.
 
     `received_over_limit` is the most that any rank received, in units of what a sum in pieces allows it:
     None where nothing is reduced, or every box has one holder and the minimum itself is the measure.
@@ -153,7 +153,7 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
 
 
 def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[], torch.Tensor]:
-    """The same redistribution by torch.distributed.tensor, its DTensor made beforehand."""
+    """Redistribution of the case by torch.distributed.tensor, its DTensor made beforehand."""
     before, after = (
         [_torch_placement(placement) for placement in placements] for placements in (case.pair.source, case.pair.target)
     )
@@ -189,7 +189,7 @@ def _wrong_text(name: str, case: Case, text: str) -> str:
 
 
 def _checked_counts(run: Run, source: T.DTensorSpec, target: T.DTensorSpec) -> tuple[Counts, ...]:
-    """What one run moves on every rank, as the transport counts it and as explain foretells it."""
+    """Counts of one run on every rank, as the transport counts them and as explain foretells them."""
     steps: list[StepRan] = []
     unsubscribe = subscribe(steps.append)
     try:

@@ -1,4 +1,4 @@
-"""The fewest elements that any redistribution can send, counted from the layouts alone.
+"""Least number of elements that any redistribution can send, counted from the layouts alone.
 
 All boxes are cut into cells that no box crosses; within a cell every element has the same fate. Where
 nothing is reduced, each rank must receive what it wants and does not have. Where p terms are added up
@@ -20,7 +20,7 @@ _Positions = frozenset[int]
 
 
 def fewest_elements(source: Layout, target: Layout) -> int:
-    """Elements that ranks must send, all together, to get from `source` to `target`.
+    """Number of elements that ranks must send, all together, to get from `source` to `target`.
 
     >>> from tritondt.sharding.placement import Shard
     >>> rows, columns = (Layout((4,), (Shard(dim),), (8, 4)) for dim in (0, 1))
@@ -63,14 +63,14 @@ def _covers(intervals: Intervals, cell: Interval) -> bool:
 
 
 def _sends(have: _Positions, want: _Positions, num_terms: int) -> int:
-    """Times that an element must cross between ranks."""
+    """Number of times that an element must cross between ranks."""
     if num_terms == 1:
         return len(want - have)
     return num_terms + len(want) - 1 - bool(have & want)
 
 
 def most_received(source: Layout, target: Layout, coordinate: tuple[int, ...]) -> int:
-    """Elements that a rank receives at most when a sum is made in as many pieces as it has holders.
+    """Most elements that a rank receives when a sum is made in as many pieces as it has holders.
 
     With p terms and k holders of the rank's target T: p terms of its piece of T, and the other pieces.
 

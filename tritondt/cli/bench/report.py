@@ -1,4 +1,4 @@
-"""What the measurements say: means, the worst case, the table and the JSON object."""
+"""Report of the measurements: means, the worst case, the table and the JSON object."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Summary:
 
 
 def summarise(found: Sequence[Measured]) -> Summary | None:
-    """The comparison as a whole; None where there is nothing to compare to."""
+    """Summary of the comparison; None where there is nothing to compare to."""
     compared = [item for item in found if item.theirs is not None]
     if not compared:
         return None
@@ -68,7 +68,7 @@ def _mean_fastest(found: Sequence[Measured]) -> float:
 
 
 def line(item: Measured) -> str:
-    """A case in one line, for who watches."""
+    """One case in one line, for progress."""
     text = f"{item.case}: {_ms(item.ours.median)} ms"
     if item.theirs is not None:
         text += f", torch {_ms(item.theirs.median)} ms, ratio {item.ratio_median:.2f}"
@@ -76,7 +76,7 @@ def line(item: Measured) -> str:
 
 
 def print_report(found: Sequence[Measured], console: Console) -> None:
-    """The table of all cases, and what they come to; plain text where the table fits no terminal."""
+    """Prints the table of all cases, and the summary; plain text where the table fits no terminal."""
     _print_table(_header(found), [_row(item) for item in found], console)
     console.print(
         "times in ms, of the slowest rank; sent: bytes of all ranks; minimum: what the ranks lack, and for P "
@@ -159,7 +159,7 @@ def _print_summary(summary: Summary, num_cases: int, console: Console) -> None:
 
 
 def as_json(request: Request, num_ranks: int, found: Sequence[Measured]) -> dict[str, Any]:
-    """Everything that was measured, and on what."""
+    """All measurements and their surroundings as plain values."""
     return {
         "benchmark": "redistribute",
         **surroundings(),

@@ -1,4 +1,4 @@
-"""The command: both runs, then the verdict, the tables and the files."""
+"""The command `demo`: both runs, then the verdict, the tables and the files."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def train_on_new_processes(experiment: Experiment, style: Style, num_ranks: int,
 
 
 def train_single(experiment: Experiment, style: Style, console: Console) -> tuple[Step, ...]:
-    """The same on one new process with all cores, without the engine."""
+    """Run without ranks on one new process with all cores, without the engine."""
     with RunProgress(console, "1 process", experiment) as show:
         (steps,) = run_on_ranks(
             1, train_on_this_process, experiment, style, on_message=_only_steps(show), preload=_PRELOAD
@@ -140,7 +140,7 @@ def _only_steps(show: Callable[[Step], None]) -> Callable[[object], None]:
 def _train_under_torchrun(
     experiment: Experiment, style: Style, ranks: int | None, console: Console
 ) -> tuple[int, RanksRun] | None:
-    """The number of ranks and their run, on rank 0; None on the others, which have no more to do."""
+    """Number of ranks and their run, on rank 0; None on the others, which have no more to do."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     if ranks not in (None, num_ranks):

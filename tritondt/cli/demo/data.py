@@ -1,4 +1,4 @@
-"""The text that every Python carries, as bytes, and the batches drawn from it."""
+"""Text that every Python carries, as bytes, and the batches drawn from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VOCABULARY = 256
 
 
 def corpus() -> Tensor:
-    """Every topic of Python's own help, joined in the order of their names, one byte an element.
+    """Topics of Python's own help, joined in the order of their names, one byte an element.
 
     Shapes: (num_bytes,), int64, about 500,000 to 800,000 by the Python version.
     """
@@ -20,7 +20,7 @@ def corpus() -> Tensor:
 
 
 def batch_starts(num_bytes: int, *, steps: int, batch: int, sequence: int, seed: int) -> Tensor:
-    """Where every sequence of every step begins; the same on all ranks, for they share the seed.
+    """Start of every sequence of every step; equal on all ranks, for they share the seed.
 
     Shapes: (steps, batch), each in 0..num_bytes - sequence - 1, so that a next byte always exists.
 
@@ -32,7 +32,7 @@ def batch_starts(num_bytes: int, *, steps: int, batch: int, sequence: int, seed:
 
 
 def read_batch(text: Tensor, starts: Tensor, positions: slice) -> tuple[Tensor, Tensor]:
-    """The bytes at `positions` of each sequence, and the byte that follows each of them.
+    """Bytes at `positions` of each sequence, and the byte that follows each of them.
 
     Shapes: both (batch, positions.stop - positions.start).
 
@@ -45,7 +45,7 @@ def read_batch(text: Tensor, starts: Tensor, positions: slice) -> tuple[Tensor, 
 
 
 class Batches:
-    """The batches of an experiment, the same on every rank."""
+    """Batches of an experiment, equal on every rank."""
 
     def __init__(self, steps: int, batch: int, sequence: int, seed: int) -> None:
         self._text = corpus()
@@ -53,5 +53,5 @@ class Batches:
         self._starts = batch_starts(len(self._text), steps=steps, batch=batch, sequence=sequence, seed=seed)
 
     def read(self, step: int, positions: slice | None = None) -> tuple[Tensor, Tensor]:
-        """The tokens of a step and the bytes that follow them, at some positions of each sequence or at all."""
+        """Tokens of a step and the bytes that follow them, at some positions of each sequence or at all."""
         return read_batch(self._text, self._starts[step], self._everything if positions is None else positions)

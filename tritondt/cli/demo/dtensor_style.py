@@ -21,23 +21,25 @@ from tritondt.parallel import ParallelStyle, parallelize_module
 
 @dataclass(frozen=True)
 class DTensorStyle:
-    """`make_plan` says how the model is laid over the ranks; a test passes a wrong one here."""
+    """The demo written with torch.nn modules; `make_plan` lays them over the ranks, and a test passes a wrong one
+    here.
+    """
 
     make_plan: Callable[[Model], Mapping[str, ParallelStyle]] = make_plan
     name: str = "dtensor"
 
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> DTensorLearner:
-        """Parameters become distributed tensors on all ranks of the process group."""
+        """Learner whose parameters are distributed on all ranks of the process group."""
         mesh = T.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         return DTensorLearner(experiment, mesh, self.make_plan(experiment.model), enter)
 
     def on_one_process(self, experiment: Experiment) -> DTensorLearner:
-        """The same module without a plan."""
+        """Learner of the module without a plan."""
         return DTensorLearner(experiment)
 
 
 class DTensorLearner:
-    """The training loop as people write it: it is the same with a mesh and without."""
+    """A training loop as people write one, equal with a mesh and without."""
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class DTensorLearner:
         self._batches = data.Batches(experiment.steps, experiment.batch, sequence, experiment.seed)
 
     def run_step(self, index: int) -> float:
-        """One update; the loss before it, in nats a byte."""
+        """Loss before one update, in nats a byte; runs the update."""
         self._enter("forward")
         tokens, following = self._batches.read(index)
         logits = self._model(tokens, self._positions)
@@ -76,7 +78,7 @@ class DTensorLearner:
         return (loss.full_tensor() if isinstance(loss, T.DTensor) else loss).item()
 
     def _by_position(self, following: Tensor) -> Tensor:
-        """The right answers, laid out as the scores are."""
+        """Right answers, laid out as the scores are."""
         if self._mesh is None:
             return following
         return T.distribute_tensor(following, self._mesh, [T.Shard(1)], src_data_rank=None)

@@ -1,4 +1,4 @@
-"""What is trained and what comes out of it, for either style of writing the model."""
+"""Experiment and results of the demo, for either style of writing the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tritondt.cli.demo.traffic import Flow, Phase
 
 @dataclass(frozen=True)
 class Experiment:
-    """Everything that decides the losses; both runs are given the same one."""
+    """Settings that decide the losses; both runs are given one experiment."""
 
     model: model.Model
     steps: int
@@ -29,7 +29,7 @@ class Experiment:
         return self.batch * self.model.sequence
 
     def rate_factor(self, index: int) -> float:
-        """What the learning rate of a step is multiplied by: it rises from nothing, then stays."""
+        """Factor of the learning rate of a step: it rises from nothing, then stays."""
         return min(1.0, (index + 1) / self.warmup_steps)
 
 
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class RanksRun:
-    """A run on all ranks: rank 0's steps and what all ranks sent.
+    """Run on all ranks: rank 0's steps and the traffic of all ranks.
 
     `compute_seconds` and `communication_seconds` are means over the ranks; waiting for a slower rank
     is communication.
@@ -60,22 +60,22 @@ class Learner(Protocol):
     """This rank's weights, optimizer and text; every rank runs the same steps together."""
 
     def run_step(self, index: int) -> float:
-        """One update; the loss before it, of all positions of all ranks."""
+        """Loss before one update, of all positions of all ranks; runs the update."""
 
 
 class Style(Protocol):
-    """A way of writing the model and of laying it over ranks; pickled to every rank."""
+    """Way of writing the model and of laying it over ranks; pickled to every rank."""
 
     @property
     def name(self) -> str:
-        """What --style calls it."""
+        """Name of the style for --style."""
 
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> Learner:
-        """This rank's part of the run on all ranks of the process group; `enter` is told the phases of a step."""
+        """This rank's part of the run on all ranks of the process group; `enter` receives the phases of a step."""
 
     def on_one_process(self, experiment: Experiment) -> Learner:
-        """The same without ranks."""
+        """Run without ranks."""
 
 
 def ignore(_: object) -> None:
-    """Callback for who does not want to be told."""
+    """Callback that does nothing."""

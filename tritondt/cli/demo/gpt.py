@@ -1,4 +1,4 @@
-"""The demo's GPT as people write one, and the plan that lays it over the ranks without changing a line of it."""
+"""The demo's GPT as people write one, and the plan that lays it over the ranks without changing a line."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class SplitAttention(nn.Module):
-    """The same with a matrix each for queries, keys and values."""
+    """Causal self-attention with a matrix each for queries, keys and values."""
 
     def __init__(self, sizes: Model) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalized before and added to what came in."""
+    """Attention and MLP, each normalized before and added to its input."""
 
     def __init__(self, sizes: Model, attention: Callable[[Model], nn.Module]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class GPT(nn.Module):
 
 
 def make_gpt(sizes: Model, seed: int, *, split: bool = False) -> GPT:
-    """The model with the weights that `model.initial_weights` draws; with `split` q, k and v are matrices apart."""
+    """Model with the weights that `model.initial_weights` draws; with `split` q, k and v are matrices apart."""
     weights = initial_weights(sizes, seed)
     state: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -134,7 +134,7 @@ def make_gpt(sizes: Model, seed: int, *, split: bool = False) -> GPT:
 
 
 def make_plan(sizes: Model) -> dict[str, ParallelStyle]:
-    """Heads and hidden features over the ranks, and the sequence wherever every position is for itself.
+    """Plan that cuts heads and hidden features over the ranks, and the sequence wherever positions are independent.
 
     Activations are (batch, own part of the sequence, width) between the layers.
     """

@@ -1,4 +1,4 @@
-"""The style `local`: a model that is one function of named weights, on plain tensors; what moves is written out."""
+"""The style `local`: a model that is one function of named weights on plain tensors, with explicit redistributions."""
 
 from __future__ import annotations
 
@@ -19,24 +19,26 @@ from tritondt.cli.demo.traffic import Phase
 
 @dataclass(frozen=True)
 class LocalStyle:
-    """`redistribute` moves all activations and gradients; a test passes a wrong one here."""
+    """The demo written on local tensors; `redistribute` moves activations and gradients, a test passes a wrong one
+    here.
+    """
 
     redistribute: Redistribute = T.redistribute
     name: str = "local"
 
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> LocalLearner:
-        """Heads, hidden features and the sequence over all ranks of the process group."""
+        """Learner with heads, hidden features and the sequence over all ranks of the process group."""
         mesh = T.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
         sharding = TensorParallel(mesh, experiment.model, experiment.batch, redistribute=self.redistribute)
         return LocalLearner(experiment, sharding, enter)
 
     def on_one_process(self, experiment: Experiment) -> LocalLearner:
-        """Nothing is cut."""
+        """Learner whose weights are whole."""
         return LocalLearner(experiment, OneProcess(experiment.model))
 
 
 class LocalLearner:
-    """The weights that `sharding` leaves this rank, and its part of every sequence."""
+    """Weights that `sharding` leaves this rank, and its part of every sequence."""
 
     def __init__(self, experiment: Experiment, sharding: Sharding, enter: Callable[[Phase], None] = ignore) -> None:
         self._experiment, self._sharding, self._enter = experiment, sharding, enter
@@ -54,7 +56,7 @@ class LocalLearner:
         self._batches = data.Batches(experiment.steps, experiment.batch, experiment.model.sequence, experiment.seed)
 
     def run_step(self, index: int) -> float:
-        """One update; the loss before it."""
+        """Loss before one update; runs the update."""
         self._enter("forward")
         loss = self._loss(index)
         self._enter("backward")
@@ -75,7 +77,7 @@ class LocalLearner:
         torch._foreach_mul_([*shared, *cut], scale.clamp(max=1.0))
 
     def _loss(self, index: int) -> Tensor:
-        """The mean over all positions of all ranks, in nats a byte."""
+        """Mean over all positions of all ranks, in nats a byte."""
         experiment, sharding = self._experiment, self._sharding
         tokens, following = self._batches.read(index, sharding.positions)
         logits = model.next_byte_logits(experiment.model, self._weights, tokens, sharding.positions, sharding)

@@ -1,4 +1,4 @@
-"""A byte-level GPT as one function of named weights, and how each weight is cut over the ranks.
+"""A byte-level GPT as one function of named weights, and the cut of each weight over the ranks.
 
 What moves between ranks is left to `Boundaries`: with one process both functions are the identity.
 Every sharded matmul here is an ordinary one on the local piece.
@@ -59,20 +59,20 @@ class Parameter:
 
 
 class Boundaries(Protocol):
-    """What happens to the activations where a block begins and ends.
+    """Redistributions of the activations where a block begins and ends.
 
     Shapes: (batch, own part of the sequence, width) outside a block, (batch, sequence, width) in it.
     """
 
     def gather(self, x: Tensor) -> Tensor:
-        """The whole sequence, from the part that each rank holds."""
+        """Whole sequence, from the part that each rank holds."""
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence, summed over every rank's contribution."""
 
 
 def parameters(model: Model) -> tuple[Parameter, ...]:
-    """Every weight of the model, in the order in which they are drawn and updated."""
+    """Weights of the model, in the order in which they are drawn and updated."""
     width, deviation = model.width, 0.02
     blocks = tuple(parameter for layer in range(model.layers) for parameter in _block_parameters(model, layer))
     return (
@@ -114,7 +114,7 @@ def _norm_parameters(prefix: str, width: int) -> tuple[Parameter, ...]:
 
 
 def initial_weights(model: Model, seed: int) -> dict[str, Tensor]:
-    """Every weight whole, float32, from one generator: the same on every rank and on one process."""
+    """Whole weights in float32, from one generator: equal on every rank and on one process."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(parameter: Parameter) -> Tensor:

@@ -1,4 +1,4 @@
-"""Shows a run while it goes: a bar on a terminal, a line every ten steps elsewhere."""
+"""Progress of a run: a bar on a terminal, a line every ten steps elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STEPS_PER_LINE = 10
 
 
 class RunProgress:
-    """A context manager; call it with every finished step of the run named `title`."""
+    """Context manager to call with every finished step of the run named `title`."""
 
     def __init__(self, console: Console, title: str, experiment: Experiment) -> None:
         self._console, self._title, self._experiment = console, title, experiment

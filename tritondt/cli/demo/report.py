@@ -1,4 +1,4 @@
-"""What the two runs showed: the verdict, the tables, summary.json and loss.png."""
+"""Report of the two runs: the verdict, the tables, summary.json and loss.png."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same experiment in one style on `num_ranks` ranks and on one process."""
+    """One experiment in one style on `num_ranks` ranks and on one process."""
 
     experiment: Experiment
     style: str
@@ -44,7 +44,7 @@ class Comparison:
 
     @property
     def loss_max_abs_diff(self) -> float:
-        """The largest of `differences`; nan if any of them is."""
+        """Largest of `differences`; nan if any of them is."""
         return float(torch.tensor(self.differences, dtype=torch.float64).max())
 
     @property
@@ -53,7 +53,7 @@ class Comparison:
         return self.loss_max_abs_diff <= LOSS_TOLERANCE
 
     def disagreement(self) -> str:
-        """Which step is off first, by how much, and what is allowed."""
+        """First step that is off, by how much, and what is allowed, as text."""
         index = next(index for index, found in enumerate(self.differences) if not found <= LOSS_TOLERANCE)
         return (
             f"{self.num_ranks} ranks and one process give different losses: at step {index} "
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def shares(model: Model, num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """What each rank holds: heads, hidden features, positions of the sequence.
+    """Heads, hidden features and positions of the sequence that each rank holds.
 
     >>> shares(Model(heads=6, layers=4, width=192, sequence=127), 4)["heads"]
     (2, 2, 2, 0)
@@ -82,7 +82,7 @@ def shares(model: Model, num_ranks: int) -> dict[str, tuple[int, ...]]:
 
 
 def summarise(comparison: Comparison) -> dict[str, Any]:
-    """Everything measured, as the plain values of summary.json; bytes and messages are of all ranks."""
+    """Measurements as the plain values of summary.json; bytes and messages are of all ranks."""
     experiment, on_ranks = comparison.experiment, comparison.on_ranks
     model = experiment.model
     redistributions = [_flow_per_step(flow, experiment.steps) for flow in on_ranks.flows]
@@ -119,7 +119,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
 
 
 def _tokens_per_s(experiment: Experiment, steps: tuple[Step, ...]) -> float:
-    """By the median step, so that the first one, which connects the ranks, does not count."""
+    """Speed by the median step, so that the first one, which connects the ranks, does not count."""
     return experiment.tokens_per_step / statistics.median(step.seconds for step in steps)
 
 
@@ -147,7 +147,7 @@ def write_results(comparison: Comparison, folder: Path, console: Console) -> dic
 
 
 def _draw_losses(comparison: Comparison, path: Path) -> None:
-    """Both losses over the steps, and their difference on a logarithmic axis of its own."""
+    """Draws both losses over the steps, and their difference on a logarithmic axis of its own."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     steps = range(comparison.experiment.steps)
@@ -166,7 +166,7 @@ def _draw_losses(comparison: Comparison, path: Path) -> None:
 
 
 def _print_tables(comparison: Comparison, summary: dict[str, Any], console: Console) -> None:
-    """The runs side by side, what a step sends by kind of redistribution, and the largest difference."""
+    """Prints the runs side by side, the traffic of a step by kind of redistribution, and the largest difference."""
     console.print(_runs_table(summary))
     console.print(_redistributions_table(summary))
     sign = "<=" if comparison.agrees else ">"

@@ -13,24 +13,24 @@ from tritondt.cli.demo.model import Boundaries, Model, Parameter
 
 
 class Sharding(Boundaries, Protocol):
-    """How weights, sequence, loss and gradients are divided; `Boundaries` moves the activations."""
+    """Division of weights, sequence, loss and gradients; `Boundaries` moves the activations."""
 
     @property
     def positions(self) -> slice:
-        """The part of every sequence that this rank reads."""
+        """Part of every sequence that this rank reads."""
 
     def place(self, parameter: Parameter, whole: Tensor) -> Tensor:
         """This rank's piece of a weight, a tensor of its own."""
 
     def total(self, loss: Tensor) -> Tensor:
-        """The loss summed over the ranks' parts of the sequence."""
+        """Loss summed over the ranks' parts of the sequence."""
 
     def sum_replicated(self, gradients: Iterable[Tensor]) -> None:
-        """Add, in place, what every rank found for the weights that all of them hold whole."""
+        """Adds, in place, the gradients of all ranks for the weights that all of them hold whole."""
 
 
 class OneProcess:
-    """Nothing is cut and nothing moves: the run that the ranks are compared with."""
+    """Sharding on one process, where nothing is cut and nothing moves: the run that the ranks are compared with."""
 
     def __init__(self, model: Model) -> None:
         self.positions = slice(0, model.sequence)
@@ -62,11 +62,11 @@ class Redistribute(Protocol):
         *,
         grad_placements: tuple[T.Placement, ...] | None = None,
     ) -> Tensor:
-        """This rank's piece under `target`."""
+        """Piece of this rank under `target`."""
 
 
 class TensorParallel:
-    """Heads and hidden features cut over one mesh axis, the sequence cut between the blocks."""
+    """Sharding of heads and hidden features over one mesh axis, and of the sequence between the blocks."""
 
     def __init__(
         self,

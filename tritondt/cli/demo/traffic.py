@@ -1,4 +1,4 @@
-"""Counts what every redistribution of the demo sends, by kind and by the phase of a step."""
+"""Counts of the redistributions of the demo, by kind and by the phase of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Flow:
-    """What one kind of movement cost: calls, messages and bytes sent, seconds including waiting."""
+    """Cost of one kind of movement: calls, messages and bytes sent, seconds including waiting."""
 
     kind: Kind
     calls: int
@@ -33,22 +33,22 @@ class Flow:
 
 
 class Traffic:
-    """Adds up the events of one rank; `enter` names the phase that the next events belong to."""
+    """Sums of the events of one rank; `enter` names the phase that the next events belong to."""
 
     def __init__(self) -> None:
         self._phase: Phase = "forward"
         self._events: defaultdict[Kind, list[StepRan]] = defaultdict(list)
 
     def enter(self, phase: Phase) -> None:
-        """From now on events count for `phase`."""
+        """Counts events for `phase` from now on."""
         self._phase = phase
 
     def record(self, event: StepRan) -> None:
-        """Count one event; the function to subscribe with."""
+        """Counts one event; the function to subscribe with."""
         self._events[Kind(self._phase, event.source, event.target)].append(event)
 
     def flows(self) -> tuple[Flow, ...]:
-        """What was counted so far on this rank, one entry a kind."""
+        """Counts so far on this rank, one flow a kind."""
         return tuple(
             Flow(
                 kind,
@@ -62,7 +62,7 @@ class Traffic:
 
 
 def merge_ranks(flows_of_ranks: Sequence[Iterable[Flow]]) -> tuple[Flow, ...]:
-    """One entry a kind for all ranks: messages and bytes summed, seconds the mean over the ranks.
+    """Flows of all ranks, one a kind: messages and bytes summed, seconds the mean over the ranks.
 
     A call that all ranks make together counts once. Ordered by phase, then by bytes.
     """

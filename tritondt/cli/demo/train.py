@@ -1,4 +1,4 @@
-"""Trains the demo's model: the same loop for either style, on one process and on the ranks."""
+"""Training of the demo's model: one loop for either style, on one process and on the ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def train_on_this_rank(send: Callable[[object], None], experiment: Experiment, s
 
 
 def train_on_this_process(send: Callable[[object], None], experiment: Experiment, style: Style) -> tuple[Step, ...]:
-    """The run without ranks, in a process that the demo started, which sends its steps."""
+    """Run without ranks, in a process that the demo started, which sends its steps."""
     return train(experiment, style.on_one_process(experiment), on_step=send)
 
 

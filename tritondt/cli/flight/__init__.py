@@ -1,1 +1,1 @@
-"""`doctor flight`: what the flight recorders of all ranks say together."""
+"""`doctor flight`: findings from the flight recorders of all ranks."""

@@ -1,4 +1,4 @@
-"""`doctor flight`: reads, examines, tells."""
+"""The command `doctor flight`: reads files, examines them, prints findings."""
 
 from __future__ import annotations
 

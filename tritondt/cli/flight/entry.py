@@ -1,4 +1,4 @@
-"""What a flight recorder wrote, as values; csrc/flight/flight_json.cpp writes it."""
+"""Files of flight recorders as values; csrc/flight/flight_json.cpp writes them."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class Entry:
 
     @property
     def is_done(self) -> bool:
-        """Whether it ended well."""
+        """Whether the operation ended well."""
         return self.state == "done"
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it has neither ended well nor failed."""
+        """Whether the operation has neither ended well nor failed."""
         return self.state not in ("done", "failed")
 
     @property
     def exchange(self) -> tuple[str | None, int]:
-        """What names it on all ranks: the communicator and the number there."""
+        """Name of the operation on all ranks: the communicator and the number there."""
         return self.communicator, self.sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """The file of one rank; entries in the order in which they were issued."""
+    """File of one rank; entries in the order in which they were issued."""
 
     rank: int
     world_size: int

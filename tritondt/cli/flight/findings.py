@@ -1,4 +1,4 @@
-"""What the recorders of all ranks say together: pure functions from files to findings."""
+"""Findings from the recorders of all ranks: pure functions from files to findings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Wait:
 
     @property
     def peer(self) -> int | None:
-        """The rank that is waited for."""
+        """Rank that is waited for."""
         return self.entry.peer if self.entry.peer >= 0 else None
 
 
@@ -35,7 +35,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """One exchange that ranks issued differently: what each group of ranks did, the largest group first."""
+    """One exchange that ranks issued differently, with the operations of each group of ranks, the largest group
+    first.
+    """
 
     exchange: Exchange
     sides: tuple[tuple[tuple[int, ...], Entry], ...]
@@ -43,7 +45,7 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """A rank that never issued an exchange that others are stuck in; `last` is what it issued last, if anything."""
+    """A rank that never issued an exchange that others are stuck in; `last` is its last issued entry, if any."""
 
     rank: int
     exchange: Exchange
@@ -53,7 +55,7 @@ class Behind:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Everything that is wrong, and what was looked at."""
+    """Everything that is wrong, and the numbers of ranks and operations looked at."""
 
     world_size: int
     num_entries: int
@@ -88,7 +90,7 @@ def examine(flights: Sequence[Flight], patience_s: float = 1.0) -> Findings:
 
 
 def find_waits(flights: Iterable[Flight], patience_s: float) -> tuple[Wait, ...]:
-    """Each rank's first unfinished operation of each communicator; those behind it wait for it alone."""
+    """First unfinished operation of each rank and communicator; those behind it wait for it alone."""
     found = []
     for flight in flights:
         first: dict[str | None, Entry] = {}
@@ -101,13 +103,13 @@ def find_waits(flights: Iterable[Flight], patience_s: float) -> tuple[Wait, ...]
 
 
 def find_failures(flights: Iterable[Flight]) -> tuple[Failure, ...]:
-    """Failed operations, the first one first: what follows is often its consequence."""
+    """Failed operations, the first one first: later ones are often its consequence."""
     found = [Failure(flight.rank, entry) for flight in flights for entry in flight.entries if entry.state == "failed"]
     return tuple(sorted(found, key=lambda failure: failure.entry.ended_at or failure.entry.issued_at))
 
 
 def find_divergence(flights: Iterable[Flight]) -> Divergence | None:
-    """The first exchange to which ranks came with different fingerprints."""
+    """First exchange to which ranks came with different fingerprints."""
     issued: defaultdict[Exchange, list[tuple[int, Entry]]] = defaultdict(list)
     for flight in flights:
         for entry in flight.entries:
@@ -130,7 +132,7 @@ def find_divergence(flights: Iterable[Flight]) -> Divergence | None:
 
 
 def find_behind(flights: Sequence[Flight], waits: Iterable[Wait], failures: Iterable[Failure]) -> tuple[Behind, ...]:
-    """Ranks that never issued what others wait for, or waited for until they failed.
+    """Ranks that never issued an exchange that others wait for, or waited for until they failed.
 
     A rank belongs to a communicator where it has issued something there, or where somebody waits for it. What
     others issued after its file was written says nothing about it.
@@ -173,7 +175,7 @@ def find_cycles(waits: Iterable[Wait]) -> tuple[tuple[Wait, ...], ...]:
 
 
 def _shortest_circle(start: int, by_rank: Mapping[int, Sequence[Wait]]) -> tuple[Wait, ...]:
-    """The waits that lead from `start` back to it, the fewest; empty where none do."""
+    """Fewest waits that lead from `start` back to it; empty where none do."""
     ways: dict[int, tuple[Wait, ...]] = {start: ()}
     queue = [start]
     for rank in queue:

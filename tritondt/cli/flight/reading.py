@@ -1,4 +1,4 @@
-"""Reads the files of a folder; what no flight recorder wrote is refused with the file and the place in it."""
+"""Reading of the files of a folder; a file that no flight recorder wrote is refused with the place in it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FlightFileError(Exception):
 
 
 def read_flights(folder: Path) -> tuple[Flight, ...]:
-    """The files rank-*.json of `folder`, by rank, of one world; FlightFileError for anything else."""
+    """Files rank-*.json of `folder`, by rank, of one world; FlightFileError for anything else."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         raise FlightFileError(f"{folder} holds no file rank-*.json; flight recorders write one per rank")
@@ -60,7 +60,7 @@ def read_flights(folder: Path) -> tuple[Flight, ...]:
 
 
 def parse_flight(text: str) -> Flight:
-    """The content of one file; FlightFileError says what is wrong in it."""
+    """Content of one file; FlightFileError says what is wrong in it."""
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Findings in words: one sentence that names what to look at first, then everything."""
+"""Findings in words: one sentence that names what to look at first, then all findings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tritondt.cli.flight.findings import Behind, Divergence, Failure, Findings, 
 
 
 def verdict(findings: Findings) -> str:
-    """The likeliest cause in one sentence; what others only suffer from comes after what made them."""
+    """Likeliest cause in one sentence; causes come before their consequences."""
     own = [failure for failure in findings.failures if failure.entry.peer < 0]
     wanted = [wait for wait in findings.waits if wait.peer in findings.missing]
     if findings.divergence is not None:
@@ -38,7 +38,7 @@ def verdict(findings: Findings) -> str:
 
 
 def tell(findings: Findings) -> Iterator[str]:
-    """The verdict, and a line for each finding."""
+    """Lines of the report: the verdict, and a line for each finding."""
     yield verdict(findings)
     if findings.missing:
         yield from ("", "no file:", f"  {_ranks(findings.missing)} of {findings.world_size}")
@@ -52,13 +52,13 @@ def tell(findings: Findings) -> Iterator[str]:
         ("wait for each other:", map(_emit_cycle, findings.cycles)),
         ("under way:", map(_emit_wait, findings.waits)),
     ):
-        told = [f"  {line}" for line in lines]
-        if told:
-            yield from ("", title, *told)
+        texts = [f"  {line}" for line in lines]
+        if texts:
+            yield from ("", title, *texts)
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
-    """The same for programs."""
+    """Findings as plain values, for programs."""
     divergence = findings.divergence
     return {
         "verdict": verdict(findings),
@@ -142,7 +142,7 @@ def _exchange(exchange: tuple[str | None, int]) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """`rank 2`, `ranks 0, 1, 3`, and runs of four and more as `ranks 0-6`."""
+    """Ranks as text: `rank 2`, `ranks 0, 1, 3`, and runs of four and more as `ranks 0-6`."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and runs[-1][-1] == rank - 1:
