@@ -16,10 +16,10 @@ from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
 from tritondt.dtensor.compiled_call import Compiled, Follow, Signature, Wrap, WrapAll
+from tritondt.dtensor.decompose import decompose
 from tritondt.errors import MeshError, MixedTensorsError
-from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
 from tritondt.ops.propagation.propagator import ShardingPropagator
-from tritondt.ops.propagation.replication import are_replicated, as_replicated, implicit_replication
+from tritondt.ops.propagation.replication import are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
 from tritondt.sharding.placement import Replicate
@@ -129,7 +129,7 @@ class Dispatcher:
                 return self._run_any(op, *self._all_distributed(args, kwargs))
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
-                result = _decompose(schema, args, kwargs)
+                result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
             found = self._compile(schema)
@@ -282,32 +282,6 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
     return chain.from_iterable(
         _flat(argument) if isinstance(argument, list | tuple) else (argument,) for argument in arguments
     )
-
-
-def _decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives in terms of others; NotImplemented where nobody says how, or it is not needed."""
-    # Plain tensors that come up on the way are made of shapes and numbers: no other came with the arguments.
-    with implicit_replication():
-        if _is_composite(schema.op):
-            return _decomposed(schema.op, args, kwargs)
-        decomposition = None if is_replicated(schema) else decomposition_of(schema.op)
-        return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
-
-
-def _is_composite(op: OpOverload) -> bool:
-    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-def _decomposed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a composite operator gives in terms of others, which come here only under inference_mode.
-
-    What turns results into views and counts writes has been left by then, without having acted on most composites.
-    """
-    key = torch._C.DispatchKey.ADInplaceOrView
-    if op.has_kernel_for_dispatch_key(key):  # narrow and chunk: it has acted, and makes the result a view itself
-        return op.decompose(*args, **kwargs)
-    with torch._C._SetExcludeDispatchKeyGuard(key, False):
-        return op.decompose(*args, **kwargs)
 
 
 def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:

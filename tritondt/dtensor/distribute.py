@@ -17,6 +17,7 @@ from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, placements_code, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.strides import dense_strides
 
 
 def distribute_tensor(
@@ -82,10 +83,7 @@ def _sender(mesh: Mesh, src_data_rank: int) -> int:
             f"src_data_rank={src_data_rank} is a coordinate on every axis of {mesh}; allowed are 0.."
             f"{min(mesh.shape) - 1}, and None for every rank's own values"
         )
-    position = 0
-    for size in mesh.shape:
-        position = position * size + src_data_rank
-    return position
+    return src_data_rank * sum(dense_strides(mesh.shape))
 
 
 def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: Sequence[int | str] | None) -> str:

@@ -18,6 +18,7 @@ from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement, Shard, placements_code, placements_text
+from tritondt.sharding.strides import dense_strides
 
 Placements = Sequence[Placement] | None
 
@@ -159,8 +160,6 @@ def _as_held(
 
 
 def _along(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:
-    """What the ranks say that differ from the first in their index on one axis only."""
-    stride = 1
-    for size in mesh.shape[axis + 1 :]:
-        stride *= size
+    """Entries of the ranks that differ from the first in their index on one axis only."""
+    stride = dense_strides(mesh.shape)[axis]
     return [lengths[index * stride] for index in range(mesh.shape[axis])]

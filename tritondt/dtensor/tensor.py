@@ -1,37 +1,28 @@
 """DTensor: a tensor laid over a mesh of ranks, each of which holds its part."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
-from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
-from tritondt.comm.packing.wire_dtype import narrower, wire_of
+from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal
-from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.copied_views import track_base
-from tritondt.dtensor.dispatch import Dispatcher
-from tritondt.dtensor.graph_ops import random_words_in_graph, redistribution_in_graph
-from tritondt.dtensor.pending import issue_prefetch, redistribute_dtensor, work_of
-from tritondt.dtensor.serialization import rebuild_dtensor, spec_values
+from tritondt.dtensor.pending import redistribute_dtensor, work_of
+from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
-from tritondt.ops import propagator
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
-from tritondt.ops.random.generator import trace_random_with
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec
-from tritondt.redistribution.run import trace_with
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
+from tritondt.sharding.spec_values import spec_values
 
 
 class DTensor(torch.Tensor):
@@ -48,7 +39,7 @@ class DTensor(torch.Tensor):
     _spec: DTensorSpec
     __slots__ = ("_local_tensor", "_spec")
 
-    # Operators go straight to __torch_dispatch__, which is set below.
+    # Operators go straight to __torch_dispatch__, which is set in wiring.py.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -156,7 +147,7 @@ class DTensor(torch.Tensor):
         if target is spec:
             return source
         forward = None if wire is None else wire.forward
-        return cast("DTensor", redistribute_dtensor(source, _wrap, target, async_op=async_op, wire_dtype=forward))
+        return cast("DTensor", redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward))
 
     @property
     def work(self) -> Work | None:
@@ -317,55 +308,8 @@ _set_item: Any = torch.Tensor.__setitem__
 _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local().{0}() for the part of this rank"
 
 
-# torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
-# Saved files name the room, so that they load wherever the class stands; older ones name `tritondt.saving`.
-DTensor.__module__ = rebuild_dtensor.__module__ = "tritondt.dtensor"
-torch.serialization.add_safe_globals([DTensor, rebuild_dtensor, (rebuild_dtensor, "tritondt.saving.loaded")])
-trace_with(redistribution_in_graph)
-trace_random_with(random_words_in_graph)
-# Optimizers and clip_grad_norm_ take their list operators for these classes.
-for _types in (_optimizer_foreach_types, _utility_foreach_types):
-    cast("list[type]", _types).append(DTensor)
-
-
-def _wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
-    """What DTensor(local_tensor, spec) gives, without the 0.4 us that calling a class takes."""
+def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
+    """DTensor(local_tensor, spec), without the 0.4 us that calling a class takes."""
     if is_inference_mode_enabled():
         return DTensor(local_tensor, spec)
     return construct(DTensor, local_tensor, spec, requires_grad=False)
-
-
-def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[Any]:
-    """The same of many, where a frame for each would take a fifth of the time."""
-    if is_inference_mode_enabled():
-        return list(map(DTensor, local_tensors, specs))
-    return list(map(_construct_plain, local_tensors, specs))
-
-
-_construct_plain = partial(construct, DTensor, requires_grad=False)
-dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, track_base, propagator)
-# Torch calls it for every operator; a static method saves a frame.
-DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
-let_composites_make_tensors(DTensor, _wrap)
-
-
-def prefetch(
-    tensor: DTensor,
-    placements: Sequence[Placement],
-    *,
-    order: Sequence[int | str] | None = None,
-    wire_dtype: torch.dtype | None = None,
-) -> None:
-    """Starts moving a tensor to `placements`: its next `redistribute` to them finds it there, or under way.
-
-    A collective call that returns at once. What was moved is dropped if the tensor is written to before, and found only
-    by a `redistribute` with the same `wire_dtype`.
-
-        T.prefetch(weight, [T.Replicate()])
-        y = layer(x)  # meanwhile
-        whole = weight.redistribute(placements=[T.Replicate()])
-    """
-    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
-    if target is not tensor._spec:
-        with torch.no_grad():
-            issue_prefetch(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -13,6 +13,8 @@ from tritondt.ops.propagation.schema import (
 )
 from tritondt.ops.rules.einop import einop_rule, pointwise_rule
 
+# All families take 0.2 s to import; they import what is above, so that their name is all that is said of them here.
+propagator.load_at_first_use("tritondt.ops.families")
 register_op_strategy = propagator.register_op_strategy
 register_sharding_prop_rule = propagator.register_sharding_prop_rule
 set_fallback = propagator.fallback.set

@@ -33,18 +33,17 @@ _BY_TYPE = RuntimeSchemaInfo(static_argnum=100)
 class ShardingPropagator:
     """What is known of operators, and the decision that follows from it for a call.
 
-    Operators that torch tags as pointwise need no registration. `load`, called at first use, sets what is known from
-    the start.
+    Operators that torch tags as pointwise need no registration.
     """
 
-    def __init__(self, load: Callable[[], object] | None = None) -> None:
+    def __init__(self) -> None:
         self.op_to_rules: dict[OpOverload, RuleFunction] = {}
         self.op_strategy_funcs: dict[OpOverload, StrategyFunction] = {}
         self.op_to_schema_info: dict[OpOverload, RuntimeSchemaInfo] = {}
         self.op_to_localize: dict[OpOverload, LocalizeFunction] = {}
         self.fallback = Fallback(self._changed)
         self._on_change: list[Callable[[], None]] = []
-        self._load = load
+        self._families = ""
         # What users registered, with what it replaced.
         self._replaced: dict[OpOverload, tuple[Any, ...]] = {}
 
@@ -120,10 +119,14 @@ class ShardingPropagator:
             )
         self._replaced[op] = tuple(table.get(op) for table in self._tables)
 
+    def load_at_first_use(self, families: str) -> None:
+        """Names the module whose import registers the operators that tritondt itself knows."""
+        self._families = families
+
     def _loaded(self) -> None:
-        if self._load is not None:
-            self._load()
-            self._load = None
+        if self._families:
+            import_module(self._families)
+            self._families = ""
 
     def _changed(self) -> None:
         for callback in self._on_change:
@@ -192,5 +195,4 @@ def _place(function: Callable[..., Any]) -> str:
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# All families take 0.2 s to import.
-propagator = ShardingPropagator(lambda: import_module("tritondt.ops.families"))
+propagator = ShardingPropagator()
