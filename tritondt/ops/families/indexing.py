@@ -1,7 +1,7 @@
-"""Embedding, and reading or writing elements at indices: gather, index_select, x[index], scatter and their gradients.
+"""Elements read, written and searched by tensors of indices or values: gather, x[index], scatter, masks, searchsorted.
 
-What is picked may be sharded as the indices are, and along every dim that is not indexed. An embedding's vocabulary may
-be sharded too: every rank looks up the rows it holds and the results add up.
+The result may be sharded as the indices are, and along every dim that is not indexed. Lookups and distances, at the
+end, follow from an equation each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,76 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tritondt.ops.propagation.fallback import replicate_all
-from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.pointwise import broadcast_placement, partial_ops, pointwise_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
-    LocalOp,
     OpSchema,
-    OutputSpecs,
     RuntimeSchemaInfo,
     Strategies,
 )
 from tritondt.ops.rules.equations import register_equation
-from tritondt.ops.rules.positions import check_indices, positions_among
-from tritondt.sharding.intervals import total
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
 
-def _sums(spec: DTensorSpec) -> list[Partial]:
-    """The sums and means that a tensor holds terms of."""
-    found = dict.fromkeys(p for p in spec.placements if isinstance(p, Partial))
-    return [placement for placement in found if placement.reduce_op in ("sum", "avg")]
-
-
 def _replicated(schema: OpSchema) -> AxisStrategy:
     return AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(),))
-
-
-def _local_lookup(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Rows that other ranks hold come out as zeros."""
-    weight = schema.args_spec[0]
-    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
-    if not weight.layout.axes_of_dim[0] or weight.coordinate is None:
-        return None
-    held, length, shape = weight.layout.intervals(0, weight.coordinate), weight.shape[0], outputs.local_shape
-
-    def look_up(table: torch.Tensor, indices: torch.Tensor, *_: object) -> torch.Tensor:
-        check_indices(indices, length, "embedding index")
-        if not total(held):
-            return table.new_zeros(shape)
-        rows, missing = positions_among(held, indices)
-        return torch.embedding(table, rows).masked_fill_(missing.unsqueeze(-1), 0)
-
-    return look_up
-
-
-@strategy_of([aten.embedding.default], localize=_local_lookup)
-def embedding(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded as the indices are, by feature where the table is; a term on every rank where the vocabulary is cut."""
-    weight, indices = schema.args_spec
-    found = [
-        AxisStrategy((Replicate(), Replicate()), (Replicate(),)),
-        AxisStrategy((Shard(1), Replicate()), (Shard(indices.ndim),)),
-        AxisStrategy((Shard(0), Replicate()), (Partial(),)),
-    ]
-    found += [AxisStrategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
-    return found + [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(weight)]
-
-
-@strategy_of([aten.embedding_dense_backward.default])
-def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
-    """Where positions are sharded every rank has a term of the table's gradient."""
-    gradient, indices = schema.args_spec
-    found = [AxisStrategy((Shard(indices.ndim), Replicate()), (Shard(1),))]
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(gradient)]
-    scale_grad_by_freq = schema.argument(4, "scale_grad_by_freq", False)
-    if not scale_grad_by_freq:  # frequencies are counted over all positions
-        found += [AxisStrategy((Shard(dim), Shard(dim)), (Partial(),)) for dim in range(indices.ndim)]
-    return [*found, _replicated(schema)]
 
 
 @strategy_of(
@@ -115,7 +62,7 @@ def gather(schema: OpSchema) -> list[AxisStrategy]:
     ]
     if index.ndim:
         found.append(AxisStrategy((Replicate(), Shard(along)), (Shard(along),)))
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(source)]
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([source])]
     return [*found, _replicated(schema)]
 
 
@@ -127,7 +74,7 @@ def index_select(schema: OpSchema) -> list[AxisStrategy]:
     found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),)) for dim in range(source.ndim) if dim != along]
     if index.ndim and source.ndim:
         found.append(AxisStrategy((Replicate(), Shard(0)), (Shard(along),)))
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(source)]
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([source])]
     return [*found, _replicated(schema)]
 
 
@@ -152,7 +99,7 @@ def scatter(schema: OpSchema) -> list[AxisStrategy]:
     if adds and index.ndim and specs[2].shape[along] == index.shape[along]:
         found.append(AxisStrategy((Partial(), Shard(along), Shard(along)), (Partial(),)))
     if adds:
-        found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in _sums(specs[2])]
+        found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in partial_ops([specs[2]])]
     return [*found, _replicated(schema)]
 
 
@@ -166,7 +113,7 @@ def index_add(schema: OpSchema) -> list[AxisStrategy]:
     ]
     if index.ndim and source.ndim:
         found.append(AxisStrategy((Partial(), Shard(0), Shard(along)), (Partial(),)))
-    found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in _sums(source)]
+    found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in partial_ops([source])]
     return [*found, _replicated(schema)]
 
 
@@ -197,16 +144,10 @@ class _Advanced:
         """Strategies that shard the indices, and with them what is picked."""
         found = []
         for dim, length in enumerate(self.shape):
-            placed = tuple(_aligned(index, dim - len(self.shape), length) for index in self.indices)
+            placed = tuple(broadcast_placement(index, dim - len(self.shape), length) for index in self.indices)
             if any(isinstance(placement, Shard) for placement in placed):
                 found.append(make(of_source, placed, Shard(self.start + dim)))
         return found
-
-
-def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
-    """Sharded on the dim that meets a dim of the broadcast shape, replicated where the index is broadcast along it."""
-    dim = from_end + spec.ndim
-    return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 
 
 def _has_mask(schema: OpSchema) -> bool:
@@ -226,7 +167,7 @@ def index(schema: OpSchema) -> Strategies:
     advanced = _Advanced(schema)
     whole = (Replicate(),) * len(advanced.indices)
     found = advanced.of_kept(reading) + advanced.of_indices(reading, Replicate())
-    found += [reading(partial, whole, partial) for partial in _sums(schema.args_spec[0])]
+    found += [reading(partial, whole, partial) for partial in partial_ops([schema.args_spec[0]])]
     return [*found, _replicated(schema)]
 
 
@@ -260,7 +201,7 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
     if schema.argument(3, "accumulate", False):
         whole = (Replicate(),) * len(advanced.indices)
         found += advanced.of_indices(writing, Partial())
-        found += [writing(partial, whole, partial) for partial in _sums(values)]
+        found += [writing(partial, whole, partial) for partial in partial_ops([values])]
     return [*found, _replicated(schema)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.pointwise import partial_ops, pointwise_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.reductions import accumulation_dtype, completion, is_sharded, largest_and_sum
@@ -87,13 +87,8 @@ def softmax_gradients(schema: OpSchema) -> list[AxisStrategy]:
     """Gradient and result are laid out alike; linear in the gradient."""
     gradient, output = schema.args_spec
     found = [AxisStrategy((Shard(dim),) * 2, (Shard(dim),)) for dim in range(output.ndim)]
-    found += [AxisStrategy((p, Replicate()), (p,)) for p in _sums(gradient)]
+    found += [AxisStrategy((p, Replicate()), (p,)) for p in partial_ops([gradient])]
     return [*found, AxisStrategy((Replicate(),) * 2, (Replicate(),))]
-
-
-def _sums(spec: DTensorSpec) -> list[Placement]:
-    """The sums and means that a tensor holds terms of."""
-    return [p for p in dict.fromkeys(spec.placements) if isinstance(p, Partial) and p.reduce_op in ("sum", "avg")]
 
 
 def _rows_and_parameters(num_rowwise: int, num_parameters: int, num_dims: int) -> list[Sequence[Placement]]:
@@ -131,7 +126,8 @@ def _norm_backward(schema: OpSchema, num_rowwise: int, num_parameter_gradients: 
         of_parameters: Placement = Partial() if isinstance(rows, Shard) else Replicate()
         found.append(AxisStrategy(tuple(inputs), (rows, *(of_parameters,) * num_parameter_gradients)))
     linear = [
-        AxisStrategy((p, *(Replicate(),) * len(others)), (p,) * (1 + num_parameter_gradients)) for p in _sums(gradient)
+        AxisStrategy((p, *(Replicate(),) * len(others)), (p,) * (1 + num_parameter_gradients))
+        for p in partial_ops([gradient])
     ]
     return [*linear, *found]
 

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from tritondt.ops.propagation.pointwise import partial_ops
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.rules.reductions import accumulation_dtype, is_sharded, reduced, reduced_dims, rows, whole
 from tritondt.redistribution.compile import identity_element
-from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -116,7 +117,7 @@ def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
     dims = reduced_dims(schema.argument(declared.index("dim"), "dim", -1), spec.ndim)
     found = [AxisStrategy((Shard(dim),), (Shard(dim),) * num_outputs) for dim in range(spec.ndim) if dim not in dims]
     if schema.op is aten.cumsum.default and schema.kwargs_schema.get("dtype") in (None, spec.dtype):
-        found += [AxisStrategy((p,), (p,)) for p in dict.fromkeys(spec.placements) if _is_sum(p)]
+        found += [AxisStrategy((p,), (p,)) for p in partial_ops([spec])]
     return [*found, whole(num_outputs)]
 
 
@@ -128,10 +129,6 @@ def flip(schema: OpSchema) -> list[AxisStrategy]:
     found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim) if dim not in dims]
     found += [AxisStrategy((p,), (p,)) for p in dict.fromkeys(spec.placements) if isinstance(p, Partial)]
     return [*found, whole()]
-
-
-def _is_sum(placement: Placement) -> bool:
-    return isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg")
 
 
 def _whole_value(schema: OpSchema) -> OutputSharding:

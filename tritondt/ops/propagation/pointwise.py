@@ -32,7 +32,6 @@ _TOGETHER: Mapping[OpOverload, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys((aten.lerp.Scalar, aten.lerp_.Scalar, aten.complex.default), ((0, 1),)),
 }
 
-
 # Treat every element alike, though torch 2.13 does not tag them.
 _UNTAGGED = frozenset({
     *("_add_relu", "_conj_copy", "_masked_scale", "_prelu_kernel", "_prelu_kernel_backward", "_standard_gamma_grad"),
@@ -71,15 +70,15 @@ def elementwise_strategies(specs: Sequence[DTensorSpec], num_outputs: int = 1) -
     shape = broadcast_shape(specs)
     found = []
     for dim, length in enumerate(shape):
-        inputs = tuple(_aligned(spec, dim - len(shape), length) for spec in specs)
+        inputs = tuple(broadcast_placement(spec, dim - len(shape), length) for spec in specs)
         if any(isinstance(placement, Shard) for placement in inputs):
             found.append(AxisStrategy(inputs, (Shard(dim),) * num_outputs))
     found.append(AxisStrategy((Replicate(),) * len(specs), (Replicate(),) * num_outputs))
     return found
 
 
-def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
-    """Sharded on the dim that meets an output dim, replicated where the argument is broadcast along it."""
+def broadcast_placement(spec: DTensorSpec, from_end: int, length: int) -> Placement:
+    """Shard of the dim at `from_end`, a negative number; Replicate where the tensor is broadcast to `length` there."""
     dim = from_end + spec.ndim
     return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.pointwise import broadcast_placement, partial_ops
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import declared_tensors, with_local_sizes
 from tritondt.ops.rules.reductions import places_of_kept, reduced_dims
 from tritondt.sharding.placement import Placement, Replicate, Shard
-from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
@@ -61,7 +60,9 @@ def along_strategies(
     for dim, place in places.items():
         from_end = dim - num_dims
         length = max((spec.shape[from_end] for spec in along if spec.ndim >= -from_end), default=0)
-        inputs = tuple(Replicate() if name in whole else _aligned(spec, from_end, length) for name, spec in given)
+        inputs = tuple(
+            Replicate() if name in whole else broadcast_placement(spec, from_end, length) for name, spec in given
+        )
         found.append(AxisStrategy(inputs, (Shard(place),) * num_outputs))
     everywhere: tuple[Placement, ...] = (Replicate(),) * len(given)
     for partial in partial_ops([spec for _, spec in given]):
@@ -74,12 +75,6 @@ def along_strategies(
 def _keeps_dims(schema: OpSchema) -> bool:
     declared = [argument.name for argument in schema.op._schema.arguments]
     return "keepdim" in declared and bool(schema.argument(declared.index("keepdim"), "keepdim", False))
-
-
-def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
-    """Cut at the dim counted from the end; whole where the tensor lacks it, or one element serves all pieces."""
-    dim = from_end + spec.ndim
-    return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 
 
 def register_whole_dims(
