@@ -8,6 +8,7 @@ with _import_pause.without_collections():
     import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
+    from tritondt.comm.world import close as shutdown
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
     from tritondt.dtensor.factories import empty, full, ones, rand, randn, zeros
     from tritondt.dtensor.prefetch import prefetch
@@ -79,5 +80,6 @@ __all__ = [
     "randn",
     "redistribute",
     "set_timeout",
+    "shutdown",
     "zeros",
 ]

@@ -5,6 +5,7 @@ from tritondt.ops.propagation.registration import register_sharding
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
     OpSchema,
+    OpSpec,
     OpStrategy,
     OutputSharding,
     PlacementStrategy,
@@ -22,6 +23,7 @@ set_fallback = propagator.fallback.set
 __all__ = [
     "AxisStrategy",
     "OpSchema",
+    "OpSpec",
     "OpStrategy",
     "OutputSharding",
     "PlacementStrategy",

@@ -119,6 +119,10 @@ class PlacementStrategy:
     redistribute_cost: tuple[float, ...] | None = None
 
 
+# The name in torch 2.13; PlacementStrategy is the former one, which code for older versions uses.
+OpSpec = PlacementStrategy
+
+
 @dataclass(frozen=True, slots=True)
 class OpStrategy:
     """The ways that a strategy function offers, over all axes at once."""
@@ -131,6 +135,11 @@ class TupleStrategy:
     """Strategies of a list argument, one per element."""
 
     childs: Sequence[OpStrategy]
+
+    @property
+    def children(self) -> Sequence[OpStrategy]:
+        """The strategies of the elements: the name in torch 2.13, where `childs` is deprecated."""
+        return self.childs
 
 
 @dataclass(frozen=True, slots=True)
