@@ -28,13 +28,13 @@ _INFERENCE = -1
 Versions = tuple[int, ...]
 
 # What writes a view's elements into the tensor that it is a view of, with the arguments of the view after both.
-_SCATTERED: Mapping[OpOverload, OpOverload] = {
+_SCATTER_OF: Mapping[OpOverload, OpOverload] = {
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
 # Views of all elements in the same order.
-_RESHAPED = frozenset({
+_RESHAPES = frozenset({
     *(aten.view.default, aten._reshape_alias.default),
     *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
 })  # fmt: skip
@@ -57,20 +57,20 @@ class _Origin(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def following_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
+def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     """The class of tensors of `tensor_class` that follow another."""
     slot: Any = tensor_class._local_tensor  # type: ignore[attr-defined]
     wrap: Any = tensor_class
     dispatch_any: Callable[..., Any] = tensor_class.__torch_dispatch__
 
-    def current(tensor: Any) -> torch.Tensor:
+    def refreshed(tensor: Any) -> torch.Tensor:
         """The local tensor, copied again where operators have written to the base; a collective call then."""
         origin: _Origin = tensor.__dict__[_ORIGIN]
         base_local = origin.base._local_tensor
         now = versions(origin.base, base_local)
         if now[0] == origin.versions[0] != _INFERENCE:
             if base_local is not origin.base_local or now != origin.versions:
-                raise PropagationError(_unseen_text(origin))
+                raise PropagationError(_unseen_write_text(origin))
         else:
             with admitted():
                 results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
@@ -87,62 +87,62 @@ def following_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         given = {} if kwargs is None else kwargs
         aliased = list(_aliased(op, args, given))
         written = [item for is_write, item in aliased if is_write]
-        copies = [item for item in written if isinstance(item, made)]
+        copies = [item for item in written if isinstance(item, view_class)]
         roots = [_root(item) for item in written if isinstance(item, tensor_class)]
         for view in copies:
             # What is written to one of them first would have to be seen in the other.
-            if sum(root is _root(view) for root in roots) > 1 or not _is_brought_back(view):
+            if sum(root is _root(view) for root in roots) > 1 or not _can_write_back(view):
                 raise PropagationError(_refusal(op, view))
         result = dispatch_any(op, types, args, given)
         # The writes are counted by whoever called; until then the copies are not to look whether they are.
         for view in copies:
-            _bring_back(view, lambda it: wrap(slot.__get__(it), it._spec))
-        copies_view = not written and any(isinstance(item, made) for _, item in aliased)
+            _write_back(view, lambda it: wrap(slot.__get__(it), it._spec))
+        copies_view = not written and any(isinstance(item, view_class) for _, item in aliased)
         return track_base(result, op, args, given, is_alias=True) if copies_view else result
 
-    def settled(tensor: Any) -> torch.Tensor:
+    def untracked(tensor: Any) -> torch.Tensor:
         """The tensor as it is now, which follows nothing."""
         found: torch.Tensor = wrap(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
         return found
 
-    made: type[torch.Tensor] = type(
-        f"Following{tensor_class.__name__}",
+    view_class: type[torch.Tensor] = type(
+        f"CopiedView{tensor_class.__name__}",
         (tensor_class,),
         {
             "__slots__": (),
             "__module__": tensor_class.__module__,
             "__torch_dispatch__": staticmethod(dispatch),
-            "_local_tensor": property(current, slot.__set__),
+            "_local_tensor": property(refreshed, slot.__set__),
             # What is not a leaf is left for the class itself to refuse.
-            "__deepcopy__": lambda it, memo: wrap.__deepcopy__(settled(it) if it.is_leaf else it, memo),
-            "__reduce_ex__": lambda it, protocol: settled(it).__reduce_ex__(protocol),
+            "__deepcopy__": lambda it, memo: wrap.__deepcopy__(untracked(it) if it.is_leaf else it, memo),
+            "__reduce_ex__": lambda it, protocol: untracked(it).__reduce_ex__(protocol),
         },
     )
-    return made
+    return view_class
 
 
-def _is_brought_back(view: Any) -> bool:
+def _can_write_back(view: Any) -> bool:
     """Whether what is written to a copy can be written to what it follows, and so on."""
     origin: _Origin | None = view.__dict__.get(_ORIGIN)
     if origin is None:
         return True
-    known = origin.op in _SCATTERED or origin.op in _RESHAPED or origin.op is aten.unbind.int
-    return (origin.is_alias or known) and _is_brought_back(origin.base)
+    known = origin.op in _SCATTER_OF or origin.op in _RESHAPES or origin.op is aten.unbind.int
+    return (origin.is_alias or known) and _can_write_back(origin.base)
 
 
-def _bring_back(view: Any, settled: Callable[[Any], Any]) -> None:
+def _write_back(view: Any, untracked: Callable[[Any], Any]) -> None:
     """Writes the elements of a copy to what it follows, which brings them to what it follows itself."""
     origin: _Origin = view.__dict__[_ORIGIN]
     base, given = origin.base, (*origin.args[1:], *origin.kwargs.values())
     if origin.is_alias:
-        _bring_back(base, settled)
-    elif origin.op in _RESHAPED:
+        _write_back(base, untracked)
+    elif origin.op in _RESHAPES:
         with admitted():
-            base.copy_(aten.view.default(settled(view), base.shape))
+            base.copy_(aten.view.default(untracked(view), base.shape))
     elif origin.op is aten.unbind.int:
-        base.copy_(aten.select_scatter.default(base, settled(view), *(given or (0,)), origin.place))
+        base.copy_(aten.select_scatter.default(base, untracked(view), *(given or (0,)), origin.place))
     else:
-        base.copy_(_SCATTERED[origin.op](base, settled(view), *origin.args[1:], **origin.kwargs))
+        base.copy_(_SCATTER_OF[origin.op](base, untracked(view), *origin.args[1:], **origin.kwargs))
 
 
 def _root(tensor: Any) -> Any:
@@ -178,7 +178,7 @@ def track_base(
     for place, result in enumerate(results if several else (results,)):
         if _ORIGIN not in result.__dict__:
             kind: Any = type(result)
-            result.__class__ = following_class(kind)
+            result.__class__ = copied_view_class(kind)
             result.__dict__[_ORIGIN] = origin._replace(place=place if several else None)
     return results
 
@@ -206,7 +206,7 @@ def _refusal(op: OpOverload, tensor: Any) -> str:
     )
 
 
-def _unseen_text(origin: _Origin) -> str:
+def _unseen_write_text(origin: _Origin) -> str:
     return (
         f"the local tensor of {origin.base._spec} was written to without an operator on it, which its view by "
         f"{origin.op} cannot see: its elements had to move; take the view again after writing"

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.dtensor.compiled_call import Compiled, Follow, Signature, Wrap, WrapAll
+from tritondt.dtensor.compiled_call import Compiled, Signature, TrackBase, Wrap, WrapAll
 from tritondt.dtensor.decompose import decompose
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -34,7 +34,7 @@ _NOTHING: Mapping[str, Any] = {}
 _SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 # A lone output has its spec and a function of the local arguments; else the function does it all.
-_Found: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
+_CompiledCall: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
 
 
 class _Operator:
@@ -44,7 +44,7 @@ class _Operator:
 
     def __init__(self, op: OpOverload, static_argnum: int) -> None:
         self.op, self.static_argnum = op, static_argnum
-        self.signatures: dict[tuple[Any, ...], _Found] = {}
+        self.signatures: dict[tuple[Any, ...], _CompiledCall] = {}
 
 
 class Dispatcher:
@@ -58,15 +58,15 @@ class Dispatcher:
         tensor_class: type[torch.Tensor],
         wrap: Wrap,
         wrap_all: WrapAll,
-        follow: Follow,
+        track_base: TrackBase,
         propagator: ShardingPropagator,
     ) -> None:
-        self._class, self._wrap, self._wrap_all, self._follow = tensor_class, wrap, wrap_all, follow
+        self._class, self._wrap, self._wrap_all, self._track_base = tensor_class, wrap, wrap_all, track_base
         self._propagator = propagator
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_change(self._operators.clear)
-        self.dispatch = self._made_dispatch()
+        self.dispatch = self._make_dispatch()
 
     def num_signatures(self, op: OpOverload) -> int:
         """How many signatures of an operator are kept now."""
@@ -80,7 +80,7 @@ class Dispatcher:
             frame = frame.f_back
         return None if frame is None else frame.f_locals["op"]
 
-    def _made_dispatch(self) -> Callable[..., Any]:
+    def _make_dispatch(self) -> Callable[..., Any]:
         operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
 
         def dispatch(
@@ -120,7 +120,7 @@ class Dispatcher:
             # Keyword arguments count as static unless all numbers do.
             values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
             local_kwargs = dict(zip(names, values, strict=True))
-        found, is_kept = _looked_up(operator, key)
+        found, is_kept = _look_up(operator, key)
         if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
             return self._run_any(op, *_with_values(args, kwargs))
         if found is None:
@@ -199,7 +199,7 @@ class Dispatcher:
         key.append(len(items))
         return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
 
-    def _compile(self, schema: OpSchema) -> _Found:
+    def _compile(self, schema: OpSchema) -> _CompiledCall:
         decision = self._propagator.propagate(schema)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
@@ -207,8 +207,8 @@ class Dispatcher:
         runs_as_it_is &= not decision.needs_redistribute and not decision.copies_view
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             return local, decision.output_spec
-        admit = self._propagator.fallback.admit
-        return Signature(schema, decision, local, written, self._wrap, self._wrap_all, self._follow, admit).run, None
+        made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
+        return Signature(schema, decision, local, written, *made_by).run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs for tensors; refuses what cannot be in one call."""
@@ -239,7 +239,7 @@ class Dispatcher:
         return OpSchema(op, tuple(map(spec_of, args)), named)
 
 
-def _looked_up(operator: _Operator, key: Sequence[Any]) -> tuple[_Found | None, bool]:
+def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[_CompiledCall | None, bool]:
     """What is kept for a signature, and whether it can be: not where an argument has no hash."""
     try:
         return operator.signatures.get(tuple(key)), True
@@ -247,7 +247,7 @@ def _looked_up(operator: _Operator, key: Sequence[Any]) -> tuple[_Found | None, 
         return None, False
 
 
-def _keep(operator: _Operator, key: Sequence[Any], found: _Found) -> None:
+def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None:
     if len(operator.signatures) >= MAX_SIGNATURES:
         del operator.signatures[next(iter(operator.signatures))]
     operator.signatures[tuple(key)] = found

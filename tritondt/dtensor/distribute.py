@@ -41,24 +41,24 @@ def distribute_tensor(
     mesh = canonical_mesh(mesh_or_current(device_mesh))
     wanted = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if isinstance(tensor, DTensor):
-        return _laid_out_so(tensor, mesh, wanted, order)
-    sender = None if src_data_rank is None else _sender(mesh, src_data_rank)
-    if sender is not None and not tensor.is_meta:
-        check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), sender)
+        return _check_layout(tensor, mesh, wanted, order)
+    source_position = None if src_data_rank is None else _source_position(mesh, src_data_rank)
+    if source_position is not None and not tensor.is_meta:
+        check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), source_position)
     if not tensor.is_leaf:
         raise LocalTensorError(
             "distribute_tensor takes a leaf of the autograd graph, got the result of an operator; call detach() first, "
             "or DTensor.from_local, which passes gradients on"
         )
     target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(tensor.shape, tensor.dtype), order)
-    made = DTensor(_part(tensor.detach(), target, sender), target)
+    made = DTensor(_local_part(tensor.detach(), target, source_position), target)
     if isinstance(tensor, nn.Parameter):
         return cast(DTensor, nn.Parameter(made, requires_grad=tensor.requires_grad))
     made.requires_grad_(tensor.requires_grad)
     return made
 
 
-def _laid_out_so(
+def _check_layout(
     tensor: DTensor, mesh: Mesh, placements: Sequence[Placement], order: Sequence[int | str] | None
 ) -> DTensor:
     spec = tensor._spec
@@ -76,7 +76,7 @@ def _laid_out_so(
     return tensor
 
 
-def _sender(mesh: Mesh, src_data_rank: int) -> int:
+def _source_position(mesh: Mesh, src_data_rank: int) -> int:
     """The place in the mesh whose coordinate is `src_data_rank` on every axis."""
     if any(not 0 <= src_data_rank < size for size in mesh.shape):
         raise MeshError(
@@ -95,15 +95,15 @@ def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: S
     return f"{tuple(tensor.shape)} {dtype} as {placements_text(placements)}{details}"
 
 
-def _part(whole: torch.Tensor, target: DTensorSpec, sender: int | None) -> torch.Tensor:
-    """This rank's part of the whole tensor at mesh position `sender`, or of its own."""
+def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int | None) -> torch.Tensor:
+    """This rank's part of the whole tensor at mesh position `source_position`, or of its own."""
     mesh = target.mesh
     if whole.is_meta:
         return whole.new_empty(target.local_shape)
     if whole.device.type != mesh.device_type:
         whole = whole.to(mesh.device_type)
-    if sender is not None and len(mesh.ranks) > 1:
-        return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (sender,), target)
+    if source_position is not None and len(mesh.ranks) > 1:
+        return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (source_position,), target)
     meta = TensorMeta(target.shape, whole.stride(), whole.dtype)
     own = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
     if own.layout is target.layout:

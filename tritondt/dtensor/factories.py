@@ -16,7 +16,7 @@ from tritondt.sharding.placement import Partial, Placement, Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 # Makes a plain tensor of a shape, given as `size`, with `dtype` and `device`.
-_Make = Callable[..., torch.Tensor]
+_MakeLocal = Callable[..., torch.Tensor]
 
 
 def empty(
@@ -32,7 +32,7 @@ def empty(
 
     Placements default to Replicate. Raises LayoutError, MeshError.
     """
-    return _made(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements, order)
+    return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def zeros(
@@ -45,7 +45,7 @@ def zeros(
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
     """A tensor of zeros of global shape `size`; see `empty`."""
-    return _made(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements, order)
+    return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def ones(
@@ -58,7 +58,7 @@ def ones(
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
     """A tensor of ones of global shape `size`; see `empty`. Terms of a sum add up to one."""
-    return _made(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements, order)
+    return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def full(
@@ -77,7 +77,7 @@ def full(
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.full(size, fill_value, **options)
 
-    return _made(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
+    return _make(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def rand(
@@ -93,7 +93,7 @@ def rand(
 
     See `empty`; MismatchError where the ranks' default generators are not in step (torch.manual_seed).
     """
-    return _made(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
+    return _make(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
 
 
 def randn(
@@ -106,11 +106,11 @@ def randn(
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
     """A tensor of global shape `size` of numbers from the normal distribution; see `rand`."""
-    return _made(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, normal)
+    return _make(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, normal)
 
 
-def _made(
-    make: _Make,
+def _make(
+    make: _MakeLocal,
     size: Sequence[Any],
     dtype: torch.dtype | None,
     layout: torch.layout,

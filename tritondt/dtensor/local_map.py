@@ -76,11 +76,11 @@ def local_map(
         ]
         results, result_form = tree_flatten(called(*tree_unflatten(local, form), **kwargs))
         uneven = any(_is_uneven(leaf._spec.layout) for leaf in inputs if isinstance(leaf, DTensor))
-        laid_out = [
+        outputs = [
             _output(result, placements, mesh, uneven=uneven)
             for result, placements in zip(results, _of_results(out_placements, results), strict=True)
         ]
-        return tree_unflatten(laid_out, result_form)
+        return tree_unflatten(outputs, result_form)
 
     return on_local_tensors
 
@@ -134,12 +134,12 @@ def _output(result: Any, placements: Placements, mesh: Mesh, *, uneven: bool) ->
     if placements is None:
         return result
     if uneven and any(isinstance(placement, Shard) for placement in placements):
-        held, shape = _as_held(result, placements, mesh)
+        held, shape = _uneven_placements(result, placements, mesh)
         return DTensor.from_local(result, mesh, held, shape=shape)
     return DTensor.from_local(result, mesh, placements)
 
 
-def _as_held(
+def _uneven_placements(
     local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh
 ) -> tuple[list[Placement], tuple[int, ...]]:
     """The placements with the sizes that the ranks hold, and the whole shape; a collective call."""
@@ -154,12 +154,12 @@ def _as_held(
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             dim = placement.dim % local.ndim
-            sizes = [of_rank[dims.index(dim)] for of_rank in _along(lengths, mesh, axis)]
+            sizes = [of_rank[dims.index(dim)] for of_rank in _along_axis(lengths, mesh, axis)]
             found[axis], shape[dim] = shard_of_sizes(dim, sizes), sum(sizes)
     return found, tuple(shape)
 
 
-def _along(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:
+def _along_axis(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:
     """Entries of the ranks that differ from the first in their index on one axis only."""
     stride = dense_strides(mesh.shape)[axis]
     return [lengths[index * stride] for index in range(mesh.shape[axis])]

@@ -166,11 +166,11 @@ def windows(schema: OpSchema) -> OutputSharding:
     """The dim must be whole; what lies within a window is a new dim at the end."""
     meta, dim = meta_of_view(schema), dim_of(schema, 1, "dimension")
 
-    def lay_out(layout: Layout) -> Layout:
+    def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
         for axis, shard in real_cuts(layout, cuts[dim] if layout.shape else []):
             raise LayoutError(f"axis {axis} cuts dim {dim} by {shard!r}, and windows reach beyond a piece")
         kept = [[] if place == dim else of_dim for place, of_dim in enumerate(cuts)]
         return with_cuts(layout, meta.shape, [*kept, *[[]] * (len(meta.shape) - len(kept))])
 
-    return view_of(schema, lay_out)
+    return view_of(schema, view_layout)

@@ -133,7 +133,7 @@ def squeezed(schema: OpSchema) -> OutputSharding:
     gone = [dim for dim, length in enumerate(shape) if length == 1 and dim in given]
     kept = [dim for dim in range(len(shape)) if dim not in gone]
 
-    def lay_out(layout: Layout) -> Layout:
+    def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
         if any(real_cuts(layout, cuts[dim]) for dim in gone):
             return reshaped(layout, [shape[dim] for dim in kept])
@@ -146,7 +146,7 @@ def squeezed(schema: OpSchema) -> OutputSharding:
 
         return squeeze
 
-    return view_of(schema, lay_out, local)
+    return view_of(schema, view_layout, local)
 
 
 @rule_of([aten.expand.default])
@@ -172,13 +172,13 @@ def as_pairs(schema: OpSchema) -> OutputSharding:
 def as_numbers(schema: OpSchema) -> OutputSharding:
     """The last dim, of real and imaginary part, goes, and must be whole."""
 
-    def lay_out(layout: Layout) -> Layout:
+    def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
         for axis, shard in real_cuts(layout, cuts[-1]):
             raise LayoutError(f"axis {axis} cuts the dim of real and imaginary part by {shard!r}")
         return with_cuts(layout, layout.shape[:-1], cuts[:-1])
 
-    return view_of(schema, lay_out)
+    return view_of(schema, view_layout)
 
 
 @rule_of([aten._conj.default, aten._neg_view.default])

@@ -43,15 +43,15 @@ class Fallback:
     def __init__(self, on_change: Callable[[], None]) -> None:
         self.mode: Mode = "raise"
         self._on_change = on_change
-        self._told: set[OpOverload] = set()
+        self._warned: set[OpOverload] = set()
 
-    def set(self, mode: Mode) -> "Restored":
+    def set(self, mode: Mode) -> "RestoreMode":
         """Sets the mode for the process; used with `with`, until the end of the block."""
         if mode not in MODES:
             raise PropagationError(f"the fallback {mode!r} is not known; allowed are {' and '.join(map(repr, MODES))}")
         before, self.mode = self.mode, mode
         self._on_change()
-        return Restored(self, before)
+        return RestoreMode(self, before)
 
     def decide(self, schema: OpSchema) -> OutputSharding:
         """Gathers everything where the mode says so; PropagationError, with what to write instead, where not.
@@ -63,7 +63,7 @@ class Fallback:
         # What changes its own shape would leave the memory that others know.
         if self.mode == "raise" or torch.Tag.inplace_view in schema.op.tags:
             raise PropagationError(unknown_text(schema))
-        self._tell(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
+        self._warn_once(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
         return replicate_all(schema)
 
     def admit(self, op: OpOverload, refusal: str) -> None:
@@ -75,11 +75,11 @@ class Fallback:
             return
         if self.mode == "raise":
             raise PropagationError(refusal)
-        self._tell(op, "%s moves its argument and gives a copy, as the fallback says")
+        self._warn_once(op, "%s moves its argument and gives a copy, as the fallback says")
 
-    def _tell(self, op: OpOverload, text: str) -> None:
-        if op not in self._told:
-            self._told.add(op)
+    def _warn_once(self, op: OpOverload, text: str) -> None:
+        if op not in self._warned:
+            self._warned.add(op)
             _logger.warning(text, op)
 
 
@@ -93,7 +93,7 @@ def admitted() -> Iterator[None]:
         _is_admitted.reset(token)
 
 
-class Restored:
+class RestoreMode:
     """Puts a fallback back to what it was before at the end of a `with` block; without one nothing happens."""
 
     def __init__(self, fallback: Fallback, before: Mode) -> None:

@@ -28,21 +28,21 @@ def random_words(
     True
     """
     if device is not None and device.type != "cpu":
-        return _by_operators(_places(region, shape, device), key, lane)
+        return _by_operators(_positions(region, shape, device), key, lane)
     lengths = [sum(stop - start for start, stop in intervals) for intervals in region]
     words = torch.empty(lengths, dtype=torch.int64)
     write_random_words(region, shape, key, lane, words.data_ptr(), torch.get_num_threads())
     return words
 
 
-def _places(region: Region, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+def _positions(region: Region, shape: Sequence[int], device: torch.device) -> torch.Tensor:
     """The place of each element in the whole tensor, row by row."""
-    places = torch.zeros((), dtype=torch.int64, device=device)
+    positions = torch.zeros((), dtype=torch.int64, device=device)
     for intervals, length in zip(region, shape, strict=True):
         held = [torch.arange(start, stop, device=device) for start, stop in intervals]
         indices = torch.cat(held) if held else torch.empty(0, dtype=torch.int64, device=device)
-        places = (places * length)[..., None] + indices
-    return places
+        positions = (positions * length)[..., None] + indices
+    return positions
 
 
 def _by_operators(counter: torch.Tensor, key: int, lane: int) -> torch.Tensor:

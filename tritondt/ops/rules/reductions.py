@@ -88,22 +88,22 @@ def completion(spec: DTensorSpec, dims: Sequence[int], reduce_op: ReduceOp, dtyp
     """
     if not is_sharded(spec, dims):
         return lambda own: own
-    source, target = _one_a_row(spec, dims, Partial(reduce_op), dtype)
+    source, target = _row_specs(spec, dims, Partial(reduce_op), dtype)
     return lambda own: redistribute_local(own, source, target)
 
 
-def _one_a_row(
+def _row_specs(
     spec: DTensorSpec, dims: Sequence[int], pending: Placement, dtype: torch.dtype
 ) -> tuple[DTensorSpec, DTensorSpec]:
     """The specs of one number a row: pending on the axes that cut `dims`, and complete."""
     shape = [1 if dim in dims else length for dim, length in enumerate(spec.shape)]
     meta = TensorMeta.contiguous(shape, dtype)
 
-    def laid_out(on_cut_axes: Placement) -> DTensorSpec:
+    def spec_with(on_cut_axes: Placement) -> DTensorSpec:
         placements = [on_cut_axes if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements]
         return DTensorSpec(spec.mesh, placements, meta, spec.order)
 
-    return laid_out(pending), laid_out(Replicate())
+    return spec_with(pending), spec_with(Replicate())
 
 
 def largest_and_sum(
@@ -140,7 +140,7 @@ def _gathering(spec: DTensorSpec, dims: Sequence[int], dtype: torch.dtype) -> Co
     shape = [1 if dim in dims else length for dim, length in enumerate(spec.shape)]
     meta = TensorMeta.contiguous((num_pieces, 2, *shape), dtype)
 
-    def laid_out(on_cut_axes: Placement) -> DTensorSpec:
+    def spec_with(on_cut_axes: Placement) -> DTensorSpec:
         placements = [
             on_cut_axes
             if axis in cutting
@@ -151,5 +151,5 @@ def _gathering(spec: DTensorSpec, dims: Sequence[int], dtype: torch.dtype) -> Co
         ]
         return DTensorSpec(spec.mesh, placements, meta, spec.order)
 
-    source, target = laid_out(Shard(0)), laid_out(Replicate())
+    source, target = spec_with(Shard(0)), spec_with(Replicate())
     return lambda own: redistribute_local(own, source, target)
