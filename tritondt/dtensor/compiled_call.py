@@ -1,4 +1,4 @@
-"""Runs a call that moves arguments, writes to them, or gives several tensors or none, as propagation decided."""
+"""Calls with input redistribution, written arguments, or several results, compiled from what propagation decided."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,17 +29,17 @@ class WrapAll(Protocol):
 
 
 class TrackBase(Protocol):
-    """Makes the results of a view that had to move follow its argument."""
+    """Makes results of a view that had to be copied track the view's first argument."""
 
     def __call__(self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
-        """The results."""
+        """The results, as copied views."""
 
 
 class Admit(Protocol):
-    """Raises what a decision says against the call, unless it may run all the same."""
+    """Raises PropagationError with a decision's refusal, unless the fallback lets the call run."""
 
     def __call__(self, op: OpOverload, refusal: str, /) -> None:
-        """Nothing, or PropagationError."""
+        """None, or PropagationError."""
 
 
 # Runs a signature: positional and keyword arguments with local tensors in place, then the arguments as they came.
@@ -47,7 +47,7 @@ Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[st
 
 
 class _InputMove(NamedTuple):
-    """Where an argument is and where the operator needs it; what is written there is brought back."""
+    """The spec of an argument and the spec that the operator needs; a written argument is moved back afterwards."""
 
     source: DTensorSpec
     target: DTensorSpec
@@ -59,7 +59,7 @@ _Replaced = tuple[torch.Tensor, torch.Tensor, _InputMove]
 
 
 class Signature:
-    """A signature that moves arguments, writes to them, or gives several tensors or none."""
+    """One signature of an operator, compiled: redistributes arguments, runs on local tensors, writes back and wraps."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Signature:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Moves what has to move, runs, brings back what was written elsewhere than where it is, and wraps."""
+        """Redistributes arguments, runs the operator, copies written stand-ins back, and wraps the results."""
         if self._refusal:
             self._admit(self._op, self._refusal)
         if self._written and read_guard.readers:
@@ -122,7 +122,7 @@ class Signature:
         return wrapped if self._track_base is None else self._track_base(wrapped, self._op, args, kwargs)
 
     def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
-        """Messages may be on their way out of the memory that is about to be written to."""
+        """Waits for messages that still read the memory of an argument that is about to be written to."""
         tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
         read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
 
@@ -162,7 +162,7 @@ class Signature:
         return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
 
     def _replicated(self, result: Any) -> Any:
-        """Results whole on every rank, as they are; a rank outside the mesh knows no shapes and gets empty tensors."""
+        """Results of which every rank has all; a rank outside the mesh knows no shapes and gets empty tensors."""
         if not self._in_mesh:
             count = len(self._op._schema.returns)
             result = tuple(torch.empty((0,), device=self._mesh.device_type) for _ in range(count))

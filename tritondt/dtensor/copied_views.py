@@ -1,12 +1,11 @@
-"""Views that had to move: copies that stand for a view of another tensor, and follow it.
+"""Copied views: copies in place of views whose elements had to move, kept up to date with the tensor they view.
 
-On one device a view sees what is written to its tensor. Where the shards of a view are not the tensor's own, the view
-is a copy of them; it is of a subclass whose `_local_tensor` looks whether the tensor was written to since, and then
-copies again. What is written to such a view is written to the tensor as well, where there is an operator that does so,
-and refused elsewhere.
+On one device a view sees what is written to its base. Where the shards of a view are not the base's own, the view is a
+copy of a subclass whose `_local_tensor` looks whether the base was written to since, and then copies again. What is
+written to a copied view is written to the base as well, where there is an operator for that, and refused elsewhere.
 
-Copying is a collective call: whether to copy follows from how many operators have written to the tensor, which all
-ranks know alike. What one rank writes to its local tensor the others cannot know; it is refused when it is found.
+Copying is a collective call: whether to copy follows from how many operators have written to the base, which all ranks
+count alike. What one rank writes to its local tensor the others cannot know; it is refused when it is found.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,9 +40,9 @@ _RESHAPES = frozenset({
 
 
 class _Origin(NamedTuple):
-    """Of what a tensor is a view, when it was copied, and how it is copied again: the result at `place` of a call.
+    """How a tensor was made as a view, and the versions of the base then: the result at `place` of a call.
 
-    A view of a copy may share the copy's memory: it is an alias then.
+    A view of a copied view may share the copy's memory: it is an alias then.
     """
 
     base: Any
@@ -58,13 +57,13 @@ class _Origin(NamedTuple):
 
 @lru_cache(maxsize=64)
 def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class of tensors of `tensor_class` that follow another."""
+    """The subclass of `tensor_class` for copied views."""
     slot: Any = tensor_class._local_tensor  # type: ignore[attr-defined]
     wrap: Any = tensor_class
     dispatch_any: Callable[..., Any] = tensor_class.__torch_dispatch__
 
     def refreshed(tensor: Any) -> torch.Tensor:
-        """The local tensor, copied again where operators have written to the base; a collective call then."""
+        """The local tensor, copied again where operators have written to the base: a collective call then."""
         origin: _Origin = tensor.__dict__[_ORIGIN]
         base_local = origin.base._local_tensor
         now = versions(origin.base, base_local)
@@ -83,7 +82,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     def dispatch(
         op: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Brings what is written to a copy to what it is a view of; a view of a copy follows it in turn."""
+        """Runs an operator and writes back to the bases of written copies; views of a copy become copied views too."""
         given = {} if kwargs is None else kwargs
         aliased = list(_aliased(op, args, given))
         written = [item for is_write, item in aliased if is_write]
@@ -101,7 +100,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         return track_base(result, op, args, given, is_alias=True) if copies_view else result
 
     def untracked(tensor: Any) -> torch.Tensor:
-        """The tensor as it is now, which follows nothing."""
+        """A tensor of the plain class with the present values, which tracks no base."""
         found: torch.Tensor = wrap(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
         return found
 
@@ -122,7 +121,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _can_write_back(view: Any) -> bool:
-    """Whether what is written to a copy can be written to what it follows, and so on."""
+    """Whether what is written to a copied view can be written to its base, and to that base's own."""
     origin: _Origin | None = view.__dict__.get(_ORIGIN)
     if origin is None:
         return True
@@ -131,7 +130,7 @@ def _can_write_back(view: Any) -> bool:
 
 
 def _write_back(view: Any, untracked: Callable[[Any], Any]) -> None:
-    """Writes the elements of a copy to what it follows, which brings them to what it follows itself."""
+    """Writes the elements of a copied view to its base, and from there on to that base's own."""
     origin: _Origin = view.__dict__[_ORIGIN]
     base, given = origin.base, (*origin.args[1:], *origin.kwargs.values())
     if origin.is_alias:
@@ -146,7 +145,7 @@ def _write_back(view: Any, untracked: Callable[[Any], Any]) -> None:
 
 
 def _root(tensor: Any) -> Any:
-    """Whose memory a tensor shares, or is to follow."""
+    """The tensor at the end of the chain of bases."""
     origin: _Origin | None = tensor.__dict__.get(_ORIGIN)
     if origin is not None:
         return _root(origin.base)
@@ -154,9 +153,9 @@ def _root(tensor: Any) -> Any:
 
 
 def versions(distributed: Any, local: torch.Tensor) -> Versions:
-    """How often a tensor was written to: by operators on it, and on its local tensor, -1 where nobody counts.
+    """Numbers of writes to a tensor: by operators on it, and on its local tensor, -1 where nobody counts.
 
-    A view counts operators together with what it is a view of, writes to local tensors apart.
+    A view counts operators together with its base, writes to local tensors apart.
     """
     base = distributed._base
     counted = (distributed, local) if base is None else (distributed, local, base._local_tensor)
@@ -166,9 +165,9 @@ def versions(distributed: Any, local: torch.Tensor) -> Versions:
 def track_base(
     results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_alias: bool = False
 ) -> Any:
-    """The results of a view of the first argument, made to follow it; `is_alias` where they share its memory.
+    """The results of a view of the first argument as copied views; `is_alias` where they share its memory.
 
-    What autograd keeps as a gradient stays what it is: nobody knows of what it took a view.
+    A gradient that autograd keeps stays what it is: of whose view it is nobody can say.
     """
     if _is_kept_as_gradient():
         return results
@@ -189,7 +188,7 @@ def _is_kept_as_gradient() -> bool:
 
 
 def _aliased(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[bool, Any]]:
-    """The arguments that a call writes to or gives aliases of, and which of both."""
+    """Arguments that a call writes to or returns aliases of, each with whether it is written to."""
     for place, declared in enumerate(op._schema.arguments):
         if declared.alias_info is None:
             continue

@@ -1,4 +1,4 @@
-"""Runs one operator on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
+"""Dispatch of operators on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
 
 A signature (operator, specs, plain arguments) is decided once by the propagator and compiled into a function of local
 tensors. What is left per call is the key, one dict look-up and that function. The tensor class is passed in, so that
@@ -38,7 +38,7 @@ _CompiledCall: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
 
 
 class _Operator:
-    """What is kept of one operator; see RuntimeSchemaInfo for `static_argnum`."""
+    """Signatures of one operator that are compiled; see RuntimeSchemaInfo for `static_argnum`."""
 
     __slots__ = ("op", "signatures", "static_argnum")
 
@@ -69,12 +69,12 @@ class Dispatcher:
         self.dispatch = self._make_dispatch()
 
     def num_signatures(self, op: OpOverload) -> int:
-        """How many signatures of an operator are kept now."""
+        """Number of signatures of an operator that are kept now."""
         found = self._operators.get(id(op))
         return 0 if found is None else len(found.signatures)
 
     def running(self) -> OpOverload | None:
-        """The operator that the calling thread is at; looked for among its frames, so that calls need not note it."""
+        """The operator that the calling thread runs; found among its frames, so that calls need not note it."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._code:
             frame = frame.f_back
@@ -109,7 +109,7 @@ class Dispatcher:
         return dispatch
 
     def _run_any(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same for arguments of any kind, and for what is met for the first time."""
+        """The operator's result for arguments of any kind, and for signatures that are not compiled yet."""
         operator = self._operator(op)
         key: list[Any] = []
         local_args = self._local_arguments(args, key, operator.static_argnum)
@@ -141,7 +141,7 @@ class Dispatcher:
         return run(local_args, local_kwargs, args, kwargs)
 
     def _is_plain(self, argument: Any) -> bool:
-        """Whether an argument is a tensor of this rank alone, and no number."""
+        """Whether an argument is a tensor of this rank alone, with dims."""
         return isinstance(argument, torch.Tensor) and argument.ndim > 0 and not isinstance(argument, self._class)
 
     def _writes_plain(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -155,7 +155,7 @@ class Dispatcher:
         )
 
     def _all_distributed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments with plain tensors as replicated ones."""
+        """The arguments with replicated distributed tensors in place of plain ones."""
         given = _flat((*args, *kwargs.values()))
         mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ class Dispatcher:
         return found
 
     def _local_arguments(self, args: Sequence[Any], key: list[Any], static_argnum: int) -> list[Any]:
-        """The arguments with local tensors in place; appends to `key` what tells signatures apart, as dispatch does."""
+        """Local tensors in place of distributed ones; appends the key's parts to `key`, as dispatch does."""
         local_args: list[Any] = []
         for argument in args:
             if isinstance(argument, list | tuple):
@@ -211,7 +211,7 @@ class Dispatcher:
         return Signature(schema, decision, local, written, *made_by).run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
-        """The call with specs for tensors; refuses what cannot be in one call."""
+        """The call with specs in place of tensors; MeshError or MixedTensorsError where tensors do not go together."""
         distributed = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, self._class)]
         mesh = distributed[0]._spec.mesh  # type: ignore[attr-defined]
         for other in distributed:
@@ -240,7 +240,7 @@ class Dispatcher:
 
 
 def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[_CompiledCall | None, bool]:
-    """What is kept for a signature, and whether it can be: not where an argument has no hash."""
+    """The call compiled for a signature, and whether it can be kept: not where an argument has no hash."""
     try:
         return operator.signatures.get(tuple(key)), True
     except TypeError:
@@ -254,7 +254,7 @@ def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None
 
 
 def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with their values in place of numbers that a graph leaves open, which then holds for these only."""
+    """The arguments with values in place of numbers that a graph leaves open; the graph then holds for these values."""
 
     def value(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
@@ -268,7 +268,7 @@ def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequen
 
 
 def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
-    """What of an argument that is no distributed tensor tells signatures apart."""
+    """The part of a key for an argument that is no distributed tensor."""
     if argument is None or isinstance(argument, bool):
         return (argument,)
     if isinstance(argument, torch.Tensor):

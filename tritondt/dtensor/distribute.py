@@ -1,4 +1,4 @@
-"""Makes distributed tensors, and modules of distributed parameters, of whole ones."""
+"""Distributed tensors from global ones, and modules with distributed parameters."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +28,21 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """The distributed tensor of a whole one: a leaf with memory of its own, a Parameter where `tensor` is one.
+    """The distributed tensor of a global one: a leaf with memory of its own, a Parameter where `tensor` is one.
 
     A collective call. The values are those of the rank whose coordinate is `src_data_rank` on every axis, which sends
-    every other rank its part; with None every rank cuts its own values and nothing is sent. Placements default to
-    Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. A tensor that is
-    distributed already comes back if it is laid out like this. Raises MismatchError on all ranks where their tensors'
-    shapes or dtypes differ, LayoutError, MeshError, LocalTensorError, PeerError.
+    every other rank its part; with None every rank cuts its own values and nothing is sent. `placements`, one per mesh
+    axis, default to Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. `order`
+    lists the axes in the order in which they cut a dim. A tensor that is distributed already comes back if its layout
+    is the one that is asked for. Raises MismatchError on all ranks where their tensors' shapes or dtypes differ, LayoutError,
+    MeshError, LocalTensorError, PeerError.
 
-        weight = T.distribute_tensor(torch.randn(1000, 64), mesh, [T.Shard(0)])
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def rows(rank):
+    ...     return T.distribute_tensor(torch.arange(5), T.Mesh((2,)), [T.Shard(0)]).to_local().tolist()
+    >>> run_ranks(2, rows)
+    [[0, 1, 2], [3, 4]]
     """
     mesh = canonical_mesh(mesh_or_current(device_mesh))
     wanted = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
@@ -77,7 +83,7 @@ def _check_layout(
 
 
 def _source_position(mesh: Mesh, src_data_rank: int) -> int:
-    """The place in the mesh whose coordinate is `src_data_rank` on every axis."""
+    """The mesh position of the rank whose coordinate is `src_data_rank` on every axis."""
     if any(not 0 <= src_data_rank < size for size in mesh.shape):
         raise MeshError(
             f"src_data_rank={src_data_rank} is a coordinate on every axis of {mesh}; allowed are 0.."
@@ -87,7 +93,7 @@ def _source_position(mesh: Mesh, src_data_rank: int) -> int:
 
 
 def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: Sequence[int | str] | None) -> str:
-    """What must be the same on all ranks."""
+    """A text of shape, dtype, placements and flags, which must be equal on all ranks."""
     details = "" if order is None else f" in order {tuple(order)}"
     details += ", requiring gradients" if tensor.requires_grad else ""
     details += "" if tensor.is_leaf else ", not a leaf"
@@ -96,7 +102,7 @@ def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: S
 
 
 def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int | None) -> torch.Tensor:
-    """This rank's part of the whole tensor at mesh position `source_position`, or of its own."""
+    """This rank's part of the global tensor that the rank at mesh position `source_position` has, or of its own."""
     mesh = target.mesh
     if whole.is_meta:
         return whole.new_empty(target.local_shape)
@@ -121,15 +127,26 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Makes every parameter and buffer of `module` distributed, in place, and returns it.
+    """Makes every parameter and buffer of `module` distributed, in place, and returns it: a collective call.
 
     `partition_fn(name, submodule, device_mesh)` is called for every submodule and may replace its parameters; what is
     plain after it is replicated, from coordinate 0, and what several submodules share stays shared. `input_fn(module,
     inputs, device_mesh)` runs before and `output_fn(module, outputs, device_mesh)` after every forward of the module;
     what they return, unless None, takes the place of what they were given. Raises TritondtError where the module went
-    through this before.
+    through this before or a hook does not take three arguments, LayoutError where tied weights get different
+    layouts, and what `distribute_tensor` raises.
 
-        T.distribute_module(model, mesh, partition_fn)
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def columns(name, module, mesh):
+    ...     if isinstance(module, nn.Linear):
+    ...         weight = T.distribute_tensor(module.weight, mesh, [T.Shard(0)])
+    ...         module.register_parameter("weight", nn.Parameter(weight))
+    >>> def layouts(rank):
+    ...     linear = T.distribute_module(nn.Linear(2, 4), T.Mesh((2,)), columns)
+    ...     return [str(parameter.placements) for parameter in linear.parameters()]
+    >>> run_ranks(2, layouts)[0]
+    ['(S0,)', '(R,)']
     """
     mesh = mesh_or_current(device_mesh)
     if getattr(module, "_tritondt_distributed", False):
@@ -155,7 +172,7 @@ def distribute_module(
 
 
 class _Place(NamedTuple):
-    """Where a module holds a parameter or a buffer."""
+    """One place in a module that holds a parameter or a buffer."""
 
     path: str
     held: dict[str, Any]
@@ -163,7 +180,7 @@ class _Place(NamedTuple):
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """Every place in the module and its submodules that holds a tensor."""
+    """Places in the module and its submodules that hold a tensor."""
     for path, submodule in module.named_modules():
         for held in (submodule._parameters, submodule._buffers):
             for name in held:
@@ -172,7 +189,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
 
 
 def _tied_places(module: nn.Module) -> list[list[_Place]]:
-    """The places that hold one tensor, for every tensor that several hold."""
+    """Groups of places that hold one and the same tensor."""
     of_tensor: dict[int, list[_Place]] = {}
     for place in _places(module):
         of_tensor.setdefault(id(place.held[place.name]), []).append(place)
@@ -180,7 +197,7 @@ def _tied_places(module: nn.Module) -> list[list[_Place]]:
 
 
 def _tie_again(places: Sequence[_Place]) -> None:
-    """Gives the distributed tensor of one place to all that held one tensor before; LayoutError where two differ."""
+    """Puts the distributed tensor of one place into all places of a tied group; LayoutError where two differ."""
     found = [place for place in places if isinstance(place.held.get(place.name), DTensor)]
     for place in found[1:]:
         first, other = found[0].held[found[0].name], place.held[place.name]
@@ -194,7 +211,7 @@ def _tie_again(places: Sequence[_Place]) -> None:
 
 
 def _replicate_plain(module: nn.Module, mesh: "DeviceMesh | Mesh") -> None:
-    """Replicates what is plain; one tensor in several places stays one."""
+    """Replicates plain parameters and buffers; one tensor in several places stays one."""
     # The plain tensors are kept as well, so that no other one gets the id of one that has gone.
     replaced: dict[int, tuple[torch.Tensor, DTensor]] = {}
     for _, held, name in list(_places(module)):

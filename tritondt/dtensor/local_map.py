@@ -1,7 +1,4 @@
-"""Functions on local tensors beside distributed ones, plain tensors taken for replicated, and strategies of one's own.
-
-The names of torch.distributed.tensor.experimental; context_parallel is not among them.
-"""
+"""local_map: functions of local tensors, applied to distributed ones."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -37,14 +34,21 @@ def local_map(
     `func` gets this rank's part of every distributed tensor among its (nested) positional arguments, and what it
     returns becomes distributed as `out_placements` say, one entry for each result, None for what is no tensor.
     `in_placements` are those that the arguments must have, one entry for each, None where any will do; with
-    `redistribute_inputs` they are brought there, else LayoutError. `in_grad_placements` are those of the gradients
-    that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut unevenly:
-    where an argument is, the ranks tell each other the lengths, a few bytes. Raises MeshError, LayoutError,
-    LocalTensorError.
+    `redistribute_inputs` they are brought there, a collective call, else LayoutError. `in_grad_placements` are those of
+    the gradients that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut
+    unevenly: where an argument is, the ranks exchange the lengths, a few bytes, in a collective call. Raises MeshError,
+    LayoutError, LocalTensorError.
 
-        @local_map(out_placements=[T.Shard(0)], in_placements=([T.Shard(0)], [T.Replicate()]))
-        def rows(x, weight):
-            return my_kernel(x, weight)
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> @local_map(out_placements=[T.Shard(0)], in_placements=([T.Shard(0)], [T.Replicate()]))
+    ... def rows(x, weight):
+    ...     return x @ weight
+    >>> def product(rank):
+    ...     x = T.ones(4, 2, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     return rows(x, T.ones(2, 3, device_mesh=T.Mesh((2,))))
+    >>> [(str(found.placements), tuple(found.shape)) for found in run_ranks(2, product)]
+    [('(S0,)', (4, 3)), ('(S0,)', (4, 3))]
     """
     if func is None:
         return partial(
@@ -94,7 +98,7 @@ def _per_item(given: tuple[Placements, ...] | None, items: Sequence[Any], name: 
 
 
 def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
-    """One entry for each result; a lone one may come without a tuple around it."""
+    """One entry of `given` per result; a lone entry may come without a tuple around it."""
     entries = given if isinstance(given, tuple) and not all(isinstance(item, Placement) for item in given) else (given,)
     if len(entries) != len(results):
         raise LayoutError(f"local_map was given out_placements for {len(entries)} results, got {len(results)}")
@@ -108,7 +112,7 @@ def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
 
 
 def _input(tensor: DTensor, placements: Placements, mesh: Mesh, *, redistribute: bool) -> DTensor:
-    """The argument where it has to be."""
+    """The argument under the placements that are asked for; LayoutError where it may not be redistributed."""
     if tensor._spec.mesh is not mesh:
         raise MeshError(f"local_map got a tensor on {tensor._spec.mesh}, but works on {mesh}; all must be on one mesh")
     if placements is None:
@@ -142,7 +146,7 @@ def _output(result: Any, placements: Placements, mesh: Mesh, *, uneven: bool) ->
 def _uneven_placements(
     local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh
 ) -> tuple[list[Placement], tuple[int, ...]]:
-    """The placements with the sizes that the ranks hold, and the whole shape; a collective call."""
+    """The placements with the sizes that the ranks hold, and the global shape: a collective call."""
     dims = [placement.dim % local.ndim for placement in placements if isinstance(placement, Shard)]
     if len(set(dims)) < len(dims):
         raise LocalTensorError(

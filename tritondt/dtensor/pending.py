@@ -1,6 +1,6 @@
-"""Distributed tensors whose local tensor is still under way.
+"""Pending tensors: distributed tensors whose local tensor is still being received.
 
-Such a tensor is of a subclass of its class, where `_local_tensor` is a property that waits; then it is of its class
+A pending tensor is of a subclass, where `_local_tensor` is a property that waits; then the tensor is of the plain class
 again. So whoever uses it waits, and nobody else pays for the question.
 """
 
@@ -24,19 +24,19 @@ Dispatch = Callable[..., Any]
 
 @lru_cache(maxsize=64)
 def pending_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class of tensors of `tensor_class` whose local tensor is under way."""
+    """The subclass of `tensor_class` for pending tensors."""
     slot: Any = tensor_class._local_tensor  # type: ignore[attr-defined]
     wrap: Any = tensor_class
 
     def wait_for_local(tensor: Any) -> torch.Tensor:
-        """The local tensor, once it is there; raises what went wrong on the way, every time."""
+        """The local tensor, once the work is done; raises the work's failure, every time."""
         tensor.__dict__[_WORK].wait()
         local: torch.Tensor = slot.__get__(tensor)
         set_arrived(tensor)
         return local
 
     def replace(tensor: Any, local: torch.Tensor) -> None:
-        """Another local tensor: what was under way no longer matters."""
+        """Sets another local tensor: the pending work no longer matters."""
         slot.__set__(tensor, local)
         set_arrived(tensor)
 
@@ -47,7 +47,7 @@ def pending_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     def dispatch(
         op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Everything but another name for the same memory waits: autograd detaches the gradients that it keeps."""
+        """Waits for every operator but an alias of the tensor: autograd detaches the gradients that it keeps."""
         if op is torch.ops.aten.detach.default and type(args[0]) is pending_type:
             tensor: Any = args[0]
             alias = wrap(slot.__get__(tensor).detach(), tensor._spec)
@@ -75,12 +75,12 @@ def mark_pending(tensor: torch.Tensor, work: Work) -> None:
 
 
 def work_of(tensor: torch.Tensor) -> Work | None:
-    """What the tensor waits for; None where it is there."""
+    """The work that a tensor waits for; None for a tensor that is not pending."""
     return tensor.__dict__.get(_WORK)
 
 
 def _local_or_pending(distributed: Any) -> torch.Tensor:
-    """The local tensor, there or not: what is issued next on its mesh runs after what fills it."""
+    """The local tensor, filled or not: what is issued next on its mesh runs after what fills it."""
     if _WORK not in distributed.__dict__:
         local: torch.Tensor = distributed._local_tensor
         return local
@@ -97,7 +97,7 @@ def redistribute_dtensor(
     async_op: bool,
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The tensor under `target`, without history: what `prefetch` has moved already, or else moved now."""
+    """The tensor under `target`, without history: the result of a `prefetch`, or else of a redistribution now."""
     found = _take_prefetched(distributed, target, wire_dtype)
     if found is not None:
         return found if async_op else _waited(found)
@@ -118,7 +118,7 @@ _PrefetchKey = tuple[DTensorSpec, torch.dtype | None]
 
 
 class _Prefetched(dict[_PrefetchKey, tuple[tuple[int, int], torch.Tensor]]):
-    """What was moved ahead, by its layout and its messages' dtype, and the versions of the tensor then.
+    """Prefetched tensors by target and wire dtype, each with the versions of the source when it was issued.
 
     Copies and files start without.
     """
@@ -131,7 +131,7 @@ class _Prefetched(dict[_PrefetchKey, tuple[tuple[int, int], torch.Tensor]]):
 
 
 def issue_prefetch(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> None:
-    """Issues the move to `target` for whoever asks for it next."""
+    """Issues the redistribution to `target` for the next call that asks for it."""
     held = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
     key = target, wire_dtype
     now = versions(distributed, _local_or_pending(distributed))

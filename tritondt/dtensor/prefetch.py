@@ -1,4 +1,4 @@
-"""prefetch: a redistribution that is issued before anybody asks for its result."""
+"""prefetch: redistributions issued before their result is asked for."""
 
 from collections.abc import Sequence
 
@@ -18,14 +18,21 @@ def prefetch(
     order: Sequence[int | str] | None = None,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
-    """Starts moving a tensor to `placements`: its next `redistribute` to them finds it there, or under way.
+    """Issues the redistribution of a tensor to `placements`, which its next `redistribute` to them then takes.
 
-    A collective call that returns at once. What was moved is dropped if the tensor is written to before, and found only
-    by a `redistribute` with the same `wire_dtype`.
+    A collective call that returns at once. `placements`, one per mesh axis, `order` and `wire_dtype` are those of
+    `DTensor.redistribute`, and must be equal there. The result is dropped if the tensor is written to before. Raises
+    LayoutError, TransportError; a failure on the way is raised by whoever waits for the result.
 
-        T.prefetch(weight, [T.Replicate()])
-        y = layer(x)  # meanwhile
-        whole = weight.redistribute(placements=[T.Replicate()])
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def ahead(rank):
+    ...     weight = T.ones(4, 4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     T.prefetch(weight, [T.Replicate()])
+    ...     before = weight.sum().full_tensor().item()  # meanwhile
+    ...     return before, tuple(weight.redistribute(placements=[T.Replicate()]).to_local().shape)
+    >>> run_ranks(2, ahead)
+    [(16.0, (4, 4)), (16.0, (4, 4))]
     """
     target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
     if target is not tensor._spec:

@@ -1,4 +1,4 @@
-"""What torch knows of DTensor: the dispatch of operators, saved files, optimizers, composites and graphs."""
+"""Registrations of DTensor with torch: dispatch of operators, saved files, optimizers, composites and graphs."""
 
 from collections.abc import Iterable
 from functools import partial
