@@ -34,8 +34,8 @@ def distribute_tensor(
     every other rank its part; with None every rank cuts its own values and nothing is sent. `placements`, one per mesh
     axis, default to Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. `order`
     lists the axes in the order in which they cut a dim. A tensor that is distributed already comes back if its layout
-    is the one that is asked for. Raises MismatchError on all ranks where their tensors' shapes or dtypes differ, LayoutError,
-    MeshError, LocalTensorError, PeerError.
+    is the one that is asked for. Raises MismatchError on all ranks where their tensors' shapes or dtypes differ,
+    LayoutError, MeshError, LocalTensorError, PeerError.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

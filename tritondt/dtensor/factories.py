@@ -30,9 +30,9 @@ def empty(
 ) -> DTensor:
     """A tensor of global shape `size` whose elements are whatever the memory holds.
 
-    Not collective: nothing is sent, here and in the other factories. `device_mesh` defaults to that of the
-    enclosing `with device_mesh:`, `placements`, one per axis, to Replicate, and `dtype` to torch's default; `layout` may only
-    be torch.strided. `order` lists the axes in the order in which they cut a dim. Raises LayoutError, MeshError.
+    Not collective: nothing is sent. `device_mesh` defaults to that of the enclosing `with device_mesh:`, `placements`,
+    one per mesh axis, to Replicate, and `dtype` to torch's default; `layout` may only be torch.strided. `order` lists
+    the axes in the order in which they cut a dim. Raises LayoutError, MeshError.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

@@ -1,4 +1,4 @@
-"""How operators act on distributed tensors: strategies, rules and the propagator that chooses among them."""
+"""Operators on distributed tensors: strategies, rules and the propagator that chooses among them."""
 
 from tritondt.ops.propagation.propagator import ShardingPropagator, propagator
 from tritondt.ops.propagation.registration import register_sharding

@@ -38,13 +38,13 @@ def _without(layout: Layout, gone: Sequence[int], length: int) -> Layout:
 
 
 def _places_beside(first: int, second: int, ndim: int) -> Mapping[int, int]:
-    """For every dim of a tensor of `ndim` dims but two, which it is among those."""
+    """For every dim of a tensor of `ndim` dims but two, its position among the dims that remain."""
     kept = [dim for dim in range(ndim) if dim not in (first, second)]
     return {dim: place for place, dim in enumerate(kept)}
 
 
 def _linear(schema: OpSchema) -> list[AxisStrategy]:
-    """All tensors terms of one sum, and all whole."""
+    """Strategies with all tensors terms of one sum, and with all whole."""
     count = len(schema.args_spec)
     found: list[Placement] = [*partial_ops(schema.args_spec), Replicate()]
     return [AxisStrategy((placement,) * count, (placement,)) for placement in found]
@@ -88,7 +88,7 @@ def _matrix_dims(schema: OpSchema) -> list[int]:
 
 
 def _shift(spec: DTensorSpec) -> int:
-    """How much further right a diagonal lies in this rank's part of a matrix."""
+    """Offset of a diagonal in this rank's part of a matrix, further to the right."""
     starts = []
     for dim in (spec.ndim - 2, spec.ndim - 1):
         held = () if spec.coordinate is None else spec.layout.intervals(dim, spec.coordinate)
@@ -143,7 +143,7 @@ def _local_select_scatter(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | N
 
 @strategy_of([aten.select_scatter.default], localize=_local_select_scatter)
 def written_index(schema: OpSchema) -> list[AxisStrategy]:
-    """Other dims cut alike in both; along the dim itself what is written must be whole."""
+    """Other dims are cut alike in both; along the dim itself the written tensor must be whole."""
     dim, ndim = dim_of(schema, 2, "dim"), schema.args_spec[0].ndim
     found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),))]
     for other in range(ndim):
@@ -154,7 +154,7 @@ def written_index(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.unfold_backward.default], localize=_sized)
 def gradient_of_windows(schema: OpSchema) -> list[AxisStrategy]:
-    """Every dim but that of the windows, and that within them, which comes last."""
+    """The gradient is cut along every dim but that of the windows, and the last, which lies within them."""
     ndim = schema.args_spec[0].ndim - 1
     dim = dim_of(schema, 2, "dim", ndim=ndim)
     cut = [AxisStrategy((Shard(other),), (Shard(other),)) for other in range(ndim) if other != dim]

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _local_lookup(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Rows that other ranks hold come out as zeros."""
+    """The look-up in this rank's rows; rows that other ranks hold come out as zeros."""
     weight = schema.args_spec[0]
     assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
     if not weight.layout.axes_of_dim[0] or weight.coordinate is None:
@@ -36,7 +36,7 @@ def _local_lookup(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.embedding.default], localize=_local_lookup)
 def embedding(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded as the indices are, by feature where the table is; a term on every rank where the vocabulary is cut."""
+    """The result is sharded as the indices are or by feature; a cut vocabulary leaves a term on every rank."""
     weight, indices = schema.args_spec
     found = [
         AxisStrategy((Replicate(), Replicate()), (Replicate(),)),
@@ -49,7 +49,7 @@ def embedding(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.embedding_dense_backward.default])
 def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
-    """Where positions are sharded every rank has a term of the table's gradient."""
+    """Every rank has a term of the table's gradient where positions are sharded."""
     gradient, indices = schema.args_spec
     found = [AxisStrategy((Shard(indices.ndim), Replicate()), (Shard(1),))]
     found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([gradient])]

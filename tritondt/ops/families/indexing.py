@@ -34,7 +34,7 @@ def _replicated(schema: OpSchema) -> AxisStrategy:
     schema_info=RuntimeSchemaInfo(static_argnum=2),
 )
 def masked_fill(schema: OpSchema) -> list[AxisStrategy]:
-    """Zero may fill all terms of a sum, and any value all terms of a mean or an extreme."""
+    """Fills by zero keep the terms of a sum, and fills by any value those of a mean or an extreme."""
     spec, _ = schema.args_spec
     found = pointwise_strategies(schema.args_spec)
     allowed = ("avg", "max", "min") if schema.argument(2, "value") else ("sum", "avg", "max", "min", "product")
@@ -52,7 +52,7 @@ def _indexed_dim(schema: OpSchema) -> int:
 
 @strategy_of([aten.gather.default])
 def gather(schema: OpSchema) -> list[AxisStrategy]:
-    """Alike along dims of equal length; along the indexed dim as the indices are, the source being whole."""
+    """Source and indices are cut alike along dims of equal length; along the indexed dim the source is whole."""
     source, index = schema.args_spec
     along = _indexed_dim(schema)
     found = [
@@ -68,7 +68,7 @@ def gather(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.index_select.default])
 def index_select(schema: OpSchema) -> list[AxisStrategy]:
-    """Along the selected dim as the indices are, elsewhere as the source is."""
+    """The result is cut as the indices along the selected dim, and as the source elsewhere."""
     source, index = schema.args_spec
     along = _indexed_dim(schema)
     found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),)) for dim in range(source.ndim) if dim != along]
@@ -87,7 +87,7 @@ def index_select(schema: OpSchema) -> list[AxisStrategy]:
     ]
 )
 def scatter(schema: OpSchema) -> list[AxisStrategy]:
-    """Alike along dims of equal length; added values may come from all ranks, along the indexed dim."""
+    """All tensors are cut alike along dims of equal length; added values may be sharded along the indexed dim."""
     into, index, *_ = specs = schema.args_spec
     along = _indexed_dim(schema)
     found = [
@@ -105,7 +105,7 @@ def scatter(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.index_add.default, aten.index_add_.default])
 def index_add(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded elsewhere than along the dim that is added to; along it every rank has a term."""
+    """All tensors are cut alike elsewhere than along the dim that is added to; along it every rank has a term."""
     into, index, source = schema.args_spec
     along = _indexed_dim(schema)
     found = [
@@ -118,7 +118,7 @@ def index_add(schema: OpSchema) -> list[AxisStrategy]:
 
 
 class _Advanced:
-    """Where the dims of x[indices] come from: from x, or from the indices, which broadcast against each other."""
+    """Origin of the dims of x[indices]: x itself, or the indices, which broadcast against each other."""
 
     def __init__(self, schema: OpSchema) -> None:
         source, indices = schema.args_spec[0], schema.args_schema[1]
@@ -151,13 +151,13 @@ class _Advanced:
 
 
 def _has_mask(schema: OpSchema) -> bool:
-    """Whether an index is a mask: how many elements it picks is known when all of it has been seen."""
+    """Whether an index is a mask, whose number of picked elements depends on all of its values."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in schema.args_schema[1])
 
 
 @strategy_of([aten.index.Tensor, aten._unsafe_index.Tensor])
 def index(schema: OpSchema) -> Strategies:
-    """Sharded along dims that are not indexed, or as the indices are; masks gather."""
+    """The result is sharded along dims that are not indexed, or as the indices are; masks gather."""
     if _has_mask(schema):
         return replicate_all(schema)
 
@@ -180,7 +180,7 @@ def _fills_by_mask(schema: OpSchema) -> bool:
 
 @strategy_of([aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default])
 def index_put(schema: OpSchema) -> list[AxisStrategy]:
-    """Along dims that are not indexed; where values are added, from all ranks."""
+    """All tensors are cut along dims that are not indexed; values that are added may come from all ranks."""
 
     def writing(of_target: Placement, of_indices: Sequence[Placement], of_values: Placement) -> AxisStrategy:
         return AxisStrategy((of_target, *of_indices, of_values), (of_target,))
@@ -210,13 +210,13 @@ def _whole(spec: DTensorSpec) -> str:
 
 
 def _in_sorted(schema: OpSchema) -> str:
-    """One sorted row for all, or one for each row of what is looked up."""
+    """The equation of searchsorted: one sorted row for all, or one for each row of values."""
     table, *_ = schema.args_spec
     return ".,*,.->*" if table.ndim == 1 else "*.,*v,*.->*v"
 
 
 def _in_turn(schema: OpSchema) -> str:
-    """Every dim of the products is an index; a tensor lacks those along which it is expanded, the result the summed."""
+    """The equation of _trilinear: every dim of the products is an index, which expanded tensors and sums lack."""
     tensors, (expanded, summed) = schema.args_spec, (schema.args_schema[3:6], schema.args_schema[6])
     ndim = tensors[0].ndim + len(expanded[0])
     letters: Mapping[int, str] = {dim: chr(ord("a") + dim) for dim in range(ndim)}
@@ -226,7 +226,7 @@ def _in_turn(schema: OpSchema) -> str:
 
 
 def _gradient_of_distances(schema: OpSchema) -> str:
-    """The gradient of no distances has the rows' own leading dims, whatever they broadcast to."""
+    """The equation of _cdist_backward; the gradient of no distances has the rows' own leading dims."""
     if any(0 in spec.shape for spec in schema.args_spec):
         return f"{','.join(map(_whole, schema.args_spec))}->{_whole(schema.args_spec[1])}"
     return "*pr,*p.,*r.,*pr->*p."

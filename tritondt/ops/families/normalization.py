@@ -1,8 +1,4 @@
-"""Softmax, layer norm and RMS norm: rows may be sharded anywhere, and the dim of a softmax too.
-
-A softmax whose dim is sharded, as over a vocabulary that is split between ranks, exchanges two numbers a row forward
-and one backward; the result stays sharded. Layer norm and the fused RMS norm gather the dims that they normalize.
-"""
+"""Softmax, layer norm and RMS norm: rows may be sharded anywhere, and the dim of a softmax too."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +26,7 @@ def _softmax_dim(schema: OpSchema) -> tuple[int, ...]:
 
 
 def _local_softmax(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """x - m, where m is the row's largest over all ranks, and the sum of exp(x - m) over all ranks."""
+    """Softmax of x - m, with the row's maximum m and the sum of exp(x - m) over all ranks."""
     (spec,) = schema.args_spec
     dims = _softmax_dim(schema)
     if not is_sharded(spec, dims):
@@ -92,14 +88,14 @@ def softmax_gradients(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _rows_and_parameters(num_rowwise: int, num_parameters: int, num_dims: int) -> list[Sequence[Placement]]:
-    """Per dim of the rows its shards of the rowwise arguments, with parameters whole; the replicated one last."""
+    """Placements per row dim: rowwise arguments sharded, parameters whole; the replicated ones last."""
     whole: list[Placement] = [Replicate()] * num_parameters
     found: list[Sequence[Placement]] = [[Shard(dim)] * num_rowwise + whole for dim in range(num_dims)]
     return [*found, [Replicate()] * num_rowwise + whole]
 
 
 def _num_row_dims(schema: OpSchema, shape_position: int) -> int:
-    """How many dims come before those that are normalized."""
+    """Number of dims before those that are normalized."""
     return schema.args_spec[0].ndim - len(schema.args_schema[shape_position])
 
 
@@ -150,7 +146,7 @@ def rms_norm_backward(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_shift(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """A number that is added to a sum of terms belongs to one of them."""
+    """The tensor unchanged on all ranks but one: a number that is added to a sum belongs to one term."""
     spec = schema.args_spec[0]
     pending = [axis for axis, placement in enumerate(spec.placements) if placement.is_partial("sum")]
     if spec.coordinate is None or not any(spec.coordinate[axis] for axis in pending):
@@ -160,7 +156,7 @@ def _local_shift(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.add_.Scalar], schema_info=NUMBERS_BY_TYPE, localize=_local_shift)
 def shifted(schema: OpSchema) -> list[AxisStrategy]:
-    """Pending reductions too: an RMS norm without a fused kernel adds its epsilon to a pending mean."""
+    """Pending reductions pass too: an RMS norm without a fused kernel adds its epsilon to a pending mean."""
     found = pointwise_strategies(schema.args_spec)
     for placement in dict.fromkeys(schema.args_spec[0].placements):
         if isinstance(placement, Partial) and placement.reduce_op != "product":

@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 class _Pending(NamedTuple):
-    """How a reduction over a sharded dim is left pending, and which pending arguments pass through it."""
+    """The pending form of a reduction over a sharded dim, and the pending arguments that pass through it."""
 
     reduce_op: ReduceOp
     passing: tuple[ReduceOp, ...] = ()
@@ -71,7 +71,7 @@ def _local_pending(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(list(_PENDING), localize=_local_pending)
 def pending(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded along a reduced dim, every rank has a term of the result."""
+    """Every rank has a term of the result where a reduced dim is sharded."""
     (spec,) = schema.args_spec
     how = _PENDING[schema.op]
     dims, _ = reduced(schema)
@@ -83,7 +83,7 @@ def pending(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _keeps_terms(schema: OpSchema) -> bool:
-    """Whether what the operator does to the dtype first may be done to terms, where only rounding changes."""
+    """Whether terms may be converted as the operator converts its argument, up to rounding."""
     (spec,) = schema.args_spec
     if schema.op in _EXTREMES:
         return True
@@ -123,7 +123,7 @@ def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.flip.default])
 def flip(schema: OpSchema) -> list[AxisStrategy]:
-    """Dims that are turned round must be whole: the gradient of a cumulative sum needs them so."""
+    """Flipped dims must be whole: the gradient of a cumulative sum needs them so."""
     (spec,) = schema.args_spec
     dims = [dim % max(spec.ndim, 1) for dim in schema.args_schema[1]]
     found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim) if dim not in dims]
@@ -132,7 +132,7 @@ def flip(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _whole_value(schema: OpSchema) -> OutputSharding:
-    """A Python number needs the element on every rank."""
+    """The decision about item(): a Python number needs the element on every rank."""
     (spec,) = schema.args_spec
     target = spec.with_placements([Replicate()] * spec.mesh.ndim)
     return OutputSharding(None, None if target is spec else (target,))

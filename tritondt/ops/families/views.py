@@ -45,13 +45,13 @@ def viewed(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten._unsafe_view.default])
 def viewed_or_copied(schema: OpSchema) -> OutputSharding:
-    """As `viewed`; nobody else knows the argument, so that it may be copied."""
+    """A view of local sizes, or a copy where strides allow none: nobody else knows the argument."""
     return _reshaped(schema, copying=True)
 
 
 @rule_of([aten.view_copy.default])
 def copied(schema: OpSchema) -> OutputSharding:
-    """As a view, but a copy in any case: what has to move, moves."""
+    """A copy in another shape, whose elements may move first."""
     decision = _reshaped(schema, copying=True, is_refused=False)
     assert isinstance(decision.output_spec, DTensorSpec), f"{schema.op} gives one tensor"
     shape = decision.output_spec.local_shape
@@ -126,7 +126,7 @@ def unsqueezed(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
 def squeezed(schema: OpSchema) -> OutputSharding:
-    """Without dims of length 1; which, the whole tensor's shape says, not that of a part."""
+    """A view without dims of length 1 of the global tensor, not of a part."""
     shape, ndim = schema.args_spec[0].shape, max(schema.args_spec[0].ndim, 1)
     asked = schema.argument(1, "dim", range(ndim))
     given = [dim % ndim for dim in ([asked] if isinstance(asked, int) else asked)]
@@ -160,7 +160,7 @@ def expansion(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.view_as_real.default])
 def as_pairs(schema: OpSchema) -> OutputSharding:
-    """A new dim of real and imaginary part at the end; terms stay terms."""
+    """A view with a new last dim of real and imaginary part; terms stay terms."""
 
     def local(spec: DTensorSpec) -> LocalOp:
         return lambda numbers: torch.view_as_real(numbers.resolve_conj())
@@ -170,7 +170,7 @@ def as_pairs(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.view_as_complex.default])
 def as_numbers(schema: OpSchema) -> OutputSharding:
-    """The last dim, of real and imaginary part, goes, and must be whole."""
+    """A view without the last dim, of real and imaginary part, which must be whole."""
 
     def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
@@ -183,13 +183,13 @@ def as_numbers(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten._conj.default, aten._neg_view.default])
 def conjugated(schema: OpSchema) -> OutputSharding:
-    """Laid out as it was; terms of a sum stay terms of one."""
+    """A view with the argument's layout; terms of a sum stay terms."""
     return view_of(schema, lambda layout: layout)
 
 
 @rule_of([aten.view.dtype])
 def as_bits(schema: OpSchema) -> OutputSharding:
-    """Elements of the same size; terms are added up first, bits of terms are none of their sum."""
+    """A view as another dtype of the same size; terms are reduced first, whose bits are none of their sum."""
     (spec,) = schema.args_spec
     if schema.argument(1, "dtype").itemsize != spec.dtype.itemsize:
         raise PropagationError(f"{schema} views elements as others of another size; copy them: x.to(dtype)")

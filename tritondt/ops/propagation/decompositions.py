@@ -27,7 +27,7 @@ def _allclose(x: torch.Tensor, y: torch.Tensor, *tolerances: Any, **options: Any
 
 
 def _block_diagonal(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Every matrix with zeros beside it, one below the other."""
+    """The matrices one below the other, each padded with zeros on both sides."""
     matrices = [tensor.reshape(1, -1) if tensor.ndim < 2 else tensor for tensor in tensors]
     dtype = matrices[0].dtype
     for matrix in matrices:
@@ -45,7 +45,7 @@ def _windows(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
-    """Written in terms of the operator that says that it writes to the running statistics."""
+    """Batch norm by the operator whose schema says that it writes to the running statistics."""
     if mean is None or var is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, *rest)
     return aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, *rest)
@@ -67,7 +67,7 @@ def _batch_norm_gradient(*args: Any) -> Any:
 def _choices(
     weights: torch.Tensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """`count` places of each row, by its weights: those that come first in a race of exponential waiting times.
+    """Multinomial: `count` positions of each row, those first in a race of exponential waiting times.
 
     With replacement, where as many uniform numbers fall among the running sums of the weights.
     """
@@ -85,7 +85,7 @@ def _choices(
 
 
 def _slopes(x: torch.Tensor, lower: Any, upper: Any, *, is_training: bool, generator: Any) -> torch.Tensor | None:
-    """What multiplies each element; None where it is not random."""
+    """Factors of the elements; None where they are not random."""
     if not is_training:
         return None
     drawn = torch.empty_like(x).uniform_(lower, upper, generator=generator)
@@ -108,12 +108,12 @@ def _leaky(
 
 
 def _leaky_in_place(x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The same, written to its argument."""
+    """rrelu_, written to its argument."""
     return x.copy_(_leaky(x, *args))
 
 
 def _leaky_functional(x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, with the noise as a second result."""
+    """rrelu with the noise as a second result."""
     kept = noise.clone()
     return _leaky(x, kept, *args), kept
 
@@ -137,7 +137,7 @@ DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
 
 
 def written_by_functional(op: OpOverload) -> Decomposition | None:
-    """For an operator that writes its one result to an argument: the one that makes a new tensor, and a copy there.
+    """An operator that writes its one result, as the functional operator and a copy.
 
     None for other operators.
     """

@@ -1,4 +1,4 @@
-"""What happens to operators that nobody has laid out: they are taken apart, then refused or run on gathered tensors."""
+"""Operators without a strategy: decomposed, then refused or run on gathered tensors."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ _logger = logging.getLogger("tritondt")
 
 
 class Fallback:
-    """The setting, and what it does to a call; `on_change` is called when the setting changes."""
+    """The fallback mode, and the decisions that follow from it; `on_change` is called when the mode changes."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self.mode: Mode = "raise"
@@ -46,7 +46,19 @@ class Fallback:
         self._warned: set[OpOverload] = set()
 
     def set(self, mode: Mode) -> "RestoreMode":
-        """Sets the mode for the process; used with `with`, until the end of the block."""
+        """Sets the mode, "raise" or "replicate", for the process; used with `with`, until the end of the block.
+
+        In mode "raise", the default, an operator without a strategy raises PropagationError; in mode "replicate" its
+        arguments are gathered first, with one warning per operator. Not collective, but all ranks must set the mode
+        alike. PropagationError for another mode.
+
+        >>> import tritondt as T
+        >>> with T.ops.set_fallback("replicate"):
+        ...     T.ops.propagator.fallback.mode
+        'replicate'
+        >>> T.ops.propagator.fallback.mode
+        'raise'
+        """
         if mode not in MODES:
             raise PropagationError(f"the fallback {mode!r} is not known; allowed are {' and '.join(map(repr, MODES))}")
         before, self.mode = self.mode, mode
@@ -54,7 +66,7 @@ class Fallback:
         return RestoreMode(self, before)
 
     def decide(self, schema: OpSchema) -> OutputSharding:
-        """Gathers everything where the mode says so; PropagationError, with what to write instead, where not.
+        """The decision to gather everything where the mode says so; PropagationError, with a way out, where not.
 
         What is whole on every rank already needs no gathering, and runs.
         """
@@ -85,7 +97,7 @@ class Fallback:
 
 @contextmanager
 def admitted() -> Iterator[None]:
-    """Lets pass, within, what was admitted before."""
+    """Admits refused calls within: they were admitted before."""
     token = _is_admitted.set(True)
     try:
         yield
@@ -94,7 +106,7 @@ def admitted() -> Iterator[None]:
 
 
 class RestoreMode:
-    """Puts a fallback back to what it was before at the end of a `with` block; without one nothing happens."""
+    """Restores the former mode at the end of a `with` block; without one nothing happens."""
 
     def __init__(self, fallback: Fallback, before: Mode) -> None:
         self._fallback, self._before = fallback, before
@@ -107,7 +119,7 @@ class RestoreMode:
 
 
 def replicate_all(schema: OpSchema) -> OutputSharding:
-    """Every tensor whole on every rank, before and after; views of what has to move for that follow it."""
+    """The decision to run on replicated tensors; views whose argument moves become copied views."""
     replicated = [Replicate()] * schema.mesh.ndim
     inputs = tuple(spec.with_placements(replicated) for spec in schema.args_spec)
     moved = None if inputs == schema.args_spec else inputs
@@ -132,9 +144,9 @@ def is_replicated(schema: OpSchema) -> bool:
 
 @lru_cache(maxsize=1024)
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """What `op` can be computed by, in terms of other operators; None where there is nothing, and for views.
+    """The decomposition of `op` into other operators; None where there is none, and for views.
 
-    Those of `apart` come first, then torch's. What writes to an argument is computed by the operator that does not.
+    Our own come first, then torch's. An operator that writes to an argument runs as the functional one.
     """
     own = DECOMPOSITIONS.get(op)
     if own is not None:

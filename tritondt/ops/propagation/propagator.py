@@ -1,4 +1,4 @@
-"""Decides how the outputs of an operator are laid out, and which of its arguments have to move first.
+"""The propagator: placements of an operator's results, and which of its arguments have to move first.
 
 `propagator` is the one in use; the files of this folder and users register operators with it.
 """
@@ -31,7 +31,7 @@ _BY_TYPE = RuntimeSchemaInfo(static_argnum=100)
 
 
 class ShardingPropagator:
-    """What is known of operators, and the decision that follows from it for a call.
+    """Rules and strategies of operators, and the decision about a call that follows from them.
 
     Operators that torch tags as pointwise need no registration.
     """
@@ -48,15 +48,16 @@ class ShardingPropagator:
         self._replaced: dict[OpOverload, tuple[Any, ...]] = {}
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls back when decisions may change, as at every registration: whoever keeps decisions drops them then."""
+        """Calls back when decisions may change, as at every registration, so that kept decisions are dropped."""
         self._on_change.append(callback)
 
     def register_sharding_prop_rule(
         self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None
     ) -> None:
-        """Lets `rule` decide about all axes of a call at once, in place of what tritondt knows of `op`.
+        """Registers a rule that decides about all axes of a call at once, in place of what tritondt knows of `op`.
 
-        PropagationError where users have registered something for `op` already.
+        `rule` takes an OpSchema and gives an OutputSharding; see RuntimeSchemaInfo for `schema_info`. Not collective,
+        but all ranks must register alike. PropagationError where users have registered something for `op` already.
         """
         self._replace(op, rule)
         self.set_rule(op, rule, schema_info)
@@ -68,22 +69,29 @@ class ShardingPropagator:
         schema_info: RuntimeSchemaInfo | None = None,
         localize: LocalizeFunction | None = None,
     ) -> None:
-        """Offers the ways to lay `op` over one axis (a list of AxisStrategy) or over all (an OpStrategy).
+        """Registers the ways to shard `op` over one axis (a list of AxisStrategy) or over all axes (an OpStrategy).
 
-        `localize` gives what runs on local tensors where that is not `op` itself. PropagationError where users have
-        registered something for `op` already.
+        `strategy` takes an OpSchema; `localize` gives the function of local tensors where that is not `op` itself; see
+        RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks must register alike. PropagationError where
+        users have registered something for `op` already.
+
+        >>> import torch, tritondt as T
+        >>> from tritondt.ops import AxisStrategy, propagator, register_op_strategy
+        >>> op = torch.ops.aten.celu.default
+        >>> register_op_strategy(op, lambda schema: [AxisStrategy((T.Replicate(),), (T.Replicate(),))])
+        >>> propagator.forget(op)
         """
         self._replace(op, strategy)
         self.set_strategy(op, strategy, schema_info, localize)
 
     def forget(self, op: OpOverload) -> None:
-        """Takes back what users registered for `op`: what tritondt knows of it holds again."""
+        """Removes what users registered for `op`: what tritondt knows of the operator holds again."""
         before = self._replaced.pop(op, None)
         if before is not None:
             self._set(op, *before)
 
     def set_rule(self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None) -> None:
-        """What tritondt itself knows of `op`, as a rule."""
+        """Registers a rule of tritondt's own."""
         self._set(op, rule, None, schema_info or _BY_VALUE, None)
 
     def set_strategy(
@@ -93,7 +101,7 @@ class ShardingPropagator:
         schema_info: RuntimeSchemaInfo | None = None,
         localize: LocalizeFunction | None = None,
     ) -> None:
-        """What tritondt itself knows of `op`, as a strategy."""
+        """Registers a strategy of tritondt's own."""
         self._set(op, None, strategy, schema_info or _BY_VALUE, localize)
 
     @property
@@ -138,7 +146,7 @@ class ShardingPropagator:
         return op in self.op_strategy_funcs or op in self.op_to_rules or is_pointwise(op)
 
     def schema_info(self, op: OpOverload) -> RuntimeSchemaInfo:
-        """What besides tensors decides about `op`."""
+        """The arguments besides tensors that decide about `op`."""
         self._loaded()
         found = self.op_to_schema_info.get(op)
         if found is None:
@@ -146,7 +154,7 @@ class ShardingPropagator:
         return found
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
-        """The decision about a call; PropagationError where the operator cannot be laid out as asked."""
+        """The decision about a call; PropagationError where the operator cannot be sharded as asked."""
         if not self.knows(schema.op):
             return self.fallback.decide(schema)
         rule = self.op_to_rules.get(schema.op)
@@ -188,7 +196,7 @@ def _check_offered(offered: Sequence[AxisStrategy], schema: OpSchema) -> None:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """A function with where it was written."""
+    """A function's name with the place where it is defined."""
     written = unwrap(function)
     code = getattr(written, "__code__", None)
     name = getattr(written, "__qualname__", repr(written))

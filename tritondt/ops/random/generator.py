@@ -43,7 +43,7 @@ def words_of(
 def words_like(
     local: torch.Tensor, spec: DTensorSpec, generator: torch.Generator | None = None, num_words: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    """The same for a rank's part `local`, which has no memory where torch traces a graph."""
+    """Random bits by `words_of` for a rank's part `local`, or an operator's result where torch traces a graph."""
     if has_memory(local):
         return words_of(spec, local.device, generator, num_words)
     # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
@@ -109,7 +109,7 @@ _of_thread = _OfThread()
 
 
 def _thread_generator() -> torch.Generator:
-    """What stands for the default generator where ranks are threads and share that one: each has its own, alike."""
+    """The default generator of a rank that is a thread: each rank has one of its own, seeded alike."""
     found = _of_thread.generator
     if found is None or found.initial_seed() != torch.initial_seed():
         found = _of_thread.generator = torch.Generator().manual_seed(torch.initial_seed())

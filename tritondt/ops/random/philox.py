@@ -1,4 +1,4 @@
-"""Random bits for the elements of a part of a tensor: a function of a key and of the place in the whole tensor.
+"""Random bits of a part's elements: a function of a key and of the element's position in the global tensor.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), with the place as its counter. So
 every rank computes the bits of what it holds, and they are the same whatever the layout.
@@ -36,7 +36,7 @@ def random_words(
 
 
 def _positions(region: Region, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The place of each element in the whole tensor, row by row."""
+    """The position of each element in the global tensor, row by row."""
     positions = torch.zeros((), dtype=torch.int64, device=device)
     for intervals, length in zip(region, shape, strict=True):
         held = [torch.arange(start, stop, device=device) for start, stop in intervals]
@@ -46,7 +46,7 @@ def _positions(region: Region, shape: Sequence[int], device: torch.device) -> to
 
 
 def _by_operators(counter: torch.Tensor, key: int, lane: int) -> torch.Tensor:
-    """The generator on integers of 64 bits that hold 32 each; products wrap around, which keeps their bits."""
+    """Philox by operators on int64 that hold 32 bits each; products wrap around, which keeps their bits."""
     first, second = counter & _LOW, (counter >> 32) & _LOW
     third = fourth = torch.zeros_like(counter)
     low_key, high_key = key & _LOW, key >> 32 & _LOW

@@ -1,4 +1,4 @@
-"""Operators laid out by an equation: one line says which indices of which tensors may be cut, and what results then.
+"""Operators by equation: one line says which indices of which tensors may be cut, and which results follow.
 
     "nc..,oc..->no.."       a letter is one index: it may be cut, in all tensors that have it alike
     "*..->*..,*"            a dot is a dim that must be whole; a star is any number of leading dims that broadcast
@@ -34,7 +34,7 @@ class Term(NamedTuple):
     is_added: bool
 
     def num_leading(self, ndim: int) -> int:
-        """How many leading dims a tensor of `ndim` dims has."""
+        """Number of leading dims that a tensor of `ndim` dims has."""
         return ndim - len(self.indices) if self.is_batched else 0
 
 
@@ -71,7 +71,7 @@ def _term(text: str) -> Term:
 def equation_strategies(
     equation: str, tensors: Sequence[DTensorSpec | None], linear_in: Sequence[Sequence[int]] = ()
 ) -> list[AxisStrategy]:
-    """One strategy an index that may be cut, those of pending sums, and the replicated one last.
+    """Strategies of an equation: one per index that may be cut, those of pending sums, and the replicated one last.
 
     `tensors` are those that the operator declares, None where one was not given; `linear_in` lists groups of their
     places that may be Partial together, with the tensors that are added.
@@ -155,7 +155,7 @@ def register_equation(
     linear_in: Sequence[Sequence[int]] = (),
     sizes: str | None = None,
 ) -> None:
-    """Registers the operator `aten.name` by its equation, or by what says the equation of a call.
+    """Registers the operator `aten.name` by its equation, or by a function that gives the equation of a call.
 
     `sizes` names the argument that holds the sizes of the first result, which are other ones on a rank. What this torch
     does not have is left out.

@@ -1,4 +1,4 @@
-"""What the rules of views have in common: the decision about a call, and what has to move where the shards cannot stay.
+"""Rules of views: the decision about a call, and the cheapest move where the shards cannot stay.
 
 A view aliases its argument on every rank: its layout follows from the argument's. Where it has none the argument moves
 by the cheapest way to a layout that has one, and the result is a copy that follows the argument; a view that merges or
@@ -31,7 +31,7 @@ MAX_TRIED = 256
 
 
 class _NoLayoutError(Exception):
-    """A view that has no layout: its argument would have to be under `source`, which `refusal`, if any, refuses."""
+    """A view that has no layout unless its argument is moved to `source`, which `refusal`, if any, refuses."""
 
     def __init__(self, source: DTensorSpec, refusal: str) -> None:
         super().__init__(source)
@@ -39,7 +39,7 @@ class _NoLayoutError(Exception):
 
 
 def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorates the rule of these operators; where a view has no layout it is asked again with the argument moved."""
+    """Decorates the rule of these operators; where a view has no layout, the rule runs again on a moved argument."""
 
     def register(rule: RuleFunction) -> RuleFunction:
         def decide(schema: OpSchema) -> OutputSharding:
@@ -79,7 +79,7 @@ def spec_of_view(
     *,
     is_refused: bool = False,
 ) -> DTensorSpec:
-    """The spec of a result; where it can have none the argument is sent the cheapest way to where it can.
+    """The spec of a result; where there is none, the argument is moved the cheapest way to where there is one.
 
     With `is_refused` it is sent only where the fallback lets it. PropagationError where there is no such way.
     """
@@ -118,7 +118,7 @@ def _refusal(schema: OpSchema, reason: LayoutError, target: DTensorSpec) -> str:
 
 
 def cheapest_move(spec: DTensorSpec, view_layout: ViewLayout, units: ViewUnits | None = None) -> DTensorSpec | None:
-    """The spec under which the view can be had that takes the fewest bytes to any rank, the first among equals.
+    """The spec under which the view is possible that takes the fewest bytes to any rank, the first among equals.
 
     As few axes as possible change: to Replicate, to another dim, or to another unit.
     """

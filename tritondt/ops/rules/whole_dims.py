@@ -1,4 +1,4 @@
-"""Operators that work along dims which an argument names: those must be whole, and every other dim may be cut.
+"""Operators along dims that an argument names: those must be whole, and every other dim may be cut.
 
 One line an operator says how the argument is called, whether the dims go, and which tensors take no part in the dims.
 """
@@ -45,7 +45,7 @@ def along_strategies(
     whole: Sequence[str] = (),
     linear_in: Sequence[Sequence[int]] = (),
 ) -> list[AxisStrategy]:
-    """Every dim but `dims` cut in all tensors that have it, counted from the end as in broadcasting.
+    """Strategies that cut a dim other than `dims` in all tensors that have it, counted from the end.
 
     Tensors that `whole` names are not cut; `linear_in` lists groups of places that may be Partial together. Results
     lack `dims` where they are reduced and `keepdim` is not given.
@@ -86,7 +86,7 @@ def register_whole_dims(
     linear_in: Sequence[Sequence[int]] = (),
     sizes: str | None = None,
 ) -> None:
-    """Registers `aten.name`, and the operator that does the same in place, by the dims along which they work.
+    """Registers `aten.name` and its in-place form by the dims along which they work.
 
     `dims` is an argument's name or what finds them; see `along_strategies`. `sizes` names the argument that holds the
     sizes of the result, which are other ones on a rank. What this torch does not have is left out.
