@@ -1,4 +1,4 @@
-"""Events: what redistributions did, handed to whoever subscribed; without subscribers nobody builds one.
+"""Events: steps and implicit moves of redistributions, handed to subscribers; without any, no event is built.
 
 unsubscribe = events.subscribe(print)
 """

@@ -1,4 +1,4 @@
-"""Operators `tritondt::redistribute` and `tritondt::random_words`: what torch.compile keeps in a graph and runs as is.
+"""Operators `tritondt::redistribute` and `tritondt::random_words`, which torch.compile keeps in a graph as they are.
 
 The specs travel as text, so that a graph that another process has cached means the same there. Files below call the
 operators by name (`torch.ops.tritondt`) for tensors without memory.

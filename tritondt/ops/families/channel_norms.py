@@ -35,7 +35,7 @@ def _is_training(schema: OpSchema) -> bool:
 
 
 def _by_channel(spec: DTensorSpec, num_channels: int) -> Placement:
-    """Specs cut with the channels, except for results that were left empty."""
+    """Shard(0) for a tensor of one element per channel, Replicate for one that was left empty."""
     return Shard(0) if spec.shape == (num_channels,) else Replicate()
 
 

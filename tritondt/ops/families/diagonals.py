@@ -1,4 +1,4 @@
-"""Diagonals, triangles and windows; triangles of cut dims too: every rank knows which rows and columns it holds."""
+"""Diagonals, triangles and windows; triangles of cut dims too, by the rows and columns that a rank holds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @rule_of([aten.diagonal.default])
 def diagonal(schema: OpSchema) -> OutputSharding:
-    """The two dims must be whole; the diagonal is a new dim at the end."""
+    """The decision about diagonal: the two dims must be whole, and the diagonal is a new dim at the end."""
     meta = meta_of_view(schema)
     gone = (dim_of(schema, 2, "dim1", 0), dim_of(schema, 3, "dim2", 1))
     return view_of(schema, lambda layout: _without(layout, gone, meta.shape[-1]))
@@ -80,7 +80,7 @@ def written_diagonal(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _matrix_dims(schema: OpSchema) -> list[int]:
-    """Which of the last two dims may be cut: those of which every rank holds one piece."""
+    """Those of the last two dims that may be cut: every rank holds one piece of them."""
     (spec,) = schema.args_spec
     last = range(max(spec.ndim - 2, 0), spec.ndim)
     repeated = {p.dim for p in spec.placements if isinstance(p, Shard) and p.repeats > 1}
@@ -110,7 +110,7 @@ def triangles(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_trace(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """The sum of what this rank holds of the diagonal."""
+    """The sum of this rank's part of the diagonal."""
     (spec,) = schema.args_spec
     assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
     if spec.local_shape == spec.shape:
@@ -121,12 +121,12 @@ def _local_trace(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.trace.default], localize=_local_trace)
 def trace(schema: OpSchema) -> list[AxisStrategy]:
-    """Every rank has a term of the sum."""
+    """The trace is a sum, of which every rank has a term."""
     return [*(AxisStrategy((Shard(dim),), (Partial(),)) for dim in _matrix_dims(schema)), *_linear(schema)]
 
 
 def _local_select_scatter(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Where the dim is cut, whoever holds the index writes."""
+    """The write to a cut dim, by the rank that holds the index."""
     into, _ = schema.args_spec
     dim = dim_of(schema, 2, "dim")
     index = schema.argument(3, "index") % max(into.shape[dim], 1)
@@ -163,7 +163,7 @@ def gradient_of_windows(schema: OpSchema) -> list[AxisStrategy]:
 
 @rule_of([aten.unfold.default])
 def windows(schema: OpSchema) -> OutputSharding:
-    """The dim must be whole; what lies within a window is a new dim at the end."""
+    """The decision about unfold: the dim must be whole, and a window's elements are a new dim at the end."""
     meta, dim = meta_of_view(schema), dim_of(schema, 1, "dimension")
 
     def view_layout(layout: Layout) -> Layout:

@@ -119,7 +119,7 @@ def _decided(schema: OpSchema, place: int, specs: tuple[DTensorSpec, ...], lone:
 def _moved_to_written(
     specs: tuple[DTensorSpec, ...], strategies: Sequence[AxisStrategy], single: OpSchema
 ) -> _Position | None:
-    """The decision where the result has its place already, so that shape and dtype need not be found."""
+    """The decision where a tensor is written to, so that the result's shape and dtype need not be found."""
     fixed = written_positions(single)
     chosen = [select_for_axis(strategies, specs, axis, fixed) for axis in range(single.mesh.ndim)]
     found = [choice for choice in chosen if choice is not None]

@@ -88,7 +88,7 @@ def _with_local_sizes(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
     localize=_with_local_sizes,
 )
 def new(schema: OpSchema) -> list[AxisStrategy]:
-    """A tensor of the model's shape is laid out like it; one of another shape is whole on every rank."""
+    """A tensor of the model's shape has the model's placements; one of another shape is whole on every rank."""
     spec = schema.args_spec[0]
     if tuple(schema.args_schema[1]) == spec.shape:
         # Autograd copies gradients into what it has made so: terms are to stay terms.

@@ -1,4 +1,8 @@
-"""Softmax, layer norm and RMS norm: rows may be sharded anywhere, and the dim of a softmax too."""
+"""Softmax, layer norm and RMS norm: rows may be sharded anywhere, and the dim of a softmax too.
+
+A softmax whose dim is sharded, as over a vocabulary that is split between ranks, exchanges two numbers a row forward
+and one backward; the result stays sharded. Layer norm and the fused RMS norm gather the dims that they normalize.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -50,7 +54,7 @@ def _local_softmax(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(_FORWARD, localize=_local_softmax)
 def softmaxes(schema: OpSchema) -> list[AxisStrategy]:
-    """The result is laid out like the argument, whichever dim is sharded."""
+    """The result has the placements of the argument, whichever dim is sharded."""
     (spec,) = schema.args_spec
     found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim)]
     return [*found, AxisStrategy((Replicate(),), (Replicate(),))]
@@ -80,7 +84,7 @@ def _local_softmax_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp |
 
 @strategy_of(_BACKWARD, localize=_local_softmax_backward)
 def softmax_gradients(schema: OpSchema) -> list[AxisStrategy]:
-    """Gradient and result are laid out alike; linear in the gradient."""
+    """Gradient and result have the same placements; the operator is linear in the gradient."""
     gradient, output = schema.args_spec
     found = [AxisStrategy((Shard(dim),) * 2, (Shard(dim),)) for dim in range(output.ndim)]
     found += [AxisStrategy((p, Replicate()), (p,)) for p in partial_ops([gradient])]

@@ -159,7 +159,7 @@ def select_backward(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.slice_backward.default])
 def slice_backward(schema: OpSchema) -> OutputSharding:
-    """The decision about the gradient of slice; the zeros around it go to the ranks that hold neighbouring indices.
+    """The decision about the gradient of slice; zeros around the gradient go to ranks that hold neighbouring indices.
 
     A gradient cut by several axes, or in blocks, is gathered along the dim first.
     """

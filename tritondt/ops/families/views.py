@@ -105,7 +105,7 @@ def transposition(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.t.default])
 def matrix_transposition(schema: OpSchema) -> OutputSharding:
-    """The dims of a matrix exchanged; what has fewer dims stays."""
+    """The dims of a matrix exchanged; a tensor of fewer dims stays."""
     return _exchanged(schema, 0, max(schema.args_spec[0].ndim - 1, 0))
 
 
@@ -200,7 +200,7 @@ def as_bits(schema: OpSchema) -> OutputSharding:
 
 
 def changed_in_place(schema: OpSchema) -> OutputSharding:
-    """The decision about the view of the same arguments; PropagationError where elements would have to move.
+    """The decision of the view with the same arguments; PropagationError where elements would have to move.
 
     Others may know the tensor's memory, which it would leave.
     """

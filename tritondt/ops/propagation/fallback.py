@@ -112,7 +112,7 @@ class RestoreMode:
         self._fallback, self._before = fallback, before
 
     def __enter__(self) -> None:
-        """Nothing: the mode is set already."""
+        """None: the mode is set already."""
 
     def __exit__(self, *_: object) -> None:
         self._fallback.set(self._before)
@@ -159,7 +159,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def unknown_text(schema: OpSchema) -> str:
-    """Why a call cannot run, and the ways to make it run."""
+    """The reason why a call cannot run, and the ways to make it run."""
     specs = ", ".join(map(str, schema.args_spec))
     replicated = placements_code([Replicate()] * schema.mesh.ndim)
     return (

@@ -1,4 +1,4 @@
-"""Shapes, strides and dtypes of an operator's outputs, found by running it on fake tensors of global shape."""
+"""Shapes, strides and dtypes of an operator's results, by a run on fake tensors of global shape."""
 
 import threading
 from collections.abc import Sequence
