@@ -54,7 +54,7 @@ class _InputMove(NamedTuple):
     is_written: bool
 
 
-# This rank's part of an argument, what stands for it while the operator writes, and the move between both.
+# This rank's part of a written argument, the redistributed stand-in that the operator writes to, and the move.
 _Replaced = tuple[torch.Tensor, torch.Tensor, _InputMove]
 
 

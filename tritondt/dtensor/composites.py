@@ -27,7 +27,7 @@ _MAKING = (
 )
 # Read the values of their second argument, which decide how many results there are.
 _READING = ("tensor_split.tensor_indices_or_sections",)
-# Of the keys that torch looks at before it takes a composite apart, one that subclasses have, and modes.
+# Of the keys that torch looks at before it decomposes a composite, one that subclasses have, and modes.
 _OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 _BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
 

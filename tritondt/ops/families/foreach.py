@@ -1,7 +1,7 @@
 """Operators on lists of tensors, as optimizers call them: the tensor that is written decides each position's layout.
 
-A list of hundreds is decided quickly because equal positions are decided once, and one whose tensors are all laid out
-alike needs no decision.
+A list of hundreds is decided quickly because equal positions are decided once, and one whose tensors all have
+one spec needs no decision.
 """
 
 from collections.abc import Iterator, Sequence

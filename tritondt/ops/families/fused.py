@@ -19,7 +19,7 @@ _PARAMETERS, _GRADIENTS, _STEPS = "self", "grads", "state_steps"
 def fused_rule(schema: OpSchema) -> OutputSharding:
     """The decision about a step: what the step writes stays where it is, and gradients come to it.
 
-    PropagationError where a parameter's state is laid out otherwise, or a parameter holds terms of a sum.
+    PropagationError where a parameter's state has another layout, or a parameter holds terms of a sum.
     """
     named = _lists(schema)
     parameters = named[_PARAMETERS]

@@ -29,7 +29,7 @@ MODES: tuple[Mode, ...] = ("raise", "replicate")
 
 # Values tell the shapes, or nobody has said how to find them without values.
 _SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
-# Those of torch._refs go by way of operators (prims) that nobody lays out.
+# Those of torch._refs go by way of operators (prims) that have no strategy.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
 
 _is_admitted: ContextVar[bool] = ContextVar("what is refused may run", default=False)

@@ -1,6 +1,6 @@
 """The propagator: placements of an operator's results, and which of its arguments have to move first.
 
-`propagator` is the one in use; the files of this folder and users register operators with it.
+`propagator` is the one in use; the families of operators and users register with it.
 """
 
 from collections.abc import Callable, Sequence

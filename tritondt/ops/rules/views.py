@@ -1,7 +1,7 @@
 """Rules of views: the decision about a call, and the cheapest move where the shards cannot stay.
 
 A view aliases its argument on every rank: its layout follows from the argument's. Where it has none the argument moves
-by the cheapest way to a layout that has one, and the result is a copy that follows the argument; a view that merges or
+by the cheapest way to a layout that has one, and the result is a copied view; a view that merges or
 splits dims is refused then, with that way, unless the fallback lets it move.
 """
 
