@@ -4,11 +4,13 @@ import inspect
 
 import pytest
 import torch.distributed.tensor as reference
+import torch.distributed.tensor._op_schema as op_schema_reference
 import torch.distributed.tensor.debug as debug_reference
 import torch.distributed.tensor.parallel as parallel_reference
 
 import tritondt as T
 import tritondt.debug
+import tritondt.ops
 import tritondt.parallel
 
 # What docs/torch_api.md says is missing, or is of another form, here.
@@ -51,3 +53,18 @@ def test_placements_are_asked_as_those_of_torch(expected, found):
         assert found.is_shard(dim) is expected.is_shard(dim)
     assert found.is_replicate() is expected.is_replicate()
     assert found.is_partial() is expected.is_partial()
+
+
+def test_strategies_have_the_names_of_torch_beside_the_former_ones():
+    assert tritondt.ops.OpSpec is tritondt.ops.PlacementStrategy
+    expected = inspect.signature(op_schema_reference.OpSpec).parameters
+    assert list(inspect.signature(tritondt.ops.OpSpec).parameters) == list(expected)
+    strategies = [tritondt.ops.OpStrategy([]), tritondt.ops.OpStrategy([tritondt.ops.OpSpec(None)])]
+    found = tritondt.ops.TupleStrategy(strategies)
+    assert found.children is found.childs is strategies
+    assert "children" in inspect.signature(op_schema_reference.TupleStrategy).parameters
+
+
+def test_a_world_is_shut_down_as_it_is_closed():
+    assert T.shutdown is T.close
+    assert {"close", "shutdown"} <= set(T.__all__)

@@ -1,31 +1,18 @@
 """tritondt moves a tensor from any layout on a mesh of ranks to any other: fewest bytes, no padding, one exchange."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from tritondt import _import_pause
 
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leaves cyclic garbage alone: what an import makes stays, and one look at all that torch has made takes 0.1 s."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-with _without_collections():
+with _import_pause.without_collections():
     from torch.distributed.device_mesh import DeviceMesh
 
     import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
+    from tritondt.comm.world import close as shutdown
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
     from tritondt.dtensor.factories import empty, full, ones, rand, randn, zeros
-    from tritondt.dtensor.tensor import DTensor, prefetch
+    from tritondt.dtensor.prefetch import prefetch
+    from tritondt.dtensor.tensor import DTensor
     from tritondt.errors import (
         ImplicitRedistributionError,
         LayoutError,
@@ -93,5 +80,6 @@ __all__ = [
     "randn",
     "redistribute",
     "set_timeout",
+    "shutdown",
     "zeros",
 ]

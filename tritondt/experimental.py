@@ -1,4 +1,4 @@
-"""Functions on local tensors beside distributed ones, plain tensors taken for replicated, and strategies of one's own.
+"""local_map, implicit_replication and register_sharding, by the names of torch.distributed.tensor.experimental.
 
 The names of torch.distributed.tensor.experimental; context_parallel is not among them.
 """

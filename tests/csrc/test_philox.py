@@ -5,7 +5,7 @@ import torch
 
 import tritondt as T
 from tritondt._C import write_random_words
-from tritondt.ops.random.philox import _by_operators, _places, random_words
+from tritondt.ops.random.philox import _by_operators, _positions, random_words
 
 
 def word(counter: int, key: int, lane: int) -> int:
@@ -34,7 +34,7 @@ def test_every_form_gives_the_same_bits(key):
     region, shape = (((1, 2), (4, 6)), ((0, 5),), ((3, 4), (6, 9))), (7, 5, 9)
     for lane in (0, 1):
         found = random_words(region, shape, key, lane)
-        places = _places(region, shape, torch.device("cpu"))
+        places = _positions(region, shape, torch.device("cpu"))
         assert found.shape == places.shape == (3, 5, 4)
         assert found.flatten().tolist() == [signed(word(place, key, lane)) for place in places.flatten().tolist()]
         torch.testing.assert_close(_by_operators(places, key, lane), found, rtol=0, atol=0)

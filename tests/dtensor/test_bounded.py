@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tritondt as T
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.dtensor import dispatch
-from tritondt.dtensor.tensor import dispatcher
+from tritondt.dtensor.wiring import dispatcher
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ import tritondt as T
 from tests.ops.sharded import distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.dtensor import dispatch
-from tritondt.dtensor.tensor import dispatcher
+from tritondt.dtensor.wiring import dispatcher
 from tritondt.ops import (
     AxisStrategy,
     OpStrategy,

@@ -20,7 +20,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tritondt import events, identity
 from tritondt.comm import world
-from tritondt.dtensor.tensor import DTensor, dispatcher
+from tritondt.dtensor.tensor import DTensor
+from tritondt.dtensor.wiring import dispatcher
 from tritondt.events import ImplicitRedistribution, StepRan
 from tritondt.sharding.placement import Placement, placements_text
 

@@ -1,5 +1,6 @@
 """Distributed tensors: the class, its dispatch, autograd, and the functions that make them."""
 
+from tritondt.dtensor import wiring  # noqa: F401  dispatches DTensor's operators from here on
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.tensor import DTensor
 

@@ -12,7 +12,7 @@ from tritondt.sharding.spec import DTensorSpec
 
 
 class FromLocal(torch.autograd.Function):
-    """Makes a distributed tensor of local ones; the gradient comes back as this rank's part of its gradient."""
+    """From a local tensor to a distributed one; the gradient comes back as this rank's part."""
 
     @staticmethod
     def forward(
@@ -23,14 +23,14 @@ class FromLocal(torch.autograd.Function):
         gradient: DTensorSpec,
         values: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Wraps an alias of `local`, or `values` in its place; `gradient` is how its gradient is wanted."""
+        """Wraps an alias of `local`, or `values` instead; `gradient` is the spec under which the gradient is wanted."""
         ctx.wrap, ctx.spec, ctx.gradient = wrap, spec, gradient
         ctx.set_materialize_grads(False)  # torch would make plain zeros where there is no gradient
         return wrap(local.detach() if values is None else values, spec)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
-        """The local part of the gradient under the wanted layout; of the mean's, where the input was terms of one."""
+        """The local part of the gradient under the wanted spec, divided by the axis sizes for a mean."""
         if grad is None:
             return None, None, None, None, None
         check_linear(ctx.spec)
@@ -46,11 +46,11 @@ class FromLocal(torch.autograd.Function):
 
 
 class ToLocal(torch.autograd.Function):
-    """Takes the local tensor of a distributed one; its gradient is made a distributed tensor again."""
+    """From a distributed tensor to its local one; the gradient becomes a distributed tensor again."""
 
     @staticmethod
     def forward(ctx: Any, distributed: Any, wrap: Wrap, gradient: DTensorSpec) -> torch.Tensor:
-        """An alias of the local tensor; `gradient` is the layout in which its gradient will come."""
+        """An alias of the local tensor; `gradient` is the spec under which the gradient will come."""
         ctx.wrap, ctx.gradient = wrap, gradient
         ctx.set_materialize_grads(False)
         local: torch.Tensor = distributed._local_tensor
@@ -58,7 +58,7 @@ class ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """The gradient under the layout that was announced."""
+        """The gradient under the spec that forward was given."""
         if grad is None:
             return None, None, None
         gradient = ctx.gradient
@@ -71,7 +71,7 @@ class ToLocal(torch.autograd.Function):
 
 
 class Redistributed(torch.autograd.Function):
-    """Redistribution of a distributed tensor: the identity on the whole tensor, and so is its gradient."""
+    """Redistribution of a distributed tensor: the identity on the global tensor and on its gradient."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class Redistributed(torch.autograd.Function):
         async_op: bool = False,
         wire: Wire | None = None,
     ) -> torch.Tensor:
-        """The tensor under `target`; under way, and so its gradient, with `async_op`."""
+        """The tensor under `target`; with `async_op` the result, and later its gradient, is pending."""
         ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire = distributed._spec, backward_dtype, async_op, wire
         ctx.set_materialize_grads(False)
         return redistribute_dtensor(
@@ -92,7 +92,7 @@ class Redistributed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:
-        """The gradient as the source was laid out, with Partial as Replicate."""
+        """The gradient under the source's placements, with Partial as Replicate."""
         if grad is None:
             return None, None, None, None, None, None
         wanted = gradient_spec(ctx.source)

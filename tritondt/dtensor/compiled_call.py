@@ -1,4 +1,4 @@
-"""Runs a call that moves arguments, writes to them, or gives several tensors or none, as propagation decided."""
+"""Calls with input redistribution, written arguments, or several results, compiled from what propagation decided."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
@@ -28,38 +28,38 @@ class WrapAll(Protocol):
         """The distributed tensors."""
 
 
-class Follow(Protocol):
-    """Makes the results of a view that had to move follow its argument."""
+class TrackBase(Protocol):
+    """Makes results of a view that had to be copied track the view's first argument."""
 
     def __call__(self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
-        """The results."""
+        """The results, as copied views."""
 
 
 class Admit(Protocol):
-    """Raises what a decision says against the call, unless it may run all the same."""
+    """Raises PropagationError with a decision's refusal, unless the fallback lets the call run."""
 
     def __call__(self, op: OpOverload, refusal: str, /) -> None:
-        """Nothing, or PropagationError."""
+        """None, or PropagationError."""
 
 
 # Runs a signature: positional and keyword arguments with local tensors in place, then the arguments as they came.
 Compiled = Callable[[Sequence[Any], Mapping[str, Any], Sequence[Any], Mapping[str, Any]], Any]
 
 
-class _Move(NamedTuple):
-    """Where an argument is and where the operator needs it; what is written there is brought back."""
+class _InputMove(NamedTuple):
+    """The spec of an argument and the spec that the operator needs; a written argument is moved back afterwards."""
 
     source: DTensorSpec
     target: DTensorSpec
     is_written: bool
 
 
-# This rank's part of an argument, what stands for it while the operator writes, and the move between both.
-_Away = tuple[torch.Tensor, torch.Tensor, _Move]
+# This rank's part of a written argument, the redistributed stand-in that the operator writes to, and the move.
+_Replaced = tuple[torch.Tensor, torch.Tensor, _InputMove]
 
 
 class Signature:
-    """A signature that moves arguments, writes to them, or gives several tensors or none."""
+    """One signature of an operator, compiled: redistributes arguments, runs on local tensors, writes back and wraps."""
 
     def __init__(
         self,
@@ -69,23 +69,24 @@ class Signature:
         written: Sequence[int],
         wrap: Wrap,
         wrap_all: WrapAll,
-        follow: Follow,
+        track_base: TrackBase,
         admit: Admit,
     ) -> None:
         self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
         self._refusal, self._admit = decision.refusal, admit
-        self._follow = follow if decision.copies_view else None
+        self._track_base = track_base if decision.copies_view else None
         self._outputs, self._data_dependent = decision.output_spec, decision.data_dependent
         self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
-        self._moves = () if decision.input_specs is None else tuple(_moves(schema, decision.input_specs, written))
+        targets = decision.input_specs
+        self._input_moves = () if targets is None else tuple(_input_moves(schema, targets, written))
         # One list: of several results each may be missing, as the gradient of what needs none.
-        self._gives_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
+        self._returns_list = len(schema.op._schema.returns) == 1 and isinstance(self._outputs, Sequence)
         self._names = tuple(schema.kwargs_schema)
         self._written = frozenset(written)
         # An operator may write to arguments and give new tensors, as batch norm does.
-        self._gives_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
+        self._returns_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
         self._reshapes = torch.Tag.inplace_view in schema.op.tags
-        self._returns = tuple(_returned(schema.op))
+        self._returns = tuple(_returned_arguments(schema.op))
 
     def run(
         self,
@@ -94,31 +95,34 @@ class Signature:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Moves what has to move, runs, brings back what was written elsewhere than where it is, and wraps."""
+        """Redistributes arguments, runs the operator, copies written stand-ins back, and wraps the results."""
         if self._refusal:
             self._admit(self._op, self._refusal)
         if self._written and read_guard.readers:
             self._wait_for_readers(local_args, local_kwargs)
-        away: list[_Away] = []
-        if self._moves:
-            moves = iter(self._moves)
+        replaced: list[_Replaced] = []
+        if self._input_moves:
+            moves = iter(self._input_moves)
             local_args = [
-                self._moved(argument, moves, given, away) for argument, given in zip(local_args, args, strict=True)
+                self._redistributed(argument, moves, given, replaced)
+                for argument, given in zip(local_args, args, strict=True)
             ]
-            local_kwargs = {name: self._moved(local_kwargs[name], moves, kwargs[name], away) for name in self._names}
+            local_kwargs = {
+                name: self._redistributed(local_kwargs[name], moves, kwargs[name], replaced) for name in self._names
+            }
         result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
-        for own, moved, move in away:
-            own.copy_(redistribute_input(self._op, moved, move.target, move.source))
+        for own, stand_in, move in replaced:
+            own.copy_(redistribute_input(self._op, stand_in, move.target, move.source))
         if self._reshapes:
             return self._reshaped(result, args, kwargs)
-        if self._gives_arguments:
+        if self._returns_arguments:
             given = [_argument(args, kwargs, place, name) for place, name in self._returns]
             return given[0] if len(given) == 1 else tuple(given) if given else None
-        wrapped = self._whole(result) if self._data_dependent else self._wrapped(result, self._outputs)
-        return wrapped if self._follow is None else self._follow(wrapped, self._op, args, kwargs)
+        wrapped = self._replicated(result) if self._data_dependent else self._wrapped(result, self._outputs)
+        return wrapped if self._track_base is None else self._track_base(wrapped, self._op, args, kwargs)
 
     def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
-        """Messages may be on their way out of the memory that is about to be written to."""
+        """Waits for messages that still read the memory of an argument that is about to be written to."""
         tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
         read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
 
@@ -132,45 +136,45 @@ class Signature:
             distributed._local_tensor = local
         return distributed
 
-    def _moved(self, argument: Any, moves: "Iterator[_Move]", given: Any, away: "list[_Away]") -> Any:
+    def _redistributed(self, argument: Any, moves: Iterator[_InputMove], given: Any, replaced: list[_Replaced]) -> Any:
         if isinstance(given, list | tuple):
-            return [self._moved(item, moves, of, away) for item, of in zip(argument, given, strict=True)]
+            return [self._redistributed(item, moves, of, replaced) for item, of in zip(argument, given, strict=True)]
         if not isinstance(given, torch.Tensor):
             return argument
         move = next(moves)
         if move.source is move.target:
             return argument
-        moved = redistribute_input(self._op, argument, move.source, move.target)
+        stand_in = redistribute_input(self._op, argument, move.source, move.target)
         if move.is_written:
-            away.append((argument, moved, move))
-        return moved
+            replaced.append((argument, stand_in, move))
+        return stand_in
 
     def _wrapped(self, result: Any, specs: OutputSpecs) -> Any:
         if isinstance(specs, DTensorSpec):
             return self._wrap(_empty(specs) if result is None else result, specs)
         if specs is None:
             return result
-        if self._gives_list and self._in_mesh:
+        if self._returns_list and self._in_mesh:
             return self._wrap_all(result, cast(Sequence[DTensorSpec], specs))
         if not self._in_mesh:
             return tuple(None if spec is None else self._wrap(_empty(spec), spec) for spec in specs)
         pairs = zip(result, specs, strict=True)
         return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
 
-    def _whole(self, result: Any) -> Any:
-        """Results whole on every rank, as they are; a rank outside the mesh knows no shapes and gets empty tensors."""
+    def _replicated(self, result: Any) -> Any:
+        """Results of which every rank has all; a rank outside the mesh knows no shapes and gets empty tensors."""
         if not self._in_mesh:
             count = len(self._op._schema.returns)
             result = tuple(torch.empty((0,), device=self._mesh.device_type) for _ in range(count))
             result = result[0] if count == 1 else result
         if isinstance(result, torch.Tensor):
             return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
-        return tuple(map(self._whole, result)) if isinstance(result, list | tuple) else result
+        return tuple(map(self._replicated, result)) if isinstance(result, list | tuple) else result
 
 
-def _moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> "Iterator[_Move]":
+def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> Iterator[_InputMove]:
     for place, (source, target) in enumerate(zip(schema.args_spec, targets, strict=True)):
-        yield _Move(source, target, place in written)
+        yield _InputMove(source, target, place in written)
 
 
 def _empty(spec: DTensorSpec) -> torch.Tensor:
@@ -185,7 +189,7 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(argument)
 
 
-def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
+def _returned_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:
     """Arguments that the operator writes to and returns, in the order of what it returns."""
     names = [frozenset(result.alias_info.before_set) for result in op._schema.returns if result.alias_info is not None]
     for aliases in names:

@@ -1,4 +1,4 @@
-"""Composite operators of torch that put plain tensors of their own beside their arguments.
+"""Composite operators of torch that make plain tensors of their own beside their arguments.
 
 A causal mask, the classes of one_hot, the positions of quantiles: torch makes them of shapes and numbers, alike on
 every rank, where no Python sees them come. Such an operator comes here first when an argument is of a subclass, and
@@ -27,7 +27,7 @@ _MAKING = (
 )
 # Read the values of their second argument, which decide how many results there are.
 _READING = ("tensor_split.tensor_indices_or_sections",)
-# Of the keys that torch looks at before it takes a composite apart, one that subclasses have, and modes.
+# Of the keys that torch looks at before it decomposes a composite, one that subclasses have, and modes.
 _OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 _BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
 
@@ -35,7 +35,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
-    """Has what torch's composites make taken for replicated beside tensors of `tensor_class`; once in a process."""
+    """Takes tensors that composites make for replicated beside tensors of `tensor_class`; called once in a process."""
     for name in (*_MAKING, *_READING):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
@@ -45,7 +45,7 @@ def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) ->
 
 
 class _Kernel:
-    """Stands before one composite operator."""
+    """Kernel of one composite operator, called before torch's own."""
 
     def __init__(self, op: OpOverload, tensor_class: type[torch.Tensor], wrap: Wrap, *, reads: bool) -> None:
         self._op, self._class, self._wrap, self._reads = op, tensor_class, wrap, reads
@@ -69,11 +69,11 @@ class _Kernel:
             return self._distributed(self._decompose(args, kwargs), mesh)
 
     def _decompose(self, args: Any, kwargs: Any) -> Any:
-        """By torch's C++: its Python forms of some are for graphs."""
+        """Results by torch's C++ kernel; the Python forms of some composites are for graphs only."""
         return self._op._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def _distributed(self, results: Any, mesh: Mesh) -> Any:
-        """Results of nothing but shapes, such as the rank of a matrix without rows, as distributed ones."""
+        """Results that depend on shapes only, such as the rank of a matrix without rows, as distributed tensors."""
 
         def distributed(found: torch.Tensor) -> torch.Tensor:
             return found if isinstance(found, self._class) else self._wrap(*as_replicated(found, mesh))

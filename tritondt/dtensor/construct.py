@@ -1,4 +1,4 @@
-"""Makes the outer tensor of a distributed tensor: global shape, stride and dtype, and no memory of its own."""
+"""Construction of the outer tensor: global shape, stride and dtype, and no memory of its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ Construct = Callable[..., Any]
 
 
 def _construct(tensor_class: type[torch.Tensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> Any:
-    """The same through the constructor that every supported torch has."""
+    """An outer tensor by the constructor that every supported torch has."""
     meta = spec.tensor_meta
     made: Any = torch.Tensor._make_wrapper_subclass(
         tensor_class,

@@ -1,4 +1,4 @@
-"""Runs one operator on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
+"""Dispatch of operators on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
 
 A signature (operator, specs, plain arguments) is decided once by the propagator and compiled into a function of local
 tensors. What is left per call is the key, one dict look-up and that function. The tensor class is passed in, so that
@@ -15,11 +15,11 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.dtensor.compiled_call import Compiled, Follow, Signature, Wrap, WrapAll
+from tritondt.dtensor.compiled_call import Compiled, Signature, TrackBase, Wrap, WrapAll
+from tritondt.dtensor.decompose import decompose
 from tritondt.errors import MeshError, MixedTensorsError
-from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
 from tritondt.ops.propagation.propagator import ShardingPropagator
-from tritondt.ops.propagation.replication import are_replicated, as_replicated, implicit_replication
+from tritondt.ops.propagation.replication import are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
 from tritondt.sharding.placement import Replicate
@@ -34,17 +34,17 @@ _NOTHING: Mapping[str, Any] = {}
 _SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 # A lone output has its spec and a function of the local arguments; else the function does it all.
-_Found: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
+_CompiledCall: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
 
 
 class _Operator:
-    """What is kept of one operator; see RuntimeSchemaInfo for `static_argnum`."""
+    """Signatures of one operator that are compiled; see RuntimeSchemaInfo for `static_argnum`."""
 
     __slots__ = ("op", "signatures", "static_argnum")
 
     def __init__(self, op: OpOverload, static_argnum: int) -> None:
         self.op, self.static_argnum = op, static_argnum
-        self.signatures: dict[tuple[Any, ...], _Found] = {}
+        self.signatures: dict[tuple[Any, ...], _CompiledCall] = {}
 
 
 class Dispatcher:
@@ -58,29 +58,29 @@ class Dispatcher:
         tensor_class: type[torch.Tensor],
         wrap: Wrap,
         wrap_all: WrapAll,
-        follow: Follow,
+        track_base: TrackBase,
         propagator: ShardingPropagator,
     ) -> None:
-        self._class, self._wrap, self._wrap_all, self._follow = tensor_class, wrap, wrap_all, follow
+        self._class, self._wrap, self._wrap_all, self._track_base = tensor_class, wrap, wrap_all, track_base
         self._propagator = propagator
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_change(self._operators.clear)
-        self.dispatch = self._made_dispatch()
+        self.dispatch = self._make_dispatch()
 
     def num_signatures(self, op: OpOverload) -> int:
-        """How many signatures of an operator are kept now."""
+        """Number of signatures of an operator that are kept now."""
         found = self._operators.get(id(op))
         return 0 if found is None else len(found.signatures)
 
     def running(self) -> OpOverload | None:
-        """The operator that the calling thread is at; looked for among its frames, so that calls need not note it."""
+        """The operator that the calling thread runs; found among its frames, so that calls need not note it."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._code:
             frame = frame.f_back
         return None if frame is None else frame.f_locals["op"]
 
-    def _made_dispatch(self) -> Callable[..., Any]:
+    def _make_dispatch(self) -> Callable[..., Any]:
         operators, run_any, wrap, split = self._operators, self._run_any, self._wrap, self._split
 
         def dispatch(
@@ -109,7 +109,7 @@ class Dispatcher:
         return dispatch
 
     def _run_any(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The same for arguments of any kind, and for what is met for the first time."""
+        """The operator's result for arguments of any kind, and for signatures that are not compiled yet."""
         operator = self._operator(op)
         key: list[Any] = []
         local_args = self._local_arguments(args, key, operator.static_argnum)
@@ -120,7 +120,7 @@ class Dispatcher:
             # Keyword arguments count as static unless all numbers do.
             values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
             local_kwargs = dict(zip(names, values, strict=True))
-        found, is_kept = _looked_up(operator, key)
+        found, is_kept = _look_up(operator, key)
         if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
             return self._run_any(op, *_with_values(args, kwargs))
         if found is None:
@@ -129,7 +129,7 @@ class Dispatcher:
                 return self._run_any(op, *self._all_distributed(args, kwargs))
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
-                result = _decompose(schema, args, kwargs)
+                result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
             found = self._compile(schema)
@@ -141,7 +141,7 @@ class Dispatcher:
         return run(local_args, local_kwargs, args, kwargs)
 
     def _is_plain(self, argument: Any) -> bool:
-        """Whether an argument is a tensor of this rank alone, and no number."""
+        """Whether an argument is a tensor of this rank alone, with dims."""
         return isinstance(argument, torch.Tensor) and argument.ndim > 0 and not isinstance(argument, self._class)
 
     def _writes_plain(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -155,7 +155,7 @@ class Dispatcher:
         )
 
     def _all_distributed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """The arguments with plain tensors as replicated ones."""
+        """The arguments with replicated distributed tensors in place of plain ones."""
         given = _flat((*args, *kwargs.values()))
         mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
 
@@ -174,7 +174,7 @@ class Dispatcher:
         return found
 
     def _local_arguments(self, args: Sequence[Any], key: list[Any], static_argnum: int) -> list[Any]:
-        """The arguments with local tensors in place; appends to `key` what tells signatures apart, as dispatch does."""
+        """Local tensors in place of distributed ones; appends the key's parts to `key`, as dispatch does."""
         local_args: list[Any] = []
         for argument in args:
             if isinstance(argument, list | tuple):
@@ -199,7 +199,7 @@ class Dispatcher:
         key.append(len(items))
         return self._local_arguments(items, key, len(items) if numbers_by_type else 0)
 
-    def _compile(self, schema: OpSchema) -> _Found:
+    def _compile(self, schema: OpSchema) -> _CompiledCall:
         decision = self._propagator.propagate(schema)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
@@ -207,11 +207,11 @@ class Dispatcher:
         runs_as_it_is &= not decision.needs_redistribute and not decision.copies_view
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             return local, decision.output_spec
-        admit = self._propagator.fallback.admit
-        return Signature(schema, decision, local, written, self._wrap, self._wrap_all, self._follow, admit).run, None
+        made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
+        return Signature(schema, decision, local, written, *made_by).run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
-        """The call with specs for tensors; refuses what cannot be in one call."""
+        """The call with specs in place of tensors; MeshError or MixedTensorsError where tensors do not go together."""
         distributed = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, self._class)]
         mesh = distributed[0]._spec.mesh  # type: ignore[attr-defined]
         for other in distributed:
@@ -239,22 +239,22 @@ class Dispatcher:
         return OpSchema(op, tuple(map(spec_of, args)), named)
 
 
-def _looked_up(operator: _Operator, key: Sequence[Any]) -> tuple[_Found | None, bool]:
-    """What is kept for a signature, and whether it can be: not where an argument has no hash."""
+def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[_CompiledCall | None, bool]:
+    """The call compiled for a signature, and whether it can be kept: not where an argument has no hash."""
     try:
         return operator.signatures.get(tuple(key)), True
     except TypeError:
         return None, False
 
 
-def _keep(operator: _Operator, key: Sequence[Any], found: _Found) -> None:
+def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None:
     if len(operator.signatures) >= MAX_SIGNATURES:
         del operator.signatures[next(iter(operator.signatures))]
     operator.signatures[tuple(key)] = found
 
 
 def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with their values in place of numbers that a graph leaves open, which then holds for these only."""
+    """The arguments with values in place of numbers that a graph leaves open; the graph then holds for these values."""
 
     def value(argument: Any) -> Any:
         if isinstance(argument, list | tuple):
@@ -268,7 +268,7 @@ def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequen
 
 
 def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
-    """What of an argument that is no distributed tensor tells signatures apart."""
+    """The part of a key for an argument that is no distributed tensor."""
     if argument is None or isinstance(argument, bool):
         return (argument,)
     if isinstance(argument, torch.Tensor):
@@ -282,32 +282,6 @@ def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
     return chain.from_iterable(
         _flat(argument) if isinstance(argument, list | tuple) else (argument,) for argument in arguments
     )
-
-
-def _decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operator gives in terms of others; NotImplemented where nobody says how, or it is not needed."""
-    # Plain tensors that come up on the way are made of shapes and numbers: no other came with the arguments.
-    with implicit_replication():
-        if _is_composite(schema.op):
-            return _decomposed(schema.op, args, kwargs)
-        decomposition = None if is_replicated(schema) else decomposition_of(schema.op)
-        return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
-
-
-def _is_composite(op: OpOverload) -> bool:
-    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
-
-
-def _decomposed(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a composite operator gives in terms of others, which come here only under inference_mode.
-
-    What turns results into views and counts writes has been left by then, without having acted on most composites.
-    """
-    key = torch._C.DispatchKey.ADInplaceOrView
-    if op.has_kernel_for_dispatch_key(key):  # narrow and chunk: it has acted, and makes the result a view itself
-        return op.decompose(*args, **kwargs)
-    with torch._C._SetExcludeDispatchKeyGuard(key, False):
-        return op.decompose(*args, **kwargs)
 
 
 def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Makes distributed tensors, and modules of distributed parameters, of whole ones."""
+"""Distributed tensors from global ones, and modules with distributed parameters."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +17,7 @@ from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, placements_code, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.strides import dense_strides
 
 
 def distribute_tensor(
@@ -27,37 +28,43 @@ def distribute_tensor(
     src_data_rank: int | None = 0,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """The distributed tensor of a whole one: a leaf with memory of its own, a Parameter where `tensor` is one.
+    """The distributed tensor of a global one: a leaf with memory of its own, a Parameter where `tensor` is one.
 
     A collective call. The values are those of the rank whose coordinate is `src_data_rank` on every axis, which sends
-    every other rank its part; with None every rank cuts its own values and nothing is sent. Placements default to
-    Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. A tensor that is
-    distributed already comes back if it is laid out like this. Raises MismatchError on all ranks where their tensors'
-    shapes or dtypes differ, LayoutError, MeshError, LocalTensorError, PeerError.
+    every other rank its part; with None every rank cuts its own values and nothing is sent. `placements`, one per mesh
+    axis, default to Replicate; terms of a sum or product are the values at coordinate 0 and 0 or 1 elsewhere. `order`
+    lists the axes in the order in which they cut a dim. A tensor that is distributed already comes back if its layout
+    is the one that is asked for. Raises MismatchError on all ranks where their tensors' shapes or dtypes differ,
+    LayoutError, MeshError, LocalTensorError, PeerError.
 
-        weight = T.distribute_tensor(torch.randn(1000, 64), mesh, [T.Shard(0)])
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def rows(rank):
+    ...     return T.distribute_tensor(torch.arange(5), T.Mesh((2,)), [T.Shard(0)]).to_local().tolist()
+    >>> run_ranks(2, rows)
+    [[0, 1, 2], [3, 4]]
     """
     mesh = canonical_mesh(mesh_or_current(device_mesh))
     wanted = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if isinstance(tensor, DTensor):
-        return _laid_out_so(tensor, mesh, wanted, order)
-    sender = None if src_data_rank is None else _sender(mesh, src_data_rank)
-    if sender is not None and not tensor.is_meta:
-        check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), sender)
+        return _check_layout(tensor, mesh, wanted, order)
+    source_position = None if src_data_rank is None else _source_position(mesh, src_data_rank)
+    if source_position is not None and not tensor.is_meta:
+        check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), source_position)
     if not tensor.is_leaf:
         raise LocalTensorError(
             "distribute_tensor takes a leaf of the autograd graph, got the result of an operator; call detach() first, "
             "or DTensor.from_local, which passes gradients on"
         )
     target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(tensor.shape, tensor.dtype), order)
-    made = DTensor(_part(tensor.detach(), target, sender), target)
+    made = DTensor(_local_part(tensor.detach(), target, source_position), target)
     if isinstance(tensor, nn.Parameter):
         return cast(DTensor, nn.Parameter(made, requires_grad=tensor.requires_grad))
     made.requires_grad_(tensor.requires_grad)
     return made
 
 
-def _laid_out_so(
+def _check_layout(
     tensor: DTensor, mesh: Mesh, placements: Sequence[Placement], order: Sequence[int | str] | None
 ) -> DTensor:
     spec = tensor._spec
@@ -75,21 +82,18 @@ def _laid_out_so(
     return tensor
 
 
-def _sender(mesh: Mesh, src_data_rank: int) -> int:
-    """The place in the mesh whose coordinate is `src_data_rank` on every axis."""
+def _source_position(mesh: Mesh, src_data_rank: int) -> int:
+    """The mesh position of the rank whose coordinate is `src_data_rank` on every axis."""
     if any(not 0 <= src_data_rank < size for size in mesh.shape):
         raise MeshError(
             f"src_data_rank={src_data_rank} is a coordinate on every axis of {mesh}; allowed are 0.."
             f"{min(mesh.shape) - 1}, and None for every rank's own values"
         )
-    position = 0
-    for size in mesh.shape:
-        position = position * size + src_data_rank
-    return position
+    return src_data_rank * sum(dense_strides(mesh.shape))
 
 
 def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: Sequence[int | str] | None) -> str:
-    """What must be the same on all ranks."""
+    """A text of shape, dtype, placements and flags, which must be equal on all ranks."""
     details = "" if order is None else f" in order {tuple(order)}"
     details += ", requiring gradients" if tensor.requires_grad else ""
     details += "" if tensor.is_leaf else ", not a leaf"
@@ -97,15 +101,15 @@ def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: S
     return f"{tuple(tensor.shape)} {dtype} as {placements_text(placements)}{details}"
 
 
-def _part(whole: torch.Tensor, target: DTensorSpec, sender: int | None) -> torch.Tensor:
-    """This rank's part of the whole tensor at mesh position `sender`, or of its own."""
+def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int | None) -> torch.Tensor:
+    """This rank's part of the global tensor that the rank at mesh position `source_position` has, or of its own."""
     mesh = target.mesh
     if whole.is_meta:
         return whole.new_empty(target.local_shape)
     if whole.device.type != mesh.device_type:
         whole = whole.to(mesh.device_type)
-    if sender is not None and len(mesh.ranks) > 1:
-        return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (sender,), target)
+    if source_position is not None and len(mesh.ranks) > 1:
+        return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (source_position,), target)
     meta = TensorMeta(target.shape, whole.stride(), whole.dtype)
     own = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
     if own.layout is target.layout:
@@ -123,15 +127,26 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Makes every parameter and buffer of `module` distributed, in place, and returns it.
+    """Makes every parameter and buffer of `module` distributed, in place, and returns it: a collective call.
 
     `partition_fn(name, submodule, device_mesh)` is called for every submodule and may replace its parameters; what is
     plain after it is replicated, from coordinate 0, and what several submodules share stays shared. `input_fn(module,
     inputs, device_mesh)` runs before and `output_fn(module, outputs, device_mesh)` after every forward of the module;
     what they return, unless None, takes the place of what they were given. Raises TritondtError where the module went
-    through this before.
+    through this before or a hook does not take three arguments, LayoutError where tied weights get different
+    layouts, and what `distribute_tensor` raises.
 
-        T.distribute_module(model, mesh, partition_fn)
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def columns(name, module, mesh):
+    ...     if isinstance(module, nn.Linear):
+    ...         weight = T.distribute_tensor(module.weight, mesh, [T.Shard(0)])
+    ...         module.register_parameter("weight", nn.Parameter(weight))
+    >>> def layouts(rank):
+    ...     linear = T.distribute_module(nn.Linear(2, 4), T.Mesh((2,)), columns)
+    ...     return [str(parameter.placements) for parameter in linear.parameters()]
+    >>> run_ranks(2, layouts)[0]
+    ['(S0,)', '(R,)']
     """
     mesh = mesh_or_current(device_mesh)
     if getattr(module, "_tritondt_distributed", False):
@@ -157,7 +172,7 @@ def distribute_module(
 
 
 class _Place(NamedTuple):
-    """Where a module holds a parameter or a buffer."""
+    """One place in a module that holds a parameter or a buffer."""
 
     path: str
     held: dict[str, Any]
@@ -165,7 +180,7 @@ class _Place(NamedTuple):
 
 
 def _places(module: nn.Module) -> Iterator[_Place]:
-    """Every place in the module and its submodules that holds a tensor."""
+    """Places in the module and its submodules that hold a tensor."""
     for path, submodule in module.named_modules():
         for held in (submodule._parameters, submodule._buffers):
             for name in held:
@@ -174,7 +189,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
 
 
 def _tied_places(module: nn.Module) -> list[list[_Place]]:
-    """The places that hold one tensor, for every tensor that several hold."""
+    """Groups of places that hold one and the same tensor."""
     of_tensor: dict[int, list[_Place]] = {}
     for place in _places(module):
         of_tensor.setdefault(id(place.held[place.name]), []).append(place)
@@ -182,7 +197,7 @@ def _tied_places(module: nn.Module) -> list[list[_Place]]:
 
 
 def _tie_again(places: Sequence[_Place]) -> None:
-    """Gives the distributed tensor of one place to all that held one tensor before; LayoutError where two differ."""
+    """Puts the distributed tensor of one place into all places of a tied group; LayoutError where two differ."""
     found = [place for place in places if isinstance(place.held.get(place.name), DTensor)]
     for place in found[1:]:
         first, other = found[0].held[found[0].name], place.held[place.name]
@@ -196,7 +211,7 @@ def _tie_again(places: Sequence[_Place]) -> None:
 
 
 def _replicate_plain(module: nn.Module, mesh: "DeviceMesh | Mesh") -> None:
-    """Replicates what is plain; one tensor in several places stays one."""
+    """Replicates plain parameters and buffers; one tensor in several places stays one."""
     # The plain tensors are kept as well, so that no other one gets the id of one that has gone.
     replaced: dict[int, tuple[torch.Tensor, DTensor]] = {}
     for _, held, name in list(_places(module)):

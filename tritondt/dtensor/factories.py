@@ -1,4 +1,4 @@
-"""Distributed tensors of nothing, of one value, and of random numbers: every rank makes its own part only."""
+"""Factories of distributed tensors: empty, of one value, or random; every rank makes only its own part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ from tritondt.sharding.placement import Partial, Placement, Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 # Makes a plain tensor of a shape, given as `size`, with `dtype` and `device`.
-_Make = Callable[..., torch.Tensor]
+_MakeLocal = Callable[..., torch.Tensor]
 
 
 def empty(
@@ -30,9 +30,16 @@ def empty(
 ) -> DTensor:
     """A tensor of global shape `size` whose elements are whatever the memory holds.
 
-    Placements default to Replicate. Raises LayoutError, MeshError.
+    Not collective: nothing is sent. `device_mesh` defaults to that of the enclosing `with device_mesh:`, `placements`,
+    one per mesh axis, to Replicate, and `dtype` to torch's default; `layout` may only be torch.strided. `order` lists
+    the axes in the order in which they cut a dim. Raises LayoutError, MeshError.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> run_ranks(2, lambda rank: empty(3, 2, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)]).to_local().shape)
+    [torch.Size([2, 2]), torch.Size([1, 2])]
     """
-    return _made(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements, order)
+    return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def zeros(
@@ -44,8 +51,14 @@ def zeros(
     placements: Sequence[Placement] | None = None,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """A tensor of zeros of global shape `size`; see `empty`."""
-    return _made(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements, order)
+    """A tensor of zeros of global shape `size`; arguments and errors as in `empty`.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> run_ranks(2, lambda rank: zeros(3, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)]).to_local().tolist())
+    [[0.0, 0.0], [0.0]]
+    """
+    return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def ones(
@@ -57,8 +70,14 @@ def ones(
     placements: Sequence[Placement] | None = None,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """A tensor of ones of global shape `size`; see `empty`. Terms of a sum add up to one."""
-    return _made(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements, order)
+    """A tensor of ones of global shape `size`; arguments and errors as in `empty`. Terms of a sum add up to one.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> run_ranks(2, lambda rank: ones(2, device_mesh=T.Mesh((2,)), placements=[T.Partial()]).to_local().tolist())
+    [[1.0, 1.0], [0.0, 0.0]]
+    """
+    return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def full(
@@ -72,12 +91,18 @@ def full(
     placements: Sequence[Placement] | None = None,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """A tensor of global shape `size` with `fill_value` everywhere; see `empty`."""
+    """A tensor of global shape `size` with `fill_value` everywhere; arguments and errors as in `empty`.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> run_ranks(2, lambda rank: full((3,), 7, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)]).to_local().tolist())
+    [[7, 7], [7]]
+    """
 
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.full(size, fill_value, **options)
 
-    return _made(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
+    return _make(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
 
 
 def rand(
@@ -91,9 +116,17 @@ def rand(
 ) -> DTensor:
     """A tensor of global shape `size` of numbers from [0, 1), the same whatever the placements.
 
-    See `empty`; MismatchError where the ranks' default generators are not in step (torch.manual_seed).
+    Arguments and errors as in `empty`. At the first call after seeding the ranks compare their default generators, a
+    collective call: MismatchError where they are not in step (torch.manual_seed).
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def numbers(placement):
+    ...     return run_ranks(2, lambda rank: rand(5, device_mesh=T.Mesh((2,)), placements=[placement]).full_tensor())[1]
+    >>> numbers(T.Shard(0)).equal(numbers(T.Replicate()))
+    True
     """
-    return _made(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
+    return _make(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
 
 
 def randn(
@@ -105,12 +138,21 @@ def randn(
     placements: Sequence[Placement] | None = None,
     order: Sequence[int | str] | None = None,
 ) -> DTensor:
-    """A tensor of global shape `size` of numbers from the normal distribution; see `rand`."""
-    return _made(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, normal)
+    """A tensor of global shape `size` of numbers from the normal distribution; arguments and errors as in `rand`.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def rows(rank):
+    ...     torch.manual_seed(0)
+    ...     return randn(4, 2, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    >>> [tuple(part.to_local().shape) for part in run_ranks(2, rows)]
+    [(2, 2), (2, 2)]
+    """
+    return _make(torch.randn, size, dtype, layout, requires_grad, device_mesh, placements, order, normal)
 
 
-def _made(
-    make: _Make,
+def _make(
+    make: _MakeLocal,
     size: Sequence[Any],
     dtype: torch.dtype | None,
     layout: torch.layout,

@@ -1,7 +1,4 @@
-"""Functions on local tensors beside distributed ones, plain tensors taken for replicated, and strategies of one's own.
-
-The names of torch.distributed.tensor.experimental; context_parallel is not among them.
-"""
+"""local_map: functions of local tensors, applied to distributed ones."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -18,6 +15,7 @@ from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement, Shard, placements_code, placements_text
+from tritondt.sharding.strides import dense_strides
 
 Placements = Sequence[Placement] | None
 
@@ -36,14 +34,21 @@ def local_map(
     `func` gets this rank's part of every distributed tensor among its (nested) positional arguments, and what it
     returns becomes distributed as `out_placements` say, one entry for each result, None for what is no tensor.
     `in_placements` are those that the arguments must have, one entry for each, None where any will do; with
-    `redistribute_inputs` they are brought there, else LayoutError. `in_grad_placements` are those of the gradients
-    that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut unevenly:
-    where an argument is, the ranks tell each other the lengths, a few bytes. Raises MeshError, LayoutError,
-    LocalTensorError.
+    `redistribute_inputs` they are brought there, a collective call, else LayoutError. `in_grad_placements` are those of
+    the gradients that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut
+    unevenly: where an argument is, the ranks exchange the lengths, a few bytes, in a collective call. Raises MeshError,
+    LayoutError, LocalTensorError.
 
-        @local_map(out_placements=[T.Shard(0)], in_placements=([T.Shard(0)], [T.Replicate()]))
-        def rows(x, weight):
-            return my_kernel(x, weight)
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> @local_map(out_placements=[T.Shard(0)], in_placements=([T.Shard(0)], [T.Replicate()]))
+    ... def rows(x, weight):
+    ...     return x @ weight
+    >>> def product(rank):
+    ...     x = T.ones(4, 2, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     return rows(x, T.ones(2, 3, device_mesh=T.Mesh((2,))))
+    >>> [(str(found.placements), tuple(found.shape)) for found in run_ranks(2, product)]
+    [('(S0,)', (4, 3)), ('(S0,)', (4, 3))]
     """
     if func is None:
         return partial(
@@ -75,11 +80,11 @@ def local_map(
         ]
         results, result_form = tree_flatten(called(*tree_unflatten(local, form), **kwargs))
         uneven = any(_is_uneven(leaf._spec.layout) for leaf in inputs if isinstance(leaf, DTensor))
-        laid_out = [
+        outputs = [
             _output(result, placements, mesh, uneven=uneven)
             for result, placements in zip(results, _of_results(out_placements, results), strict=True)
         ]
-        return tree_unflatten(laid_out, result_form)
+        return tree_unflatten(outputs, result_form)
 
     return on_local_tensors
 
@@ -93,7 +98,7 @@ def _per_item(given: tuple[Placements, ...] | None, items: Sequence[Any], name: 
 
 
 def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
-    """One entry for each result; a lone one may come without a tuple around it."""
+    """One entry of `given` per result; a lone entry may come without a tuple around it."""
     entries = given if isinstance(given, tuple) and not all(isinstance(item, Placement) for item in given) else (given,)
     if len(entries) != len(results):
         raise LayoutError(f"local_map was given out_placements for {len(entries)} results, got {len(results)}")
@@ -107,7 +112,7 @@ def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
 
 
 def _input(tensor: DTensor, placements: Placements, mesh: Mesh, *, redistribute: bool) -> DTensor:
-    """The argument where it has to be."""
+    """The argument under the placements that are asked for; LayoutError where it may not be redistributed."""
     if tensor._spec.mesh is not mesh:
         raise MeshError(f"local_map got a tensor on {tensor._spec.mesh}, but works on {mesh}; all must be on one mesh")
     if placements is None:
@@ -133,15 +138,15 @@ def _output(result: Any, placements: Placements, mesh: Mesh, *, uneven: bool) ->
     if placements is None:
         return result
     if uneven and any(isinstance(placement, Shard) for placement in placements):
-        held, shape = _as_held(result, placements, mesh)
+        held, shape = _uneven_placements(result, placements, mesh)
         return DTensor.from_local(result, mesh, held, shape=shape)
     return DTensor.from_local(result, mesh, placements)
 
 
-def _as_held(
+def _uneven_placements(
     local: torch.Tensor, placements: Sequence[Placement], mesh: Mesh
 ) -> tuple[list[Placement], tuple[int, ...]]:
-    """The placements with the sizes that the ranks hold, and the whole shape; a collective call."""
+    """The placements with the sizes that the ranks hold, and the global shape: a collective call."""
     dims = [placement.dim % local.ndim for placement in placements if isinstance(placement, Shard)]
     if len(set(dims)) < len(dims):
         raise LocalTensorError(
@@ -153,14 +158,12 @@ def _as_held(
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             dim = placement.dim % local.ndim
-            sizes = [of_rank[dims.index(dim)] for of_rank in _along(lengths, mesh, axis)]
+            sizes = [of_rank[dims.index(dim)] for of_rank in _along_axis(lengths, mesh, axis)]
             found[axis], shape[dim] = shard_of_sizes(dim, sizes), sum(sizes)
     return found, tuple(shape)
 
 
-def _along(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:
-    """What the ranks say that differ from the first in their index on one axis only."""
-    stride = 1
-    for size in mesh.shape[axis + 1 :]:
-        stride *= size
+def _along_axis(lengths: Sequence[Sequence[int]], mesh: Mesh, axis: int) -> list[Sequence[int]]:
+    """Entries of the ranks that differ from the first in their index on one axis only."""
+    stride = dense_strides(mesh.shape)[axis]
     return [lengths[index * stride] for index in range(mesh.shape[axis])]

@@ -1,6 +1,6 @@
-"""Distributed tensors whose local tensor is still under way.
+"""Pending tensors: distributed tensors whose local tensor is still being received.
 
-Such a tensor is of a subclass of its class, where `_local_tensor` is a property that waits; then it is of its class
+A pending tensor is of a subclass, where `_local_tensor` is a property that waits; then the tensor is of the plain class
 again. So whoever uses it waits, and nobody else pays for the question.
 """
 
@@ -24,48 +24,48 @@ Dispatch = Callable[..., Any]
 
 @lru_cache(maxsize=64)
 def pending_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
-    """The class of tensors of `tensor_class` whose local tensor is under way."""
+    """The subclass of `tensor_class` for pending tensors."""
     slot: Any = tensor_class._local_tensor  # type: ignore[attr-defined]
     wrap: Any = tensor_class
 
-    def arrived(tensor: Any) -> torch.Tensor:
-        """The local tensor, once it is there; raises what went wrong on the way, every time."""
+    def wait_for_local(tensor: Any) -> torch.Tensor:
+        """The local tensor, once the work is done; raises the work's failure, every time."""
         tensor.__dict__[_WORK].wait()
         local: torch.Tensor = slot.__get__(tensor)
-        settle(tensor)
+        set_arrived(tensor)
         return local
 
     def replace(tensor: Any, local: torch.Tensor) -> None:
-        """Another local tensor: what was under way no longer matters."""
+        """Sets another local tensor: the pending work no longer matters."""
         slot.__set__(tensor, local)
-        settle(tensor)
+        set_arrived(tensor)
 
-    def settle(tensor: Any) -> None:
+    def set_arrived(tensor: Any) -> None:
         tensor.__class__ = tensor_class
         tensor.__dict__.pop(_WORK, None)
 
     def dispatch(
         op: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Everything but another name for the same memory waits: autograd detaches the gradients that it keeps."""
-        if op is torch.ops.aten.detach.default and type(args[0]) is made:
-            pending: Any = args[0]
-            alias = wrap(slot.__get__(pending).detach(), pending._spec)
-            mark_pending(alias, pending.__dict__[_WORK])
+        """Waits for every operator but an alias of the tensor: autograd detaches the gradients that it keeps."""
+        if op is torch.ops.aten.detach.default and type(args[0]) is pending_type:
+            tensor: Any = args[0]
+            alias = wrap(slot.__get__(tensor).detach(), tensor._spec)
+            mark_pending(alias, tensor.__dict__[_WORK])
             return alias
         return tensor_class.__torch_dispatch__(op, types, tuple(args), dict(kwargs or {}))
 
-    made = type(
+    pending_type = type(
         f"Pending{tensor_class.__name__}",
         (tensor_class,),
         {
             "__slots__": (),
             "__module__": tensor_class.__module__,
             "__torch_dispatch__": staticmethod(dispatch),
-            "_local_tensor": property(arrived, replace),
+            "_local_tensor": property(wait_for_local, replace),
         },
     )
-    return made
+    return pending_type
 
 
 def mark_pending(tensor: torch.Tensor, work: Work) -> None:
@@ -75,12 +75,12 @@ def mark_pending(tensor: torch.Tensor, work: Work) -> None:
 
 
 def work_of(tensor: torch.Tensor) -> Work | None:
-    """What the tensor waits for; None where it is there."""
+    """The work that a tensor waits for; None for a tensor that is not pending."""
     return tensor.__dict__.get(_WORK)
 
 
-def _local_now(distributed: Any) -> torch.Tensor:
-    """The local tensor, there or not: what is issued next on its mesh runs after what fills it."""
+def _local_or_pending(distributed: Any) -> torch.Tensor:
+    """The local tensor, filled or not: what is issued next on its mesh runs after what fills it."""
     if _WORK not in distributed.__dict__:
         local: torch.Tensor = distributed._local_tensor
         return local
@@ -97,28 +97,28 @@ def redistribute_dtensor(
     async_op: bool,
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The tensor under `target`, without history: what `prefetch` has moved already, or else moved now."""
-    found = _taken(distributed, target, wire_dtype)
+    """The tensor under `target`, without history: the result of a `prefetch`, or else of a redistribution now."""
+    found = _take_prefetched(distributed, target, wire_dtype)
     if found is not None:
-        return found if async_op else _arrived(found)
+        return found if async_op else _waited(found)
     spec: DTensorSpec = distributed._spec
     if async_op:
-        held = _local_now(distributed)
+        held = _local_or_pending(distributed)
         local, work = redistribute_local_async(held, spec, target, work_of(distributed), wire_dtype)
-        made = wrap(local.view_as(local) if local is held else local, target)
+        result = wrap(local.view_as(local) if local is held else local, target)
         if work is not None:
-            mark_pending(made, work)
-        return made
+            mark_pending(result, work)
+        return result
     held = distributed._local_tensor
     local = redistribute_local(held, spec, target, wire_dtype)
     return wrap(local.view_as(local) if local is held else local, target)
 
 
-_Moved = tuple[DTensorSpec, torch.dtype | None]
+_PrefetchKey = tuple[DTensorSpec, torch.dtype | None]
 
 
-class _Prefetched(dict[_Moved, tuple[tuple[int, int], torch.Tensor]]):
-    """What was moved ahead, by its layout and its messages' dtype, and the versions of the tensor then.
+class _Prefetched(dict[_PrefetchKey, tuple[tuple[int, int], torch.Tensor]]):
+    """Prefetched tensors by target and wire dtype, each with the versions of the source when it was issued.
 
     Copies and files start without.
     """
@@ -131,27 +131,27 @@ class _Prefetched(dict[_Moved, tuple[tuple[int, int], torch.Tensor]]):
 
 
 def issue_prefetch(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> None:
-    """Issues the move to `target` for whoever asks for it next."""
+    """Issues the redistribution to `target` for the next call that asks for it."""
     held = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
     key = target, wire_dtype
-    now = versions(distributed, _local_now(distributed))
+    now = versions(distributed, _local_or_pending(distributed))
     if key in held and held[key][0] == now:
         return
     held[key] = (now, redistribute_dtensor(distributed, wrap, target, async_op=True, wire_dtype=wire_dtype))
 
 
-def _taken(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
+def _take_prefetched(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
     held = distributed.__dict__.get(_PREFETCHED)
     if held is None or (target, wire_dtype) not in held:
         return None
     then, found = held.pop((target, wire_dtype))
-    if then == versions(distributed, _local_now(distributed)):
+    if then == versions(distributed, _local_or_pending(distributed)):
         result: torch.Tensor = found
         return result
     return None  # written to since: what was moved is of the past
 
 
-def _arrived(distributed: Any) -> torch.Tensor:
+def _waited(distributed: Any) -> torch.Tensor:
     work = work_of(distributed)
     if work is not None:
         work.wait()

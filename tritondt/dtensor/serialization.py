@@ -1,7 +1,4 @@
-"""What is kept of a distributed tensor in a file: a rank's own part, and as plain values what it is a part of.
-
-Plain values are all that torch.load with weights_only takes; they also outlive the world in which they were written.
-"""
+"""Saved distributed tensors: a rank's own part, with the spec as plain values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,31 +6,7 @@ from typing import Any
 import torch
 
 from tritondt.errors import LocalTensorError
-from tritondt.sharding.mesh import Mesh
-from tritondt.sharding.placement import parse_placements, placements_text
-from tritondt.sharding.spec import DTensorSpec, TensorMeta
-
-# Mesh shape, axis names, ranks and device type; placements as text, global shape, strides and cut order.
-SpecValues = tuple[
-    tuple[tuple[int, ...], tuple[str, ...] | None, tuple[int, ...], str],
-    tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]],
-]
-
-
-def spec_values(spec: DTensorSpec) -> SpecValues:
-    """The spec as plain values, without its dtype, which the local tensor has."""
-    mesh = spec.mesh
-    return (
-        (mesh.shape, mesh.names, mesh.ranks, mesh.device_type),
-        (placements_text(spec.placements), spec.shape, spec.tensor_meta.stride, spec.order),
-    )
-
-
-def spec_from(values: SpecValues, dtype: torch.dtype) -> DTensorSpec:
-    """The spec of these values in the calling thread's world; MeshError where it has not enough ranks."""
-    (mesh_shape, names, ranks, device_type), (placements, shape, stride, order) = values
-    mesh = Mesh(mesh_shape, names, ranks=ranks, device_type=device_type)
-    return DTensorSpec(mesh, parse_placements(placements), TensorMeta(shape, stride, dtype), order)
+from tritondt.sharding.spec_values import SpecValues, spec_from
 
 
 def rebuild_dtensor(

@@ -1,37 +1,28 @@
-"""DTensor: a tensor laid over a mesh of ranks, each of which holds its part."""
+"""DTensor: a tensor distributed over a mesh of ranks, each of which holds a part."""
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
-from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
-from tritondt.comm.packing.wire_dtype import narrower, wire_of
+from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal
-from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.copied_views import track_base
-from tritondt.dtensor.dispatch import Dispatcher
-from tritondt.dtensor.graph_ops import random_words_in_graph, redistribution_in_graph
-from tritondt.dtensor.pending import issue_prefetch, redistribute_dtensor, work_of
-from tritondt.dtensor.serialization import rebuild_dtensor, spec_values
+from tritondt.dtensor.pending import redistribute_dtensor, work_of
+from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
-from tritondt.ops import propagator
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
-from tritondt.ops.random.generator import trace_random_with
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec
-from tritondt.redistribution.run import trace_with
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
+from tritondt.sharding.spec_values import spec_values
 
 
 class DTensor(torch.Tensor):
@@ -40,15 +31,21 @@ class DTensor(torch.Tensor):
     Operators run on the parts and give distributed tensors. Made by `from_local`, `distribute_tensor` or the
     factories (`zeros`, `randn`...), never by the constructor's arguments alone.
 
-        weight = T.distribute_tensor(torch.randn(1000, 64), mesh, [T.Shard(0)])
-        weight.redistribute(placements=[T.Shard(1)]).full_tensor()
+    >>> import torch, tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def shapes(rank):
+    ...     weight = T.distribute_tensor(torch.ones(4, 6), T.Mesh((2,)), [T.Shard(0)])
+    ...     columns = weight.redistribute(placements=[T.Shard(1)])
+    ...     return *weight.to_local().shape, *columns.to_local().shape, columns.full_tensor().sum().item()
+    >>> run_ranks(2, shapes)
+    [(2, 6, 4, 3, 24.0), (2, 6, 4, 3, 24.0)]
     """
 
     _local_tensor: torch.Tensor
     _spec: DTensorSpec
     __slots__ = ("_local_tensor", "_spec")
 
-    # Operators go straight to __torch_dispatch__, which is set below.
+    # Operators go straight to __torch_dispatch__, which is set in wiring.py.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -77,10 +74,11 @@ class DTensor(torch.Tensor):
     ) -> "DTensor":
         """The distributed tensor of which every rank gives its part; shares memory with `local_tensor`.
 
-        Without `shape` all ranks are taken to hold equally much (`Shard(sizes=...)` says otherwise), and placements
-        default to Replicate on every axis. With `run_check` a collective call: shapes and dtypes are compared among
-        the ranks, and replicas take the values of the first coordinate. `grad_placements` is the layout in which the
-        local tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MismatchError.
+        Without `shape` and `stride`, which are global, all ranks are taken to hold equally much (`Shard(sizes=...)`
+        says otherwise); placements, one per mesh axis, default to Replicate. `order` lists the axes in the order in
+        which they cut a dim. With `run_check` a collective call, else local: shapes and dtypes are compared among the
+        ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
+        tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MeshError; with `run_check` MismatchError.
         """
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
@@ -105,10 +103,10 @@ class DTensor(torch.Tensor):
         return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if run_check else None))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part; shares memory with the distributed tensor.
+        """This rank's part; shares memory with the distributed tensor, and waits where that is pending. Not collective.
 
-        `grad_placements` is the layout that the gradient of the part will have (default: as this tensor, with Partial
-        as Replicate): Partial where ranks use equal parts differently.
+        `grad_placements` are the placements that the part's gradient will have (default: those of this tensor, with
+        Partial as Replicate): Partial where ranks use equal parts differently.
         """
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
@@ -128,14 +126,14 @@ class DTensor(torch.Tensor):
         wire_dtype: torch.dtype | None = None,
         grad_wire_dtype: torch.dtype | None = None,
     ) -> "DTensor":
-        """The same tensor under other placements: a collective call with the fewest bytes.
+        """The tensor under other placements: a collective call that moves the fewest bytes.
 
-        Converted to `forward_dtype` first, and its gradient to `backward_dtype` before that comes back. `order` lists
-        the axes in the order in which they cut a dim. With `async_op` the call returns while the data is under way, in
-        forward and backward; the first use of the result waits, or `result.wait()`. Messages hold `wire_dtype`, to
-        which values are rounded where anything moves, and those of the gradient `grad_wire_dtype` (default: the same);
-        see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError and MismatchError
-        where the wait is.
+        `placements`, one per mesh axis, are required; `device_mesh` may only be the tensor's own. `order` lists axes
+        in the order in which they cut a dim. Values become `forward_dtype` first, and the gradient `backward_dtype`
+        before it comes back. With `async_op` the call returns at once, in forward and backward; the first use of the
+        result waits, or `result.wait()`. Messages hold `wire_dtype`, to which values are rounded where anything moves,
+        and those of the gradient `grad_wire_dtype` (default: the same); see `tritondt.redistribute`. Raises MeshError,
+        LayoutError, TransportError, and PeerError and MismatchError where the wait is.
         """
         spec = self._spec
         if device_mesh is not None and canonical_mesh(device_mesh) is not spec.mesh:
@@ -156,31 +154,34 @@ class DTensor(torch.Tensor):
         if target is spec:
             return source
         forward = None if wire is None else wire.forward
-        return cast("DTensor", redistribute_dtensor(source, _wrap, target, async_op=async_op, wire_dtype=forward))
+        return cast("DTensor", redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward))
 
     @property
     def work(self) -> Work | None:
-        """What the local tensor waits for; None where it is there."""
+        """The work that the local tensor waits for; None for a tensor that is not pending."""
         return work_of(self)
 
     def wait(self) -> "DTensor":
-        """The tensor, with its local tensor there; raises what went wrong on the way."""
+        """The tensor itself, once its local tensor is filled; raises the redistribution's failure. Not collective."""
         _ = self._local_tensor
         return self
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor on every rank, a plain one: a collective call."""
+        """The global tensor as a plain one on every rank: a collective call.
+
+        `grad_placements` as in `to_local`. Raises TransportError, PeerError, MismatchError.
+        """
         whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
     @property
     def device_mesh(self) -> "DeviceMesh | Mesh":
-        """The mesh as it was given."""
+        """The mesh as it was given: a DeviceMesh or a Mesh."""
         return self._spec.device_mesh
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """What every mesh axis does to the tensor."""
+        """The placement of every mesh axis."""
         return self._spec.placements
 
     @property
@@ -201,24 +202,24 @@ class DTensor(torch.Tensor):
         self._local_tensor, self._spec = new._local_tensor, new._spec
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """What the index picks; lists in it are alike on every rank."""
+        """The elements that the index picks; lists in it must be alike on every rank."""
         found: torch.Tensor = _get_item(self, with_tensors(index, self._replicated))
         return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes where the index points; lists in it are alike on every rank."""
+        """Writes to the elements that the index picks; lists in it must be alike on every rank."""
         _set_item(self, with_tensors(index, self._replicated), value)
 
     def _replicated(self, plain: torch.Tensor) -> "DTensor":
-        """A plain tensor that is alike on every rank of this one's mesh."""
+        """A plain tensor as a replicated one on this tensor's mesh."""
         return DTensor(*as_replicated(plain, self._spec.mesh))
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused: no array holds a distributed tensor."""
+        """Raises PropagationError: no array holds a distributed tensor."""
         raise PropagationError(f"numpy() of a distributed tensor {self._spec}; use {_PLAIN.format('numpy')}")
 
     def tolist(self) -> Any:
-        """Refused: a list would have to be gathered first."""
+        """Raises PropagationError: a list would need all elements on this rank."""
         raise PropagationError(f"tolist() of a distributed tensor {self._spec}; use {_PLAIN.format('tolist')}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
@@ -238,12 +239,12 @@ class DTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Keeps this rank's part and, as plain values, what it is a part of."""
+        """This rank's part and, as plain values, the spec, with the function that rebuilds a tensor of both."""
         local, values = self._local_tensor.detach(), spec_values(self._spec)
         return rebuild_dtensor, (type(self), local, values, self.requires_grad, dict(self.__dict__))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
-        """The names of the tensors within, and what else makes this tensor of them."""
+        """The names of the inner tensors, and the context that rebuilds the tensor together with them."""
         return ["_local_tensor"], (self._spec, self.requires_grad)
 
     @staticmethod
@@ -253,7 +254,7 @@ class DTensor(torch.Tensor):
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> "DTensor":
-        """The tensor of what `__tensor_flatten__` gave."""
+        """The tensor of the inner tensors and the context that `__tensor_flatten__` gave."""
         spec, requires_grad = context
         if tuple(outer_size) != spec.shape or tuple(outer_stride) != spec.tensor_meta.stride:
             meta = TensorMeta(tuple(outer_size), tuple(outer_stride), spec.dtype)
@@ -261,25 +262,25 @@ class DTensor(torch.Tensor):
         return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
-        """For torch.compile, which takes gradients to be laid out like results: the gradient of terms is whole."""
+        """A gradient under the placements that torch.compile expects of a result's gradient: Replicate for Partial."""
         wanted = gradient_spec(self._spec)
         return self if wanted is self._spec else self.redistribute(placements=wanted.placements)
 
     def __coerce_same_metadata_as_tangent__(
         self, context: tuple[DTensorSpec, bool], expected_type: type | None = None
     ) -> "DTensor | None":
-        """For torch.compile: a gradient as the graph expects it; None where it expects a plain tensor."""
+        """A gradient under the placements that a compiled graph expects; None where that expects a plain tensor."""
         if expected_type is not None:
             return None
         return self.redistribute(placements=context[0].placements, order=context[0].order)
 
     def _stable_hash_for_caching(self) -> str:
-        """For torch.compile: what tells graphs apart in caches that processes share."""
+        """The part of torch.compile's cache keys, shared among processes, that tells tensors apart."""
         return repr((spec_values(self._spec), str(self.dtype), self.requires_grad))
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient; zeros that autograd made of a shape alone are made distributed, as the whole on every rank."""
+        """The gradient; zeros that autograd made of a shape alone are made distributed, replicated on every rank."""
         found: torch.Tensor | None = _GRAD.__get__(self)
         if found is None or isinstance(found, DTensor) or found.shape != self.shape or found.any():
             return found
@@ -317,55 +318,8 @@ _set_item: Any = torch.Tensor.__setitem__
 _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local().{0}() for the part of this rank"
 
 
-# torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
-# Saved files name the room, so that they load wherever the class stands; older ones name `tritondt.saving`.
-DTensor.__module__ = rebuild_dtensor.__module__ = "tritondt.dtensor"
-torch.serialization.add_safe_globals([DTensor, rebuild_dtensor, (rebuild_dtensor, "tritondt.saving.loaded")])
-trace_with(redistribution_in_graph)
-trace_random_with(random_words_in_graph)
-# Optimizers and clip_grad_norm_ take their list operators for these classes.
-for _types in (_optimizer_foreach_types, _utility_foreach_types):
-    cast("list[type]", _types).append(DTensor)
-
-
-def _wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
-    """What DTensor(local_tensor, spec) gives, without the 0.4 us that calling a class takes."""
+def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
+    """DTensor(local_tensor, spec), without the 0.4 us that calling a class takes."""
     if is_inference_mode_enabled():
         return DTensor(local_tensor, spec)
     return construct(DTensor, local_tensor, spec, requires_grad=False)
-
-
-def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[Any]:
-    """The same of many, where a frame for each would take a fifth of the time."""
-    if is_inference_mode_enabled():
-        return list(map(DTensor, local_tensors, specs))
-    return list(map(_construct_plain, local_tensors, specs))
-
-
-_construct_plain = partial(construct, DTensor, requires_grad=False)
-dispatcher = Dispatcher(DTensor, _wrap, _wrap_all, track_base, propagator)
-# Torch calls it for every operator; a static method saves a frame.
-DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
-let_composites_make_tensors(DTensor, _wrap)
-
-
-def prefetch(
-    tensor: DTensor,
-    placements: Sequence[Placement],
-    *,
-    order: Sequence[int | str] | None = None,
-    wire_dtype: torch.dtype | None = None,
-) -> None:
-    """Starts moving a tensor to `placements`: its next `redistribute` to them finds it there, or under way.
-
-    A collective call that returns at once. What was moved is dropped if the tensor is written to before, and found only
-    by a `redistribute` with the same `wire_dtype`.
-
-        T.prefetch(weight, [T.Replicate()])
-        y = layer(x)  # meanwhile
-        whole = weight.redistribute(placements=[T.Replicate()])
-    """
-    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
-    if target is not tensor._spec:
-        with torch.no_grad():
-            issue_prefetch(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -286,8 +286,7 @@ def _emit_step(chunked: Chunked) -> None:
     for chunk in chunked.chunks:
         moved = chunked.communicator.traffic_of(chunk.transfer)
         total.count(moved.sent_bytes, moved.received_bytes, moved.num_sent, moved.num_received)
-    numbers = (total.sent_bytes, total.received_bytes, total.num_sent, total.num_received)
-    events.emit(events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *numbers, 0.0))
+    events.emit_step(step.kind, str(step.source), str(step.target), step.target_layout.shape, total)
 
 
 registry.on_end(chunked_gather.cache_clear)

@@ -5,7 +5,7 @@ call is one look-up, one allocation per step and the step itself.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,12 +14,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 
 from tritondt import events
 from tritondt.comm import world
-from tritondt.comm.communicator import Communicator, Traffic
+from tritondt.comm.communicator import Communicator
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, TransportError
+from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import CompiledStep, compile_plan, plan_for
 from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.spec_values import spec_text
 
 
 def redistribute_local(
@@ -37,11 +39,15 @@ def redistribute_local(
     if source.coordinate is None:
         return local.new_empty((0,))
     if not has_memory(local):
-        return _traced(local, source, target, wire_dtype)
+        # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
+        stand_in: torch.Tensor = torch.ops.tritondt.redistribute(
+            local, spec_text(source), spec_text(target), wire_dtype
+        )
+        return stand_in
     local = _with_memory(local)
     steps, communicator, _, description = compile_plan(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
-        return _run_step(steps[0], local, local)[0]
+        return (_observed_step if subscribers else _step)(steps[0], local, local)[0]
     if communicator is None:
         return _run_steps(steps, local)
     result: list[torch.Tensor] = []
@@ -72,7 +78,8 @@ def redistribute_local_async(
             before.wait()
         return _run_steps(steps, held), None
     whole = allocate(steps[last].target_shape, held.dtype, held.device)
-    _tell(steps, communicator)
+    if subscribers:
+        _emit_issued(steps, communicator)
 
     def run() -> None:
         current = around = held
@@ -97,8 +104,9 @@ def _with_memory(local: torch.Tensor) -> torch.Tensor:
 
 def _run_steps(steps: Sequence[CompiledStep], local: torch.Tensor) -> torch.Tensor:
     whole = current = local
+    run_step = _observed_step if subscribers else _step
     for step in steps:
-        current, whole = _run_step(step, current, whole)
+        current, whole = run_step(step, current, whole)
     return current
 
 
@@ -109,24 +117,6 @@ _WITHOUT_MEMORY = (FakeTensor, FunctionalTensor)
 def has_memory(local: torch.Tensor) -> bool:
     """Whether a tensor holds values; a tensor that stands for one while torch traces a graph does not."""
     return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
-
-
-_Traced = Callable[[torch.Tensor, DTensorSpec, DTensorSpec, torch.dtype | None], torch.Tensor]
-
-
-def _refuse_traced(
-    local: torch.Tensor, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None
-) -> torch.Tensor:
-    raise TransportError(f"{source} -> {target} was asked of a {type(local).__name__}, which has no memory")
-
-
-_traced: _Traced = _refuse_traced
-
-
-def trace_with(function: _Traced) -> None:
-    """Sets what a redistribution of a tensor without memory is, in a graph that torch traces."""
-    global _traced
-    _traced = function
 
 
 def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -175,53 +165,26 @@ def _step(
     return target, whole
 
 
-def _traced_step(
+def _observed_step(
     runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a step and tells what it moved and how long it took."""
-    traffic = None if runnable.communicator is None else replace(runnable.communicator.traffic)
+    """Runs a step and emits what it moved and how long it took."""
+    communicator, step = runnable.communicator, runnable.step
+    before = None if communicator is None else replace(communicator.traffic)
     started = time.perf_counter()
     result = _step(runnable, current, whole)
     seconds = time.perf_counter() - started
-    step, moved = runnable.step, (0, 0, 0, 0)
-    if traffic is not None and runnable.communicator is not None:
-        now = runnable.communicator.traffic
-        moved = (
-            now.sent_bytes - traffic.sent_bytes,
-            now.received_bytes - traffic.received_bytes,
-            now.num_sent - traffic.num_sent,
-            now.num_received - traffic.num_received,
-        )
-    events.emit(
-        events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *moved, seconds)
+    now = None if communicator is None else communicator.traffic
+    events.emit_step(
+        step.kind, str(step.source), str(step.target), step.target_layout.shape, now, before, seconds=seconds
     )
     return result
 
 
-def _tell_nobody(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
-    """What is issued while nobody listens."""
-
-
-def _tell_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
-    """Tells what issued steps will move; how long they take is not known yet, and told as 0."""
+def _emit_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
+    """Emits what issued steps will move; how long they take is not known yet, and given as 0."""
     for runnable in steps:
-        step = runnable.step
-        moved = Traffic() if runnable.transfer is None else communicator.traffic_of(runnable.transfer)
-        if runnable.communicator is None:
-            moved = Traffic()
-        numbers = (moved.sent_bytes, moved.received_bytes, moved.num_sent, moved.num_received)
-        events.emit(
-            events.StepRan(step.kind, str(step.source), str(step.target), step.target_layout.shape, *numbers, 0.0)
-        )
-
-
-_run_step: Callable[[CompiledStep, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = _step
-_tell = _tell_nobody
-
-
-def _trace(on: bool) -> None:
-    global _run_step, _tell
-    _run_step, _tell = (_traced_step, _tell_issued) if on else (_step, _tell_nobody)
-
-
-events.on_switch(_trace)
+        step, moved = runnable.step, None
+        if runnable.transfer is not None and runnable.communicator is not None:
+            moved = communicator.traffic_of(runnable.transfer)
+        events.emit_step(step.kind, str(step.source), str(step.target), step.target_layout.shape, moved)

@@ -55,20 +55,9 @@ def distribute_from(
     before, started = replace(communicator.traffic), time.perf_counter()
     communicator.exchange([local if sends else whole.new_empty(0)], [whole], found.transfer)
     if events.enabled():
-        now = communicator.traffic
-        events.emit(
-            events.StepRan(
-                "send",
-                f"{source} of {len(positions)} of {len(mesh.ranks)} ranks",
-                str(target.layout),
-                target.shape,
-                now.sent_bytes - before.sent_bytes,
-                now.received_bytes - before.received_bytes,
-                now.num_sent - before.num_sent,
-                now.num_received - before.num_received,
-                time.perf_counter() - started,
-            )
-        )
+        seconds = time.perf_counter() - started
+        senders = f"{source} of {len(positions)} of {len(mesh.ranks)} ranks"
+        events.emit_step("send", senders, str(target.layout), target.shape, communicator.traffic, before, seconds)
     return whole
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import tritondt as T
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.ops.rules.equations import equation_strategies, parsed
+from tritondt.ops.rules.equations import equation_strategies, parse_equation
 from tritondt.sharding.placement import parse_placements
 
 
@@ -58,4 +58,4 @@ def test_terms_pass_where_it_is_linear():
 )
 def test_what_is_no_equation_is_refused(equation, sentence):
     with pytest.raises(T.PropagationError, match=sentence):
-        parsed(equation)
+        parse_equation(equation)

@@ -6,6 +6,7 @@ from tritondt.ops.families import (  # noqa: F401
     channel_norms,
     completed_reductions,
     diagonals,
+    embedding,
     foreach,
     foreach_reductions,
     fused,

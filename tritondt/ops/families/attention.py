@@ -33,7 +33,7 @@ _BATCH, _HEADS, _NUM_DIMS = 0, 1, 4
 
 
 class _Role(Enum):
-    """What a tensor is to attention."""
+    """Role of a tensor in attention, which decides along which dims it is cut."""
 
     QUERY = auto()
     KEY = auto()
@@ -62,7 +62,7 @@ _RESULT_ROLES: Mapping[str, tuple[_Role, ...]] = {
 
 
 class _Split(NamedTuple):
-    """What one axis does to the query and to the key; cuts are open as in AxisStrategy unless `exact`."""
+    """Placements of the query and of the key on one axis; cuts are open as in AxisStrategy unless `exact`."""
 
     query: Placement
     key: Placement
@@ -70,7 +70,7 @@ class _Split(NamedTuple):
 
 
 class _Call:
-    """A call taken apart: what its tensors are, and how many heads share a key head."""
+    """One call: its tensors by name and role, and how many heads share a key head."""
 
     def __init__(self, schema: OpSchema) -> None:
         names = [declared.name for declared in schema.op._schema.arguments]
@@ -95,7 +95,7 @@ class _Call:
 
 
 def attention(schema: OpSchema) -> OutputSharding:
-    """Lays out a forward or a backward call."""
+    """The decision about a forward or a backward call."""
     call = _Call(schema)
     for cut_keys in (True, False):
         decision = decide([_offered(call, axis, cut_keys=cut_keys) for axis in range(schema.mesh.ndim)], schema)
@@ -136,7 +136,7 @@ def _offered(call: _Call, axis: int, *, cut_keys: bool) -> list[AxisStrategy]:
 
 
 def _strategy(split: _Split, call: _Call) -> AxisStrategy:
-    """Every argument and result split by its role; results of which each rank has a term are Partial."""
+    """The strategy in which every argument and result is split by its role; results that are terms are Partial."""
     specs = list(call.tensors.values())
     inputs = tuple(_placed(split, role, spec) for role, spec in zip(call.roles, specs, strict=True))
     mask = next((placed for placed, role in zip(inputs, call.roles, strict=True) if role is _Role.MASK), Replicate())
@@ -212,7 +212,7 @@ def _held_heads(layout: Layout, coordinate: Sequence[int]) -> list[int]:
 
 
 def _local_op(call: _Call, outputs: OutputSpecs) -> LocalOp | None:
-    """What runs on this rank's part where that is not the operator itself."""
+    """The function of local tensors where that is not the operator itself."""
     query = call.query
     if query.coordinate is None:
         return None
@@ -227,7 +227,7 @@ def _local_op(call: _Call, outputs: OutputSpecs) -> LocalOp | None:
 
 
 def _zeros(op: OpOverload, outputs: OutputSpecs) -> LocalOp:
-    """Without batch or heads the kernels fail: results are empty, and gradients of whole keys zero."""
+    """Empty results, and zero gradients of whole keys: kernels fail without batch or heads."""
     assert isinstance(outputs, list), f"{op} gives several tensors"
     numbers = [0 if str(result.type) in ("int", "SymInt") else None for result in op._schema.returns]
 
@@ -247,7 +247,7 @@ def _zeros(op: OpOverload, outputs: OutputSpecs) -> LocalOp:
 
 
 def _with_needed_keys(local: LocalOp, call: _Call) -> LocalOp:
-    """Hands the kernel the key heads that this rank's heads need, and adds up their gradients where it holds them."""
+    """A kernel on the key heads that this rank's heads need, whose gradients are added up where they are held."""
     assert call.query.coordinate is not None, f"{call.schema} runs on a rank of its mesh"
     heads, held = (_held_heads(spec.layout, call.query.coordinate) for spec in (call.query, call.key))
     index = [held.index(head // call.group) for head in heads]
@@ -288,7 +288,7 @@ def _seeded(local: LocalOp, shard: DTensorSpec) -> LocalOp:
 
 @strategy_of([aten._safe_softmax.default])
 def safe_softmax(schema: OpSchema) -> list[AxisStrategy]:
-    """The weights where no fused kernel takes the call; a row without any allowed key gets zeros."""
+    """Strategies of the weights where no fused kernel takes the call; a row without any allowed key gets zeros."""
     spec = schema.args_spec[0]
     reduced = schema.argument(1, "dim") % max(spec.ndim, 1)
     cut = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim) if dim != reduced]

@@ -65,7 +65,7 @@ def _register() -> None:
 
 
 def _solve(schema: OpSchema) -> str:
-    """One right-hand side for each matrix, or a matrix of them, which then has as many dims: see `_linalg_solve_ex`."""
+    """The equation of linalg_solve_ex: one right-hand side for each matrix, or a matrix of them."""
     matrices, right = schema.args_spec
     is_vector = right.ndim == 1 or (right.ndim == matrices.ndim - 1 and right.shape == matrices.shape[:-1])
     if is_vector:
@@ -75,7 +75,7 @@ def _solve(schema: OpSchema) -> str:
 
 
 def _checked(schema: OpSchema) -> OutputSharding:
-    """Every rank looks at what it holds: where it raises the others hear of it at their next exchange."""
+    """The decision about an error check: each rank checks its part; others hear of a failure at their next exchange."""
     (spec,) = schema.args_spec
     placements = [Replicate() if isinstance(placement, Partial) else placement for placement in spec.placements]
     wanted = spec.with_placements(placements)

@@ -1,4 +1,4 @@
-"""Batch norm and group norm: channels may be cut, and what lies along them.
+"""Batch norm and group norm: channels may be cut, and per-channel parameters and statistics with them.
 
 Batch norm over a batch that is cut exchanges two numbers a channel forward and two backward; running statistics are the
 same on every rank then.
@@ -35,7 +35,7 @@ def _is_training(schema: OpSchema) -> bool:
 
 
 def _by_channel(spec: DTensorSpec, num_channels: int) -> Placement:
-    """Cut with the channels, except what was left empty."""
+    """Shard(0) for a tensor of one element per channel, Replicate for one that was left empty."""
     return Shard(0) if spec.shape == (num_channels,) else Replicate()
 
 
@@ -48,7 +48,7 @@ def _channels_cut(schema: OpSchema, num_images: int, num_results: int) -> AxisSt
 
 
 def _local_batch_norm(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """With statistics of what all ranks hold, where a batch is cut while training."""
+    """Batch norm with statistics over all ranks, where a batch is cut while training."""
     image, dims = schema.args_spec[0], _summed_dims(schema.args_spec[0])
     if not (_is_training(schema) and is_sharded(image, dims)):
         return empty_shard_result(schema, outputs)
@@ -92,7 +92,7 @@ def batch_norm(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_gradient(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """With sums over what all ranks hold, where a batch is cut while training."""
+    """The gradient with sums over all ranks, where a batch is cut while training."""
     gradient, image = schema.args_spec[:2]
     dims = _summed_dims(image)
     if not (_is_training(schema) and is_sharded(image, dims)):
@@ -122,7 +122,7 @@ def _local_gradient(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.native_batch_norm_backward.default], localize=_local_gradient)
 def batch_norm_gradient(schema: OpSchema) -> list[AxisStrategy]:
-    """While training, the gradients of what scales and shifts come whole; else every rank has terms of them."""
+    """Gradients of scale and shift come whole while training; otherwise every rank has terms of them."""
     gradient, image, *others = schema.args_spec
     whole: tuple[Placement, ...] = (Replicate(),) * len(others)
     of_channels: Placement = Replicate() if _is_training(schema) else Partial()

@@ -91,12 +91,12 @@ def _local_norm(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.linalg_vector_norm.default], localize=_local_norm)
 def norms(schema: OpSchema) -> list[AxisStrategy]:
-    """Replicated over sharded dims: a root of pending terms is none, and its gradient needs the norm itself."""
+    """Norms are replicated over sharded dims: a root of pending terms is none, and the gradient needs the norm."""
     return _completed(schema)
 
 
 def _local_variance(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """The mean over all ranks first, then the squares of what is left."""
+    """Variance by the mean over all ranks, then the squares of the differences."""
     (spec,) = schema.args_spec
     dims, keepdim = reduced(schema)
     several = cast("Sequence[DTensorSpec]", [outputs] if isinstance(outputs, DTensorSpec) else outputs)
@@ -120,7 +120,7 @@ def _local_variance(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 
 def _nothing(outputs: Sequence[DTensorSpec]) -> LocalOp:
-    """For a rank without rows, where the operator would warn of too few elements."""
+    """Empty results for a rank without rows, where the operator would warn of too few elements."""
     shape, dtype = outputs[0].local_shape, outputs[0].dtype
 
     def empty(x: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -135,7 +135,7 @@ def _nothing(outputs: Sequence[DTensorSpec]) -> LocalOp:
     localize=_local_variance,
 )
 def variances(schema: OpSchema) -> list[AxisStrategy]:
-    """Over sharded dims by two numbers a row; complex tensors are gathered."""
+    """Variances over sharded dims take two numbers a row; complex tensors are gathered."""
     num_outputs = len(schema.op._schema.returns)
     if schema.args_spec[0].dtype.is_complex:
         return [*rows(schema, num_outputs), whole(num_outputs)]
@@ -162,12 +162,12 @@ def _local_logsumexp(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.logsumexp.default], localize=_local_logsumexp)
 def logsumexps(schema: OpSchema) -> list[AxisStrategy]:
-    """Over sharded dims by one exchange of two numbers a row."""
+    """Logsumexps over sharded dims take one exchange of two numbers a row."""
     return _completed(schema)
 
 
 def _compared(schema: OpSchema) -> OutputSharding:
-    """Both laid out like the one that is sharded on more axes; all ranks agree on the verdict by one element."""
+    """The decision about equal: both arguments under the placements of the more sharded; ranks agree by one element."""
     first, second = schema.args_spec
     if first.shape != second.shape:
         return OutputSharding(None, None, lambda left, right: False)

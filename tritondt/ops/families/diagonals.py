@@ -1,4 +1,4 @@
-"""Diagonals, triangles and windows; triangles of cut dims too: every rank knows which rows and columns it holds."""
+"""Diagonals, triangles and windows; triangles of cut dims too, by the rows and columns that a rank holds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @rule_of([aten.diagonal.default])
 def diagonal(schema: OpSchema) -> OutputSharding:
-    """The two dims must be whole; the diagonal is a new dim at the end."""
+    """The decision about diagonal: the two dims must be whole, and the diagonal is a new dim at the end."""
     meta = meta_of_view(schema)
     gone = (dim_of(schema, 2, "dim1", 0), dim_of(schema, 3, "dim2", 1))
     return view_of(schema, lambda layout: _without(layout, gone, meta.shape[-1]))
@@ -38,13 +38,13 @@ def _without(layout: Layout, gone: Sequence[int], length: int) -> Layout:
 
 
 def _places_beside(first: int, second: int, ndim: int) -> Mapping[int, int]:
-    """For every dim of a tensor of `ndim` dims but two, which it is among those."""
+    """For every dim of a tensor of `ndim` dims but two, its position among the dims that remain."""
     kept = [dim for dim in range(ndim) if dim not in (first, second)]
     return {dim: place for place, dim in enumerate(kept)}
 
 
 def _linear(schema: OpSchema) -> list[AxisStrategy]:
-    """All tensors terms of one sum, and all whole."""
+    """Strategies with all tensors terms of one sum, and with all whole."""
     count = len(schema.args_spec)
     found: list[Placement] = [*partial_ops(schema.args_spec), Replicate()]
     return [AxisStrategy((placement,) * count, (placement,)) for placement in found]
@@ -80,7 +80,7 @@ def written_diagonal(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _matrix_dims(schema: OpSchema) -> list[int]:
-    """Which of the last two dims may be cut: those of which every rank holds one piece."""
+    """Those of the last two dims that may be cut: every rank holds one piece of them."""
     (spec,) = schema.args_spec
     last = range(max(spec.ndim - 2, 0), spec.ndim)
     repeated = {p.dim for p in spec.placements if isinstance(p, Shard) and p.repeats > 1}
@@ -88,7 +88,7 @@ def _matrix_dims(schema: OpSchema) -> list[int]:
 
 
 def _shift(spec: DTensorSpec) -> int:
-    """How much further right a diagonal lies in this rank's part of a matrix."""
+    """Offset of a diagonal in this rank's part of a matrix, further to the right."""
     starts = []
     for dim in (spec.ndim - 2, spec.ndim - 1):
         held = () if spec.coordinate is None else spec.layout.intervals(dim, spec.coordinate)
@@ -110,7 +110,7 @@ def triangles(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_trace(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """The sum of what this rank holds of the diagonal."""
+    """The sum of this rank's part of the diagonal."""
     (spec,) = schema.args_spec
     assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
     if spec.local_shape == spec.shape:
@@ -121,12 +121,12 @@ def _local_trace(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.trace.default], localize=_local_trace)
 def trace(schema: OpSchema) -> list[AxisStrategy]:
-    """Every rank has a term of the sum."""
+    """The trace is a sum, of which every rank has a term."""
     return [*(AxisStrategy((Shard(dim),), (Partial(),)) for dim in _matrix_dims(schema)), *_linear(schema)]
 
 
 def _local_select_scatter(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Where the dim is cut, whoever holds the index writes."""
+    """The write to a cut dim, by the rank that holds the index."""
     into, _ = schema.args_spec
     dim = dim_of(schema, 2, "dim")
     index = schema.argument(3, "index") % max(into.shape[dim], 1)
@@ -143,7 +143,7 @@ def _local_select_scatter(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | N
 
 @strategy_of([aten.select_scatter.default], localize=_local_select_scatter)
 def written_index(schema: OpSchema) -> list[AxisStrategy]:
-    """Other dims cut alike in both; along the dim itself what is written must be whole."""
+    """Other dims are cut alike in both; along the dim itself the written tensor must be whole."""
     dim, ndim = dim_of(schema, 2, "dim"), schema.args_spec[0].ndim
     found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),))]
     for other in range(ndim):
@@ -154,7 +154,7 @@ def written_index(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.unfold_backward.default], localize=_sized)
 def gradient_of_windows(schema: OpSchema) -> list[AxisStrategy]:
-    """Every dim but that of the windows, and that within them, which comes last."""
+    """The gradient is cut along every dim but that of the windows, and the last, which lies within them."""
     ndim = schema.args_spec[0].ndim - 1
     dim = dim_of(schema, 2, "dim", ndim=ndim)
     cut = [AxisStrategy((Shard(other),), (Shard(other),)) for other in range(ndim) if other != dim]
@@ -163,14 +163,14 @@ def gradient_of_windows(schema: OpSchema) -> list[AxisStrategy]:
 
 @rule_of([aten.unfold.default])
 def windows(schema: OpSchema) -> OutputSharding:
-    """The dim must be whole; what lies within a window is a new dim at the end."""
+    """The decision about unfold: the dim must be whole, and a window's elements are a new dim at the end."""
     meta, dim = meta_of_view(schema), dim_of(schema, 1, "dimension")
 
-    def lay_out(layout: Layout) -> Layout:
+    def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
         for axis, shard in real_cuts(layout, cuts[dim] if layout.shape else []):
             raise LayoutError(f"axis {axis} cuts dim {dim} by {shard!r}, and windows reach beyond a piece")
         kept = [[] if place == dim else of_dim for place, of_dim in enumerate(cuts)]
         return with_cuts(layout, meta.shape, [*kept, *[[]] * (len(meta.shape) - len(kept))])
 
-    return view_of(schema, lay_out)
+    return view_of(schema, view_layout)

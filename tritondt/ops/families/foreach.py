@@ -1,7 +1,7 @@
-"""Operators on lists of tensors, as optimizers call them: each position is laid out like what is written there.
+"""Operators on lists of tensors, as optimizers call them: the tensor that is written decides each position's layout.
 
-A list of hundreds is decided quickly because equal positions are decided once, and one whose tensors are all laid out
-alike needs no decision.
+A list of hundreds is decided quickly because equal positions are decided once, and one whose tensors all have
+one spec needs no decision.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,14 +31,14 @@ _OTHERS = ("norm", "powsum", "max", "mm")
 
 
 class _Position(NamedTuple):
-    """What is decided about one position of the lists: where its tensors must be, and its result, if it has one."""
+    """The decision about one position of the lists: the specs of its tensors, and of its result, if it has one."""
 
     inputs: tuple[DTensorSpec, ...]
     output: DTensorSpec | None
 
 
 def foreach_rule(schema: OpSchema) -> OutputSharding:
-    """Every position of the lists as an elementwise operator of its own; a tensor that all share is replicated."""
+    """The decision for lists: every position is an elementwise operator of its own; a shared tensor is replicated."""
     lists, lone = _tensor_lists(schema), _lone_tensor(schema)
     length = len(lists[0])
     if any(len(items) != length for items in lists):
@@ -66,7 +66,7 @@ def foreach_rule(schema: OpSchema) -> OutputSharding:
 
 
 def _direct(op: OpOverload) -> LocalOp | None:
-    """The operator by its Python binding, which takes lists apart sooner: 193 us for 3 lists of 300, not 258."""
+    """The operator by its Python binding, which unpacks lists sooner: 193 us for 3 lists of 300, not 258."""
     name = op._schema.name.removeprefix("aten::")
     found: LocalOp | None = getattr(torch._C._VariableFunctions, name, None)
     return found
@@ -89,7 +89,7 @@ def _is_spec(argument: Any) -> bool:
 
 
 def _lone_tensor(schema: OpSchema) -> DTensorSpec | None:
-    """The tensor that all positions share, of no dims or of one number for each."""
+    """The tensor that all positions share, of no dims or of one number per position."""
     return next((argument for argument in schema.args_schema if _is_spec(argument)), None)
 
 
@@ -119,7 +119,7 @@ def _decided(schema: OpSchema, place: int, specs: tuple[DTensorSpec, ...], lone:
 def _moved_to_written(
     specs: tuple[DTensorSpec, ...], strategies: Sequence[AxisStrategy], single: OpSchema
 ) -> _Position | None:
-    """The decision where the result has its place already, so that its shape and dtype need not be found."""
+    """The decision where a tensor is written to, so that the result's shape and dtype need not be found."""
     fixed = written_positions(single)
     chosen = [select_for_axis(strategies, specs, axis, fixed) for axis in range(single.mesh.ndim)]
     found = [choice for choice in chosen if choice is not None]
@@ -137,7 +137,7 @@ def _moved_to_written(
 
 
 def _at(schema: OpSchema, place: int) -> OpSchema:
-    """The call for one position: lists of one, and of a tensor with a number for each position that of one."""
+    """The call for one position: lists of one, and one number of a tensor that has one for each position."""
 
     def single(argument: Any) -> Any:
         if isinstance(argument, DTensorSpec) and argument.ndim:
@@ -169,7 +169,7 @@ def _base_name(op: OpOverload) -> str:
 
 
 def _linear_groups(op: OpOverload, num_lists: int) -> list[Sequence[int]]:
-    """Which lists may be Partial together."""
+    """Groups of lists that may be Partial together."""
     name = _base_name(op)
     if name in _ADDITIVE:
         # What is added as a number belongs to one term only.

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 class _Way(NamedTuple):
-    """How the results of all ranks become one: `term` of each, reduced, and the `root` of that."""
+    """Completion of a reduction over all ranks: `term` of each rank's result, reduced, and the `root` of that."""
 
     reduce_op: ReduceOp
     term: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -50,7 +50,7 @@ def _way(schema: OpSchema) -> _Way:
 
 
 def list_reduction_rule(schema: OpSchema) -> OutputSharding:
-    """Every result is whole on every rank; terms of a sum are added first, each rank keeping a piece where it can."""
+    """The decision for lists: every result is whole on every rank; terms are added first, if possible into pieces."""
     specs: Sequence[DTensorSpec] = schema.args_schema[0]
     wanted = tuple(map(_without_terms, specs))
     given = schema.argument(2, "dtype")
@@ -65,7 +65,7 @@ def list_reduction_rule(schema: OpSchema) -> OutputSharding:
 
 
 def _without_terms(spec: DTensorSpec) -> DTensorSpec:
-    """Terms reduced into pieces of the longest dim where the layout allows, which moves half as much."""
+    """The spec with terms reduced into pieces of the longest dim where the layout allows: half the bytes."""
     if not spec.layout.axes_where(Partial):
         return spec
     choices: list[Placement] = [Replicate()]
@@ -97,7 +97,7 @@ def _groups(specs: Sequence[DTensorSpec], dtypes: Sequence[torch.dtype], op: Red
 
 
 class _Local:
-    """Runs on local tensors: the operator on this rank's parts, and an exchange for each group."""
+    """Function of local tensors: the operator on this rank's parts, and an exchange for each group."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Fused optimizer steps: every list position laid out like its parameter, gradients moved there."""
+"""Fused optimizer steps: every list position has the layout of its parameter, and gradients move there."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ _PARAMETERS, _GRADIENTS, _STEPS = "self", "grads", "state_steps"
 
 
 def fused_rule(schema: OpSchema) -> OutputSharding:
-    """A step that changes elements one by one: what it writes stays where it is, and gradients come to it.
+    """The decision about a step: what the step writes stays where it is, and gradients come to it.
 
-    PropagationError where a parameter's state is laid out otherwise, or a parameter holds terms of a sum.
+    PropagationError where a parameter's state has another layout, or a parameter holds terms of a sum.
     """
     named = _lists(schema)
     parameters = named[_PARAMETERS]
@@ -71,7 +71,7 @@ def _check_movable(schema: OpSchema, name: str, spec: DTensorSpec, target: DTens
 
 
 def _in_memory_order(op: OpOverload) -> LocalOp:
-    """The operator on local tensors whose memory is in one order, which the kernels take for granted."""
+    """The operator on contiguous local tensors, which the kernels take for granted."""
     run: Callable[..., Any] = op._op
 
     def step(*lists: Sequence[torch.Tensor], **options: Any) -> None:

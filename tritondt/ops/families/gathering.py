@@ -58,7 +58,7 @@ for _op in _operators(REASONS):
 
 
 def counted_in_bins(schema: OpSchema) -> Strategies:
-    """Counts of what each rank holds add up, where the bins are given."""
+    """Counts of each rank's elements add up, where the bins are given."""
     if schema.argument(2, "min", 0) == schema.argument(3, "max", 0):
         return replicate_all(schema)
     (spec,) = schema.args_spec
@@ -70,7 +70,7 @@ propagator.set_strategy(aten.histc.default, counted_in_bins)
 
 
 def strided(schema: OpSchema) -> OutputSharding:
-    """Elements by their place in memory, which is that of the whole tensor, one after the other.
+    """The decision about views by positions in memory, which are those of the global tensor's elements in order.
 
     PropagationError where the call counts from the beginning of a memory that only one device has, or reaches beyond
     the tensor.

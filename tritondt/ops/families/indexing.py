@@ -1,7 +1,7 @@
-"""Embedding, and reading or writing elements at indices: gather, index_select, x[index], scatter and their gradients.
+"""Elements read, written and searched by tensors of indices or values: gather, x[index], scatter, masks, searchsorted.
 
-What is picked may be sharded as the indices are, and along every dim that is not indexed. An embedding's vocabulary may
-be sharded too: every rank looks up the rows it holds and the results add up.
+The result may be sharded as the indices are, and along every dim that is not indexed. Lookups and distances, at the
+end, follow from an equation each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,76 +9,23 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tritondt.ops.propagation.fallback import replicate_all
-from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.pointwise import broadcast_placement, partial_ops, pointwise_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
-    LocalOp,
     OpSchema,
-    OutputSpecs,
     RuntimeSchemaInfo,
     Strategies,
 )
 from tritondt.ops.rules.equations import register_equation
-from tritondt.ops.rules.positions import check_indices, positions_among
-from tritondt.sharding.intervals import total
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
 
-def _sums(spec: DTensorSpec) -> list[Partial]:
-    """The sums and means that a tensor holds terms of."""
-    found = dict.fromkeys(p for p in spec.placements if isinstance(p, Partial))
-    return [placement for placement in found if placement.reduce_op in ("sum", "avg")]
-
-
 def _replicated(schema: OpSchema) -> AxisStrategy:
     return AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(),))
-
-
-def _local_lookup(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Rows that other ranks hold come out as zeros."""
-    weight = schema.args_spec[0]
-    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
-    if not weight.layout.axes_of_dim[0] or weight.coordinate is None:
-        return None
-    held, length, shape = weight.layout.intervals(0, weight.coordinate), weight.shape[0], outputs.local_shape
-
-    def look_up(table: torch.Tensor, indices: torch.Tensor, *_: object) -> torch.Tensor:
-        check_indices(indices, length, "embedding index")
-        if not total(held):
-            return table.new_zeros(shape)
-        rows, missing = positions_among(held, indices)
-        return torch.embedding(table, rows).masked_fill_(missing.unsqueeze(-1), 0)
-
-    return look_up
-
-
-@strategy_of([aten.embedding.default], localize=_local_lookup)
-def embedding(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded as the indices are, by feature where the table is; a term on every rank where the vocabulary is cut."""
-    weight, indices = schema.args_spec
-    found = [
-        AxisStrategy((Replicate(), Replicate()), (Replicate(),)),
-        AxisStrategy((Shard(1), Replicate()), (Shard(indices.ndim),)),
-        AxisStrategy((Shard(0), Replicate()), (Partial(),)),
-    ]
-    found += [AxisStrategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
-    return found + [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(weight)]
-
-
-@strategy_of([aten.embedding_dense_backward.default])
-def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
-    """Where positions are sharded every rank has a term of the table's gradient."""
-    gradient, indices = schema.args_spec
-    found = [AxisStrategy((Shard(indices.ndim), Replicate()), (Shard(1),))]
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(gradient)]
-    scale_grad_by_freq = schema.argument(4, "scale_grad_by_freq", False)
-    if not scale_grad_by_freq:  # frequencies are counted over all positions
-        found += [AxisStrategy((Shard(dim), Shard(dim)), (Partial(),)) for dim in range(indices.ndim)]
-    return [*found, _replicated(schema)]
 
 
 @strategy_of(
@@ -87,7 +34,7 @@ def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
     schema_info=RuntimeSchemaInfo(static_argnum=2),
 )
 def masked_fill(schema: OpSchema) -> list[AxisStrategy]:
-    """Zero may fill all terms of a sum, and any value all terms of a mean or an extreme."""
+    """Fills by zero keep the terms of a sum, and fills by any value those of a mean or an extreme."""
     spec, _ = schema.args_spec
     found = pointwise_strategies(schema.args_spec)
     allowed = ("avg", "max", "min") if schema.argument(2, "value") else ("sum", "avg", "max", "min", "product")
@@ -105,7 +52,7 @@ def _indexed_dim(schema: OpSchema) -> int:
 
 @strategy_of([aten.gather.default])
 def gather(schema: OpSchema) -> list[AxisStrategy]:
-    """Alike along dims of equal length; along the indexed dim as the indices are, the source being whole."""
+    """Source and indices are cut alike along dims of equal length; along the indexed dim the source is whole."""
     source, index = schema.args_spec
     along = _indexed_dim(schema)
     found = [
@@ -115,19 +62,19 @@ def gather(schema: OpSchema) -> list[AxisStrategy]:
     ]
     if index.ndim:
         found.append(AxisStrategy((Replicate(), Shard(along)), (Shard(along),)))
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(source)]
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([source])]
     return [*found, _replicated(schema)]
 
 
 @strategy_of([aten.index_select.default])
 def index_select(schema: OpSchema) -> list[AxisStrategy]:
-    """Along the selected dim as the indices are, elsewhere as the source is."""
+    """The result is cut as the indices along the selected dim, and as the source elsewhere."""
     source, index = schema.args_spec
     along = _indexed_dim(schema)
     found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),)) for dim in range(source.ndim) if dim != along]
     if index.ndim and source.ndim:
         found.append(AxisStrategy((Replicate(), Shard(0)), (Shard(along),)))
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in _sums(source)]
+    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([source])]
     return [*found, _replicated(schema)]
 
 
@@ -140,7 +87,7 @@ def index_select(schema: OpSchema) -> list[AxisStrategy]:
     ]
 )
 def scatter(schema: OpSchema) -> list[AxisStrategy]:
-    """Alike along dims of equal length; added values may come from all ranks, along the indexed dim."""
+    """All tensors are cut alike along dims of equal length; added values may be sharded along the indexed dim."""
     into, index, *_ = specs = schema.args_spec
     along = _indexed_dim(schema)
     found = [
@@ -152,13 +99,13 @@ def scatter(schema: OpSchema) -> list[AxisStrategy]:
     if adds and index.ndim and specs[2].shape[along] == index.shape[along]:
         found.append(AxisStrategy((Partial(), Shard(along), Shard(along)), (Partial(),)))
     if adds:
-        found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in _sums(specs[2])]
+        found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in partial_ops([specs[2]])]
     return [*found, _replicated(schema)]
 
 
 @strategy_of([aten.index_add.default, aten.index_add_.default])
 def index_add(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded elsewhere than along the dim that is added to; along it every rank has a term."""
+    """All tensors are cut alike elsewhere than along the dim that is added to; along it every rank has a term."""
     into, index, source = schema.args_spec
     along = _indexed_dim(schema)
     found = [
@@ -166,12 +113,12 @@ def index_add(schema: OpSchema) -> list[AxisStrategy]:
     ]
     if index.ndim and source.ndim:
         found.append(AxisStrategy((Partial(), Shard(0), Shard(along)), (Partial(),)))
-    found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in _sums(source)]
+    found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in partial_ops([source])]
     return [*found, _replicated(schema)]
 
 
 class _Advanced:
-    """Where the dims of x[indices] come from: from x, or from the indices, which broadcast against each other."""
+    """Origin of the dims of x[indices]: x itself, or the indices, which broadcast against each other."""
 
     def __init__(self, schema: OpSchema) -> None:
         source, indices = schema.args_spec[0], schema.args_schema[1]
@@ -197,26 +144,20 @@ class _Advanced:
         """Strategies that shard the indices, and with them what is picked."""
         found = []
         for dim, length in enumerate(self.shape):
-            placed = tuple(_aligned(index, dim - len(self.shape), length) for index in self.indices)
+            placed = tuple(broadcast_placement(index, dim - len(self.shape), length) for index in self.indices)
             if any(isinstance(placement, Shard) for placement in placed):
                 found.append(make(of_source, placed, Shard(self.start + dim)))
         return found
 
 
-def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
-    """Sharded on the dim that meets a dim of the broadcast shape, replicated where the index is broadcast along it."""
-    dim = from_end + spec.ndim
-    return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
-
-
 def _has_mask(schema: OpSchema) -> bool:
-    """Whether an index is a mask: how many elements it picks is known when all of it has been seen."""
+    """Whether an index is a mask, whose number of picked elements depends on all of its values."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in schema.args_schema[1])
 
 
 @strategy_of([aten.index.Tensor, aten._unsafe_index.Tensor])
 def index(schema: OpSchema) -> Strategies:
-    """Sharded along dims that are not indexed, or as the indices are; masks gather."""
+    """The result is sharded along dims that are not indexed, or as the indices are; masks gather."""
     if _has_mask(schema):
         return replicate_all(schema)
 
@@ -226,7 +167,7 @@ def index(schema: OpSchema) -> Strategies:
     advanced = _Advanced(schema)
     whole = (Replicate(),) * len(advanced.indices)
     found = advanced.of_kept(reading) + advanced.of_indices(reading, Replicate())
-    found += [reading(partial, whole, partial) for partial in _sums(schema.args_spec[0])]
+    found += [reading(partial, whole, partial) for partial in partial_ops([schema.args_spec[0]])]
     return [*found, _replicated(schema)]
 
 
@@ -239,7 +180,7 @@ def _fills_by_mask(schema: OpSchema) -> bool:
 
 @strategy_of([aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default])
 def index_put(schema: OpSchema) -> list[AxisStrategy]:
-    """Along dims that are not indexed; where values are added, from all ranks."""
+    """All tensors are cut along dims that are not indexed; values that are added may come from all ranks."""
 
     def writing(of_target: Placement, of_indices: Sequence[Placement], of_values: Placement) -> AxisStrategy:
         return AxisStrategy((of_target, *of_indices, of_values), (of_target,))
@@ -260,7 +201,7 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
     if schema.argument(3, "accumulate", False):
         whole = (Replicate(),) * len(advanced.indices)
         found += advanced.of_indices(writing, Partial())
-        found += [writing(partial, whole, partial) for partial in _sums(values)]
+        found += [writing(partial, whole, partial) for partial in partial_ops([values])]
     return [*found, _replicated(schema)]
 
 
@@ -269,13 +210,13 @@ def _whole(spec: DTensorSpec) -> str:
 
 
 def _in_sorted(schema: OpSchema) -> str:
-    """One sorted row for all, or one for each row of what is looked up."""
+    """The equation of searchsorted: one sorted row for all, or one for each row of values."""
     table, *_ = schema.args_spec
     return ".,*,.->*" if table.ndim == 1 else "*.,*v,*.->*v"
 
 
 def _in_turn(schema: OpSchema) -> str:
-    """Every dim of the products is an index; a tensor lacks those along which it is expanded, the result the summed."""
+    """The equation of _trilinear: every dim of the products is an index, which expanded tensors and sums lack."""
     tensors, (expanded, summed) = schema.args_spec, (schema.args_schema[3:6], schema.args_schema[6])
     ndim = tensors[0].ndim + len(expanded[0])
     letters: Mapping[int, str] = {dim: chr(ord("a") + dim) for dim in range(ndim)}
@@ -285,7 +226,7 @@ def _in_turn(schema: OpSchema) -> str:
 
 
 def _gradient_of_distances(schema: OpSchema) -> str:
-    """The gradient of no distances has the rows' own leading dims, whatever they broadcast to."""
+    """The equation of _cdist_backward; the gradient of no distances has the rows' own leading dims."""
     if any(0 in spec.shape for spec in schema.args_spec):
         return f"{','.join(map(_whole, schema.args_spec))}->{_whole(schema.args_spec[1])}"
     return "*pr,*p.,*r.,*pr->*p."

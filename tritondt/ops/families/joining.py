@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @rule_of([aten.cat.default])
 def concatenation(schema: OpSchema) -> OutputSharding:
-    """Other dims as they are cut; the joined dim where what every rank holds of all tensors is its part of the whole.
+    """The decision about cat: other dims stay cut; the joined dim too where a rank's parts are its part of the whole.
 
     So it is for the gradients of slices of one dim, and for equal blocks that are cut alike. Otherwise the tensors are
     gathered along the joined dim.
@@ -39,7 +39,7 @@ def _whole(specs: Sequence[DTensorSpec]) -> list[AxisStrategy]:
 
 
 def _terms(specs: Sequence[DTensorSpec]) -> list[AxisStrategy]:
-    """All tensors terms of the same reduction, which treats every element alike."""
+    """Strategies with all tensors terms of one reduction, which treats every element alike."""
     found = dict.fromkeys(p for spec in specs for p in spec.placements if isinstance(p, Partial))
     return [AxisStrategy((partial,) * len(specs), (partial,)) for partial in found]
 
@@ -70,7 +70,7 @@ def _along(specs: Sequence[DTensorSpec], dim: int, axis: int) -> Iterator[AxisSt
 
 
 def _sizes_in_turn(joined: Sequence[DTensorSpec], dim: int, axis: int) -> list[int] | None:
-    """What every coordinate holds of the joined dim; None where another axis cuts it or one holds no one piece."""
+    """Lengths of the joined dim that each coordinate holds; None where they are no single piece, or two axes cut it."""
     sizes = [0] * joined[0].mesh.shape[axis]
     last = 0
     for spec in joined:
@@ -89,7 +89,7 @@ def _sizes_in_turn(joined: Sequence[DTensorSpec], dim: int, axis: int) -> list[i
 
 @strategy_of([aten.stack.default])
 def stacking(schema: OpSchema) -> list[AxisStrategy]:
-    """The dims of the tensors as they are cut, the new one whole."""
+    """The dims of the tensors stay cut, and the new one is whole."""
     specs = schema.args_spec
     dim, count = dim_of(schema, 1, "dim", ndim=specs[0].ndim + 1), len(specs)
     sharded = [AxisStrategy((Shard(of),) * count, (Shard(of if of < dim else of + 1),)) for of in range(specs[0].ndim)]
@@ -98,5 +98,5 @@ def stacking(schema: OpSchema) -> list[AxisStrategy]:
 
 @rule_of([aten.repeat.default])
 def repetition(schema: OpSchema) -> OutputSharding:
-    """Every rank repeats what it holds: a dim that is repeated becomes as many blocks, each cut as it was."""
+    """The decision about repeat: every rank repeats its part, so that a dim becomes blocks that are cut alike."""
     return view_of(schema, lambda layout: tiled(layout, schema.argument(1, "repeats")))

@@ -1,4 +1,4 @@
-"""Operators that give the tensor itself, a copy or a constant of its shape: any placement stays as it is."""
+"""Copies and constants of a tensor's shape: every placement stays, but constants have no terms."""
 
 import torch
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 @strategy_of([aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default])
 def unchanged(schema: OpSchema) -> list[AxisStrategy]:
-    """Whatever every axis does to the argument, it does to the result."""
+    """The result has the placements of the argument."""
     return _unchanged(schema)
 
 
@@ -25,7 +25,7 @@ def _unchanged(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten._to_copy.default])
 def converted(schema: OpSchema) -> list[AxisStrategy]:
-    """As `unchanged`; sums and means only between types that add alike, where rounding is all that changes."""
+    """The result has the argument's placements; sums and means only between dtypes that add alike up to rounding."""
     (spec,) = schema.args_spec
     dtype = schema.kwargs_schema.get("dtype") or spec.dtype
     keeps_terms = dtype is spec.dtype or (dtype.is_floating_point and spec.dtype.is_floating_point)
@@ -39,7 +39,7 @@ def converted(schema: OpSchema) -> list[AxisStrategy]:
     schema_info=NUMBERS_BY_TYPE,
 )
 def like(schema: OpSchema) -> list[AxisStrategy]:
-    """A constant needs no terms: it is whole where its model is Partial."""
+    """The result has the model's placements, with Replicate for Partial: a constant needs no terms."""
     return _like(schema)
 
 
@@ -53,19 +53,19 @@ def _like(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.zero_.default])
 def zeroed(schema: OpSchema) -> list[AxisStrategy]:
-    """Zero is the sum of zeros."""
+    """The tensor keeps its placements: zero is the sum of zeros."""
     return _unchanged(schema)
 
 
 @strategy_of([aten.copy_.default])
 def copied(schema: OpSchema) -> list[AxisStrategy]:
-    """The values go where the target is; terms of a sum to terms of a sum."""
+    """The values go to the target's placements; terms of a sum may be copied to terms of a sum."""
     return pointwise_strategies(schema.args_spec, linear_in=[(0, 1)])
 
 
 @strategy_of([aten.fill_.Scalar, aten.fill_.Tensor], schema_info=NUMBERS_BY_TYPE)
 def filled(schema: OpSchema) -> list[AxisStrategy]:
-    """Every element the same, wherever it is."""
+    """The tensor keeps its placements, terms excepted."""
     return pointwise_strategies(schema.args_spec)
 
 
@@ -88,7 +88,7 @@ def _with_local_sizes(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
     localize=_with_local_sizes,
 )
 def new(schema: OpSchema) -> list[AxisStrategy]:
-    """A tensor of the model's shape is laid out like it; one of another shape is whole on every rank."""
+    """A tensor of the model's shape has the model's placements; one of another shape is whole on every rank."""
     spec = schema.args_spec[0]
     if tuple(schema.args_schema[1]) == spec.shape:
         # Autograd copies gradients into what it has made so: terms are to stay terms.

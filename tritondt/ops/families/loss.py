@@ -1,4 +1,4 @@
-"""Losses: negative log-likelihood over sharded rows or sharded classes, and those that compare element by element.
+"""Losses: negative log-likelihood over sharded rows or sharded classes, and elementwise losses.
 
 A mean over sharded rows is a sum of terms, each divided by what all ranks have counted, so that uneven shards, ignored
 targets and class weights give what one device gives.
@@ -30,17 +30,17 @@ _NLL_BACKWARD = [aten.nll_loss_backward.default, aten.nll_loss2d_backward.defaul
 
 
 def _class_dim(log_probabilities: DTensorSpec) -> int:
-    """Rows come first, where there are any; then the classes."""
+    """The dim of the classes: the second, or the only one where there are no rows."""
     return min(1, log_probabilities.ndim - 1)
 
 
 def _of_rows(num_dims: int, class_dim: int) -> list[tuple[Shard, Shard]]:
-    """Per dim of the rows its shards of the log-probabilities and of the targets, which have no class dim."""
+    """Pairs of shards per row dim, of the log-probabilities and of the targets, which have no class dim."""
     return [(Shard(dim), Shard(dim - (dim > class_dim))) for dim in range(num_dims) if dim != class_dim]
 
 
 class _Picker:
-    """Finds the element of every row's target class among the classes that this rank holds."""
+    """Look-up of every row's target class among the classes that this rank holds."""
 
     def __init__(self, log_probabilities: DTensorSpec, ignore_index: int) -> None:
         self.dim, self._ignored = _class_dim(log_probabilities), ignore_index
@@ -50,14 +50,14 @@ class _Picker:
         self._held: Intervals = log_probabilities.layout.intervals(self.dim, coordinate)
 
     def classes(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The targets with class 0 in place of ignored ones, and which are ignored; IndexError out of range."""
+        """The targets with class 0 for ignored ones, and a mask of the ignored; IndexError out of range."""
         ignored = target == self._ignored
         classes = target.masked_fill(ignored, 0)
         check_indices(classes, self._num_classes, "target class")
         return classes, ignored
 
     def places(self, classes: torch.Tensor, ignored: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the classes lie in this rank's piece, class dim of length 1, and for which rows there is nothing."""
+        """Positions of the classes in this rank's piece, class dim of length 1, and a mask of rows without any."""
         if not total(self._held):
             return torch.zeros_like(classes).unsqueeze(self.dim), torch.ones_like(ignored)
         places, missing = positions_among(self._held, classes)
@@ -84,7 +84,7 @@ def _nll_reduction(schema: OpSchema) -> int:
 
 
 def _local_nll(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Picks what this rank holds; a mean divides by the weight of all rows, one number that the ranks add up first."""
+    """Loss terms of this rank's classes; a mean divides by the weight of all rows, which the ranks add up first."""
     spec, target_spec = schema.args_spec[:2]
     reduction = _nll_reduction(schema)
     rows_sharded = is_sharded(target_spec, range(target_spec.ndim))
@@ -119,7 +119,7 @@ def _local_nll(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(_NLL, localize=_local_nll)
 def nll_loss(schema: OpSchema) -> list[AxisStrategy]:
-    """Over sharded rows and over sharded classes the loss is a sum of terms; unreduced it is sharded as the rows."""
+    """The loss is a sum of terms over sharded rows and sharded classes; unreduced it is sharded as the rows."""
     spec = schema.args_spec[0]
     reduction, dim = _nll_reduction(schema), _class_dim(spec)
     weight = (Replicate(),) * (len(schema.args_spec) - 2)
@@ -133,7 +133,7 @@ def nll_loss(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_nll_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Writes minus the weight where the target's class is held here."""
+    """The gradient: minus the weight at target classes that this rank holds."""
     spec = schema.args_spec[1]
     if not is_sharded(spec, (_class_dim(spec),)):
         return None
@@ -221,7 +221,7 @@ def _local_loss(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(list(_LOSSES), localize=_local_loss)
 def elementwise_losses(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded anywhere; reduced, it is a sum of terms."""
+    """The arguments are sharded alike along any dim; a reduced loss is a sum of terms."""
     found = elementwise_strategies(schema.args_spec)
     if schema.argument(_LOSSES[schema.op], "reduction", _MEAN) == _NONE:
         return found
@@ -249,5 +249,5 @@ def _local_loss_gradient(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | No
 
 @strategy_of(list(_LOSS_GRADIENTS), localize=_local_loss_gradient)
 def elementwise_loss_gradients(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded as the elements are; the gradient of a reduced loss is one number on every rank."""
+    """The gradient is sharded as the elements are; the gradient of a reduced loss is one number on every rank."""
     return elementwise_strategies(schema.args_spec)

@@ -17,7 +17,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 
 class _Loss(NamedTuple):
-    """The place of the reduction, and which tensors have rows; # is what is reduced: a number, or one for each row."""
+    """The reduction's position, and equation terms; # stands for a number, or one per row where nothing is reduced."""
 
     place: int
     arguments: str
@@ -39,7 +39,7 @@ _LOSSES: Mapping[OpOverload, _Loss] = {
 
 
 def _rows(schema: OpSchema) -> list[AxisStrategy]:
-    """Alike in all that has rows; a lone row is whole."""
+    """Tensors with rows are cut alike; a lone row is whole."""
     loss, tensors = _LOSSES[schema.op], declared_tensors(schema)
     equation = f"{loss.arguments}->{loss.results}"
     if schema.args_spec[loss.is_gradient].ndim < 2:

@@ -42,12 +42,12 @@ def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
 
 @strategy_of([*_overloads(_PRODUCTS)], schema_info=NUMBERS_BY_TYPE)
 def product(schema: OpSchema) -> list[AxisStrategy]:
-    """Any index cut alike in all that have it; terms of one factor times the whole of the other are terms."""
+    """Any index is cut alike in all tensors that have it; terms of one factor times the other whole are terms."""
     return _product_strategies(_PRODUCTS[_name(schema.op)], schema.args_spec)
 
 
 def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Without columns torch's kernel (2.13) gives what is added as it is, and forgets to expand it."""
+    """The expanded summand, for a rank without columns: torch's kernel (2.13) forgets to expand it."""
     assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
     if schema.op is not aten.addmv.default or schema.args_spec[1].local_shape[-1:] != (0,):
         return None
@@ -61,7 +61,7 @@ def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     localize=_local_addmv,
 )
 def added_product(schema: OpSchema) -> list[AxisStrategy]:
-    """As `product`; what is added is laid out like the product, and is a term where the product is terms."""
+    """The strategies of `product`; the summand is cut like the product, and a term where the product is terms."""
     added, *factors = schema.args_spec
     equation = _ADDED_PRODUCTS[_name(schema.op)]
     ndim = len(equation.partition("->")[2])

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.pointwise import partial_ops, pointwise_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.reductions import accumulation_dtype, completion, is_sharded, largest_and_sum
@@ -30,7 +30,7 @@ def _softmax_dim(schema: OpSchema) -> tuple[int, ...]:
 
 
 def _local_softmax(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """x - m, where m is the row's largest over all ranks, and the sum of exp(x - m) over all ranks."""
+    """Softmax of x - m, with the row's maximum m and the sum of exp(x - m) over all ranks."""
     (spec,) = schema.args_spec
     dims = _softmax_dim(schema)
     if not is_sharded(spec, dims):
@@ -54,7 +54,7 @@ def _local_softmax(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(_FORWARD, localize=_local_softmax)
 def softmaxes(schema: OpSchema) -> list[AxisStrategy]:
-    """The result is laid out like the argument, whichever dim is sharded."""
+    """The result has the placements of the argument, whichever dim is sharded."""
     (spec,) = schema.args_spec
     found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim)]
     return [*found, AxisStrategy((Replicate(),), (Replicate(),))]
@@ -84,27 +84,22 @@ def _local_softmax_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp |
 
 @strategy_of(_BACKWARD, localize=_local_softmax_backward)
 def softmax_gradients(schema: OpSchema) -> list[AxisStrategy]:
-    """Gradient and result are laid out alike; linear in the gradient."""
+    """Gradient and result have the same placements; the operator is linear in the gradient."""
     gradient, output = schema.args_spec
     found = [AxisStrategy((Shard(dim),) * 2, (Shard(dim),)) for dim in range(output.ndim)]
-    found += [AxisStrategy((p, Replicate()), (p,)) for p in _sums(gradient)]
+    found += [AxisStrategy((p, Replicate()), (p,)) for p in partial_ops([gradient])]
     return [*found, AxisStrategy((Replicate(),) * 2, (Replicate(),))]
 
 
-def _sums(spec: DTensorSpec) -> list[Placement]:
-    """The sums and means that a tensor holds terms of."""
-    return [p for p in dict.fromkeys(spec.placements) if isinstance(p, Partial) and p.reduce_op in ("sum", "avg")]
-
-
 def _rows_and_parameters(num_rowwise: int, num_parameters: int, num_dims: int) -> list[Sequence[Placement]]:
-    """Per dim of the rows its shards of the rowwise arguments, with parameters whole; the replicated one last."""
+    """Placements per row dim: rowwise arguments sharded, parameters whole; the replicated ones last."""
     whole: list[Placement] = [Replicate()] * num_parameters
     found: list[Sequence[Placement]] = [[Shard(dim)] * num_rowwise + whole for dim in range(num_dims)]
     return [*found, [Replicate()] * num_rowwise + whole]
 
 
 def _num_row_dims(schema: OpSchema, shape_position: int) -> int:
-    """How many dims come before those that are normalized."""
+    """Number of dims before those that are normalized."""
     return schema.args_spec[0].ndim - len(schema.args_schema[shape_position])
 
 
@@ -131,7 +126,8 @@ def _norm_backward(schema: OpSchema, num_rowwise: int, num_parameter_gradients: 
         of_parameters: Placement = Partial() if isinstance(rows, Shard) else Replicate()
         found.append(AxisStrategy(tuple(inputs), (rows, *(of_parameters,) * num_parameter_gradients)))
     linear = [
-        AxisStrategy((p, *(Replicate(),) * len(others)), (p,) * (1 + num_parameter_gradients)) for p in _sums(gradient)
+        AxisStrategy((p, *(Replicate(),) * len(others)), (p,) * (1 + num_parameter_gradients))
+        for p in partial_ops([gradient])
     ]
     return [*linear, *found]
 
@@ -154,7 +150,7 @@ def rms_norm_backward(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_shift(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """A number that is added to a sum of terms belongs to one of them."""
+    """The tensor unchanged on all ranks but one: a number that is added to a sum belongs to one term."""
     spec = schema.args_spec[0]
     pending = [axis for axis, placement in enumerate(spec.placements) if placement.is_partial("sum")]
     if spec.coordinate is None or not any(spec.coordinate[axis] for axis in pending):
@@ -164,7 +160,7 @@ def _local_shift(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.add_.Scalar], schema_info=NUMBERS_BY_TYPE, localize=_local_shift)
 def shifted(schema: OpSchema) -> list[AxisStrategy]:
-    """Pending reductions too: an RMS norm without a fused kernel adds its epsilon to a pending mean."""
+    """Pending reductions pass too: an RMS norm without a fused kernel adds its epsilon to a pending mean."""
     found = pointwise_strategies(schema.args_spec)
     for placement in dict.fromkeys(schema.args_spec[0].placements):
         if isinstance(placement, Partial) and placement.reduce_op != "product":

@@ -21,7 +21,7 @@ Ends = tuple[int, int]
 
 @rule_of([aten.constant_pad_nd.default])
 def padded(schema: OpSchema) -> OutputSharding:
-    """Every dim as it is cut, its first and last piece longer; terms of a sum are padded by 0 only."""
+    """The decision about padding: cuts stay, with longer first and last pieces; terms of a sum are padded by 0 only."""
     (spec,) = schema.args_spec
     meta_of_view(schema)
     if schema.argument(2, "value", 0) and any(isinstance(p, Partial) for p in spec.placements):
@@ -32,7 +32,7 @@ def padded(schema: OpSchema) -> OutputSharding:
 
 
 def padded_terms(schema: OpSchema) -> OutputSharding:
-    """The same where nothing is pending, or nothing but zeros is put around it."""
+    """The decision where nothing is pending, or the padding is zero."""
     (spec,) = schema.args_spec
     pads, value = schema.argument(1, "pad"), schema.argument(2, "value", 0)
     ends = [(0, 0)] * spec.ndim
@@ -68,7 +68,7 @@ def _longer(layout: Layout, ends: Sequence[Ends]) -> Layout:
 
 
 def _pieces(layout: Layout, dim: int, axis: int, ends: Ends) -> list[tuple[int, int]]:
-    """What each coordinate holds of the new dim, in its indices: the outermost ones also what is new at the ends."""
+    """Bounds of each coordinate's piece of the new dim; the outermost pieces include the padding."""
     length, cut = layout.shape[dim], layout.cut(axis)
     new = length + sum(ends)
     bounds = [cut.bounds(length, index) for index in range(cut.parts)]
@@ -83,7 +83,7 @@ def _pieces(layout: Layout, dim: int, axis: int, ends: Ends) -> list[tuple[int, 
 
 
 def _own_ends(source: Layout, target: Layout, dim: int, ends: Ends, coordinate: Sequence[int]) -> Ends:
-    """How much longer this rank's part becomes at either end."""
+    """Padding of this rank's part at either end."""
     (start, stop), (new_start, new_stop) = (_held(layout, dim, coordinate) for layout in (source, target))
     if start == stop or new_start == new_stop:
         return new_stop - new_start - (stop - start), 0

@@ -1,4 +1,4 @@
-"""Dropout, and what fills a tensor with random numbers: the same ones whatever the layout."""
+"""Dropout and random fills, with the same numbers whatever the layout."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -107,7 +107,7 @@ def _draw_of(op: OpOverload, known: Mapping[str, _Draw]) -> _Draw:
 
 
 def _drawing(schema: OpSchema, outputs: OutputSpecs, draw: _Draw, num_left_out: int) -> LocalOp | None:
-    """Numbers for this rank's part; `num_left_out` arguments do not concern the distribution."""
+    """A function that draws this rank's part; `num_left_out` arguments do not concern the distribution."""
     assert isinstance(outputs, DTensorSpec), f"{schema.op} gives a tensor"
     spec, op, writes = outputs, schema.op._op, schema.is_inplace
     if spec.coordinate is None:
@@ -142,7 +142,7 @@ def _drawn_by_element(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([*_named(_FILLING)], schema_info=NUMBERS_BY_TYPE, localize=_filled)
 def filled(schema: OpSchema) -> list[AxisStrategy]:
-    """Every part as it is; terms of a sum are not drawn."""
+    """The tensor keeps its cuts; terms of a sum are not drawn."""
     found = [
         AxisStrategy((placement,), (Replicate() if isinstance(placement, Partial) else placement,), exact=True)
         for placement in dict.fromkeys(schema.args_spec[0].placements)
@@ -178,7 +178,7 @@ def _dropping(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of([aten.native_dropout.default], schema_info=NUMBERS_BY_TYPE, localize=_dropping)
 def dropout(schema: OpSchema) -> list[AxisStrategy]:
-    """Gives the result and its mask; terms of a sum stay terms, for which all of them get one mask."""
+    """Result and mask are cut alike; terms of a sum stay terms, for which all of them get one mask."""
     terms = [AxisStrategy((partial,), (partial, Replicate())) for partial in partial_ops(schema.args_spec)]
     return [*pointwise_strategies(schema.args_spec, num_outputs=2), *terms]
 

@@ -10,19 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from tritondt.ops.propagation.pointwise import partial_ops
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.rules.reductions import accumulation_dtype, is_sharded, reduced, reduced_dims, rows, whole
 from tritondt.redistribution.compile import identity_element
-from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
 
 class _Pending(NamedTuple):
-    """How a reduction over a sharded dim is left pending, and which pending arguments pass through it."""
+    """The pending form of a reduction over a sharded dim, and the pending arguments that pass through it."""
 
     reduce_op: ReduceOp
     passing: tuple[ReduceOp, ...] = ()
@@ -70,7 +71,7 @@ def _local_pending(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(list(_PENDING), localize=_local_pending)
 def pending(schema: OpSchema) -> list[AxisStrategy]:
-    """Sharded along a reduced dim, every rank has a term of the result."""
+    """Every rank has a term of the result where a reduced dim is sharded."""
     (spec,) = schema.args_spec
     how = _PENDING[schema.op]
     dims, _ = reduced(schema)
@@ -82,7 +83,7 @@ def pending(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _keeps_terms(schema: OpSchema) -> bool:
-    """Whether what the operator does to the dtype first may be done to terms, where only rounding changes."""
+    """Whether terms may be converted as the operator converts its argument, up to rounding."""
     (spec,) = schema.args_spec
     if schema.op in _EXTREMES:
         return True
@@ -116,13 +117,13 @@ def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
     dims = reduced_dims(schema.argument(declared.index("dim"), "dim", -1), spec.ndim)
     found = [AxisStrategy((Shard(dim),), (Shard(dim),) * num_outputs) for dim in range(spec.ndim) if dim not in dims]
     if schema.op is aten.cumsum.default and schema.kwargs_schema.get("dtype") in (None, spec.dtype):
-        found += [AxisStrategy((p,), (p,)) for p in dict.fromkeys(spec.placements) if _is_sum(p)]
+        found += [AxisStrategy((p,), (p,)) for p in partial_ops([spec])]
     return [*found, whole(num_outputs)]
 
 
 @strategy_of([aten.flip.default])
 def flip(schema: OpSchema) -> list[AxisStrategy]:
-    """Dims that are turned round must be whole: the gradient of a cumulative sum needs them so."""
+    """Flipped dims must be whole: the gradient of a cumulative sum needs them so."""
     (spec,) = schema.args_spec
     dims = [dim % max(spec.ndim, 1) for dim in schema.args_schema[1]]
     found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim) if dim not in dims]
@@ -130,12 +131,8 @@ def flip(schema: OpSchema) -> list[AxisStrategy]:
     return [*found, whole()]
 
 
-def _is_sum(placement: Placement) -> bool:
-    return isinstance(placement, Partial) and placement.reduce_op in ("sum", "avg")
-
-
 def _whole_value(schema: OpSchema) -> OutputSharding:
-    """A Python number needs the element on every rank."""
+    """The decision about item(): a Python number needs the element on every rank."""
     (spec,) = schema.args_spec
     target = spec.with_placements([Replicate()] * spec.mesh.ndim)
     return OutputSharding(None, None if target is spec else (target,))

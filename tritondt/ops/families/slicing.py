@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @rule_of([aten.select.int])
 def selection(schema: OpSchema) -> OutputSharding:
-    """One index of a dim that is whole on every rank; of a dim that is cut, whoever holds the index sends it to all."""
+    """The decision about select: of a whole dim a local view; of a cut one the holder of the index sends to all."""
     dim, spec = dim_of(schema, 1, "dim"), schema.args_spec[0]
     meta = meta_of_view(schema)
     index = schema.argument(2, "index") % spec.shape[dim]
@@ -55,7 +55,7 @@ def selection(schema: OpSchema) -> OutputSharding:
 
 
 def _sent_to_all(spec: DTensorSpec, dim: int, index: int) -> tuple[DTensorSpec, DTensorSpec] | None:
-    """How one index of a cut dim is held, as a dim of length 1, and the same on all ranks that cut the dim.
+    """The specs of one index of a cut dim, as a dim of length 1: on its holder, and on all ranks that cut the dim.
 
     None where several axes cut it so that no layout says who holds the index.
     """
@@ -81,7 +81,7 @@ def _local_selection(schema: OpSchema, part: DTensorSpec, whole: DTensorSpec, in
 
 @rule_of([aten.unbind.int])
 def unbinding(schema: OpSchema) -> OutputSharding:
-    """Every index of a dim that is whole on every rank."""
+    """The decision about unbind: every index of a dim that is whole on every rank."""
     dim, metas = dim_of(schema, 1, "dim"), _metas(schema)
     specs = [spec_of_view(schema, meta, lambda layout: selected(layout, dim)) for meta in metas]
     return OutputSharding(specs)
@@ -89,7 +89,7 @@ def unbinding(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.slice.Tensor])
 def slicing(schema: OpSchema) -> OutputSharding:
-    """Some indices of a dim: what this rank holds of them."""
+    """The decision about slice: every rank keeps its part of the slice."""
     meta, dim = meta_of_view(schema), dim_of(schema, 1, "dim")
     start, stop, step = (schema.argument(2, "start"), schema.argument(3, "end"), schema.argument(4, "step", 1))
     spec = schema.args_spec[0]
@@ -106,7 +106,7 @@ def slicing(schema: OpSchema) -> OutputSharding:
     *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default),
 ])  # fmt: skip
 def splitting(schema: OpSchema) -> OutputSharding:
-    """Consecutive slices of a dim: what this rank holds of each."""
+    """The decision about split: every rank keeps its part of each slice."""
     metas, dim, spec = _metas(schema), dim_of(schema, 2, "dim"), schema.args_spec[0]
     specs, pieces, start = [], [], 0
     for meta in metas:
@@ -126,7 +126,7 @@ def splitting(schema: OpSchema) -> OutputSharding:
 
 
 def _indices(start: int | None, stop: int | None, step: int, length: int) -> range:
-    """What a slice of a dim lists, with start <= stop."""
+    """The indices that a slice of a dim picks, with start <= stop."""
     first, end, _ = slice(start, stop, step).indices(length)
     return range(first, max(first, end), step)
 
@@ -149,7 +149,7 @@ def _held(spec: DTensorSpec, dim: int) -> Intervals:
 
 @rule_of([aten.select_backward.default])
 def select_backward(schema: OpSchema) -> OutputSharding:
-    """The gradient at one index of a dim, and zeros around it, on every rank for what it holds of the other dims."""
+    """The decision about the gradient of select: zeros around one index, on every rank for its part of other dims."""
     meta = meta_of_view(schema)
     dim, index = dim_of(schema, 2, "dim", ndim=len(meta.shape)), schema.argument(3, "index")
     output = spec_of_view(schema, meta, lambda layout: inserted(layout, dim, meta.shape[dim]))
@@ -159,7 +159,7 @@ def select_backward(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.slice_backward.default])
 def slice_backward(schema: OpSchema) -> OutputSharding:
-    """The gradient at some indices of a dim, and zeros around them, which go to ranks that hold what lies beside.
+    """The decision about the gradient of slice; zeros around the gradient go to ranks that hold neighbouring indices.
 
     A gradient cut by several axes, or in blocks, is gathered along the dim first.
     """

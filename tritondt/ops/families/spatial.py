@@ -64,7 +64,7 @@ def _register() -> None:
 
 
 def convolution(schema: OpSchema) -> list[AxisStrategy]:
-    """Batch and output channels; input channels where nothing is added, which leaves terms of a sum."""
+    """Batch and output channels may be cut; input channels without a bias, which leaves terms of a sum."""
     tensors = declared_tensors(schema)
     *_, is_transposed, _, groups = schema.args_schema
     image = "." * (schema.args_spec[0].ndim - 2)
@@ -77,7 +77,7 @@ def convolution(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def convolution_backward(schema: OpSchema) -> list[AxisStrategy]:
-    """As forward; the gradient of what is added lacks input channels, and is not summed over them."""
+    """Dims are cut as in `convolution`; the bias gradient lacks input channels, and is not summed over them."""
     *_, is_transposed, _, groups, mask = schema.args_schema
     image = "." * (schema.args_spec[0].ndim - 2)
     inner, outer = ("c", "o") if groups == 1 else (".", ".")
@@ -90,7 +90,7 @@ def convolution_backward(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _local_convolution_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """The operator with the local size of what is added."""
+    """The operator with the local size of the bias."""
     nothing = empty_shard_result(schema, outputs)
     if nothing is not None:
         return nothing

@@ -1,4 +1,9 @@
-"""Views of the same memory as other elements: complex numbers as pairs, conjugates, and bits as another dtype."""
+"""Views of a tensor's memory: other shapes, orders of dims, other elements, and the same in place.
+
+Reshapes keep the shards where a layout of the new shape says who holds what; permutations, squeezes and expansions keep
+the cuts of the dims that stay. Complex numbers as pairs and conjugates keep the layout; bits as another dtype need
+reduced values.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,49 +24,17 @@ from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
-
-@rule_of([aten.view_as_real.default])
-def as_pairs(schema: OpSchema) -> OutputSharding:
-    """A new dim of real and imaginary part at the end; terms stay terms."""
-
-    def local(spec: DTensorSpec) -> LocalOp:
-        return lambda numbers: torch.view_as_real(numbers.resolve_conj())
-
-    return view_of(schema, lambda layout: inserted(layout, len(layout.shape), 2), local)
-
-
-@rule_of([aten.view_as_complex.default])
-def as_numbers(schema: OpSchema) -> OutputSharding:
-    """The last dim, of real and imaginary part, goes, and must be whole."""
-
-    def lay_out(layout: Layout) -> Layout:
-        cuts = cuts_of(layout)
-        for axis, shard in real_cuts(layout, cuts[-1]):
-            raise LayoutError(f"axis {axis} cuts the dim of real and imaginary part by {shard!r}")
-        return with_cuts(layout, layout.shape[:-1], cuts[:-1])
-
-    return view_of(schema, lay_out)
-
-
-@rule_of([aten._conj.default, aten._neg_view.default])
-def conjugated(schema: OpSchema) -> OutputSharding:
-    """Laid out as it was; terms of a sum stay terms of one."""
-    return view_of(schema, lambda layout: layout)
-
-
-@rule_of([aten.view.dtype])
-def as_bits(schema: OpSchema) -> OutputSharding:
-    """Elements of the same size; terms are added up first, bits of terms are none of their sum."""
-    (spec,) = schema.args_spec
-    if schema.argument(1, "dtype").itemsize != spec.dtype.itemsize:
-        raise PropagationError(f"{schema} views elements as others of another size; copy them: x.to(dtype)")
-    meta = meta_of_view(schema)
-    source = spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
-    output = DTensorSpec(spec.mesh, source.placements, meta, source.order)
-    return OutputSharding(output) if source is spec else OutputSharding(output, (source,), copies_view=True)
-
-
-aten = torch.ops.aten
+# The view that an operator does in place.
+_VIEW_OF: dict[OpOverload, OpOverload] = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.swapdims_.default: aten.transpose.int,
+    aten.swapaxes_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+}
 
 
 @rule_of([aten.view.default, aten._reshape_alias.default])
@@ -72,13 +45,13 @@ def viewed(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten._unsafe_view.default])
 def viewed_or_copied(schema: OpSchema) -> OutputSharding:
-    """As `viewed`; nobody else knows the argument, so that it may be copied."""
+    """A view of local sizes, or a copy where strides allow none: nobody else knows the argument."""
     return _reshaped(schema, copying=True)
 
 
 @rule_of([aten.view_copy.default])
 def copied(schema: OpSchema) -> OutputSharding:
-    """As a view, but a copy in any case: what has to move, moves."""
+    """A copy in another shape, whose elements may move first."""
     decision = _reshaped(schema, copying=True, is_refused=False)
     assert isinstance(decision.output_spec, DTensorSpec), f"{schema.op} gives one tensor"
     shape = decision.output_spec.local_shape
@@ -132,7 +105,7 @@ def transposition(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.t.default])
 def matrix_transposition(schema: OpSchema) -> OutputSharding:
-    """The dims of a matrix exchanged; what has fewer dims stays."""
+    """The dims of a matrix exchanged; a tensor of fewer dims stays."""
     return _exchanged(schema, 0, max(schema.args_spec[0].ndim - 1, 0))
 
 
@@ -153,14 +126,14 @@ def unsqueezed(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims])
 def squeezed(schema: OpSchema) -> OutputSharding:
-    """Without dims of length 1; which, the whole tensor's shape says, not that of a part."""
+    """A view without dims of length 1 of the global tensor, not of a part."""
     shape, ndim = schema.args_spec[0].shape, max(schema.args_spec[0].ndim, 1)
     asked = schema.argument(1, "dim", range(ndim))
     given = [dim % ndim for dim in ([asked] if isinstance(asked, int) else asked)]
     gone = [dim for dim, length in enumerate(shape) if length == 1 and dim in given]
     kept = [dim for dim in range(len(shape)) if dim not in gone]
 
-    def lay_out(layout: Layout) -> Layout:
+    def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
         if any(real_cuts(layout, cuts[dim]) for dim in gone):
             return reshaped(layout, [shape[dim] for dim in kept])
@@ -173,7 +146,7 @@ def squeezed(schema: OpSchema) -> OutputSharding:
 
         return squeeze
 
-    return view_of(schema, lay_out, local)
+    return view_of(schema, view_layout, local)
 
 
 @rule_of([aten.expand.default])
@@ -185,22 +158,49 @@ def expansion(schema: OpSchema) -> OutputSharding:
     return OutputSharding(spec, None, lambda local, *_, **__: local.expand(shape))
 
 
-aten = torch.ops.aten
+@rule_of([aten.view_as_real.default])
+def as_pairs(schema: OpSchema) -> OutputSharding:
+    """A view with a new last dim of real and imaginary part; terms stay terms."""
 
-_VIEW_OF: dict[OpOverload, OpOverload] = {
-    aten.squeeze_.default: aten.squeeze.default,
-    aten.squeeze_.dim: aten.squeeze.dim,
-    aten.squeeze_.dims: aten.squeeze.dims,
-    aten.unsqueeze_.default: aten.unsqueeze.default,
-    aten.transpose_.default: aten.transpose.int,
-    aten.swapdims_.default: aten.transpose.int,
-    aten.swapaxes_.default: aten.transpose.int,
-    aten.t_.default: aten.t.default,
-}
+    def local(spec: DTensorSpec) -> LocalOp:
+        return lambda numbers: torch.view_as_real(numbers.resolve_conj())
+
+    return view_of(schema, lambda layout: inserted(layout, len(layout.shape), 2), local)
+
+
+@rule_of([aten.view_as_complex.default])
+def as_numbers(schema: OpSchema) -> OutputSharding:
+    """A view without the last dim, of real and imaginary part, which must be whole."""
+
+    def view_layout(layout: Layout) -> Layout:
+        cuts = cuts_of(layout)
+        for axis, shard in real_cuts(layout, cuts[-1]):
+            raise LayoutError(f"axis {axis} cuts the dim of real and imaginary part by {shard!r}")
+        return with_cuts(layout, layout.shape[:-1], cuts[:-1])
+
+    return view_of(schema, view_layout)
+
+
+@rule_of([aten._conj.default, aten._neg_view.default])
+def conjugated(schema: OpSchema) -> OutputSharding:
+    """A view with the argument's layout; terms of a sum stay terms."""
+    return view_of(schema, lambda layout: layout)
+
+
+@rule_of([aten.view.dtype])
+def as_bits(schema: OpSchema) -> OutputSharding:
+    """A view as another dtype of the same size; terms are reduced first, whose bits are none of their sum."""
+    (spec,) = schema.args_spec
+    if schema.argument(1, "dtype").itemsize != spec.dtype.itemsize:
+        raise PropagationError(f"{schema} views elements as others of another size; copy them: x.to(dtype)")
+    meta = meta_of_view(schema)
+    source = spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+    output = DTensorSpec(spec.mesh, source.placements, meta, source.order)
+    return OutputSharding(output) if source is spec else OutputSharding(output, (source,), copies_view=True)
 
 
 def changed_in_place(schema: OpSchema) -> OutputSharding:
-    """The decision about the view of the same arguments; PropagationError where elements would have to move.
+    """The decision of the view with the same arguments; PropagationError where elements would have to move.
 
     Others may know the tensor's memory, which it would leave.
     """

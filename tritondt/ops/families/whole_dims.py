@@ -1,4 +1,4 @@
-"""Operators along one dim: running extremes, order statistics, shifts, products of vectors, and what indices pick."""
+"""Operators that need some dims whole, one line each: order statistics, shifts, gates, writes at indices, FFTs."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,5 @@ def _all_but_one(schema: OpSchema) -> Sequence[int]:
 
 
 register_whole_dims("renorm", _all_but_one)
-
-
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
     register_whole_dims(_name, linear_in=[(0,)])

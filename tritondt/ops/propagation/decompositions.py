@@ -1,4 +1,8 @@
-"""Operators taken apart into others by us, where torch does not, or goes by way of what cannot be laid out as well."""
+"""Decompositions of our own: operators in terms of others, where torch has no form that can be sharded as well.
+
+Norms and comparisons, batch norm, random draws (multinomial, rrelu), and, for operators that write to an argument, the
+operator that makes a new tensor with a copy.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,61 +11,6 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
-
-
-def choices(
-    weights: torch.Tensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
-) -> torch.Tensor:
-    """`count` places of each row, by its weights: those that come first in a race of exponential waiting times.
-
-    With replacement, where as many uniform numbers fall among the running sums of the weights.
-    """
-    if not replacement and count > weights.shape[-1]:
-        raise RuntimeError(f"multinomial cannot draw {count} of {weights.shape[-1]} places without replacement")
-    valid = ((weights >= 0) & weights.isfinite()).all() & (weights.sum(-1) > 0).all()
-    torch._assert_async(valid, "multinomial expects weights that are finite and not negative, with a sum above 0")
-    if not replacement or count == 1:
-        waits = torch.empty_like(weights).exponential_(generator=generator)
-        return (weights / waits).topk(count, -1)[1]
-    sums = weights.double().cumsum(-1)
-    sums = sums / sums[..., -1:]
-    drawn = sums[..., :1].expand(*sums.shape[:-1], count).contiguous()
-    return torch.searchsorted(sums, drawn.uniform_(generator=generator), right=True)
-
-
-def _slopes(x: torch.Tensor, lower: Any, upper: Any, *, is_training: bool, generator: Any) -> torch.Tensor | None:
-    """What multiplies each element; None where it is not random."""
-    if not is_training:
-        return None
-    drawn = torch.empty_like(x).uniform_(lower, upper, generator=generator)
-    return torch.where(x <= 0, drawn, torch.ones_like(x))
-
-
-def leaky(
-    x: torch.Tensor,
-    noise: torch.Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: torch.Generator | None = None,
-) -> torch.Tensor:
-    """rrelu: elements up to 0 are multiplied with numbers of their own, which `noise` keeps for the gradient."""
-    slopes = _slopes(x, lower, upper, is_training=training, generator=generator)
-    if slopes is None:
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
-    return x * noise.copy_(slopes)
-
-
-def leaky_in_place(x: torch.Tensor, *args: Any) -> torch.Tensor:
-    """The same, written to its argument."""
-    return x.copy_(leaky(x, *args))
-
-
-def leaky_functional(x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, with the noise as a second result."""
-    kept = noise.clone()
-    return leaky(x, kept, *args), kept
-
 
 aten = torch.ops.aten
 
@@ -78,7 +27,7 @@ def _allclose(x: torch.Tensor, y: torch.Tensor, *tolerances: Any, **options: Any
 
 
 def _block_diagonal(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Every matrix with zeros beside it, one below the other."""
+    """The matrices one below the other, each padded with zeros on both sides."""
     matrices = [tensor.reshape(1, -1) if tensor.ndim < 2 else tensor for tensor in tensors]
     dtype = matrices[0].dtype
     for matrix in matrices:
@@ -96,7 +45,7 @@ def _windows(x: torch.Tensor, dim: int, size: int, step: int) -> torch.Tensor:
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, *rest: float) -> Any:
-    """Written in terms of the operator that says that it writes to the running statistics."""
+    """Batch norm by the operator whose schema says that it writes to the running statistics."""
     if mean is None or var is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, *rest)
     return aten._native_batch_norm_legit.default(x, weight, bias, mean, var, training, *rest)
@@ -115,6 +64,60 @@ def _batch_norm_gradient(*args: Any) -> Any:
     return aten.native_batch_norm_backward.default(*shared)
 
 
+def _choices(
+    weights: torch.Tensor, count: int, replacement: bool = False, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Multinomial: `count` positions of each row, those first in a race of exponential waiting times.
+
+    With replacement, where as many uniform numbers fall among the running sums of the weights.
+    """
+    if not replacement and count > weights.shape[-1]:
+        raise RuntimeError(f"multinomial cannot draw {count} of {weights.shape[-1]} places without replacement")
+    valid = ((weights >= 0) & weights.isfinite()).all() & (weights.sum(-1) > 0).all()
+    torch._assert_async(valid, "multinomial expects weights that are finite and not negative, with a sum above 0")
+    if not replacement or count == 1:
+        waits = torch.empty_like(weights).exponential_(generator=generator)
+        return (weights / waits).topk(count, -1)[1]
+    sums = weights.double().cumsum(-1)
+    sums = sums / sums[..., -1:]
+    drawn = sums[..., :1].expand(*sums.shape[:-1], count).contiguous()
+    return torch.searchsorted(sums, drawn.uniform_(generator=generator), right=True)
+
+
+def _slopes(x: torch.Tensor, lower: Any, upper: Any, *, is_training: bool, generator: Any) -> torch.Tensor | None:
+    """Factors of the elements; None where they are not random."""
+    if not is_training:
+        return None
+    drawn = torch.empty_like(x).uniform_(lower, upper, generator=generator)
+    return torch.where(x <= 0, drawn, torch.ones_like(x))
+
+
+def _leaky(
+    x: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """rrelu: elements up to 0 are multiplied with numbers of their own, which `noise` keeps for the gradient."""
+    slopes = _slopes(x, lower, upper, is_training=training, generator=generator)
+    if slopes is None:
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+    return x * noise.copy_(slopes)
+
+
+def _leaky_in_place(x: torch.Tensor, *args: Any) -> torch.Tensor:
+    """rrelu_, written to its argument."""
+    return x.copy_(_leaky(x, *args))
+
+
+def _leaky_functional(x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """rrelu with the noise as a second result."""
+    kept = noise.clone()
+    return _leaky(x, kept, *args), kept
+
+
 DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
     **dict.fromkeys(
         (aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype), _norm
@@ -126,15 +129,15 @@ DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
     aten._batch_norm_with_update.default: _batch_norm_with_reserve,
     aten._batch_norm_no_update.default: _batch_norm_without_update,
     aten.batch_norm_backward.default: _batch_norm_gradient,
-    aten.multinomial.default: choices,
-    aten.rrelu_with_noise.default: leaky,
-    aten.rrelu_with_noise_.default: leaky_in_place,
-    aten.rrelu_with_noise_functional.default: leaky_functional,
+    aten.multinomial.default: _choices,
+    aten.rrelu_with_noise.default: _leaky,
+    aten.rrelu_with_noise_.default: _leaky_in_place,
+    aten.rrelu_with_noise_functional.default: _leaky_functional,
 }
 
 
 def written_by_functional(op: OpOverload) -> Decomposition | None:
-    """For an operator that writes its one result to an argument: the one that makes a new tensor, and a copy there.
+    """An operator that writes its one result, as the functional operator and a copy.
 
     None for other operators.
     """

@@ -1,4 +1,4 @@
-"""What happens to operators that nobody has laid out: they are taken apart, then refused or run on gathered tensors."""
+"""Operators without a strategy: decomposed, then refused or run on gathered tensors."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ MODES: tuple[Mode, ...] = ("raise", "replicate")
 
 # Values tell the shapes, or nobody has said how to find them without values.
 _SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
-# Those of torch._refs go by way of operators (prims) that nobody lays out.
+# Those of torch._refs go by way of operators (prims) that have no strategy.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
 
 _is_admitted: ContextVar[bool] = ContextVar("what is refused may run", default=False)
@@ -38,23 +38,35 @@ _logger = logging.getLogger("tritondt")
 
 
 class Fallback:
-    """The setting, and what it does to a call; `on_change` is called when the setting changes."""
+    """The fallback mode, and the decisions that follow from it; `on_change` is called when the mode changes."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self.mode: Mode = "raise"
         self._on_change = on_change
-        self._told: set[OpOverload] = set()
+        self._warned: set[OpOverload] = set()
 
-    def set(self, mode: Mode) -> "Restored":
-        """Sets the mode for the process; used with `with`, until the end of the block."""
+    def set(self, mode: Mode) -> "RestoreMode":
+        """Sets the mode, "raise" or "replicate", for the process; used with `with`, until the end of the block.
+
+        In mode "raise", the default, an operator without a strategy raises PropagationError; in mode "replicate" its
+        arguments are gathered first, with one warning per operator. Not collective, but all ranks must set the mode
+        alike. PropagationError for another mode.
+
+        >>> import tritondt as T
+        >>> with T.ops.set_fallback("replicate"):
+        ...     T.ops.propagator.fallback.mode
+        'replicate'
+        >>> T.ops.propagator.fallback.mode
+        'raise'
+        """
         if mode not in MODES:
             raise PropagationError(f"the fallback {mode!r} is not known; allowed are {' and '.join(map(repr, MODES))}")
         before, self.mode = self.mode, mode
         self._on_change()
-        return Restored(self, before)
+        return RestoreMode(self, before)
 
     def decide(self, schema: OpSchema) -> OutputSharding:
-        """Gathers everything where the mode says so; PropagationError, with what to write instead, where not.
+        """The decision to gather everything where the mode says so; PropagationError, with a way out, where not.
 
         What is whole on every rank already needs no gathering, and runs.
         """
@@ -63,7 +75,7 @@ class Fallback:
         # What changes its own shape would leave the memory that others know.
         if self.mode == "raise" or torch.Tag.inplace_view in schema.op.tags:
             raise PropagationError(unknown_text(schema))
-        self._tell(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
+        self._warn_once(schema.op, "%s has no strategy and runs on gathered tensors, as the fallback says")
         return replicate_all(schema)
 
     def admit(self, op: OpOverload, refusal: str) -> None:
@@ -75,17 +87,17 @@ class Fallback:
             return
         if self.mode == "raise":
             raise PropagationError(refusal)
-        self._tell(op, "%s moves its argument and gives a copy, as the fallback says")
+        self._warn_once(op, "%s moves its argument and gives a copy, as the fallback says")
 
-    def _tell(self, op: OpOverload, text: str) -> None:
-        if op not in self._told:
-            self._told.add(op)
+    def _warn_once(self, op: OpOverload, text: str) -> None:
+        if op not in self._warned:
+            self._warned.add(op)
             _logger.warning(text, op)
 
 
 @contextmanager
 def admitted() -> Iterator[None]:
-    """Lets pass, within, what was admitted before."""
+    """Admits refused calls within: they were admitted before."""
     token = _is_admitted.set(True)
     try:
         yield
@@ -93,21 +105,21 @@ def admitted() -> Iterator[None]:
         _is_admitted.reset(token)
 
 
-class Restored:
-    """Puts a fallback back to what it was before at the end of a `with` block; without one nothing happens."""
+class RestoreMode:
+    """Restores the former mode at the end of a `with` block; without one nothing happens."""
 
     def __init__(self, fallback: Fallback, before: Mode) -> None:
         self._fallback, self._before = fallback, before
 
     def __enter__(self) -> None:
-        """Nothing: the mode is set already."""
+        """None: the mode is set already."""
 
     def __exit__(self, *_: object) -> None:
         self._fallback.set(self._before)
 
 
 def replicate_all(schema: OpSchema) -> OutputSharding:
-    """Every tensor whole on every rank, before and after; views of what has to move for that follow it."""
+    """The decision to run on replicated tensors; views whose argument moves become copied views."""
     replicated = [Replicate()] * schema.mesh.ndim
     inputs = tuple(spec.with_placements(replicated) for spec in schema.args_spec)
     moved = None if inputs == schema.args_spec else inputs
@@ -132,9 +144,9 @@ def is_replicated(schema: OpSchema) -> bool:
 
 @lru_cache(maxsize=1024)
 def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
-    """What `op` can be computed by, in terms of other operators; None where there is nothing, and for views.
+    """The decomposition of `op` into other operators; None where there is none, and for views.
 
-    Those of `apart` come first, then torch's. What writes to an argument is computed by the operator that does not.
+    Our own come first, then torch's. An operator that writes to an argument runs as the functional one.
     """
     own = DECOMPOSITIONS.get(op)
     if own is not None:
@@ -147,7 +159,7 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def unknown_text(schema: OpSchema) -> str:
-    """Why a call cannot run, and the ways to make it run."""
+    """The reason why a call cannot run, and the ways to make it run."""
     specs = ", ".join(map(str, schema.args_spec))
     replicated = placements_code([Replicate()] * schema.mesh.ndim)
     return (

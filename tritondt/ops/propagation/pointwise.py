@@ -1,4 +1,4 @@
-"""Operators that treat every element alike, broadcasting included.
+"""Elementwise operators with broadcasting.
 
 A dim may be sharded wherever an argument is; a Partial passes through what is linear in it.
 """
@@ -32,7 +32,6 @@ _TOGETHER: Mapping[OpOverload, tuple[tuple[int, ...], ...]] = {
     **dict.fromkeys((aten.lerp.Scalar, aten.lerp_.Scalar, aten.complex.default), ((0, 1),)),
 }
 
-
 # Treat every element alike, though torch 2.13 does not tag them.
 _UNTAGGED = frozenset({
     *("_add_relu", "_conj_copy", "_masked_scale", "_prelu_kernel", "_prelu_kernel_backward", "_standard_gamma_grad"),
@@ -45,7 +44,7 @@ _UNTAGGED = frozenset({
 
 @lru_cache(maxsize=4096)
 def is_pointwise(op: OpOverload) -> bool:
-    """Whether torch tags `op` as pointwise, or the operator that it is the in-place form of, or we know that it is.
+    """Whether torch tags `op` or its functional form as pointwise, or we know that `op` is.
 
     torch 2.13 leaves the tag off 25 of the former, masked_fill_ among them.
     """
@@ -71,15 +70,15 @@ def elementwise_strategies(specs: Sequence[DTensorSpec], num_outputs: int = 1) -
     shape = broadcast_shape(specs)
     found = []
     for dim, length in enumerate(shape):
-        inputs = tuple(_aligned(spec, dim - len(shape), length) for spec in specs)
+        inputs = tuple(broadcast_placement(spec, dim - len(shape), length) for spec in specs)
         if any(isinstance(placement, Shard) for placement in inputs):
             found.append(AxisStrategy(inputs, (Shard(dim),) * num_outputs))
     found.append(AxisStrategy((Replicate(),) * len(specs), (Replicate(),) * num_outputs))
     return found
 
 
-def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
-    """Sharded on the dim that meets an output dim, replicated where the argument is broadcast along it."""
+def broadcast_placement(spec: DTensorSpec, from_end: int, length: int) -> Placement:
+    """Shard of the dim at `from_end`, a negative number; Replicate where the tensor is broadcast along that dim."""
     dim = from_end + spec.ndim
     return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 
@@ -103,7 +102,7 @@ def pointwise_strategies(
 
 
 def linear_groups(op: OpOverload, num_tensors: int) -> list[Sequence[int]]:
-    """Which arguments of `op` may be Partial together, the result being Partial alike."""
+    """Groups of arguments of `op` that may be Partial together, the result being Partial alike."""
     groups: list[Sequence[int]] = list(_TOGETHER.get(op, ()))
     if op._schema.name.endswith("_backward") and op._schema.arguments[0].name.startswith("grad"):
         groups.append((0,))
@@ -118,7 +117,7 @@ def linear_groups(op: OpOverload, num_tensors: int) -> list[Sequence[int]]:
 
 
 def pointwise_strategy(schema: OpSchema) -> list[AxisStrategy]:
-    """What `propagator` uses for every operator that torch tags as pointwise."""
+    """The strategies that `propagator` uses for every pointwise operator."""
     specs = schema.args_spec
     groups = linear_groups(schema.op, len(specs))
     return pointwise_strategies(specs, linear_in=groups, num_outputs=len(schema.op._schema.returns))

@@ -1,6 +1,6 @@
-"""Decides how the outputs of an operator are laid out, and which of its arguments have to move first.
+"""The propagator: placements of an operator's results, and which of its arguments have to move first.
 
-`propagator` is the one in use; the files of this folder and users register operators with it.
+`propagator` is the one in use; the families of operators and users register with it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,33 +31,33 @@ _BY_TYPE = RuntimeSchemaInfo(static_argnum=100)
 
 
 class ShardingPropagator:
-    """What is known of operators, and the decision that follows from it for a call.
+    """Rules and strategies of operators, and the decision about a call that follows from them.
 
-    Operators that torch tags as pointwise need no registration. `load`, called at first use, sets what is known from
-    the start.
+    Operators that torch tags as pointwise need no registration.
     """
 
-    def __init__(self, load: Callable[[], object] | None = None) -> None:
+    def __init__(self) -> None:
         self.op_to_rules: dict[OpOverload, RuleFunction] = {}
         self.op_strategy_funcs: dict[OpOverload, StrategyFunction] = {}
         self.op_to_schema_info: dict[OpOverload, RuntimeSchemaInfo] = {}
         self.op_to_localize: dict[OpOverload, LocalizeFunction] = {}
         self.fallback = Fallback(self._changed)
         self._on_change: list[Callable[[], None]] = []
-        self._load = load
+        self._families = ""
         # What users registered, with what it replaced.
         self._replaced: dict[OpOverload, tuple[Any, ...]] = {}
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Calls back when decisions may change, as at every registration: whoever keeps decisions drops them then."""
+        """Calls back when decisions may change, as at every registration, so that kept decisions are dropped."""
         self._on_change.append(callback)
 
     def register_sharding_prop_rule(
         self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None
     ) -> None:
-        """Lets `rule` decide about all axes of a call at once, in place of what tritondt knows of `op`.
+        """Registers a rule that decides about all axes of a call at once, in place of what tritondt knows of `op`.
 
-        PropagationError where users have registered something for `op` already.
+        `rule` takes an OpSchema and gives an OutputSharding; see RuntimeSchemaInfo for `schema_info`. Not collective,
+        but all ranks must register alike. PropagationError where users have registered something for `op` already.
         """
         self._replace(op, rule)
         self.set_rule(op, rule, schema_info)
@@ -69,22 +69,29 @@ class ShardingPropagator:
         schema_info: RuntimeSchemaInfo | None = None,
         localize: LocalizeFunction | None = None,
     ) -> None:
-        """Offers the ways to lay `op` over one axis (a list of AxisStrategy) or over all (an OpStrategy).
+        """Registers the ways to shard `op` over one axis (a list of AxisStrategy) or over all axes (an OpStrategy).
 
-        `localize` gives what runs on local tensors where that is not `op` itself. PropagationError where users have
-        registered something for `op` already.
+        `strategy` takes an OpSchema; `localize` gives the function of local tensors where that is not `op` itself; see
+        RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks must register alike. PropagationError where
+        users have registered something for `op` already.
+
+        >>> import torch, tritondt as T
+        >>> from tritondt.ops import AxisStrategy, propagator, register_op_strategy
+        >>> op = torch.ops.aten.celu.default
+        >>> register_op_strategy(op, lambda schema: [AxisStrategy((T.Replicate(),), (T.Replicate(),))])
+        >>> propagator.forget(op)
         """
         self._replace(op, strategy)
         self.set_strategy(op, strategy, schema_info, localize)
 
     def forget(self, op: OpOverload) -> None:
-        """Takes back what users registered for `op`: what tritondt knows of it holds again."""
+        """Removes what users registered for `op`: what tritondt knows of the operator holds again."""
         before = self._replaced.pop(op, None)
         if before is not None:
             self._set(op, *before)
 
     def set_rule(self, op: OpOverload, rule: RuleFunction, schema_info: RuntimeSchemaInfo | None = None) -> None:
-        """What tritondt itself knows of `op`, as a rule."""
+        """Registers a rule of tritondt's own."""
         self._set(op, rule, None, schema_info or _BY_VALUE, None)
 
     def set_strategy(
@@ -94,7 +101,7 @@ class ShardingPropagator:
         schema_info: RuntimeSchemaInfo | None = None,
         localize: LocalizeFunction | None = None,
     ) -> None:
-        """What tritondt itself knows of `op`, as a strategy."""
+        """Registers a strategy of tritondt's own."""
         self._set(op, None, strategy, schema_info or _BY_VALUE, localize)
 
     @property
@@ -120,10 +127,14 @@ class ShardingPropagator:
             )
         self._replaced[op] = tuple(table.get(op) for table in self._tables)
 
+    def load_at_first_use(self, families: str) -> None:
+        """Names the module whose import registers the operators that tritondt itself knows."""
+        self._families = families
+
     def _loaded(self) -> None:
-        if self._load is not None:
-            self._load()
-            self._load = None
+        if self._families:
+            import_module(self._families)
+            self._families = ""
 
     def _changed(self) -> None:
         for callback in self._on_change:
@@ -135,7 +146,7 @@ class ShardingPropagator:
         return op in self.op_strategy_funcs or op in self.op_to_rules or is_pointwise(op)
 
     def schema_info(self, op: OpOverload) -> RuntimeSchemaInfo:
-        """What besides tensors decides about `op`."""
+        """The arguments besides tensors that decide about `op`."""
         self._loaded()
         found = self.op_to_schema_info.get(op)
         if found is None:
@@ -143,7 +154,7 @@ class ShardingPropagator:
         return found
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
-        """The decision about a call; PropagationError where the operator cannot be laid out as asked."""
+        """The decision about a call; PropagationError where the operator cannot be sharded as asked."""
         if not self.knows(schema.op):
             return self.fallback.decide(schema)
         rule = self.op_to_rules.get(schema.op)
@@ -185,12 +196,11 @@ def _check_offered(offered: Sequence[AxisStrategy], schema: OpSchema) -> None:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """A function with where it was written."""
+    """A function's name with the place where it is defined."""
     written = unwrap(function)
     code = getattr(written, "__code__", None)
     name = getattr(written, "__qualname__", repr(written))
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"
 
 
-# All families take 0.2 s to import.
-propagator = ShardingPropagator(lambda: import_module("tritondt.ops.families"))
+propagator = ShardingPropagator()

@@ -1,4 +1,4 @@
-"""How the files of this folder register the operators of their family with the propagator in use."""
+"""Registration of operators: decorators for the families of this package and for users."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
@@ -43,17 +43,29 @@ Sharding = tuple[Sequence[Placement | None], Sequence[Any]]
 def register_sharding(
     op: OpOverload | list[OpOverload],
 ) -> Callable[[Callable[..., Sequence[Sharding]]], Callable[..., Sequence[Sharding]]]:
-    """Decorates a function that says how `op` may be laid out over one axis of a mesh, whatever the mesh.
+    """Decorates a function that gives the ways to shard `op` over one axis of a mesh, whatever the mesh.
 
-    It is called as the operator is, with a DTensorSpec for every tensor, and gives pairs: the placements of the
-    results, and those of the arguments, in lists where those are lists, None for what is no tensor. Keyword arguments
-    that are tensors come last, in the order that the operator declares. PropagationError where users have registered
-    something for `op` already.
+    The function is called as the operator is, with a DTensorSpec for every tensor, and gives pairs: the placements of
+    the results, and those of the arguments, in lists where those are lists, None for what is no tensor. Keyword
+    arguments that are tensors come last, in the order that the operator declares. Not collective, but all ranks must
+    register alike. PropagationError where users have registered something for `op` already.
 
-        @register_sharding(torch.ops.mylib.scaled.default)
-        def scaled(x, factor):
-            anywhere = [*map(Shard, range(x.ndim)), Replicate(), Partial()]
-            return [([placement], [placement, None]) for placement in anywhere]
+    >>> import torch, tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> scaled = torch.library.custom_op("doctest::scaled", lambda x, factor: x * factor, mutates_args=(),
+    ...                                  schema="(Tensor x, float factor) -> Tensor")
+    >>> @scaled.register_fake
+    ... def scaled_meta(x, factor):
+    ...     return torch.empty_like(x)
+    >>> @register_sharding(torch.ops.doctest.scaled.default)
+    ... def placements(x, factor):
+    ...     anywhere = [*map(T.Shard, range(x.ndim)), T.Replicate(), T.Partial()]
+    ...     return [([placement], [placement, None]) for placement in anywhere]
+    >>> def run(rank):
+    ...     x = T.ones(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     return torch.ops.doctest.scaled(x, 3.0).to_local().tolist()
+    >>> run_ranks(2, run)
+    [[3.0, 3.0], [3.0, 3.0]]
     """
 
     def register(function: Callable[..., Sequence[Sharding]]) -> Callable[..., Sequence[Sharding]]:

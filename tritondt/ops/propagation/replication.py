@@ -1,4 +1,4 @@
-"""Which plain tensors may stand beside distributed ones: those that are surely alike on every rank."""
+"""Plain tensors beside distributed ones: which are surely alike on every rank, and count as replicated."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -22,13 +22,19 @@ _allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Takes plain tensors beside distributed ones, within, for replicated: every rank must hold the same.
+    """Counts plain tensors beside distributed ones, within, as replicated: every rank must hold the same values.
 
-    Nothing is checked. Elsewhere only plain tensors without dims are taken so, others raise MixedTensorsError. Holds
-    for the calling thread.
+    Nothing is checked, and nothing is sent. Elsewhere only plain tensors without dims count so, others raise
+    MixedTensorsError. Holds for the calling thread.
 
-        with tritondt.implicit_replication():
-            y = x + torch.arange(x.shape[-1])
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def shifted(rank):
+    ...     x = T.zeros(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     with T.implicit_replication():
+    ...         return (x + torch.arange(4)).to_local().tolist()
+    >>> run_ranks(2, shifted)
+    [[0.0, 1.0], [2.0, 3.0]]
     """
     token = _allowed.set(True)
     try:
@@ -38,7 +44,7 @@ def implicit_replication() -> Iterator[None]:
 
 
 def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
-    """What this rank holds of a tensor that is alike on every rank of `mesh`, and how it is laid out."""
+    """The local tensor and the spec of a tensor that is alike on every rank of `mesh`."""
     meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
     local = plain if mesh.coordinate is not None else plain.new_empty(0)
     return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
@@ -58,7 +64,7 @@ def _are_numbers(items: list[Any]) -> bool:
 
 
 def are_replicated(*, written: bool = False) -> bool:
-    """Whether plain tensors of the call that is dispatched count as replicated; `written`: one of them is written to.
+    """Whether plain tensors of the dispatched call count as replicated; `written`: one of them is written to.
 
     Within `implicit_replication()`, and where autograd itself calls: what its formulas make, they make of shapes and
     numbers. What they write to they may return as a gradient, which would be this rank's alone.

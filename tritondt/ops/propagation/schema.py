@@ -1,4 +1,4 @@
-"""What propagation speaks of: an operator's arguments with specs in place of tensors, and what it decides."""
+"""Terms of propagation: an operator's call with specs in place of tensors, and the decision about it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ LocalOp: TypeAlias = Callable[..., Any]
 
 
 class RuntimeSchemaInfo(NamedTuple):
-    """What besides its tensors decides how an operator is laid out.
+    """Arguments that decide an operator's placements besides its tensors.
 
     Positional arguments from `static_argnum` on, and keyword arguments, are told apart by value; earlier ones by
     type only, which keeps a learning rate that changes every step from filling the cache. `needs_pytree` says
@@ -71,7 +71,7 @@ class OpSchema:
         return self.kwargs_schema.get(name, default)
 
     def with_specs(self, specs: Sequence[DTensorSpec]) -> "OpSchema":
-        """The same call with other specs for its tensors, given in the order of `args_spec`."""
+        """The call with other specs for its tensors, given in the order of `args_spec`."""
         left = iter(specs)
         args = tuple(_replaced(argument, left) for argument in self.args_schema)
         kwargs = {name: _replaced(argument, left) for name, argument in self.kwargs_schema.items()}
@@ -99,7 +99,7 @@ def _replaced(argument: Any, specs: Iterator[DTensorSpec]) -> Any:
 
 
 class AxisStrategy(NamedTuple):
-    """One way to lay an operator over one mesh axis: a placement per tensor argument and per output.
+    """One way to shard an operator over one mesh axis: a placement per tensor argument and per output.
 
     A Shard without unit, sizes or repeats stands for any cut of that dim: the cut that an argument has already is
     used for all of them, so they must be cuts of one index. With `exact` it means what it says.
@@ -112,11 +112,15 @@ class AxisStrategy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacementStrategy:
-    """One way to lay an operator over all axes; `redistribute_cost` holds bytes per input."""
+    """One way to shard an operator over all axes; `redistribute_cost` holds bytes per input."""
 
     output_specs: OutputSpecs
     input_specs: tuple[DTensorSpec, ...] | None = None
     redistribute_cost: tuple[float, ...] | None = None
+
+
+# The name in torch 2.13; PlacementStrategy is the former one, which code for older versions uses.
+OpSpec = PlacementStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +136,15 @@ class TupleStrategy:
 
     childs: Sequence[OpStrategy]
 
+    @property
+    def children(self) -> Sequence[OpStrategy]:
+        """The strategies of the elements: the name in torch 2.13, where `childs` is deprecated."""
+        return self.childs
+
 
 @dataclass(frozen=True, slots=True)
 class OutputSharding:
-    """What propagation decides about a call.
+    """The decision of propagation about a call.
 
     `input_specs` are the specs that the tensor arguments must have, None where they have them already; `local`
     replaces the operator on local tensors where it needs local sizes or offsets. `copies_view` says that the

@@ -1,4 +1,4 @@
-"""Chooses, for one axis after the other, the strategy whose arguments are cheapest to bring in place.
+"""Selection of strategies: for one axis after the other, the one whose arguments take the fewest bytes to move.
 
 The work is proportional to the number of axes: strategies are data for one axis, and what another axis does to
 the tensors enters only through the size of what would move.
@@ -35,7 +35,7 @@ def move_bytes(current: Placement, wanted: Placement, axis_size: int, local_byte
 
 
 def with_cuts(strategy: AxisStrategy, current: Placements) -> Iterator[AxisStrategy]:
-    """The strategy with the cuts that its arguments have already; itself where nothing is left open.
+    """Variants of a strategy with the cuts that its arguments have already; itself where nothing is left open.
 
     Yields nothing where it shards an index that no argument is sharded on: that is never cheaper, and it would
     surprise.
@@ -99,7 +99,7 @@ def common_order(specs: Sequence[DTensorSpec]) -> tuple[int, ...] | None:
 
 
 def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> OutputSharding:
-    """Lays out a call by the strategies offered for each axis; PropagationError where none fits.
+    """The decision by the strategies offered for each axis; PropagationError where none fits.
 
     What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
     it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out.

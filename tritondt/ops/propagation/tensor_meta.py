@@ -1,4 +1,4 @@
-"""Shapes, strides and dtypes of an operator's outputs, found by running it on fake tensors of global shape."""
+"""Shapes, strides and dtypes of an operator's results, by a run on fake tensors of global shape."""
 
 import threading
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _NOT_FAKED = "no fake impl registered"
 
 
 class _Faker:
-    """One fake mode for all calls: making one costs more than most operators under it."""
+    """Runs operators under one fake mode for all calls: making one costs more than most operators under it."""
 
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
@@ -44,7 +44,7 @@ _faker = _Faker()
 
 
 def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
-    """What the operator returns for tensors of the arguments' global shapes."""
+    """Metas of the operator's results for tensors of the arguments' global shapes."""
     result = _faker.run(schema)
     if isinstance(result, torch.Tensor):
         return meta_of(result)

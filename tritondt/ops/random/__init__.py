@@ -1,1 +1,1 @@
-"""Random numbers that follow from an element's place in the whole tensor."""
+"""Random numbers that depend on an element's position in the global tensor, not on its layout."""

@@ -17,7 +17,7 @@ _OPEN_BITS = 52
 
 
 def uniform(words: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Multiples of the smallest fraction of the type from [0, 1), both parts of a complex number so.
+    """Uniform numbers: multiples of the dtype's smallest fraction from [0, 1), for both parts of a complex number.
 
     >>> uniform([torch.tensor([-1, 0])], torch.float16)
     tensor([0.9995, 0.0000], dtype=torch.float16)
@@ -45,12 +45,12 @@ def cauchy(words: Sequence[torch.Tensor], median: float, sigma: float) -> torch.
 
 
 def geometric(words: Sequence[torch.Tensor], probability: float) -> torch.Tensor:
-    """How often one tries up to the first success."""
+    """Numbers of trials up to the first success."""
     return (_between(words[0]).log() / math.log1p(-probability)).ceil().clamp(min=1)
 
 
 def bernoulli(words: Sequence[torch.Tensor], probability: float | torch.Tensor) -> torch.Tensor:
-    """True with a probability."""
+    """Bools that are True with a probability."""
     return uniform(words, torch.float64) < probability
 
 
@@ -71,7 +71,7 @@ def integers(words: Sequence[torch.Tensor], low: int, high: int) -> torch.Tensor
 
 
 def largest_integer(dtype: torch.dtype) -> int:
-    """Up to which every whole number has a value of the type."""
+    """The largest number up to which every whole number has a value of the dtype."""
     if dtype is torch.bool:
         return 1
     return 1 << _FRACTION_BITS[dtype] if dtype.is_floating_point else torch.iinfo(dtype).max

@@ -6,7 +6,7 @@ makes those of its part. What rewinds the default generator, as activation check
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,12 +14,15 @@ from weakref import WeakKeyDictionary
 import torch
 
 from tritondt import identity
-from tritondt.errors import MismatchError, TransportError
+from tritondt.errors import MismatchError
 from tritondt.ops.random.philox import random_words
-from tritondt.redistribution.run import has_memory, redistribute_local
+from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
-from tritondt.sharding.placement import Placement, Replicate, Shard
-from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.placement import Shard
+from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.spec_values import spec_text
+from tritondt.sharding.strides import dense_strides
 
 _MASK = (1 << 64) - 1
 
@@ -40,23 +43,12 @@ def words_of(
 def words_like(
     local: torch.Tensor, spec: DTensorSpec, generator: torch.Generator | None = None, num_words: int = 1
 ) -> tuple[torch.Tensor, ...]:
-    """The same for a rank's part `local`, which has no memory where torch traces a graph."""
+    """Random bits by `words_of` for a rank's part `local`, or an operator's result where torch traces a graph."""
     if has_memory(local):
         return words_of(spec, local.device, generator, num_words)
-    return tuple(_traced(spec, local.device, num_words).unbind())
-
-
-def _refuse_traced(spec: DTensorSpec, device: torch.device, num_words: int) -> torch.Tensor:
-    raise TransportError(f"random numbers for {spec} were asked for where there is no memory")
-
-
-_traced: Callable[[DTensorSpec, torch.device, int], torch.Tensor] = _refuse_traced
-
-
-def trace_random_with(function: Callable[[DTensorSpec, torch.device, int], torch.Tensor]) -> None:
-    """Sets what stands for random bits in a graph that torch traces."""
-    global _traced
-    _traced = function
+    # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
+    stand_in: torch.Tensor = torch.ops.tritondt.random_words(spec_text(spec), local.device, num_words)
+    return tuple(stand_in.unbind())
 
 
 def shard_seed(spec: DTensorSpec) -> int:
@@ -70,11 +62,9 @@ def shard_seed(spec: DTensorSpec) -> int:
 def shard_index(spec: DTensorSpec) -> int:
     """The number of this rank's shard: ranks that hold the same part have one number, others differ."""
     assert spec.coordinate is not None, f"{spec} has no part on this rank"
-    index = 0
-    for size, place, placement in zip(spec.mesh.shape, spec.coordinate, spec.placements, strict=True):
-        if isinstance(placement, Shard):
-            index = index * size + place
-    return index
+    axes = spec.layout.axes_where(Shard)
+    strides = dense_strides([spec.mesh.shape[axis] for axis in axes])
+    return sum(spec.coordinate[axis] * stride for axis, stride in zip(axes, strides, strict=True))
 
 
 def _key(mesh: Mesh, generator: torch.Generator | None) -> int:
@@ -119,7 +109,7 @@ _of_thread = _OfThread()
 
 
 def _thread_generator() -> torch.Generator:
-    """What stands for the default generator where ranks are threads and share that one: each has its own, alike."""
+    """The default generator of a rank that is a thread: each rank has one of its own, seeded alike."""
     found = _of_thread.generator
     if found is None or found.initial_seed() != torch.initial_seed():
         found = _of_thread.generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -144,10 +134,7 @@ def _mixed(seed: int, index: int) -> int:
 
 def _check_agreement(mesh: Mesh, seed: int, drawn: int) -> None:
     """Compares seed and state of a generator among the ranks of `mesh`: a collective call of a few bytes."""
-    own = torch.tensor([[_signed(seed), drawn]], dtype=torch.int64, device=mesh.device_type)
-    placements: list[Placement] = [Shard(0)] * mesh.ndim
-    rows = DTensorSpec(mesh, placements, TensorMeta.contiguous((len(mesh.ranks), 2), torch.int64))
-    found = redistribute_local(own, rows, rows.with_placements([Replicate()] * mesh.ndim)).tolist()
+    found = lengths_on_all(mesh, [_signed(seed), drawn])
     for rank, (other_seed, other_drawn) in zip(mesh.ranks, found, strict=True):
         if other_seed != found[0][0]:
             what = f"rank {mesh.ranks[0]} has seed {found[0][0] & _MASK}, rank {rank} has seed {other_seed & _MASK}"

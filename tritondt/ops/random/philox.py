@@ -1,4 +1,4 @@
-"""Random bits for the elements of a part of a tensor: a function of a key and of the place in the whole tensor.
+"""Random bits of a part's elements: a function of a key and of the element's position in the global tensor.
 
 Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011), with the place as its counter. So
 every rank computes the bits of what it holds, and they are the same whatever the layout.
@@ -28,25 +28,25 @@ def random_words(
     True
     """
     if device is not None and device.type != "cpu":
-        return _by_operators(_places(region, shape, device), key, lane)
+        return _by_operators(_positions(region, shape, device), key, lane)
     lengths = [sum(stop - start for start, stop in intervals) for intervals in region]
     words = torch.empty(lengths, dtype=torch.int64)
     write_random_words(region, shape, key, lane, words.data_ptr(), torch.get_num_threads())
     return words
 
 
-def _places(region: Region, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The place of each element in the whole tensor, row by row."""
-    places = torch.zeros((), dtype=torch.int64, device=device)
+def _positions(region: Region, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The position of each element in the global tensor, row by row."""
+    positions = torch.zeros((), dtype=torch.int64, device=device)
     for intervals, length in zip(region, shape, strict=True):
         held = [torch.arange(start, stop, device=device) for start, stop in intervals]
         indices = torch.cat(held) if held else torch.empty(0, dtype=torch.int64, device=device)
-        places = (places * length)[..., None] + indices
-    return places
+        positions = (positions * length)[..., None] + indices
+    return positions
 
 
 def _by_operators(counter: torch.Tensor, key: int, lane: int) -> torch.Tensor:
-    """The generator on integers of 64 bits that hold 32 each; products wrap around, which keeps their bits."""
+    """Philox by operators on int64 that hold 32 bits each; products wrap around, which keeps their bits."""
     first, second = counter & _LOW, (counter >> 32) & _LOW
     third = fourth = torch.zeros_like(counter)
     low_key, high_key = key & _LOW, key >> 32 & _LOW

@@ -1,4 +1,4 @@
-"""einop_rule and pointwise_rule: layouts from an equation in which every letter is one index of the computation."""
+"""einop_rule and pointwise_rule: placements from an equation in which every letter is one index of the computation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ _PENDING = Partial("sum")
 
 
 def einop_strategies(equation: str, *, linearity: bool = False) -> list[AxisStrategy]:
-    """One strategy a letter, then the replicated one, then with `linearity` the one of pending sums.
+    """Strategies of an equation: one per letter, the replicated one, then with `linearity` that of pending sums.
 
     A letter that the output lacks is summed away, which leaves a Partial; "1" is a dim that broadcasts.
 
@@ -46,11 +46,22 @@ def einop_rule(
     linearity: bool = False,
     enforce_sharding: Mapping[str, int] | None = None,
 ) -> OutputSharding:
-    """Lays out an operator that is an einsum of its tensors, as `equation` says.
+    """The decision about an operator that is an einsum of its tensors, as `equation` says.
 
-    Per mesh axis one letter is sharded, that whose arguments are cheapest to bring in place; an argument sharded
-    otherwise moves. `enforce_sharding` gives letters the axis that must shard them, or -1 for none, for operators
-    that write into a tensor. Raises PropagationError where the equation cannot be read or nothing fits.
+    Per mesh axis one letter is sharded, that whose arguments take the fewest bytes to move; an argument sharded
+    otherwise moves. `linearity` lets pending sums of all arguments pass. `enforce_sharding` gives letters the axis that
+    must shard them, or -1 for none, for operators that write into a tensor. Pure: nothing is sent. Raises
+    PropagationError where the equation cannot be read or nothing fits.
+
+    >>> import torch, tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def product(rank):
+    ...     x = T.ones(4, 6, device_mesh=T.Mesh((2,)), placements=[T.Shard(1)])
+    ...     schema = OpSchema(torch.ops.aten.mm.default, (x._spec, T.ones(6, 2, device_mesh=T.Mesh((2,)))._spec))
+    ...     decision = einop_rule("mk,kn->mn", schema)
+    ...     return str(decision.output_spec.placements), decision.needs_redistribute
+    >>> run_ranks(2, product)[0]
+    ('(P(sum),)', True)
     """
     offered = einop_strategies(equation, linearity=linearity)
     letters = [letter for letter in dict.fromkeys(equation.partition("->")[0]) if letter.isalpha()]
@@ -68,7 +79,18 @@ def einop_rule(
 
 
 def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputSharding:
-    """Lays out an elementwise operator with broadcasting; with `linearity` pending sums pass through together."""
+    """The decision about an elementwise operator with broadcasting; with `linearity` pending sums pass together.
+
+    Pure: nothing is sent. PropagationError where nothing fits.
+
+    >>> import torch, tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def sine(rank):
+    ...     x = T.ones(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     return str(pointwise_rule(OpSchema(torch.ops.aten.sin.default, (x._spec,))).output_spec.placements)
+    >>> run_ranks(2, sine)
+    ['(S0,)', '(S0,)']
+    """
     specs = op_schema.args_spec
     groups = [range(len(specs))] if linearity else linear_groups(op_schema.op, len(specs))
     return decide([pointwise_strategies(specs, linear_in=groups)] * op_schema.mesh.ndim, op_schema)

@@ -1,4 +1,4 @@
-"""What a rank that holds nothing of an argument gives: many kernels refuse empty tensors."""
+"""Results on a rank that holds nothing of an argument: many kernels refuse empty tensors."""
 
 from collections.abc import Sequence
 from math import prod
@@ -13,7 +13,7 @@ from tritondt.sharding.strides import strides_in_order_of
 
 
 def empty_shard_result(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """What gives empty results, and zeros where the result is terms of a sum; None where the operator has to run.
+    """A function of empty results, or zeros where the result is terms of a sum; None where the operator has to run.
 
     It has to where this rank holds something of every argument, or all of arguments that are empty, or a result is no
     sum and not empty.

@@ -1,4 +1,4 @@
-"""Operators laid out by an equation: one line says which indices of which tensors may be cut, and what results then.
+"""Operators by equation: one line says which indices of which tensors may be cut, and which results follow.
 
     "nc..,oc..->no.."       a letter is one index: it may be cut, in all tensors that have it alike
     "*..->*..,*"            a dot is a dim that must be whole; a star is any number of leading dims that broadcast
@@ -34,15 +34,15 @@ class Term(NamedTuple):
     is_added: bool
 
     def num_leading(self, ndim: int) -> int:
-        """How many leading dims a tensor of `ndim` dims has."""
+        """Number of leading dims that a tensor of `ndim` dims has."""
         return ndim - len(self.indices) if self.is_batched else 0
 
 
 @lru_cache(maxsize=1024)
-def parsed(equation: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
+def parse_equation(equation: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
     """The terms of the arguments and of the results.
 
-    >>> parsed("*..->*.")
+    >>> parse_equation("*..->*.")
     ((Term(indices='..', is_batched=True, is_added=False),), (Term(indices='.', is_batched=True, is_added=False),))
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
@@ -53,12 +53,12 @@ def parsed(equation: str) -> tuple[tuple[Term, ...], tuple[Term, ...]]:
 
 
 # A result that none of the indices reach: empty where it is not asked for, or the same whatever is cut.
-APART = Term("-", False, False)
+UNINDEXED = Term("-", False, False)
 
 
 def _term(text: str) -> Term:
     if text == "-":
-        return APART
+        return UNINDEXED
     indices = text.lstrip("+").removeprefix("*")
     letters = indices.replace(".", "")
     if (letters and not letters.isalpha()) or len(set(letters)) < len(letters):
@@ -71,12 +71,12 @@ def _term(text: str) -> Term:
 def equation_strategies(
     equation: str, tensors: Sequence[DTensorSpec | None], linear_in: Sequence[Sequence[int]] = ()
 ) -> list[AxisStrategy]:
-    """One strategy an index that may be cut, those of pending sums, and the replicated one last.
+    """Strategies of an equation: one per index that may be cut, those of pending sums, and the replicated one last.
 
     `tensors` are those that the operator declares, None where one was not given; `linear_in` lists groups of their
     places that may be Partial together, with the tensors that are added.
     """
-    inputs, outputs = parsed(equation)
+    inputs, outputs = parse_equation(equation)
     given = [(term, spec) for term, spec in zip(inputs, tensors, strict=True) if spec is not None]
     found = [_of_letter(letter, given, outputs) for letter in _letters(given)]
     found += _of_leading_dims(given, outputs)
@@ -102,7 +102,7 @@ def _of_letter(letter: str, given: Sequence[tuple[Term, DTensorSpec]], outputs: 
     leading = max(term.num_leading(spec.ndim) for term, spec in given)
 
     def of_result(term: Term) -> Placement:
-        if term is APART:
+        if term is UNINDEXED:
             return Replicate()
         place = term.indices.find(letter)
         return Partial() if place < 0 else Shard(place + (leading if term.is_batched else 0))
@@ -132,7 +132,7 @@ def _of_leading_dims(given: Sequence[tuple[Term, DTensorSpec]], outputs: Sequenc
             for place, (_, spec) in zip(places, given, strict=True)
         )
         results = tuple(
-            Replicate() if term is APART else Shard(dim) if term.is_batched else Partial() for term in outputs
+            Replicate() if term is UNINDEXED else Shard(dim) if term.is_batched else Partial() for term in outputs
         )
         found.append(AxisStrategy(inputs, results))
     return found
@@ -155,7 +155,7 @@ def register_equation(
     linear_in: Sequence[Sequence[int]] = (),
     sizes: str | None = None,
 ) -> None:
-    """Registers the operator `aten.name` by its equation, or by what says the equation of a call.
+    """Registers the operator `aten.name` by its equation, or by a function that gives the equation of a call.
 
     `sizes` names the argument that holds the sizes of the first result, which are other ones on a rank. What this torch
     does not have is left out.

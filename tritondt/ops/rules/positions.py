@@ -1,4 +1,4 @@
-"""Global indices as places in what a rank holds of a sharded dim."""
+"""Local positions of global indices on a sharded dim."""
 
 import torch
 
@@ -6,7 +6,7 @@ from tritondt.sharding.intervals import Intervals
 
 
 def positions_among(held: Intervals, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where global `indices` lie among the rows that a rank holds, laid end to end, and which it does not hold.
+    """Positions of global `indices` among the rows that a rank holds, laid end to end, and a mask of the missing ones.
 
     Those that it does not hold get position 0.
 
@@ -30,7 +30,7 @@ def positions_among(held: Intervals, indices: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_indices(indices: torch.Tensor, length: int, what: str) -> None:
-    """Refuses with an IndexError what lies outside [0, length), on devices where looking costs no waiting."""
+    """Raises IndexError for indices outside [0, length), on devices where looking costs no waiting."""
     if indices.device.type == "cpu" and indices.numel():
         low, high = (int(bound) for bound in torch.aminmax(indices))
         if low < 0 or high >= length:

@@ -1,4 +1,4 @@
-"""What operators that reduce share: which dims go, where the others are afterwards, and how ranks complete a reduction.
+"""Reductions: which dims are reduced, where the others are afterwards, and how ranks complete a reduction.
 
 Some reductions cannot be left pending: the root of a sum, or a softmax over a sharded dim. These are completed within
 the operator, by redistributing what every rank has reduced already: one number for each row, never the rows. The
@@ -39,7 +39,7 @@ def reduced_dims(dims: int | Sequence[int] | None, num_dims: int) -> tuple[int, 
 
 
 def places_of_kept(dims: Sequence[int], num_dims: int, keepdim: bool) -> Mapping[int, int]:
-    """For every dim that is not reduced, which dim of the result it is.
+    """The dim of the result for every dim that is not reduced.
 
     >>> places_of_kept((1,), 3, False), places_of_kept((1,), 3, True)
     ({0: 0, 2: 1}, {0: 0, 2: 2})
@@ -59,7 +59,7 @@ def reduced(schema: OpSchema) -> tuple[tuple[int, ...], bool]:
 
 
 def rows(schema: OpSchema, num_outputs: int = 1) -> list[AxisStrategy]:
-    """The strategies that shard what is not reduced."""
+    """The strategies that shard dims that are not reduced."""
     dims, keepdim = reduced(schema)
     places = places_of_kept(dims, schema.args_spec[0].ndim, keepdim)
     return [AxisStrategy((Shard(dim),), (Shard(place),) * num_outputs) for dim, place in places.items()]
@@ -81,35 +81,35 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def completion(spec: DTensorSpec, dims: Sequence[int], reduce_op: ReduceOp, dtype: torch.dtype) -> Completion:
-    """What completes a reduction over `dims` of a tensor under `spec`.
+    """The function that completes a reduction over `dims` of a tensor under `spec`.
 
     The function takes this rank's reduction of `dtype`, reduced dims kept with length 1, and gives that of all ranks;
     it is a collective call where one of the dims is sharded, and else the identity. `spec` must have no Partial.
     """
     if not is_sharded(spec, dims):
         return lambda own: own
-    source, target = _one_a_row(spec, dims, Partial(reduce_op), dtype)
+    source, target = _row_specs(spec, dims, Partial(reduce_op), dtype)
     return lambda own: redistribute_local(own, source, target)
 
 
-def _one_a_row(
+def _row_specs(
     spec: DTensorSpec, dims: Sequence[int], pending: Placement, dtype: torch.dtype
 ) -> tuple[DTensorSpec, DTensorSpec]:
     """The specs of one number a row: pending on the axes that cut `dims`, and complete."""
     shape = [1 if dim in dims else length for dim, length in enumerate(spec.shape)]
     meta = TensorMeta.contiguous(shape, dtype)
 
-    def laid_out(on_cut_axes: Placement) -> DTensorSpec:
+    def spec_with(on_cut_axes: Placement) -> DTensorSpec:
         placements = [on_cut_axes if isinstance(p, Shard) and p.dim in dims else p for p in spec.placements]
         return DTensorSpec(spec.mesh, placements, meta, spec.order)
 
-    return laid_out(pending), laid_out(Replicate())
+    return spec_with(pending), spec_with(Replicate())
 
 
 def largest_and_sum(
     spec: DTensorSpec, dims: tuple[int, ...], dtype: torch.dtype
 ) -> Callable[..., Sequence[torch.Tensor]]:
-    """What finds m, the largest x along `dims`, and the sum of exp(x - m), over all ranks, dims kept with length 1.
+    """A function that finds m, the largest x along `dims`, and the sum of exp(x - m), over all ranks, dims kept.
 
     The function takes this rank's x of `dtype`. Every rank gives its own two numbers a row, which one exchange brings
     to all and every rank combines alike: for k ranks that is 2(k - 1) numbers received a row, where reducing the one
@@ -134,13 +134,13 @@ def largest_and_sum(
 
 
 def _gathering(spec: DTensorSpec, dims: Sequence[int], dtype: torch.dtype) -> Completion:
-    """What brings the two numbers a row of all ranks that cut `dims` together: (1, 2, *row) to (ranks, 2, *row)."""
+    """The function that gathers two numbers a row of all ranks that cut `dims`: (1, 2, *row) to (ranks, 2, *row)."""
     cutting = [axis for dim in dims for axis in spec.layout.axes_of_dim[dim]]
     num_pieces = prod(spec.mesh.shape[axis] for axis in cutting)
     shape = [1 if dim in dims else length for dim, length in enumerate(spec.shape)]
     meta = TensorMeta.contiguous((num_pieces, 2, *shape), dtype)
 
-    def laid_out(on_cut_axes: Placement) -> DTensorSpec:
+    def spec_with(on_cut_axes: Placement) -> DTensorSpec:
         placements = [
             on_cut_axes
             if axis in cutting
@@ -151,5 +151,5 @@ def _gathering(spec: DTensorSpec, dims: Sequence[int], dtype: torch.dtype) -> Co
         ]
         return DTensorSpec(spec.mesh, placements, meta, spec.order)
 
-    source, target = laid_out(Shard(0)), laid_out(Replicate())
+    source, target = spec_with(Shard(0)), spec_with(Replicate())
     return lambda own: redistribute_local(own, source, target)

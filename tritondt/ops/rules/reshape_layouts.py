@@ -1,4 +1,4 @@
-"""Which layout a tensor has after its dims are merged and divided, in row-major order.
+"""Layouts after a reshape: dims merged and divided, in row-major order.
 
 Every group of dims that turns into another group of dims is merged into one dim and divided again. A cut of a dim is a
 cut of the merged dim: its unit grows by the lengths inside it, its repeats by those outside. A cut of the merged dim is
@@ -44,7 +44,7 @@ def reshaped(layout: Layout, shape: Sequence[int]) -> Layout:
 
 
 def dim_groups(source: Sequence[int], target: Sequence[int]) -> list[tuple[range, range]]:
-    """Which dims of a shape turn into which of another of as many elements, more than none.
+    """Groups of dims of a shape with the dims of another that they turn into, both of as many elements, not none.
 
     A dim of length 1 goes with what follows it, the last ones with what comes before.
 
@@ -120,7 +120,7 @@ def _merged(cuts: Sequence[Sequence[AxisCut]], lengths: Sequence[int], mesh_shap
 
 
 def _without_sizes(shard: Shard, parts: int, length: int) -> Shard:
-    """The same pieces by a unit where there is one, else `shard` itself."""
+    """A cut into equal pieces by a unit where there is one, else `shard` itself."""
     if shard.sizes is None:
         return shard
     block = length // shard.repeats
@@ -197,7 +197,7 @@ class _Division(NamedTuple):
         return Shard(dim, unit, None, repeats) if block % unit == 0 else None
 
     def _held(self, dim: int, repeats: int, earlier: Sequence[AxisCut]) -> set[int] | None:
-        """All that earlier cuts of `dim` may leave of a block; None where their blocks are others."""
+        """All lengths that earlier cuts of `dim` may leave of a block; None where their blocks differ."""
         block = self.lengths[dim] // repeats
         held = {block}
         for axis, shard in earlier:

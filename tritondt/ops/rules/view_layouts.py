@@ -1,4 +1,4 @@
-"""Which layout the result of a view has, where its dims are the argument's dims or parts of them.
+"""Layouts of views whose dims are the argument's dims or parts of them.
 
 All functions take the argument's layout and give that of the result, without a tensor and alike on every rank. A view
 moves nothing: where no layout says who holds what, LayoutError gives the reason.
@@ -148,7 +148,7 @@ def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range)
 
 
 def num_within(indices: range, start: int, stop: int) -> int:
-    """How many of ascending indices lie in [start, stop).
+    """Number of ascending indices that lie in [start, stop).
 
     >>> num_within(range(1, 10, 3), 2, 8)
     2
@@ -177,7 +177,7 @@ def _all_bounds(cut: Cut, held: int) -> list[tuple[int, int]]:
 
 
 def local_slice(held: Intervals, kept: range) -> tuple[int, int]:
-    """Where [start, stop) of local indices starts and stops that, by the step of `kept`, lists what is held of it.
+    """Bounds [start, stop) of local indices that, by the step of `kept`, list what is held of it.
 
     `held` may be several intervals only where the step is 1 or the slice meets one of them.
 

@@ -1,7 +1,7 @@
-"""What the rules of views have in common: the decision about a call, and what has to move where the shards cannot stay.
+"""Rules of views: the decision about a call, and the cheapest move where the shards cannot stay.
 
 A view aliases its argument on every rank: its layout follows from the argument's. Where it has none the argument moves
-by the cheapest way to a layout that has one, and the result is a copy that follows the argument; a view that merges or
+by the cheapest way to a layout that has one, and the result is a copied view; a view that merges or
 splits dims is refused then, with that way, unless the fallback lets it move.
 """
 
@@ -31,7 +31,7 @@ MAX_TRIED = 256
 
 
 class _NoLayoutError(Exception):
-    """A view that has no layout: its argument would have to be under `source`, which `refusal`, if any, refuses."""
+    """A view that has no layout unless its argument is moved to `source`, which `refusal`, if any, refuses."""
 
     def __init__(self, source: DTensorSpec, refusal: str) -> None:
         super().__init__(source)
@@ -39,7 +39,7 @@ class _NoLayoutError(Exception):
 
 
 def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]:
-    """Decorates the rule of these operators; where a view has no layout it is asked again with the argument moved."""
+    """Decorates the rule of these operators; where a view has no layout, the rule runs again on a moved argument."""
 
     def register(rule: RuleFunction) -> RuleFunction:
         def decide(schema: OpSchema) -> OutputSharding:
@@ -74,20 +74,20 @@ def meta_of_view(schema: OpSchema) -> TensorMeta:
 def spec_of_view(
     schema: OpSchema,
     meta: TensorMeta,
-    lay_out: ViewLayout,
+    view_layout: ViewLayout,
     units: ViewUnits | None = None,
     *,
     is_refused: bool = False,
 ) -> DTensorSpec:
-    """The spec of a result; where it can have none the argument is sent the cheapest way to where it can.
+    """The spec of a result; where there is none, the argument is moved the cheapest way to where there is one.
 
     With `is_refused` it is sent only where the fallback lets it. PropagationError where there is no such way.
     """
     spec = schema.args_spec[0]
     try:
-        layout = lay_out(spec.layout)
+        layout = view_layout(spec.layout)
     except LayoutError as error:
-        found = cheapest_move(spec, lay_out, units)
+        found = cheapest_move(spec, view_layout, units)
         if found is None:
             raise PropagationError(f"{schema} has no layout: {error}") from None
         raise _NoLayoutError(found, _refusal(schema, error, found) if is_refused else "") from None
@@ -96,12 +96,12 @@ def spec_of_view(
 
 def view_of(
     schema: OpSchema,
-    lay_out: ViewLayout,
+    view_layout: ViewLayout,
     local: Callable[[DTensorSpec], LocalOp | None] | None = None,
     units: ViewUnits | None = None,
 ) -> OutputSharding:
     """The decision about a view with one result; `local` gives what runs on local tensors for the result's spec."""
-    spec = spec_of_view(schema, meta_of_view(schema), lay_out, units)
+    spec = spec_of_view(schema, meta_of_view(schema), view_layout, units)
     return OutputSharding(spec, None, None if local is None else local(spec))
 
 
@@ -117,8 +117,8 @@ def _refusal(schema: OpSchema, reason: LayoutError, target: DTensorSpec) -> str:
     )
 
 
-def cheapest_move(spec: DTensorSpec, lay_out: ViewLayout, units: ViewUnits | None = None) -> DTensorSpec | None:
-    """The spec under which the view can be had that takes the fewest bytes to any rank, the first among equals.
+def cheapest_move(spec: DTensorSpec, view_layout: ViewLayout, units: ViewUnits | None = None) -> DTensorSpec | None:
+    """The spec under which the view is possible that takes the fewest bytes to any rank, the first among equals.
 
     As few axes as possible change: to Replicate, to another dim, or to another unit.
     """
@@ -127,7 +127,7 @@ def cheapest_move(spec: DTensorSpec, lay_out: ViewLayout, units: ViewUnits | Non
         found: list[tuple[int, DTensorSpec]] = []
         for axes in combinations(sharding, count):
             for placements in _alternatives(spec.layout, axes, units):
-                target = _fitting(spec, placements, lay_out)
+                target = _fitting(spec, placements, view_layout)
                 if target is not None:
                     found.append((received_bytes(spec, target), target))
                 if len(found) == MAX_TRIED:
@@ -152,10 +152,10 @@ def _alternatives(layout: Layout, axes: Sequence[int], units: ViewUnits | None) 
         yield tuple(changed.get(axis, placement) for axis, placement in enumerate(layout.placements))
 
 
-def _fitting(spec: DTensorSpec, placements: tuple[Placement, ...], lay_out: ViewLayout) -> DTensorSpec | None:
+def _fitting(spec: DTensorSpec, placements: tuple[Placement, ...], view_layout: ViewLayout) -> DTensorSpec | None:
     try:
         target = spec.with_placements(placements)
-        lay_out(target.layout)
+        view_layout(target.layout)
     except LayoutError:
         return None
     return target

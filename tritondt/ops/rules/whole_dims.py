@@ -1,4 +1,4 @@
-"""Operators that work along dims which an argument names: those must be whole, and every other dim may be cut.
+"""Operators along dims that an argument names: those must be whole, and every other dim may be cut.
 
 One line an operator says how the argument is called, whether the dims go, and which tensors take no part in the dims.
 """
@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.pointwise import broadcast_placement, partial_ops
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import declared_tensors, with_local_sizes
 from tritondt.ops.rules.reductions import places_of_kept, reduced_dims
 from tritondt.sharding.placement import Placement, Replicate, Shard
-from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
@@ -46,7 +45,7 @@ def along_strategies(
     whole: Sequence[str] = (),
     linear_in: Sequence[Sequence[int]] = (),
 ) -> list[AxisStrategy]:
-    """Every dim but `dims` cut in all tensors that have it, counted from the end as in broadcasting.
+    """Strategies that cut a dim other than `dims` in all tensors that have it, counted from the end.
 
     Tensors that `whole` names are not cut; `linear_in` lists groups of places that may be Partial together. Results
     lack `dims` where they are reduced and `keepdim` is not given.
@@ -61,7 +60,9 @@ def along_strategies(
     for dim, place in places.items():
         from_end = dim - num_dims
         length = max((spec.shape[from_end] for spec in along if spec.ndim >= -from_end), default=0)
-        inputs = tuple(Replicate() if name in whole else _aligned(spec, from_end, length) for name, spec in given)
+        inputs = tuple(
+            Replicate() if name in whole else broadcast_placement(spec, from_end, length) for name, spec in given
+        )
         found.append(AxisStrategy(inputs, (Shard(place),) * num_outputs))
     everywhere: tuple[Placement, ...] = (Replicate(),) * len(given)
     for partial in partial_ops([spec for _, spec in given]):
@@ -76,12 +77,6 @@ def _keeps_dims(schema: OpSchema) -> bool:
     return "keepdim" in declared and bool(schema.argument(declared.index("keepdim"), "keepdim", False))
 
 
-def _aligned(spec: DTensorSpec, from_end: int, length: int) -> Placement:
-    """Cut at the dim counted from the end; whole where the tensor lacks it, or one element serves all pieces."""
-    dim = from_end + spec.ndim
-    return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
-
-
 def register_whole_dims(
     name: str,
     dims: str | DimsOf = "dim",
@@ -91,7 +86,7 @@ def register_whole_dims(
     linear_in: Sequence[Sequence[int]] = (),
     sizes: str | None = None,
 ) -> None:
-    """Registers `aten.name`, and the operator that does the same in place, by the dims along which they work.
+    """Registers `aten.name` and its in-place form by the dims along which they work.
 
     `dims` is an argument's name or what finds them; see `along_strategies`. `sizes` names the argument that holds the
     sizes of the result, which are other ones on a rank. What this torch does not have is left out.

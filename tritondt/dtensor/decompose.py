@@ -1,0 +1,37 @@
+"""Operators computed in terms of others: composites by torch's own form, the rest by propagation's decompositions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
+from tritondt.ops.propagation.replication import implicit_replication
+from tritondt.ops.propagation.schema import OpSchema
+
+
+def decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The results of a call in terms of other operators; NotImplemented where there is no such form, or no need."""
+    # Plain tensors that come up on the way are made of shapes and numbers: no other came with the arguments.
+    with implicit_replication():
+        if _is_composite(schema.op):
+            return _decompose_composite(schema.op, args, kwargs)
+        decomposition = None if is_replicated(schema) else decomposition_of(schema.op)
+        return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+
+
+def _is_composite(op: OpOverload) -> bool:
+    return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _decompose_composite(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The results of a composite operator, which comes to dispatch only under inference_mode.
+
+    The key that makes results views and counts writes has been left by then, without having acted on most composites.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    if op.has_kernel_for_dispatch_key(key):  # narrow and chunk: it has acted, and makes the result a view itself
+        return op.decompose(*args, **kwargs)
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return op.decompose(*args, **kwargs)

@@ -1,0 +1,40 @@
+"""prefetch: redistributions issued before their result is asked for."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tritondt.comm.packing.wire_dtype import narrower
+from tritondt.dtensor.pending import issue_prefetch
+from tritondt.dtensor.tensor import DTensor
+from tritondt.sharding.placement import Placement
+from tritondt.sharding.spec import target_spec
+
+
+def prefetch(
+    tensor: DTensor,
+    placements: Sequence[Placement],
+    *,
+    order: Sequence[int | str] | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> None:
+    """Issues the redistribution of a tensor to `placements`, which its next `redistribute` to them then takes.
+
+    A collective call that returns at once. `placements`, one per mesh axis, `order` and `wire_dtype` are those of
+    `DTensor.redistribute`, and must be equal there. The result is dropped if the tensor is written to before. Raises
+    LayoutError, TransportError; a failure on the way is raised by whoever waits for the result.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def ahead(rank):
+    ...     weight = T.ones(4, 4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     T.prefetch(weight, [T.Replicate()])
+    ...     before = weight.sum().full_tensor().item()  # meanwhile
+    ...     return before, tuple(weight.redistribute(placements=[T.Replicate()]).to_local().shape)
+    >>> run_ranks(2, ahead)
+    [(16.0, (4, 4)), (16.0, (4, 4))]
+    """
+    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
+    if target is not tensor._spec:
+        with torch.no_grad():
+            issue_prefetch(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -1,0 +1,44 @@
+"""Registrations of DTensor with torch: dispatch of operators, saved files, optimizers, composites and graphs."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import is_inference_mode_enabled
+from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
+
+from tritondt.dtensor import graph_ops  # noqa: F401  defines the operators that graphs keep
+from tritondt.dtensor.composites import let_composites_make_tensors
+from tritondt.dtensor.construct import construct
+from tritondt.dtensor.copied_views import track_base
+from tritondt.dtensor.dispatch import Dispatcher
+from tritondt.dtensor.serialization import rebuild_dtensor
+from tritondt.dtensor.tensor import DTensor, wrap
+from tritondt.ops import propagator
+from tritondt.sharding.spec import DTensorSpec
+
+_construct_plain = partial(construct, DTensor, requires_grad=False)
+
+
+def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[Any]:
+    """Distributed tensors of many local ones, for which a frame each would take a fifth of the time."""
+    if is_inference_mode_enabled():
+        return list(map(DTensor, local_tensors, specs))
+    return list(map(_construct_plain, local_tensors, specs))
+
+
+dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, propagator)
+# Torch calls it for every operator; a static method saves a frame.
+DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
+let_composites_make_tensors(DTensor, wrap)
+
+# torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
+# Saved files name the room, so that they load wherever the class stands; older ones name `tritondt.saving`.
+DTensor.__module__ = rebuild_dtensor.__module__ = "tritondt.dtensor"
+torch.serialization.add_safe_globals([DTensor, rebuild_dtensor, (rebuild_dtensor, "tritondt.saving.loaded")])
+
+# Optimizers and clip_grad_norm_ take their list operators for these classes.
+for _types in (_optimizer_foreach_types, _utility_foreach_types):
+    cast("list[type]", _types).append(DTensor)

@@ -1,0 +1,55 @@
+"""Specs as plain values and as text, for files and for compiled graphs.
+
+Plain values are all that torch.load with weights_only takes; they also outlive the world in which they were written.
+"""
+
+import json
+from functools import lru_cache
+
+import torch
+
+from tritondt import identity
+from tritondt.identity import Identity
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import parse_placements, placements_text
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+# Mesh shape, axis names, ranks and device type; placements as text, global shape, strides and cut order.
+SpecValues = tuple[
+    tuple[tuple[int, ...], tuple[str, ...] | None, tuple[int, ...], str],
+    tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+]
+
+
+def spec_values(spec: DTensorSpec) -> SpecValues:
+    """The spec as plain values, without its dtype, which the local tensor has."""
+    mesh = spec.mesh
+    return (
+        (mesh.shape, mesh.names, mesh.ranks, mesh.device_type),
+        (placements_text(spec.placements), spec.shape, spec.tensor_meta.stride, spec.order),
+    )
+
+
+def spec_from(values: SpecValues, dtype: torch.dtype) -> DTensorSpec:
+    """The spec of these values in the calling thread's world; MeshError where it has not enough ranks."""
+    (mesh_shape, names, ranks, device_type), (placements, shape, stride, order) = values
+    mesh = Mesh(mesh_shape, names, ranks=ranks, device_type=device_type)
+    return DTensorSpec(mesh, parse_placements(placements), TensorMeta(shape, stride, dtype), order)
+
+
+def spec_text(spec: DTensorSpec) -> str:
+    """The spec as text with its dtype, which an operator in a graph can take as an argument."""
+    return json.dumps([*spec_values(spec), str(spec.dtype).removeprefix("torch.")])
+
+
+def spec_from_text(text: str) -> DTensorSpec:
+    """The spec of a text by `spec_text` in the calling thread's world; MeshError where it has not enough ranks."""
+    return _spec_of_rank(identity.current(), text)
+
+
+@lru_cache(maxsize=4096)
+def _spec_of_rank(who: Identity, text: str) -> DTensorSpec:
+    (shape, names, ranks, device_type), (placements, *rest), dtype = json.loads(text)
+    of_mesh = tuple(shape), None if names is None else tuple(names), tuple(ranks), device_type
+    of_shape, stride, order = (tuple(item) for item in rest)
+    return spec_from((of_mesh, (placements, of_shape, stride, order)), getattr(torch, dtype))
