@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -33,7 +34,7 @@ class NcclGroup:
         self._failure: BaseException | None = None
         self._is_told = self._is_ended = False
         self._gathered: list[Request] | None = None
-        self.requests = OperationCache(GroupRank(place, len(ranks)), self.device, carrier.library)
+        self.operations = OperationCache(GroupRank(place, len(ranks)), self.device, carrier.library)
 
     @property
     def device(self) -> torch.device:
@@ -144,7 +145,7 @@ class NcclGroup:
                 ends = (self._ranks[source], self._ranks[target])
                 name = f"{self._name}: {ends[0]} to {ends[1]}"
                 ranks = tuple(sorted(ends))
-                found = P2PStream(name, lambda: self._made(name, ranks), self._carrier.streams)
+                found = P2PStream(name, partial(self._made, name, ranks), self._carrier.streams)
                 self._channels[source, target] = found
         return found
 

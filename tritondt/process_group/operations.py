@@ -44,16 +44,21 @@ class OperationCache:
         self,
         key: Hashable | None,
         tensors: Tensors,
-        describe: Callable[[], str],
-        make: Callable[["OperationCache", str], Operation],
+        describe: Callable[..., str],
+        make: Callable[..., Operation],
+        arguments: tuple[Any, ...],
     ) -> Operation:
-        """What `make` gives, or gave before for this key and tensors alike; nothing is kept for a key of None."""
+        """The operation that `make` gives, or gave before for this key and tensors alike.
+
+        `describe` and `make` are given `arguments`, the latter after this cache and the text. Nothing is kept for a
+        key of None.
+        """
         signature = None if key is None else self._signature(key, tensors)
         if signature is None:
-            return make(self, describe())
+            return make(self, describe(*arguments), *arguments)
         found = self._kept.get(signature)
         if found is None:
-            found = make(self, describe())
+            found = make(self, describe(*arguments), *arguments)
             self._keep(signature, found)
         return found
 

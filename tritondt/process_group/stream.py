@@ -64,7 +64,7 @@ class CollectiveStream:
                 self._watched.reap()
                 self._record(work)
                 try:
-                    self._watched.put(work, lambda: self._call(work.operation, tensors), "run")
+                    self._watched.put(work, self._call, "run", work.operation, tensors)
                 except PeerError:  # which its work has been told
                     return
             work.was_put(self.stream)
