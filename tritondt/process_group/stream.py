@@ -16,6 +16,7 @@ from tritondt.comm.monitor.flight import EXCHANGING
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
+from tritondt.device_types import ByDeviceType
 from tritondt.errors import PeerError, WorldError
 from tritondt.process_group.naming import PreMulSum
 from tritondt.process_group.operation import Operation
@@ -214,4 +215,4 @@ def _of_gpu(device: torch.device) -> NcclDevice:
 
 
 # By the type of device; tensors on others go over Gloo.
-nccl_devices: dict[str, Callable[[torch.device], NcclDevice]] = {"cuda": _of_gpu}
+nccl_devices = ByDeviceType[Callable[[torch.device], NcclDevice]](cuda=_of_gpu)
