@@ -12,7 +12,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Collectives:
-    """The collectives of a communicator; all ranks call the same one, with tensors that fit, in the same order.
+    """The collectives of a communicator, which all ranks call in one order, with tensors that fit each other.
 
     Tensors are contiguous and of one dtype; sizes are in elements, and n is the number of ranks. `stream` is a
     torch.cuda.Stream or its handle, the current one of the tensor's device by default. `config` holds options of this

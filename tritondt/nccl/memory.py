@@ -25,7 +25,7 @@ class _Registered:
 
     @property
     def handle(self) -> int:
-        """The number by which NCCL knows it."""
+        """NCCL's number for the registration."""
         return self._handle
 
     def close(self) -> None:
@@ -55,6 +55,11 @@ class Buffer(_Registered):
 
     `Communicator.register_buffer` makes one; the tensor is kept alive as long. Source: NCCL's documentation of
     ncclCommRegister.
+
+    An example that needs a GPU:
+
+    >>> with communicator.register_buffer(empty((4096,), torch.float32, "cuda")) as buffer:  # doctest: +SKIP
+    ...     communicator.all_reduce(buffer.tensor)
     """
 
     def _deregister(self) -> None:
@@ -68,6 +73,12 @@ class Window(_Registered):
     may run faster; `put` and `wait_signals` write to other ranks' windows without their part (NCCL 2.29), with streams
     that are torch.cuda.Stream or handles, by default the current one of the window's device. Source: NCCL's
     documentation of ncclCommWindowRegister.
+
+    An example that needs two GPUs, for a rank and its peer:
+
+    >>> with communicator.register_window(empty((4096,), torch.float32, "cuda")) as window:  # doctest: +SKIP
+    ...     window.put([(peer, source, 0)])
+    ...     window.wait_signals({peer: 1})
     """
 
     def put(

@@ -161,11 +161,11 @@ class TritondtProcessGroup(Group):
 
 
 def key_of(kind: str, op: Any, *rest: Hashable) -> Hashable | None:
-    """What tells a reduction from others on tensors alike; None where its factor does, which is of one call."""
+    """The key under which a reduction is kept; None where its factor, which is of one call, tells it from others."""
     number = number_of(op)
     return None if number == PRE_MUL_SUM else (kind, number, *rest)
 
 
 def _shape(lists: Lists) -> tuple[Hashable, ...]:
-    """Of lists of tensors, what their calls follow from besides the tensors' sizes."""
+    """The lengths of lists, and whether tensors lie end to end: calls follow from these and the tensors' sizes."""
     return tuple((len(each), bool(each) and lie_end_to_end(each)) for each in lists)

@@ -127,7 +127,7 @@ def by_tensor(outputs: Lists) -> Lists:
 
 def _rooted_parts(size: int, root: int, own: Tensors, lists: Lists) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Elements between this rank and every other: of its own tensor with the root, of the root's list with all."""
-    with_root = tuple(own[0].numel() if place == root else 0 for place in range(size))
+    with_root = tuple(own[0].numel() if rank == root else 0 for rank in range(size))
     return with_root, _counts(lists[0]) if lists else ()
 
 
