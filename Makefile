@@ -9,7 +9,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
-CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
+CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all soak nccl check sanitize bench gpu format clean

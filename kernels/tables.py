@@ -1,13 +1,13 @@
 """Tables of boxes for the memory they run on: C++ on the CPU, Triton on CUDA devices."""
 
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 
 from tritondt._C import CastTable, CopyTable, DequantizeTable, QuantizeTable, ReduceTable
+from tritondt.device_types import ByDeviceType
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 from tritondt.kernels.scaled_tables import (
     PlacedDequantizeTable,
@@ -131,7 +131,7 @@ class TritonMaker:
         return table
 
 
-_makers: dict[str, Maker] = {"cpu": CppMaker(), "cuda": TritonMaker()}
+table_makers = ByDeviceType[Maker](cpu=CppMaker(), cuda=TritonMaker())
 
 
 def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
@@ -209,22 +209,8 @@ def reduce_table(boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int, 
     return _maker(device).reduce_table(boxes, op, dtype, divisor, device)
 
 
-@contextmanager
-def made_by(maker: Maker, device_type: str) -> Iterator[None]:
-    """Has the tables of a type of device made by `maker` until the end, in all threads; tables that are there stay.
-
-    For tests: the interpreter runs Triton's kernels on the CPU's memory.
-    """
-    before = _makers[device_type]
-    _makers[device_type] = maker
-    try:
-        yield
-    finally:
-        _makers[device_type] = before
-
-
 def _maker(device: torch.device) -> Maker:
-    found = _makers.get(device.type)
+    found = table_makers.get(device.type)
     if found is None:
         raise ValueError(f"a table of boxes on {device}; there are tables for cpu and for cuda")
     return found

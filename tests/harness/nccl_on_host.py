@@ -17,13 +17,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.doubles.fake_nccl.library import FakeNccl, HostEvent, HostStream, build, load
+from tests.harness.doubled import doubled, keep
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt import identity
 from tritondt._C import NcclLibrary
-from tritondt.comm import registry, world
+from tritondt.comm import registry
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
-from tritondt.process_group.stream import NcclDevice, nccl_devices
+from tritondt.process_group.stream import NcclDevice
 
 
 class FakeCapture:
@@ -232,7 +233,7 @@ def use_fake_nccl() -> None:
     def make(member: ProcessContext) -> NcclCommunicator:
         return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake))
 
-    world.transports["cpu"] = make
+    keep(doubled("cpu", transport=make))
 
 
 def use_fake_backend() -> None:
@@ -243,10 +244,10 @@ def use_fake_backend() -> None:
     fake.set(FAKE_NCCL_PEER_LOSS="error", FAKE_NCCL_MISMATCH="error")
     streams = fake_streams(fake)
 
-    def carrier(device: torch.device) -> NcclDevice:
+    def nccl_device(device: torch.device) -> NcclDevice:
         return NcclDevice(NcclLibrary(str(path), None), streams)
 
-    nccl_devices["cpu"] = carrier
+    keep(doubled("cpu", nccl_device=nccl_device))
 
 
 def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:

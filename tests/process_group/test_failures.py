@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tests.harness.doubled import doubled
 from tests.harness.gloo_ranks import Failure, GlooRanks, UncaughtError
 from tests.harness.nccl_on_host import backend_ranks
 from tests.process_group.collectives import own
-from tritondt.process_group.stream import nccl_devices
 
 TIMEOUT_S = 3.0
 
@@ -194,18 +195,17 @@ _comparing: dict[str, Any] = {}
 def compare(rank: int, over: str) -> None:
     """Makes the group that compares."""
     os.environ["TRITONDT_DEBUG"] = "1"
-    carrier = nccl_devices.pop("cpu", None) if over == "gloo" else None
+    stack = _comparing["doubles"] = ExitStack()
+    if over == "gloo":
+        stack.enter_context(doubled("cpu", nccl_device=None))
     _comparing["group"] = dist.new_group()
     _comparing["group"].set_timeout(timedelta(seconds=TIMEOUT_S))
     dist.all_reduce(torch.ones(1), group=_comparing["group"])
-    if carrier is not None:
-        _comparing["carrier"] = carrier
     del os.environ["TRITONDT_DEBUG"]
 
 
 def compare_no_more(rank: int) -> None:
-    if "carrier" in _comparing:
-        nccl_devices["cpu"] = _comparing.pop("carrier")
+    _comparing.pop("doubles").close()
 
 
 @pytest.fixture(params=["nccl", "gloo"])

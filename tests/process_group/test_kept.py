@@ -23,7 +23,7 @@ def kept() -> dict[Any, Any]:
     """The operations that the default group has kept, of which there is one."""
     dist.all_reduce(torch.ones(1))
     group: Any = dist.group.WORLD
-    found: dict[Any, Any] = group._router._sides["cpu"].requests._kept
+    found: dict[Any, Any] = group._router._nccl_groups["cpu"].operations._kept
     return found
 
 

@@ -41,6 +41,7 @@ from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports.gloo import GlooCommunicator
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
+from tritondt.device_types import ByDeviceType
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
@@ -208,7 +209,7 @@ def _on_gpu(member: ProcessContext) -> Communicator:
 
 
 # What makes communicators, by the type of the devices that tensors are on.
-transports: dict[str, Callable[[ProcessContext], Communicator]] = {"cpu": _on_cpu, "cuda": _on_gpu}
+transports = ByDeviceType[Callable[[ProcessContext], Communicator]](cpu=_on_cpu, cuda=_on_gpu)
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""A backend of torch.distributed, "tritondt": Gloo for tensors on the CPU, NCCL called by us for those on a GPU.
+"""The backend "tritondt" of torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU.
 
 import torch.distributed as dist
 import tritondt

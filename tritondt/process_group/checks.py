@@ -1,4 +1,4 @@
-"""What is refused before anything is sent."""
+"""Checks of tensors, sizes and ranks, before anything is sent."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from tritondt.errors import LocalTensorError, TransportError, WorldError
 
 
 def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """TransportError where NCCL cannot carry one of them; LocalTensorError where one is not contiguous."""
+    """Raises TransportError where NCCL cannot carry a tensor, LocalTensorError where one is not contiguous."""
     for tensor in tensors:
         if tensor.device != device:
             raise TransportError(
@@ -30,44 +30,44 @@ def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.devi
 
 
 def check_dense(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
-    """The same where any order of dims will do, as long as the elements lie without gaps."""
+    """Raises as `check_tensors`, but takes any order of dims whose elements lie without gaps."""
     check_tensors(text, [_laid_out(tensor) for tensor in tensors], device)
 
 
 def _laid_out(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, dims in the order of its strides."""
+    """The tensor with its dims in the order of its strides."""
     if tensor.is_contiguous() or tensor.layout is not torch.strided:
         return tensor
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 
 
 def check_dtypes(text: str, tensors: Sequence[torch.Tensor]) -> None:
-    """TransportError where they are not all of one dtype."""
+    """Raises TransportError where tensors are of several dtypes."""
     found = {tensor.dtype for tensor in tensors}
     if len(found) > 1:
         raise TransportError(f"{text} was given tensors of {_named(found)}; all must be of one dtype")
 
 
 def check_number(text: str, what: str, found: int, allowed: int) -> None:
-    """LocalTensorError where there are too few or too many."""
+    """Raises LocalTensorError where too few or too many of `what` were given."""
     if found != allowed:
         raise LocalTensorError(f"{text} was given {found} {what}; there must be {allowed}")
 
 
 def check_sizes(text: str, what: str, found: int, expected: int, why: str) -> None:
-    """LocalTensorError where a tensor has another number of elements."""
+    """Raises LocalTensorError where a tensor has another number of elements than expected."""
     if found != expected:
         raise LocalTensorError(f"{text} was given {what} of {found} elements; {why} makes {expected}")
 
 
-def check_place(text: str, place: int, size: int) -> None:
-    """WorldError where the group has no such rank."""
-    if not 0 <= place < size:
-        raise WorldError(f"{text} names rank {place} of the process group; it has ranks 0 to {size - 1}")
+def check_group_rank(text: str, rank: int, size: int) -> None:
+    """Raises WorldError where a group of `size` ranks has no such rank."""
+    if not 0 <= rank < size:
+        raise WorldError(f"{text} names rank {rank} of the process group; it has ranks 0 to {size - 1}")
 
 
 def check_factor(text: str, factor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """TransportError where a factor on the device is not one element of the tensors' dtype and device."""
+    """Raises TransportError where a factor is not one element of the tensors' dtype on their device."""
     for tensor in tensors:
         if (factor.numel(), factor.dtype, factor.device) != (1, tensor.dtype, tensor.device):
             raise TransportError(

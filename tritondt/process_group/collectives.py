@@ -4,7 +4,7 @@ torch calls most methods from Python, and some from C++, which finds those by na
 has renamed is here by both names.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,13 +12,11 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from tritondt.errors import TransportError
-from tritondt.process_group.debug_compare import Parts
+from tritondt.process_group import kinds
 from tritondt.process_group.group import Group
-from tritondt.process_group.naming import PRE_MUL_SUM, described, number_of
+from tritondt.process_group.kinds import Lists, Tensors, by_tensor, flat
+from tritondt.process_group.naming import PRE_MUL_SUM, number_of
 from tritondt.process_group.nccl_calls import lie_end_to_end
-
-Tensors = Sequence[torch.Tensor]
-Lists = Sequence[Tensors]
 
 # What a call without options means.
 ALL_REDUCE = c10d.AllreduceOptions()
@@ -42,143 +40,59 @@ class TritondtProcessGroup(Group):
 
     def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
         """Tensors, each reduced in place on all ranks."""
-        op = opts.reduceOp
-        return self._router.run(
-            key_of("all_reduce", op),
-            tensors,
-            opts,
-            lambda: described("all_reduce", tensors, op=op),
-            lambda gloo: gloo.allreduce(tensors, opts),
-            lambda on, text: on.all_reduce(text, tensors, op),
-        )
+        return self._router.run(kinds.ALL_REDUCE, key_of("all_reduce", opts.reduceOp), tensors, (tensors, opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE_COALESCED) -> Any:
-        """The same, as one operation."""
-        op = opts.reduceOp
-        return self._router.run(
-            key_of("all_reduce", op),
-            tensors,
-            opts,
-            lambda: described("all_reduce", tensors, op=op),
-            lambda gloo: gloo.allreduce_coalesced(tensors, opts),
-            lambda on, text: on.all_reduce(text, tensors, op),
-        )
+        """Tensors, each reduced in place on all ranks, as one operation."""
+        key = key_of("all_reduce", opts.reduceOp)
+        return self._router.run(kinds.ALL_REDUCE_COALESCED, key, tensors, (tensors, opts))
 
     def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Any:
         """Tensors of the root, to all."""
-        root = opts.rootRank
-        return self._router.run(
-            ("broadcast", root),
-            tensors,
-            opts,
-            lambda: described("broadcast", tensors, root=root),
-            lambda gloo: gloo.broadcast(tensors, opts),
-            lambda on, text: on.broadcast(text, tensors, root),
-        )
+        return self._router.run(kinds.BROADCAST, ("broadcast", opts.rootRank), tensors, (tensors, opts))
 
     def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Any:
         """A tensor, reduced in place on the root."""
-        op, root = opts.reduceOp, opts.rootRank
-        return self._router.run(
-            key_of("reduce", op, root),
-            tensors,
-            opts,
-            lambda: described("reduce", tensors, op=op, root=root),
-            lambda gloo: gloo.reduce(tensors, opts),
-            lambda on, text: on.reduce(text, tensors, op, root),
-        )
+        return self._router.run(kinds.REDUCE, key_of("reduce", opts.reduceOp, opts.rootRank), tensors, (tensors, opts))
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensor, to the list of each; sizes may differ from rank to rank."""
-        return self._all_gather(outputs, inputs, opts, lambda gloo: gloo.allgather(outputs, inputs, opts))
+        key = ("all_gather", len(inputs), _shape(outputs))
+        return self._router.run(kinds.ALL_GATHER, key, [*inputs, *flat(outputs)], (outputs, inputs, opts))
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
-        """The same for several tensors; `outputs` has a list for each rank here."""
-        lists = [list(each) for each in zip(*outputs, strict=False)]
-        return self._all_gather(
-            lists, inputs, opts, lambda gloo: gloo.allgather_coalesced(outputs, inputs, opts), list(map(len, outputs))
-        )
-
-    def _all_gather(
-        self, lists: Lists, inputs: Tensors, opts: Any, over_gloo: Callable[[Any], Any], lengths: Sequence[int] = ()
-    ) -> Any:
-        outputs = _flat(lists)
-        return self._router.run(
-            ("all_gather", len(inputs), _shape(lists), *lengths),
-            [*inputs, *outputs],
-            opts,
-            lambda: described("all_gather", outputs or inputs),
-            over_gloo,
-            lambda on, text: on.all_gather(text, lists, inputs, lengths),
-        )
+        """Every rank's tensors, to the lists of each; `outputs` has a list for each rank."""
+        lists = by_tensor(outputs)
+        key = ("all_gather", len(inputs), _shape(lists), *map(len, outputs))
+        return self._router.run(kinds.ALL_GATHER_COALESCED, key, [*inputs, *flat(lists)], (outputs, inputs, opts))
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = ALL_GATHER) -> Any:
-        return self._router.run(
-            "all_gather_into_tensor",
-            (given, output),
-            opts,
-            lambda: described("all_gather_into_tensor", [given]),
-            lambda gloo: gloo._allgather_base(output, given, opts),
-            lambda on, text: on.all_gather_into(text, [output], [given]),
-        )
+        tensors = (given, output)
+        return self._router.run(kinds.ALL_GATHER_INTO_TENSOR, "all_gather_into_tensor", tensors, (output, given, opts))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensors, end to end, to all."""
-        return self._router.run(
-            ("all_gather_into_tensor", len(inputs)),
-            [*inputs, *outputs],
-            opts,
-            lambda: described("all_gather_into_tensor", inputs),
-            lambda gloo: gloo.allgather_into_tensor_coalesced(outputs, inputs, opts),
-            lambda on, text: on.all_gather_into(text, outputs, inputs),
-        )
+        key = ("all_gather_into_tensor", len(inputs))
+        return self._router.run(kinds.ALL_GATHER_INTO_TENSORS, key, [*inputs, *outputs], (outputs, inputs, opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' lists, each tensor to its rank; sizes may differ from rank to rank."""
-        op, given = opts.reduceOp, _flat(inputs)
-        return self._router.run(
-            key_of("reduce_scatter", op, len(outputs), _shape(inputs)),
-            [*outputs, *given],
-            opts,
-            lambda: described("reduce_scatter", given or outputs, op=op),
-            lambda gloo: gloo.reduce_scatter(outputs, inputs, opts),
-            lambda on, text: on.reduce_scatter(text, outputs, inputs, op),
-        )
+        key = key_of("reduce_scatter", opts.reduceOp, len(outputs), _shape(inputs))
+        return self._router.run(kinds.REDUCE_SCATTER, key, [*outputs, *flat(inputs)], (outputs, inputs, opts))
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = REDUCE_SCATTER) -> Any:
-        op = opts.reduceOp
-        return self._router.run(
-            key_of("reduce_scatter_tensor", op),
-            (output, given),
-            opts,
-            lambda: described("reduce_scatter_tensor", [output], op=op),
-            lambda gloo: gloo._reduce_scatter_base(output, given, opts),
-            lambda on, text: on.reduce_scatter_into(text, [output], [given], op),
-        )
+        key = key_of("reduce_scatter_tensor", opts.reduceOp)
+        return self._router.run(kinds.REDUCE_SCATTER_TENSOR, key, (output, given), (output, given, opts))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' tensors, an equal part of each to every rank."""
-        op = opts.reduceOp
-        return self._router.run(
-            key_of("reduce_scatter_tensor", op, len(outputs)),
-            [*outputs, *inputs],
-            opts,
-            lambda: described("reduce_scatter_tensor", outputs, op=op),
-            lambda gloo: gloo.reduce_scatter_tensor_coalesced(outputs, inputs, opts),
-            lambda on, text: on.reduce_scatter_into(text, outputs, inputs, op),
-        )
+        key = key_of("reduce_scatter_tensor", opts.reduceOp, len(outputs))
+        return self._router.run(kinds.REDUCE_SCATTER_TENSORS, key, [*outputs, *inputs], (outputs, inputs, opts))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_TO_ALL) -> Any:
         """A tensor to every rank and one from every rank."""
-        return self._router.run(
-            ("all_to_all", len(inputs)),
-            [*inputs, *outputs],
-            opts,
-            lambda: described("all_to_all", inputs, is_even=False),
-            lambda gloo: gloo.alltoall(outputs, inputs, opts),
-            lambda on, text: on.all_to_all(text, outputs, inputs),
-            lambda: Parts(_counts(inputs), _counts(outputs)),
-        )
+        key = ("all_to_all", len(inputs))
+        return self._router.run(kinds.ALL_TO_ALL, key, [*inputs, *outputs], (outputs, inputs, opts))
 
     def alltoall_base(
         self,
@@ -188,61 +102,33 @@ class TritondtProcessGroup(Group):
         input_rows: Sequence[int],
         opts: Any = ALL_TO_ALL,
     ) -> Any:
-        """The same with parts of one tensor, by rows; without sizes, equal parts."""
-        return self._router.run(
-            ("all_to_all_single", given.shape, output.shape, tuple(input_rows), tuple(output_rows)),
-            (given, output),
-            opts,
-            lambda: described("all_to_all_single", [given], is_even=False),
-            lambda gloo: gloo.alltoall_base(output, given, output_rows, input_rows, opts),
-            lambda on, text: on.all_to_all_parts(text, output, given, output_rows, input_rows),
-            lambda: Parts(tuple(input_rows), tuple(output_rows)),
-        )
+        """Parts of one tensor to every rank and from every rank, by rows; without sizes, equal parts."""
+        key = ("all_to_all_single", given.shape, output.shape, tuple(input_rows), tuple(output_rows))
+        arguments = (output, given, output_rows, input_rows, opts)
+        return self._router.run(kinds.ALL_TO_ALL_SINGLE, key, (given, output), arguments)
 
     def gather(self, outputs: Lists, inputs: Tensors, opts: Any = GATHER) -> Any:
         """Every rank's tensor, to the root's list."""
-        root = opts.rootRank
-        return self._router.run(
-            ("gather", root, len(inputs), len(outputs)),
-            [*inputs, *_flat(outputs)],
-            opts,
-            lambda: described("gather", inputs, root=root, is_even=False),
-            lambda gloo: gloo.gather(outputs, inputs, opts),
-            lambda on, text: on.gather(text, outputs, inputs, root),
-            lambda: self._rooted_parts(root, inputs, outputs)[0],
-        )
+        key = ("gather", opts.rootRank, len(inputs), len(outputs))
+        return self._router.run(kinds.GATHER, key, [*inputs, *flat(outputs)], (outputs, inputs, opts))
 
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Any = SCATTER) -> Any:
         """A tensor of the root's list to every rank."""
-        root = opts.rootRank
-        return self._router.run(
-            ("scatter", root, len(outputs), len(inputs)),
-            [*outputs, *_flat(inputs)],
-            opts,
-            lambda: described("scatter", outputs, root=root, is_even=False),
-            lambda gloo: gloo.scatter(outputs, inputs, opts),
-            lambda on, text: on.scatter(text, outputs, inputs, root),
-            lambda: self._rooted_parts(root, outputs, inputs)[1],
-        )
-
-    def _rooted_parts(self, root: int, own: Tensors, lists: Lists) -> tuple[Parts, Parts]:
-        """What goes to the root from all, and the other way around."""
-        with_root = tuple(own[0].numel() if place == root else 0 for place in range(self._router.place.size))
-        of_root = _counts(lists[0]) if lists else ()
-        return Parts(with_root, of_root), Parts(of_root, with_root)
+        key = ("scatter", opts.rootRank, len(outputs), len(inputs))
+        return self._router.run(kinds.SCATTER, key, [*outputs, *flat(inputs)], (outputs, inputs, opts))
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Any:
         """Tensors to a rank of the group; on NCCL tags say nothing, and messages arrive in the order they were sent."""
-        return self._router.message("send", tensors, target, lambda gloo: gloo.send(tensors, target, tag))
+        return self._router.message("send", tensors, target, tag)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Any:
         """Tensors of a rank of the group."""
-        return self._router.message("recv", tensors, source, lambda gloo: gloo.recv(tensors, source, tag))
+        return self._router.message("recv", tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """A tensor of whoever sends first; TransportError on a GPU, where NCCL receives of ranks that are named."""
         text = "a receive from any rank"
-        if self._router.side(lambda: text, tensors[0].device) is not None:
+        if self._router.nccl_group(tensors[0].device, str, text) is not None:
             raise TransportError(f"{text} was asked for; NCCL receives from a rank that is named")
         return self._router.over_gloo.recv_anysource(tensors, tag)
 
@@ -261,7 +147,7 @@ class TritondtProcessGroup(Group):
         return self._coalescing(device).end_coalescing()
 
     def _coalescing(self, device: torch.device) -> Any:
-        found = self._router.side(lambda: "coalescing", device)
+        found = self._router.nccl_group(device, str, "coalescing")
         if found is None:
             raise TransportError(f"coalescing was asked for on {device}; Gloo runs operations one by one")
         return found
@@ -275,19 +161,11 @@ class TritondtProcessGroup(Group):
 
 
 def key_of(kind: str, op: Any, *rest: Hashable) -> Hashable | None:
-    """What tells a reduction from others on tensors alike; None where its factor does, which is of one call."""
+    """The key under which a reduction is kept; None where its factor, which is of one call, tells it from others."""
     number = number_of(op)
     return None if number == PRE_MUL_SUM else (kind, number, *rest)
 
 
-def _flat(lists: Lists) -> list[torch.Tensor]:
-    return [tensor for each in lists for tensor in each]
-
-
 def _shape(lists: Lists) -> tuple[Hashable, ...]:
-    """Of lists of tensors, what their calls follow from besides the tensors' sizes."""
+    """The lengths of lists, and whether tensors lie end to end: calls follow from these and the tensors' sizes."""
     return tuple((len(each), bool(each) and lie_end_to_end(each)) for each in lists)
-
-
-def _counts(tensors: Tensors) -> tuple[int, ...]:
-    return tuple(tensor.numel() for tensor in tensors)

@@ -22,10 +22,10 @@ class Parts(NamedTuple):
 
 
 class Agreement:
-    """One rank's side of the comparisons of a process group; `ranks` are those of the world."""
+    """One rank's part in the comparisons of a process group; `ranks` are the group's, as ranks of the world."""
 
-    def __init__(self, line: StoreClient, ranks: Sequence[int], place: int) -> None:
-        self._line, self._ranks, self._place = line, tuple(ranks), place
+    def __init__(self, store_client: StoreClient, ranks: Sequence[int], group_rank: int) -> None:
+        self._store_client, self._ranks, self._own_rank = store_client, tuple(ranks), group_rank
         self._sequence = 0
 
     def check(self, text: str, site: str, parts: Parts, timeout_s: float, refusal: str = "") -> None:
@@ -36,18 +36,18 @@ class Agreement:
         """
         self._sequence += 1
         own = json.dumps([text, site, refusal, *parts])
-        keys = [self._key(self._sequence, place) for place in range(len(self._ranks))]
-        self._line.call(lambda store: store.set(keys[self._place], own), timeout_s)
+        keys = [self._key(self._sequence, rank) for rank in range(len(self._ranks))]
+        self._store_client.call(lambda store: store.set(keys[self._own_rank], own), timeout_s)
         self._await(keys, text, timeout_s)
-        notes = [json.loads(note) for note in self._line.call(lambda store: store.multi_get(keys), timeout_s)]
+        notes = [json.loads(note) for note in self._store_client.call(lambda store: store.multi_get(keys), timeout_s)]
         if self._sequence > 1:  # all have come here, and so have read what was before
-            old = self._key(self._sequence - 1, self._place)
-            self._line.call(lambda store: store.delete_key(old), timeout_s)
+            old = self._key(self._sequence - 1, self._own_rank)
+            self._store_client.call(lambda store: store.delete_key(old), timeout_s)
         self._judge(notes)
 
     def _judge(self, notes: list[list[object]]) -> None:
         refusals = {rank: str(note[2]) for rank, note in zip(self._ranks, notes, strict=True) if note[2]}
-        own = self._ranks[self._place]
+        own = self._ranks[self._own_rank]
         if refusals and own not in refusals:
             rank, why = next(iter(refusals.items()))
             raise PeerError(f"rank {rank} refused {notes[self._ranks.index(rank)][0]}: {why}")
@@ -67,18 +67,18 @@ class Agreement:
 
     def _await(self, keys: list[str], text: str, timeout_s: float) -> None:
         started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while not self._line.call(lambda store: store.check(keys), timeout_s):
+        while not self._store_client.call(lambda store: store.check(keys), timeout_s):
             if time.monotonic() - started > timeout_s:
-                there = [self._line.call(lambda store, key=key: store.check([key])) for key in keys]  # type: ignore[misc]
+                there = [self._store_client.call(lambda store, key=key: store.check([key])) for key in keys]  # type: ignore[misc]
                 missing = [rank for rank, is_there in zip(self._ranks, there, strict=True) if not is_there]
                 raise PeerError(
-                    f"rank {self._ranks[self._place]} waited {timeout_s:g} s for ranks {missing} to come to {text}"
+                    f"rank {self._ranks[self._own_rank]} waited {timeout_s:g} s for ranks {missing} to come to {text}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
-    def _key(self, sequence: int, place: int) -> str:
-        return f"{sequence}/{place}"
+    def _key(self, sequence: int, group_rank: int) -> str:
+        return f"{sequence}/{group_rank}"
 
 
 def unmatched(ranks: Sequence[int], text: str, parts: Sequence[Parts]) -> MismatchError | None:
@@ -98,5 +98,5 @@ def unmatched(ranks: Sequence[int], text: str, parts: Sequence[Parts]) -> Mismat
     return None
 
 
-def _at(counts: Sequence[int], place: int) -> int:
-    return counts[place] if counts else 0
+def _at(counts: Sequence[int], rank: int) -> int:
+    return counts[rank] if counts else 0

@@ -1,4 +1,4 @@
-"""What torch.distributed asks a process group besides operations: its names, its parts, its timeout and its end."""
+"""The names, parts, timeout and end of a process group, as torch.distributed asks for them."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -27,13 +27,13 @@ class Group(_Base):  # type: ignore[misc]
             )
         super().__init__(options.group_rank, options.group_size)
         self._store, self._num_splits = options.store, 0
-        self._router = Router(options, self._kinds)
+        self._router = Router(options, self._configured_types)
         # What C++ asks a group for and does not forward to this class, it asks of these.
         self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)
         self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, None)
 
-    def _kinds(self) -> tuple[str, ...]:
-        """The types of devices that it was made for: "cuda:tritondt" names one."""
+    def _configured_types(self) -> tuple[str, ...]:
+        """The types of devices that the group is for: "cuda:tritondt" names one."""
         config = dist.distributed_c10d._world.pg_backend_config.get(self, "")
         return tuple(part.partition(":")[0] for part in config.split(",") if ":" in part) or ("cpu", "cuda")
 
@@ -53,13 +53,13 @@ class Group(_Base):  # type: ignore[misc]
         many groups a rank is in, and differs among those of different groups (2.13).
         """
         self._num_splits += 1
-        place, own = self._router.place, self._router.ranks
-        if place.rank not in ranks:
+        group_rank, own = self._router.group_rank, self._router.ranks
+        if group_rank.rank not in ranks:
             return None
         options = c10d._DistributedBackendOptions()
         options.group_id = f"{self._router.group_id}, part {self._num_splits} of places {','.join(map(str, ranks))}"
         options.store = dist.PrefixStore(f"{options.group_id}/", self._store)
-        options.group_rank, options.group_size = list(ranks).index(place.rank), len(ranks)
+        options.group_rank, options.group_size = list(ranks).index(group_rank.rank), len(ranks)
         options.timeout = timeout or self._router.timeout
         options.global_ranks_in_group = [own[rank] for rank in ranks]
         made = type(self)(options, opts)
@@ -68,15 +68,15 @@ class Group(_Base):  # type: ignore[misc]
         return made
 
     def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
-        """What torch.distributed calls it."""
+        """The backend's name in torch.distributed."""
         return NAME
 
     def name(self) -> str:
-        """What torch.distributed calls it."""
+        """The backend's name in torch.distributed."""
         return NAME
 
     def get_group_store(self) -> dist.Store:
-        """Where its ranks meet."""
+        """The store in which the group's ranks meet."""
         store: dist.Store = self._store
         return store
 
@@ -87,14 +87,14 @@ class Group(_Base):  # type: ignore[misc]
         return self._router.num_operations
 
     def _set_sequence_number_for_group(self) -> None:
-        """It counts from 0 on all ranks."""
+        """Nothing: operations are counted from 0 on all ranks."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long operations may take from now on."""
+        """Sets the timeout of operations from now on."""
         self._router.set_timeout(timeout)
 
     def abort(self) -> None:
-        """Ends what is under way without waiting for the others; the group cannot be used any more."""
+        """Ends what is under way without waiting for the others; the group takes no more operations."""
         self._router.abort()
 
     def shutdown(self) -> None:
@@ -103,7 +103,7 @@ class Group(_Base):  # type: ignore[misc]
 
 
 class NcclBackend:
-    """What torch.distributed asks about the part of a group that is on GPUs."""
+    """Answers to what torch.distributed asks about the part of a group that is on GPUs."""
 
     supports_splitting = True
     supports_coalescing = True
@@ -111,22 +111,22 @@ class NcclBackend:
     supports_shrinking = False
 
     def name(self) -> str:
-        """What torch.distributed calls it."""
+        """The backend's name in torch.distributed."""
         return NAME
 
     @property
     def options(self) -> None:
-        """What a part of the group is made with: nothing of its own."""
+        """The options of a part of the group: none."""
 
     def eager_connect_single_device(self, _device: torch.device) -> None:
         """Nothing: communicators are made on first use, when there is a world."""
 
     def perform_nocolor_split(self, _device: torch.device) -> None:
-        """Nothing: a part of the group is made by those that are in it."""
+        """Nothing: a part of the group is made by the ranks in it."""
 
     def _set_sequence_number_for_group(self) -> None:
-        """It counts from 0 on all ranks."""
+        """Nothing: operations are counted from 0 on all ranks."""
 
     def supports_tensor_alloc(self, _device: torch.device) -> bool:
-        """Whether it has memory of its own to give: no."""
+        """Whether the backend allocates tensors: no."""
         return False

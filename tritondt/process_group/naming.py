@@ -1,4 +1,4 @@
-"""What NCCL calls torch's dtypes and reductions, and what it does not have of them."""
+"""NCCL's names for torch's dtypes and reductions, and the refusal of those that NCCL lacks."""
 
 import zlib
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ PRE_MUL_SUM = dist.ReduceOp.PREMUL_SUM.value
 
 
 def op_name(op: Any) -> str:
-    """What messages call a reduction of torch.distributed.
+    """The name of a reduction of torch.distributed in messages.
 
     >>> import torch.distributed as dist
     >>> op_name(dist.ReduceOp.SUM), op_name(dist.ReduceOp(dist.ReduceOp.BAND))
@@ -67,7 +67,7 @@ def _kind_of(op: Any) -> str:
 
 
 def check_reduced(dtype: torch.dtype, op: Any) -> None:
-    """TransportError where NCCL does not reduce such elements so."""
+    """Raises TransportError where NCCL does not reduce elements of `dtype` by `op`."""
     name = op_name(op)
     if _kind_of(op) not in _OPS:
         raise TransportError(f"the op {name} was asked for; NCCL reduces by {_listed(_OPS.values())}")
@@ -88,7 +88,7 @@ def _allowed(dtype: torch.dtype) -> list[str]:
 
 
 def reduced(dtype: torch.dtype, op: Any) -> Reduced:
-    """How NCCL reduces such elements; TransportError where it does not.
+    """NCCL's dtype, count and op for one element of `dtype`; TransportError where NCCL does not reduce such by `op`.
 
     >>> import torch.distributed as dist
     >>> reduced(torch.complex64, dist.ReduceOp.SUM)
@@ -105,7 +105,7 @@ def reduced(dtype: torch.dtype, op: Any) -> Reduced:
 
 
 def text_of(dtype: torch.dtype) -> str:
-    """What messages call a dtype.
+    """The name of a dtype in messages.
 
     >>> text_of(torch.float32)
     'float32'

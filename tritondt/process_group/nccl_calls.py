@@ -23,8 +23,8 @@ class Numbered(NamedTuple):
     tensor: torch.Tensor
 
     @property
-    def spot(self) -> TensorOffset:
-        """Where it begins."""
+    def start(self) -> TensorOffset:
+        """The first byte of the tensor."""
         return TensorOffset(self.number)
 
 
@@ -34,7 +34,7 @@ def numbered(tensors: Tensors, first: int = 0) -> list[Numbered]:
 
 
 class GroupRank(NamedTuple):
-    """A rank of a group."""
+    """A rank of a process group, and the number of its ranks."""
 
     rank: int
     size: int
@@ -62,27 +62,27 @@ class Staged(NamedTuple):
     staging: Staging | None = None
 
 
-def all_gather(place: GroupRank, outputs: Sequence[Numbered], given: Numbered, memory: int) -> Staged:
-    """Every rank's tensor, to all; `outputs` are of the sizes of the ranks' tensors, `memory` what would stage them."""
+def all_gather(own: GroupRank, outputs: Sequence[Numbered], given: Numbered, memory: int) -> Staged:
+    """Every rank's tensor, to all; `outputs` have the sizes of the ranks' tensors, `memory` would stage them."""
     whole = _whole(outputs, memory)
     if whole is None:
         calls = _moving("broadcast", outputs)
-        return Staged([call._replace(source=given.spot) if call.peer == place.rank else call for call in calls])
+        return Staged([call._replace(source=given.start) if call.peer == own.rank else call for call in calls])
     return Staged(all_gather_into(whole, given), _staging(whole, outputs, is_before=False))
 
 
 def all_gather_into(output: Numbered, given: Numbered) -> list[Call]:
     """Every rank's tensor, end to end, to all."""
     num_bytes = given.tensor.nbytes
-    return [Call("all_gather", given.spot, output.spot, num_bytes)] if num_bytes else []
+    return [Call("all_gather", given.start, output.start, num_bytes)] if num_bytes else []
 
 
-def reduce_scatter(place: GroupRank, output: Numbered, given: Sequence[Numbered], op: Any, memory: int) -> Staged:
-    """The reduction of the ranks' lists, tensor by tensor, each to its rank; `memory` is what would stage them."""
+def reduce_scatter(own: GroupRank, output: Numbered, given: Sequence[Numbered], op: Any, memory: int) -> Staged:
+    """The reduction of the ranks' lists, tensor by tensor, each to its rank; `memory` would stage the tensors."""
     whole = _whole(given, memory)
     if whole is None:
         reductions = [
-            _reducing("reduce", part, output if rank == place.rank else part, part, op, rank)
+            _reducing("reduce", part, output if rank == own.rank else part, part, op, rank)
             for rank, part in enumerate(given)
             if part.tensor.numel()
         ]
@@ -103,7 +103,7 @@ def all_to_all(outputs: Sequence[Numbered], given: Sequence[Numbered]) -> list[C
 def all_to_all_parts(
     output: Numbered, given: Numbered, output_sizes: Sequence[int], input_sizes: Sequence[int]
 ) -> list[Call]:
-    """The same of parts of one tensor, of so many elements."""
+    """Parts of one tensor to every rank and from every rank, of the given numbers of elements."""
     return [*_parts("send", given, input_sizes), *_parts("recv", output, output_sizes)]
 
 
@@ -123,7 +123,7 @@ def message(kind: str, tensors: Sequence[Numbered], peer: int) -> list[Call]:
 
 
 def _whole(parts: Sequence[Numbered], memory: int) -> Numbered | None:
-    """Where parts of one length lie end to end: from the first on, or in `memory`; None for parts of other lengths."""
+    """The beginning of parts of one length, end to end: their first, or `memory`; None where lengths differ."""
     first = parts[0]
     if any(part.tensor.numel() != first.tensor.numel() for part in parts):
         return None
@@ -135,7 +135,7 @@ def _staging(whole: Numbered, parts: Sequence[Numbered], *, is_before: bool) -> 
 
 
 def lie_end_to_end(tensors: Tensors) -> bool:
-    """Whether they are equal parts of one run of memory."""
+    """Whether tensors are equal parts of one run of memory."""
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return False  # they will be refused
     first, num_bytes = tensors[0].data_ptr(), tensors[0].nbytes
@@ -146,9 +146,9 @@ def lie_end_to_end(tensors: Tensors) -> bool:
 
 
 def _moving(kind: str, tensors: Sequence[Numbered], peer: int | None = None) -> list[Call]:
-    """A call for each tensor, with one peer or each with the rank of its place in the list."""
+    """A call for each tensor, with one peer, or with the rank of the tensor's place in the list."""
     return [
-        Call(kind, each.spot, each.spot, each.tensor.nbytes, peer=place if peer is None else peer)
+        Call(kind, each.start, each.start, each.tensor.nbytes, peer=place if peer is None else peer)
         for place, each in enumerate(tensors)
         if each.tensor.numel()
     ]
@@ -159,13 +159,13 @@ def _parts(kind: str, given: Numbered, sizes: Sequence[int]) -> list[Call]:
     for peer, num_elements in enumerate(sizes):
         num_bytes = num_elements * given.tensor.element_size()
         if num_bytes:
-            spot = TensorOffset(given.number, start)
-            calls.append(Call(kind, spot, spot, num_bytes, peer=peer))
+            offset = TensorOffset(given.number, start)
+            calls.append(Call(kind, offset, offset, num_bytes, peer=peer))
         start += num_bytes
     return calls
 
 
 def _reducing(kind: str, source: Numbered, target: Numbered, counted: Numbered, op: Any, root: int = 0) -> Call:
-    """NCCL counts the elements of `counted`."""
+    """A reduction of as many elements as `counted` has."""
     dtype, num, known = reduced(source.tensor.dtype, op)
-    return Call(kind, source.spot, target.spot, counted.tensor.numel() * num, dtype, known, root)
+    return Call(kind, source.start, target.start, counted.tensor.numel() * num, dtype, known, root)

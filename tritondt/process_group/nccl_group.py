@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from functools import partial
 
 import torch
 
@@ -17,71 +17,71 @@ from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.stream import CollectiveStream, NcclDevice, P2PStream
 from tritondt.process_group.work import NcclWork
 
-Kept = TypeVar("Kept", CollectiveStream, P2PStream)
-
 
 class NcclGroup:
-    """One rank's end of it; `ranks` are those of the world, in the order of the group."""
+    """One rank's part in a process group on NCCL; `ranks` are the group's, as ranks of the world."""
 
-    def __init__(self, name: str, ranks: tuple[int, ...], place: int, carrier: NcclDevice, timeout: timedelta) -> None:
-        self._name, self._ranks, self._place, self._carrier = name, ranks, place, carrier
-        self._streams, self.timeout = carrier.streams, timeout
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], group_rank: int, nccl_device: NcclDevice, timeout: timedelta
+    ) -> None:
+        self._name, self._ranks, self._group_rank, self._nccl_device = name, ranks, group_rank, nccl_device
+        self._streams, self.timeout = nccl_device.streams, timeout
         self._making = threading.Lock()
         self._world: ProcessWorld | None = None
-        self._lane: CollectiveStream | None = None
-        self._channels: dict[tuple[int, int], P2PStream] = {}
+        self._stream: CollectiveStream | None = None
+        self._p2p_streams: dict[tuple[int, int], P2PStream] = {}
         self._failure: BaseException | None = None
-        self._is_told = self._is_ended = False
-        self._gathered: list[Request] | None = None
-        self.requests = OperationCache(GroupRank(place, len(ranks)), self.device, carrier.library)
+        self._is_raised = self._is_ended = False
+        self._coalesced: list[Request] | None = None
+        self.operations = OperationCache(GroupRank(group_rank, len(ranks)), self.device, nccl_device.library)
 
     @property
     def device(self) -> torch.device:
-        """Whose tensors it carries."""
-        return self._carrier.streams.device
+        """The device whose tensors the group carries."""
+        return self._nccl_device.streams.device
 
     def run(self, operation: Operation, tensors: Sequence[torch.Tensor], timeout_s: float) -> NcclWork | None:
         """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end."""
         self._check_usable(operation.text)
-        if self._gathered is not None:
-            self._gathered.append(Request(operation, tensors))
+        if self._coalesced is not None:
+            self._coalesced.append(Request(operation, tensors))
             return None
-        return self._put(operation, tensors, timeout_s, self._lane_of_all())
+        return self._put(operation, tensors, timeout_s, self._stream_of_all())
 
     def send(
         self, operation: Operation, tensors: Sequence[torch.Tensor], source: int, target: int, timeout_s: float
     ) -> NcclWork | None:
-        """The same with a message between two places of the group, of which this is one."""
+        """Puts a message between two ranks of the group, of which this is one, into their stream; None as for `run`."""
         self._check_usable(operation.text)
-        if self._gathered is not None:
-            self._gathered.append(Request(operation, tensors))
+        if self._coalesced is not None:
+            self._coalesced.append(Request(operation, tensors))
             return None
-        return self._put(operation, tensors, timeout_s, self._channel(source, target))
+        return self._put(operation, tensors, timeout_s, self._p2p_stream(source, target))
 
     def peer_of_message(self, source: int, target: int) -> int:
-        """What the other rank is called by the communicator that will carry a message between these places."""
-        if self._gathered is not None:
-            return target if self._place == source else source
-        # A channel's communicator has two ranks, in the order of the world.
-        return int(self._ranks[source] < self._ranks[target]) ^ int(self._place == target)
+        """The other rank's number in the communicator that will carry a message between two ranks of the group."""
+        if self._coalesced is not None:
+            return target if self._group_rank == source else source
+        # The communicator of a P2PStream has two ranks, in the order of the world.
+        return int(self._ranks[source] < self._ranks[target]) ^ int(self._group_rank == target)
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank takes no part in their next operation, and why."""
-        if self._lane is not None and self._failure is None:
-            self._lane.refuse(error)
+        if self._stream is not None and self._failure is None:
+            self._stream.refuse(error)
 
     def start_coalescing(self) -> None:
-        """Holds back what is asked for from now on."""
-        if self._gathered is not None:
+        """Holds back the operations that are asked for from now on."""
+        if self._coalesced is not None:
             raise WorldError("coalescing was started within coalescing; end the one before")
-        self._gathered = []
+        self._coalesced = []
 
     def end_coalescing(self) -> NcclWork | None:
-        """Puts what was held back into the stream as one group; None where there was nothing."""
-        gathered, self._gathered = self._gathered, None
-        if gathered is None:
+        """Puts the operations held back into the stream as one group; None where there were none."""
+        coalesced, self._coalesced = self._coalesced, None
+        if coalesced is None:
             raise WorldError("coalescing was ended that was not started")
-        return self.run(*merged(gathered), self.timeout.total_seconds()) if gathered else None
+        return self.run(*merged(coalesced), self.timeout.total_seconds()) if coalesced else None
 
     def _put(
         self,
@@ -91,23 +91,23 @@ class NcclGroup:
         into: CollectiveStream | P2PStream,
     ) -> NcclWork:
         site = self._current_world().flight.recorder.site()
-        work = NcclWork(operation, tensors, self._streams, self._told, site, timeout_s)
+        work = NcclWork(operation, tensors, self._streams, self._note_raised, site, timeout_s)
         into.put(work, tensors)
-        self._check_usable(operation.text)  # at once: nobody need wait to be told
+        self._check_usable(operation.text)  # at once: nobody need wait for the work to hear of it
         return work
 
-    def _told(self) -> None:
-        self._is_told = True
+    def _note_raised(self) -> None:
+        self._is_raised = True
 
     def _check_usable(self, text: str) -> None:
-        """Raises what everything failed with, once; whoever comes later is told that it did."""
+        """Raises what the group failed with, once, and WorldError with the reason from then on."""
         if self._failure is None:
             return
         if not self._is_ended and self._world is not None and self._world.is_closed:
             self._begin_again()
             return
-        if not self._is_told and not self._is_ended:
-            self._is_told = True
+        if not self._is_raised and not self._is_ended:
+            self._is_raised = True
             raise again(self._failure) from self._failure
         raise WorldError(
             f"{text} was asked of a process group that {'ended' if self._is_ended else 'failed before'} "
@@ -115,10 +115,10 @@ class NcclGroup:
         ) from self._failure
 
     def _begin_again(self) -> None:
-        """Forgets what the world that has ended left; the next operation makes it anew."""
+        """Forgets the streams of a world that has ended; the next operation makes them anew."""
         with self._making:
-            self._lane, self._failure, self._is_told = None, None, False
-            self._channels.clear()
+            self._stream, self._failure, self._is_raised = None, None, False
+            self._p2p_streams.clear()
 
     def _current_world(self) -> ProcessWorld:
         if self._world is None or self._world.is_closed:
@@ -128,53 +128,53 @@ class NcclGroup:
             self._world = found
         return self._world
 
-    def _lane_of_all(self) -> CollectiveStream:
-        found = self._lane
+    def _stream_of_all(self) -> CollectiveStream:
+        found = self._stream
         if found is None or (self._world is not None and self._world.is_closed):
             with self._making:
-                found = self._lane = self._made(self._name, self._ranks)
+                found = self._stream = self._make_stream(self._name, self._ranks)
         return found
 
-    def _channel(self, source: int, target: int) -> P2PStream:
+    def _p2p_stream(self, source: int, target: int) -> P2PStream:
         if self._world is not None and self._world.is_closed:
             self._begin_again()
         with self._making:
-            found = self._channels.get((source, target))
+            found = self._p2p_streams.get((source, target))
             if found is None:
                 ends = (self._ranks[source], self._ranks[target])
                 name = f"{self._name}: {ends[0]} to {ends[1]}"
                 ranks = tuple(sorted(ends))
-                found = P2PStream(name, lambda: self._made(name, ranks), self._carrier.streams)
-                self._channels[source, target] = found
+                found = P2PStream(name, partial(self._make_stream, name, ranks), self._nccl_device.streams)
+                self._p2p_streams[source, target] = found
         return found
 
-    def _made(self, name: str, ranks: tuple[int, ...]) -> CollectiveStream:
-        within = self._current_world()
-        made = CollectiveStream(within.join(name, ranks, self.timeout), self._carrier, self._fail)
-        within.keep(name, made)
+    def _make_stream(self, name: str, ranks: tuple[int, ...]) -> CollectiveStream:
+        own_world = self._current_world()
+        made = CollectiveStream(own_world.join(name, ranks, self.timeout), self._nccl_device, self._fail)
+        own_world.keep(name, made)
         return made
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all of it for what one of its communicators met."""
+        """Ends the group for what one of its communicators met."""
         if self._failure is None:
             self._failure = error
-        if self._lane is not None:
-            self._lane.fail(error)
-        for channel in list(self._channels.values()):
-            channel.fail(error)
+        if self._stream is not None:
+            self._stream.fail(error)
+        for p2p_stream in list(self._p2p_streams.values()):
+            p2p_stream.fail(error)
 
     def abort(self) -> None:
-        """Ends it without waiting for the others."""
+        """Ends the group without waiting for the others."""
         self._is_ended = True
         self._fail(self._failure or WorldError(f"{self._name} was aborted"))
 
     def close(self) -> None:
-        """Waits for all that was issued, and ends it."""
+        """Waits for all that was issued, and ends the group."""
         self._is_ended = True
         if self._failure is not None:
             return
-        if self._lane is not None:
-            self._lane.close()
-        for _, channel in sorted(self._channels.items()):
-            channel.close()
+        if self._stream is not None:
+            self._stream.close()
+        for _, p2p_stream in sorted(self._p2p_streams.items()):
+            p2p_stream.close()
         self._failure = WorldError(f"{self._name} was destroyed")

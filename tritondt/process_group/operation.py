@@ -1,4 +1,4 @@
-"""What a rank asks of NCCL in one piece: calls as values, and what is said of them."""
+"""Operations: calls of NCCL as values, which a rank issues in one piece, and the texts that name them."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ ALL = slice(None)
 
 
 class TensorOffset(NamedTuple):
-    """Where a call reads or writes: bytes from the beginning of a tensor, which is named by its number."""
+    """The place at which a call reads or writes: a tensor by its number, and bytes from its beginning."""
 
     tensor: int
     start: int = 0
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class Staging(NamedTuple):
-    """Tensors alike, by number, that NCCL finds end to end in memory of their own.
+    """Tensors of one size, by number, that NCCL finds end to end in memory of their own.
 
     They are copied there before its calls, or from there after them. The memory's number follows those of the tensors.
     """
@@ -46,9 +46,9 @@ class Staging(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """Calls that travel together, on any tensors like those it was made for; equal on all ranks where its `text` is.
+    """Calls that run together, on any tensors like the first ones; equal on all ranks where `text` is equal.
 
-    `results` says which of the tensors a future of it gives; `peers` are places in the group, None for all. `native` is
+    `results` says which of the tensors a future of it gives; `peers` are ranks of the group, None for all. `native` is
     what runs, None where an op is to be made first. Raises TransportError where the library lacks what a call needs.
     """
 
@@ -69,11 +69,11 @@ class Operation:
 
     @property
     def makes_ops(self) -> bool:
-        """Whether it reduces by ops that live as long as one run of it."""
+        """Whether calls reduce by ops that are made for one run and end with it."""
         return any(isinstance(call.op, PreMulSum) for call in self.calls)
 
     def compiled(self, calls: Sequence[Any]) -> NcclCalls:
-        """Calls as NCCL takes them."""
+        """Calls in the form that the extension takes."""
         try:
             return NcclCalls(self.library, calls)
         except NcclError as error:
@@ -81,14 +81,14 @@ class Operation:
 
 
 class Request(NamedTuple):
-    """An operation and the tensors that it is to run on."""
+    """An operation and the tensors to run it on."""
 
     operation: Operation
     tensors: Sequence[torch.Tensor]
 
     @property
     def results(self) -> Sequence[torch.Tensor]:
-        """What is written."""
+        """The tensors that the operation writes."""
         return self.tensors[self.operation.results]
 
 
@@ -103,7 +103,7 @@ def fingerprint_of(text: str) -> int:
 
 
 def merged(requests: Sequence[Request]) -> Request:
-    """All of them as one: what torch calls coalesced. Its tensors are what is written, and then all of each."""
+    """Several requests as one, coalesced in torch's words: on all that is written, and then all tensors of each."""
     operations = [request.operation for request in requests]
     results = [tensor for request in requests for tensor in request.results]
     tensors, calls, stagings = list(results), list[Call](), list[Staging]()
@@ -118,7 +118,7 @@ def merged(requests: Sequence[Request]) -> Request:
     is_of_all = any(operation.peers is None for operation in operations)
     made = Operation(
         # Sends on one side are receives on the other: their texts differ from rank to rank.
-        " and ".join(found.text for found in operations if found.peers is None) or "messages",
+        " and ".join(each.text for each in operations if each.peers is None) or "messages",
         tuple(calls),
         operations[0].library,
         slice(len(results)),
@@ -129,6 +129,6 @@ def merged(requests: Sequence[Request]) -> Request:
 
 
 def _renumbered(call: Call, numbers: Sequence[int]) -> Call:
-    """The call where its tensors have other numbers."""
-    source, target = (spot._replace(tensor=numbers[spot.tensor]) for spot in (call.source, call.target))
+    """A call whose tensors have other numbers."""
+    source, target = (offset._replace(tensor=numbers[offset.tensor]) for offset in (call.source, call.target))
     return call._replace(source=source, target=target)

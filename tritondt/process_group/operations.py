@@ -12,8 +12,8 @@ from tritondt.process_group.checks import (
     check_dense,
     check_dtypes,
     check_factor,
+    check_group_rank,
     check_number,
-    check_place,
     check_sizes,
     check_tensors,
     split_sizes,
@@ -29,14 +29,14 @@ Signature = tuple[Hashable, ...]
 
 
 class OperationCache:
-    """Those of one rank of a group, for tensors of a device.
+    """Operations of one rank of a group, kept for tensors alike on a device.
 
     The tensors of an operation are this rank's own, what it gives or is given, and then the others: inputs and then
     outputs, but outputs and then inputs of what scatters; where it works in place, what it works on.
     """
 
-    def __init__(self, place: GroupRank, device: torch.device, library: NcclLibrary) -> None:
-        self._place, self._device, self._library = place, device, library
+    def __init__(self, group_rank: GroupRank, device: torch.device, library: NcclLibrary) -> None:
+        self._group_rank, self._device, self._library = group_rank, device, library
         self._kept: dict[Signature, Operation] = {}
         self._num_calls = 0
 
@@ -44,21 +44,26 @@ class OperationCache:
         self,
         key: Hashable | None,
         tensors: Tensors,
-        describe: Callable[[], str],
-        make: Callable[["OperationCache", str], Operation],
+        describe: Callable[..., str],
+        make: Callable[..., Operation],
+        arguments: tuple[Any, ...],
     ) -> Operation:
-        """What `make` gives, or gave before for this key and tensors alike; nothing is kept for a key of None."""
+        """The operation that `make` gives, or gave before for this key and tensors alike.
+
+        `describe` and `make` are given `arguments`, the latter after this cache and the text. Nothing is kept for a
+        key of None.
+        """
         signature = None if key is None else self._signature(key, tensors)
         if signature is None:
-            return make(self, describe())
+            return make(self, describe(*arguments), *arguments)
         found = self._kept.get(signature)
         if found is None:
-            found = make(self, describe())
+            found = make(self, describe(*arguments), *arguments)
             self._keep(signature, found)
         return found
 
     def _signature(self, key: Hashable, tensors: Tensors) -> Signature | None:
-        """What tells an operation from all others; None where its tensors have to be looked at again each time."""
+        """A key that no other operation has; None where the tensors have to be looked at again each time."""
         parts, device = [key], self._device
         for tensor in tensors:
             if (
@@ -88,13 +93,13 @@ class OperationCache:
     def broadcast(self, text: str, tensors: Tensors, root: int) -> Operation:
         """Tensors of the root, to all."""
         check_dense(text, tensors, self._device)
-        check_place(text, root, self._place.size)
+        check_group_rank(text, root, self._group_rank.size)
         return self._operation(text, nccl_calls.broadcast(numbered(tensors), root))
 
     def reduce(self, text: str, tensors: Tensors, op: Any, root: int) -> Operation:
         """A tensor, reduced in place on the root."""
         check_dense(text, tensors, self._device)
-        check_place(text, root, self._place.size)
+        check_group_rank(text, root, self._group_rank.size)
         _check_factor(text, tensors, op)
         made = [call for tensor in numbered(tensors) for call in nccl_calls.reduce(tensor, op, root)]
         return self._operation(text, made)
@@ -111,8 +116,10 @@ class OperationCache:
         memory = len(given) + sum(map(len, lists))
         for outputs, own in zip(lists, numbered(given), strict=True):
             self._check_list(text, "outputs", outputs, own.tensor)
-            check_sizes(text, "an input", own.tensor.numel(), outputs[self._place.rank].numel(), "this rank's output")
-            found = nccl_calls.all_gather(self._place, numbered(outputs, first), own, memory + len(stagings))
+            check_sizes(
+                text, "an input", own.tensor.numel(), outputs[self._group_rank.rank].numel(), "this rank's output"
+            )
+            found = nccl_calls.all_gather(self._group_rank, numbered(outputs, first), own, memory + len(stagings))
             made += found.calls
             stagings += [] if found.staging is None else [found.staging]
             first += len(outputs)
@@ -123,7 +130,7 @@ class OperationCache:
         self._check_pairs(text, outputs, given)
         made = []
         for output, own in zip(numbered(outputs, len(given)), numbered(given), strict=True):
-            expected = own.tensor.numel() * self._place.size
+            expected = own.tensor.numel() * self._group_rank.size
             check_sizes(text, "an output", output.tensor.numel(), expected, self._times(own.tensor))
             made += nccl_calls.all_gather_into(output, own)
         return self._operation(text, made, slice(len(given), None))
@@ -136,8 +143,12 @@ class OperationCache:
         memory = len(outputs) + sum(map(len, lists))
         for output, given in zip(numbered(outputs), lists, strict=True):
             self._check_list(text, "inputs", given, output.tensor)
-            check_sizes(text, "an output", output.tensor.numel(), given[self._place.rank].numel(), "this rank's input")
-            found = nccl_calls.reduce_scatter(self._place, output, numbered(given, first), op, memory + len(stagings))
+            check_sizes(
+                text, "an output", output.tensor.numel(), given[self._group_rank.rank].numel(), "this rank's input"
+            )
+            found = nccl_calls.reduce_scatter(
+                self._group_rank, output, numbered(given, first), op, memory + len(stagings)
+            )
             made += found.calls
             stagings += [] if found.staging is None else [found.staging]
             first += len(given)
@@ -149,7 +160,7 @@ class OperationCache:
         _check_factor(text, outputs, op)
         made = []
         for output, whole in zip(numbered(outputs), numbered(given, len(outputs)), strict=True):
-            expected = output.tensor.numel() * self._place.size
+            expected = output.tensor.numel() * self._group_rank.size
             check_sizes(text, "an input", whole.tensor.numel(), expected, self._times(output.tensor))
             made += nccl_calls.reduce_scatter_into(output, whole, op)
         return self._operation(text, made, slice(len(outputs)))
@@ -157,9 +168,9 @@ class OperationCache:
     def all_to_all(self, text: str, outputs: Tensors, given: Tensors) -> Operation:
         """A tensor to every rank and one from every rank."""
         for what, tensors in (("inputs", given), ("outputs", outputs)):
-            check_number(text, what, len(tensors), self._place.size)
+            check_number(text, what, len(tensors), self._group_rank.size)
         self._check_alike(text, [*given, *outputs])
-        own = self._place.rank
+        own = self._group_rank.rank
         check_sizes(text, "an output", outputs[own].numel(), given[own].numel(), "what this rank sends itself")
         made = nccl_calls.all_to_all(numbered(outputs, len(given)), numbered(given))
         return self._operation(text, made, slice(len(given), None))
@@ -172,9 +183,9 @@ class OperationCache:
         output_rows: Sequence[int],
         input_rows: Sequence[int],
     ) -> Operation:
-        """The same with parts of one tensor, by rows of its first dim."""
+        """Parts of one tensor to every rank and from every rank, by rows of its first dim."""
         self._check_alike(text, [output, given])
-        size, own = self._place.size, self._place.rank
+        size, own = self._group_rank.size, self._group_rank.rank
         sent = split_sizes(text, "input", given, input_rows, size)
         received = split_sizes(text, "output", output, output_rows, size)
         check_sizes(text, "an output", received[own], sent[own], "what this rank sends itself")
@@ -183,7 +194,7 @@ class OperationCache:
 
     def gather(self, text: str, lists: Sequence[Tensors], given: Tensors, root: int) -> Operation:
         """Every rank's tensor, to the root's list."""
-        check_place(text, root, self._place.size)
+        check_group_rank(text, root, self._group_rank.size)
         check_number(text, "inputs", len(given), 1)
         outputs = self._of_root(text, "outputs", lists, given[0], root)
         made = nccl_calls.gather(numbered(given)[0], numbered(outputs, 1), root)
@@ -191,7 +202,7 @@ class OperationCache:
 
     def scatter(self, text: str, outputs: Tensors, lists: Sequence[Tensors], root: int) -> Operation:
         """A tensor of the root's list to every rank."""
-        check_place(text, root, self._place.size)
+        check_group_rank(text, root, self._group_rank.size)
         check_number(text, "outputs", len(outputs), 1)
         given = self._of_root(text, "inputs", lists, outputs[0], root)
         made = nccl_calls.scatter(numbered(outputs)[0], numbered(given, 1), root)
@@ -200,14 +211,17 @@ class OperationCache:
     def message(self, text: str, kind: str, tensors: Tensors, peer: int, number: int) -> Operation:
         """Tensors to a peer ("send") or from one ("recv"), by its `number` in the communicator that carries them."""
         check_dense(text, tensors, self._device)
-        check_place(text, peer, self._place.size)
+        check_group_rank(text, peer, self._group_rank.size)
         is_received = kind == "recv"
-        made, source = nccl_calls.message(kind, numbered(tensors), number), peer if is_received else self._place.rank
+        made, source = (
+            nccl_calls.message(kind, numbered(tensors), number),
+            peer if is_received else self._group_rank.rank,
+        )
         results = ALL if is_received else slice(0)
         return Operation(text, tuple(made), self._library, results, peers=(peer,), source=source)
 
     def barrier(self, text: str) -> Request:
-        """Nothing but the coming of all: a sum that nobody reads."""
+        """A barrier: a sum over all ranks that nobody reads."""
         token = torch.zeros(1, dtype=torch.int32, device=self._device)
         made = nccl_calls.all_reduce(numbered([token]), dist.ReduceOp.SUM)
         return Request(Operation(text, tuple(made), self._library, slice(0), waits_on_host=True), [token])
@@ -218,8 +232,8 @@ class OperationCache:
         return Operation(text, tuple(made), self._library, results, tuple(stagings))
 
     def _of_root(self, text: str, what: str, lists: Sequence[Tensors], own: torch.Tensor, root: int) -> Tensors:
-        """The root's list; none elsewhere."""
-        if self._place.rank != root:
+        """The list that the root was given, checked; an empty one on other ranks."""
+        if self._group_rank.rank != root:
             check_number(text, f"lists of {what} on a rank that is not the root", len(lists), 0)
             check_tensors(text, [own], self._device)
             return []
@@ -229,7 +243,7 @@ class OperationCache:
         return lists[0]
 
     def _check_list(self, text: str, what: str, tensors: Tensors, own: torch.Tensor) -> None:
-        check_number(text, what, len(tensors), self._place.size)
+        check_number(text, what, len(tensors), self._group_rank.size)
         self._check_alike(text, [*tensors, own])
 
     def _check_pairs(self, text: str, outputs: Tensors, given: Tensors) -> None:
@@ -243,10 +257,10 @@ class OperationCache:
         check_dtypes(text, tensors)
 
     def _times(self, part: torch.Tensor) -> str:
-        return f"{part.numel()} on each of {self._place.size} ranks"
+        return f"{part.numel()} on each of {self._group_rank.size} ranks"
 
 
 def _check_factor(text: str, tensors: Tensors, op: Any) -> None:
-    """Looks at the factor of a PREMUL_SUM where it is a tensor, which the operation reads as well."""
+    """Checks the factor of a PREMUL_SUM where it is a tensor, which the operation reads as well."""
     if op_name(op) == "premul_sum" and isinstance(factor := op.__getstate__()[1], torch.Tensor):
         check_factor(text, factor, tensors)

@@ -16,6 +16,7 @@ from tritondt.comm.monitor.flight import EXCHANGING
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
+from tritondt.device_types import ByDeviceType
 from tritondt.errors import PeerError, WorldError
 from tritondt.process_group.naming import PreMulSum
 from tritondt.process_group.operation import Operation
@@ -26,33 +27,36 @@ _MUST = "call the same operations with the same sizes in the same order"
 
 
 class NcclDevice(NamedTuple):
-    """What carries tensors of a device: a library of NCCL, and the device's streams."""
+    """A library of NCCL, and the streams of the device whose tensors it carries."""
 
     library: NcclLibrary
     streams: Streams
 
 
 class CollectiveStream:
-    """One rank's end of it; made by all ranks of `member` together. `on_failure` is told why nothing runs any more."""
+    """One rank's end of a stream of operations, which all ranks of `context` make together.
+
+    `on_failure` is called with the reason why nothing runs any more.
+    """
 
     def __init__(
-        self, member: ProcessContext, carrier: NcclDevice, on_failure: Callable[[BaseException], None]
+        self, context: ProcessContext, nccl_device: NcclDevice, on_failure: Callable[[BaseException], None]
     ) -> None:
-        self._member, self._streams = member, carrier.streams
-        self._recorder = member.flight.recorder
-        self._label = self._recorder.label(member.name)
-        others = tuple(rank for rank in member.ranks if rank != member.rank)
-        terms = TimeoutPolicy(_LIMIT, _MUST, others)
-        self._watched = MonitoredNccl(member, carrier.library, carrier.streams, on_failure, terms)
-        self.stream = carrier.streams.make()
+        self._context, self._streams = context, nccl_device.streams
+        self._recorder = context.flight.recorder
+        self._label = self._recorder.label(context.name)
+        others = tuple(rank for rank in context.ranks if rank != context.rank)
+        policy = TimeoutPolicy(_LIMIT, _MUST, others)
+        self._monitored = MonitoredNccl(context, nccl_device.library, nccl_device.streams, on_failure, policy)
+        self.stream = nccl_device.streams.make()
         self.sequence = 0
         self._turn = threading.Lock()
 
     def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
         """Puts an operation into the stream, on these tensors; what goes wrong is its work's error."""
         with self._turn:
-            if self._watched.failure is not None:
-                work.fail(self._watched.failure)
+            if self._monitored.failure is not None:
+                work.fail(self._monitored.failure)
                 return
             if work.ready is None:
                 self._streams.follow(self.stream, self._streams.current())
@@ -61,16 +65,16 @@ class CollectiveStream:
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
                 self._call(work.operation, tensors)
             else:
-                self._watched.reap()
+                self._monitored.reap()
                 self._record(work)
                 try:
-                    self._watched.put(work, lambda: self._call(work.operation, tensors), "run")
-                except PeerError:  # which its work has been told
+                    self._monitored.put(work, self._call, "run", work.operation, tensors)
+                except PeerError:  # which its work has
                     return
             work.was_put(self.stream)
 
     def _record(self, work: NcclWork) -> None:
-        """Gives it its number, for recorder and watch."""
+        """Numbers an operation, for recorder and watch."""
         self.sequence += 1
         recorder, operation = self._recorder, work.operation
         label = recorder.label(operation.text)
@@ -78,7 +82,7 @@ class CollectiveStream:
         work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site, EXCHANGING)
 
     def _call(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
-        """Gives the calls to NCCL, between the copies that they need."""
+        """Gives an operation's calls to NCCL, between the copies that they need."""
         if not operation.stagings:
             self._run(operation, tensors)
             return
@@ -98,11 +102,11 @@ class CollectiveStream:
         if operation.native is None:
             self._call_with_ops(operation, addresses)
         else:
-            self._watched.native.run(operation.native, addresses, self.stream.cuda_stream)
+            self._monitored.native.run(operation.native, addresses, self.stream.cuda_stream)
 
     def _call_with_ops(self, operation: Operation, addresses: list[int]) -> None:
-        """The same where ops are made for the calls; they end when NCCL has these."""
-        native, made = self._watched.native, dict[int, int]()
+        """Gives calls to NCCL by ops that are made for them, and end when NCCL has the calls."""
+        native, made = self._monitored.native, dict[int, int]()
         try:
             for place, call in enumerate(operation.calls):
                 if isinstance(call.op, PreMulSum):
@@ -115,32 +119,32 @@ class CollectiveStream:
 
     def _made_op(self, op: PreMulSum, dtype: str) -> int:
         if isinstance(op.factor, float):
-            return self._watched.native.pre_mul_sum(op.factor, dtype)
-        return self._watched.native.pre_mul_sum_on_device(op.factor.data_ptr(), dtype)
+            return self._monitored.native.pre_mul_sum(op.factor, dtype)
+        return self._monitored.native.pre_mul_sum_on_device(op.factor.data_ptr(), dtype)
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank takes no part in the next operation, and why; it counts as run."""
         with self._turn:
             self.sequence += 1
-            self._watched.refuse(self.sequence, error)
+            self._monitored.refuse(self.sequence, error)
 
     def fail(self, error: BaseException) -> None:
         """Ends what is under way, with this error, and aborts the communicator."""
-        self._watched.fail(error)
+        self._monitored.fail(error)
 
     def abort(self) -> None:
         """Ends what is under way without waiting for the others."""
-        self.fail(WorldError(f"{self._member.name} was aborted"))
+        self.fail(WorldError(f"{self._context.name} was aborted"))
 
     def close(self) -> None:
         """Waits for all that was issued, and ends the communicator."""
         self.stream.synchronize()
         with self._turn:
-            self._watched.close(WorldError(f"{self._member.name} was closed"))
+            self._monitored.close(WorldError(f"{self._context.name} was closed"))
 
 
 def _memory_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Memory in which tensors like these, which are alike, lie end to end."""
+    """Memory in which tensors like `parts`, which are alike, lie end to end."""
     first = parts[0]
     return torch.empty((len(parts), first.numel()), dtype=first.dtype, device=first.device)
 
@@ -151,13 +155,13 @@ def _rows(memory: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 class P2PStream:
-    """This rank's end of it."""
+    """One rank's end of a stream of messages from one rank to another, which is made once both have come."""
 
     def __init__(self, name: str, make: Callable[[], CollectiveStream], streams: Streams) -> None:
         self._name, self._make, self._streams = name, make, streams
-        self._changing = threading.RLock()  # what fails while it is put ends its channel
+        self._changing = threading.RLock()  # a message that fails while it is put ends all of them
         self._waiting: list[tuple[NcclWork, Sequence[torch.Tensor]]] = []
-        self._lane: CollectiveStream | None = None
+        self._stream: CollectiveStream | None = None
         self._is_connecting = False
         self._failure: BaseException | None = None
 
@@ -166,8 +170,8 @@ class P2PStream:
         with self._changing:
             if self._failure is not None:
                 work.fail(self._failure)
-            elif self._lane is not None:
-                self._lane.put(work, tensors)
+            elif self._stream is not None:
+                self._stream.put(work, tensors)
             else:
                 work.defer()
                 self._waiting.append((work, tensors))
@@ -181,22 +185,22 @@ class P2PStream:
     def _connect(self) -> None:
         try:
             self._streams.bind_thread()
-            lane = self._make()
+            stream = self._make()
         except BaseException as error:  # noqa: BLE001  whoever waits for a message raises it
             self.fail(error)
             return
         with self._changing:
             if self._failure is not None:
-                lane.fail(self._failure)
-            self._lane = lane
+                stream.fail(self._failure)
+            self._stream = stream
             for work, tensors in self._waiting:
-                lane.put(work, tensors)
+                stream.put(work, tensors)
             self._waiting.clear()
 
     def fail(self, error: BaseException) -> None:
-        """Ends it, and what waits for the other rank, with this error."""
-        if self._lane is not None:  # first, so that whoever is held up in it lets go
-            self._lane.fail(error)
+        """Ends the stream, and what waits for the other rank, with this error."""
+        if self._stream is not None:  # first, so that whoever is held up there lets go
+            self._stream.fail(error)
         with self._changing:
             self._failure = self._failure or error
             for work, _ in self._waiting:
@@ -204,14 +208,14 @@ class P2PStream:
             self._waiting.clear()
 
     def close(self) -> None:
-        """Waits for all that was issued, and ends it."""
-        if self._lane is not None:
-            self._lane.close()
+        """Waits for all that was issued, and ends the stream."""
+        if self._stream is not None:
+            self._stream.close()
 
 
-def _of_gpu(device: torch.device) -> NcclDevice:
+def _gpu_device(device: torch.device) -> NcclDevice:
     return NcclDevice(nccl_library(), CudaStreams(device))
 
 
 # By the type of device; tensors on others go over Gloo.
-nccl_devices: dict[str, Callable[[torch.device], NcclDevice]] = {"cuda": _of_gpu}
+nccl_devices = ByDeviceType[Callable[[torch.device], NcclDevice]](cuda=_gpu_device)

@@ -1,4 +1,4 @@
-"""What torch.distributed gives for an operation that is under way on NCCL: its Work."""
+"""The Work that torch.distributed gives for an operation under way on NCCL."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from tritondt.comm.work import again
 from tritondt.errors import PeerError
 from tritondt.process_group.operation import Operation
 
-_AT_ALL = timedelta(0)  # torch's word for no timeout of its own
+_NO_TIMEOUT = timedelta(0)  # as torch says it
 _PAUSE_S = 0.0005
 
 
@@ -24,9 +24,9 @@ class NcclWork(Work):
     """An operation in a stream: waiting for it lets the calling thread's current stream wait, and not the host.
 
     It keeps what it reads until somebody has waited for it or it has run, so that the allocator needs not be told, and
-    what it writes for whoever asks for its result. It is also what its lane puts into the stream, and what is watched
-    there (`InFlight`): one object, for the host's time. `site` is the line that asked; `ready` what the stream waits
-    for where that is not the caller's stream as it is.
+    what it writes for whoever asks for its result. It is also what its CollectiveStream puts into the stream, and what
+    is watched there (`InFlight`): one object, for the host's time. `site` is the line that asked; `ready` what the
+    stream waits for where that is not the caller's stream as it is.
     """
 
     sequence, record, started = 0, -1, 0.0
@@ -37,82 +37,82 @@ class NcclWork(Work):
     _stream: Stream | None = None
     _event: Event | None = None
     _error: BaseException | None = None
-    _placed: threading.Event | None = None  # where it may have to wait for its lane
+    _issued: threading.Event | None = None  # where the operation may have to wait for its stream
 
     def __init__(
         self,
         operation: Operation,
         tensors: Sequence[torch.Tensor],
         streams: Streams,
-        seen: Callable[[], None],
+        on_raised: Callable[[], None],
         site: int,
         timeout_s: float,
     ) -> None:
         super().__init__()
         self.operation, self._held = operation, tensors
         self._results = tensors[operation.results]
-        self._streams, self._seen = streams, seen
+        self._streams, self._on_raised = streams, on_raised
         self.site, self.timeout_s = site, timeout_s
 
     @property
     def text(self) -> str:
-        """What it is called in messages."""
+        """The operation's name in messages."""
         return self.operation.text
 
     @property
     def fingerprint(self) -> int:
-        """Equal on all ranks of one operation."""
+        """A number that is equal on all ranks of one operation."""
         return self.operation.fingerprint
 
     def defer(self) -> None:
-        """Notes that there is no lane yet; another thread will say when it was put into one, or why not."""
-        self.ready, self._placed = self._streams.current().record_event(), threading.Event()
+        """Notes that there is no stream yet; another thread will say when the operation is in one, or why not."""
+        self.ready, self._issued = self._streams.current().record_event(), threading.Event()
 
     def was_put(self, stream: Stream) -> None:
-        """Notes that `stream` has been given all of it, and no more so far."""
+        """Notes that `stream` has been given all of the operation, and nothing after it so far."""
         self._stream, self._event = stream, stream.record_event()
-        if self._placed is not None:
-            self._placed.set()
+        if self._issued is not None:
+            self._issued.set()
 
     def fail(self, error: BaseException) -> None:
-        """Notes why what is in the stream will not be right, or why nothing is."""
+        """Notes why the operation's results will not be right, or why it is in no stream."""
         self._error = self._error or error
-        if self._placed is not None:
-            self._placed.set()
+        if self._issued is not None:
+            self._issued.set()
 
     def is_over(self) -> bool:
-        """Whether the stream has come past it, which lets go of its tensors."""
+        """Whether the stream has come past the operation, which lets go of its tensors."""
         is_over = self._event is not None and self._event.query()
         if is_over:
             self._held = ()
         return is_over
 
     def is_completed(self) -> bool:
-        """Whether it has run, well or not."""
+        """Whether the operation has run, well or not."""
         return self._error is not None or self.is_over()
 
     def is_success(self) -> bool:
-        """Whether it has run well."""
+        """Whether the operation has run well."""
         return self._error is None and self.is_over()
 
     def exception(self) -> BaseException | None:
-        """Why it failed; None where it did not, or is under way."""
+        """The operation's error; None where it has none, or is under way."""
         return self._error
 
-    def wait(self, timeout: timedelta = _AT_ALL) -> bool:
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Lets the current stream wait; with a timeout, or for a barrier, the host.
 
-        Raises what it failed with, and PeerError where it is not over within `timeout`.
+        Raises what the operation failed with, and PeerError where it is not over within `timeout`.
         """
-        limit_s = timeout.total_seconds() if timeout > _AT_ALL else None
-        if self._placed is not None and not self._placed.wait(limit_s):
+        limit_s = timeout.total_seconds() if timeout > _NO_TIMEOUT else None
+        if self._issued is not None and not self._issued.wait(limit_s):
             raise self._overdue(timeout.total_seconds())
         if self._event is not None:
             if limit_s is not None or self.operation.waits_on_host:
                 self._wait_on_host(limit_s)
             self._streams.current().wait_event(self._event)
         if self._error is not None:
-            self._seen()
+            self._on_raised()
             raise again(self._error) from self._error
         self._held = ()
         return True
@@ -136,13 +136,13 @@ class NcclWork(Work):
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """What was written."""
+        """The tensors that are written."""
         return list(self._results)
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of what is written."""
-        if self._placed is not None:
-            self._placed.wait()
+        """A torch.futures.Future of the list of tensors that are written."""
+        if self._issued is not None:
+            self._issued.wait()
         if self._event is None:
             made: torch.futures.Future[Any] = torch.futures.Future()
             made.set_exception(self._error)
@@ -153,5 +153,5 @@ class NcclWork(Work):
         return self.operation.source
 
     def source_rank(self) -> int:
-        """Where a message came from, as a rank of the group; -1 for what is none."""
+        """The rank of the group that a message comes from; -1 for other operations."""
         return self.operation.source

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
+from tests.harness.doubled import doubled
 from tritondt._C import NcclLibrary
-from tritondt.comm import world
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.kernels.gpu import copy_boxes, reduce_slots
-from tritondt.kernels.tables import TritonMaker, made_by
-from tritondt.process_group.stream import NcclDevice, nccl_devices
+from tritondt.kernels.tables import TritonMaker
+from tritondt.process_group.stream import NcclDevice
 
 _REPOSITORY = Path(__file__).parents[3]
 
@@ -121,21 +121,18 @@ def _launch(*arguments: object) -> None: ...
 @contextmanager
 def carried_by_nothing() -> Iterator[None]:
     """Within, this process's tensors on the CPU go by NCCL, in our transport and our backend, and nothing moves."""
-    library, before = NcclLibrary(str(build()), None), dict(world.transports)
-    carriers_before = dict(nccl_devices)
+    library = NcclLibrary(str(build()), None)
     kernels = copy_boxes.copy_kernel, reduce_slots.reduce_kernel
 
-    def make(member: ProcessContext) -> NcclCommunicator:
+    def transport(member: ProcessContext) -> NcclCommunicator:
         return NcclCommunicator(member, library, NoOpStreams())
 
-    world.transports["cpu"] = make
-    nccl_devices["cpu"] = lambda device: NcclDevice(library, NoOpStreams())
+    def nccl_device(device: torch.device) -> NcclDevice:
+        return NcclDevice(library, NoOpStreams())
+
     copy_boxes.copy_kernel = reduce_slots.reduce_kernel = NoOpKernel()
     try:
-        with made_by(TritonMaker(), "cpu"):
+        with doubled("cpu", transport=transport, nccl_device=nccl_device, table_maker=TritonMaker()):
             yield
     finally:
         copy_boxes.copy_kernel, reduce_slots.reduce_kernel = kernels
-        world.transports.update(before)
-        nccl_devices.clear()
-        nccl_devices.update(carriers_before)

@@ -7,11 +7,12 @@ import torch
 from torch.testing import assert_close
 
 import tritondt as T
+from tests.harness.doubled import doubled
 from tests.harness.oracle.cases import check_cases, random_case
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.kernels.gpu import device_table
 from tritondt.kernels.gpu.device_table import DeviceTable
-from tritondt.kernels.tables import CppMaker, TritonMaker, copy_table, made_by
+from tritondt.kernels.tables import CppMaker, TritonMaker, copy_table
 from tritondt.planning.cost import CostTable
 
 # numpy, which interprets the kernels, warns of the infinities that a max or min starts from.
@@ -48,7 +49,7 @@ class CountingMaker(TritonMaker):
 @pytest.fixture
 def maker():
     counting = CountingMaker()
-    with made_by(counting, "cpu"):
+    with doubled("cpu", table_maker=counting):
         yield counting
 
 
@@ -127,7 +128,7 @@ def test_messages_of_another_dtype(source, target, wire_dtype, maker):
 
     found = run_ranks(4, body)
     assert maker.num_casts > 4
-    with made_by(CppMaker(), "cpu"):
+    with doubled("cpu", table_maker=CppMaker()):
         for ours, expected in zip(found, run_ranks(4, body), strict=True):
             assert_close(ours, expected, rtol=0, atol=0)
 
@@ -145,6 +146,6 @@ def test_distributing_a_tensor(maker):
 
 def test_the_cpu_gets_its_own_tables_back():
     cpu = torch.device("cpu")
-    with made_by(TritonMaker(), "cpu"):
+    with doubled("cpu", table_maker=TritonMaker()):
         assert isinstance(copy_table([], cpu), DeviceTable)
     assert not isinstance(copy_table([], cpu), DeviceTable)

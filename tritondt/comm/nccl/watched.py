@@ -17,7 +17,7 @@ from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl.bootstrap import join_nccl, within
 from tritondt.comm.nccl.streams import Streams, answered
 from tritondt.comm.packing.messages import Slice
-from tritondt.comm.work import Run, again
+from tritondt.comm.work import again
 from tritondt.errors import PeerError
 
 
@@ -98,15 +98,15 @@ class MonitoredNccl:
         self.native: NcclCommunicator = join_nccl(member, library, streams)
         self._watch.attend(self._waits)
 
-    def put(self, operation: InFlight, run: Run, doing: str) -> None:
-        """Watches an operation that `run` puts into the stream.
+    def put(self, operation: InFlight, run: Callable[..., object], doing: str, *arguments: object) -> None:
+        """Watches an operation that `run` puts into the stream, given `arguments`.
 
         Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
         PeerError, which says what this rank was `doing`.
         """
         self._under_way.append(operation)
         try:
-            run()
+            run(*arguments)
         except NcclError as error:
             what = self._as_late(operation).description
             self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))

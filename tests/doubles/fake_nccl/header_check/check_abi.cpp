@@ -13,7 +13,7 @@ extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t, int, void
 // In a namespace and without C linkage, so that both can stand side by side.
 namespace fake {
 #define FAKE_NCCL_API
-#include "../nccl_abi.h"
+#include "../interface/nccl_abi.h"
 }  // namespace fake
 
 namespace {
@@ -37,7 +37,7 @@ constexpr bool is_called_alike(Result (*)(Ours...), TheirResult (*)(Theirs...)) 
 }
 
 #define FUNCTION(name, since) static_assert(is_called_alike(&fake::name, &::name), #name);
-#include "../functions.def"
+#include "../interface/functions.def"
 #undef FUNCTION
 
 #define SAME_STRUCT(name) static_assert(sizeof(fake::name) == sizeof(::name), #name)

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "check.h"
-#include "fake_api.h"
+#include "interface/fake_api.h"
 
 namespace {
 

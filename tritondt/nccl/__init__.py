@@ -1,0 +1,34 @@
+"""Raw communicators of NCCL on tensors, for research on collectives; nothing of tritondt's worlds, plans or watch.
+
+from tritondt import nccl
+
+with nccl.bootstrap() as communicator:  # over torch.distributed's default group
+    communicator.all_reduce(tensor)
+
+One build serves every NCCL from 2.18 on: what the loaded one lacks raises NcclUnsupportedError, with the version that
+has it. docs/nccl_guide.md has the table of versions and the rules of lifetimes.
+"""
+
+from tritondt._C import NcclCallConfig, NcclCommunicator, NcclError, NcclLibrary, NcclUnsupportedError
+from tritondt.nccl.bootstrap import bootstrap, init, join, library
+from tritondt.nccl.calls import Call
+from tritondt.nccl.communicator import Communicator
+from tritondt.nccl.memory import Buffer, Window, empty, memory_pool
+
+__all__ = [
+    "Buffer",
+    "Call",
+    "Communicator",
+    "NcclCallConfig",
+    "NcclCommunicator",
+    "NcclError",
+    "NcclLibrary",
+    "NcclUnsupportedError",
+    "Window",
+    "bootstrap",
+    "empty",
+    "init",
+    "join",
+    "library",
+    "memory_pool",
+]

@@ -1,0 +1,163 @@
+"""Memory that NCCL knows: allocations of its own, registered buffers, windows that other ranks write to."""
+
+import contextlib
+import ctypes
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+import tritondt._C as _C
+from tritondt._C import NcclCommunicator, NcclLibrary
+from tritondt.comm.nccl.library import nccl_library
+from tritondt.nccl.calls import raw_parts, stream_handle
+
+
+class _Registered:
+    """Memory registered with a communicator until `close`, or the end of a `with` block."""
+
+    def __init__(self, native: NcclCommunicator, handle: int, tensor: torch.Tensor) -> None:
+        self._native, self._handle, self.tensor = native, handle, tensor
+        self._is_over = False
+
+    @property
+    def handle(self) -> int:
+        """NCCL's number for the registration."""
+        return self._handle
+
+    def close(self) -> None:
+        """Deregisters the memory; once, and before the communicator ends and the memory is freed."""
+        if not self._is_over:
+            self._is_over = True
+            self._deregister()
+
+    def _deregister(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(_C.NcclError):  # the error on its way says why
+            self.close()
+
+
+class Buffer(_Registered):
+    """Memory that NCCL may use where it lies (user buffer registration, NCCL 2.19).
+
+    `Communicator.register_buffer` makes one; the tensor is kept alive as long. Source: NCCL's documentation of
+    ncclCommRegister.
+
+    An example that needs a GPU:
+
+    >>> with communicator.register_buffer(empty((4096,), torch.float32, "cuda")) as buffer:  # doctest: +SKIP
+    ...     communicator.all_reduce(buffer.tensor)
+    """
+
+    def _deregister(self) -> None:
+        self._native.deregister_buffer(self._handle)
+
+
+class Window(_Registered):
+    """Memory of all ranks of a communicator that NCCL maps for each other (NCCL 2.27).
+
+    `Communicator.register_window` makes one; the tensor is kept alive as long. Collectives on tensors that lie in it
+    may run faster; `put` and `wait_signals` write to other ranks' windows without their part (NCCL 2.29), with streams
+    that are torch.cuda.Stream or handles, by default the current one of the window's device. Source: NCCL's
+    documentation of ncclCommWindowRegister.
+
+    An example that needs two GPUs, for a rank and its peer:
+
+    >>> with communicator.register_window(empty((4096,), torch.float32, "cuda")) as window:  # doctest: +SKIP
+    ...     window.put([(peer, source, 0)])
+    ...     window.wait_signals({peer: 1})
+    """
+
+    def put(
+        self, puts: Sequence[tuple[int, torch.Tensor, int]], *, signal: int = 0, context: int = 0, stream: Any = None
+    ) -> None:
+        """Tensors into the windows of peers, each as (peer, tensor, offset in bytes), and then a signal to each.
+
+        Not collective: a peer takes no part, but may wait for the signal. A tensor without elements is the signal
+        alone. `signal` and `context` are numbers below the options num_rma_sig and num_rma_ctx. Raises
+        NcclUnsupportedError before NCCL 2.29. Source: NCCL's documentation of ncclPutSignal.
+        """
+        raw = [
+            (peer, address, count * tensor.itemsize, offset)
+            for peer, tensor, offset in puts
+            for address, count in raw_parts("put", [tensor])
+        ]
+        self._native.put(raw, self._handle, stream_handle(stream, self.tensor), signal, context)
+
+    def wait_signals(
+        self, num_signals: Mapping[int, int], *, signal: int = 0, context: int = 0, stream: Any = None
+    ) -> None:
+        """Lets the stream wait until each peer, by its rank, has sent so many signals.
+
+        Not collective. Raises NcclUnsupportedError before NCCL 2.29. Source: NCCL's documentation of ncclWaitSignal.
+        """
+        self._native.wait_signals(list(num_signals.items()), stream_handle(stream, self.tensor), signal, context)
+
+    def _deregister(self) -> None:
+        self._native.deregister_window(self._handle)
+
+
+# Windows begin at a multiple of 4096 bytes; a device maps memory in pages of 2 MiB, which torch's pool cuts otherwise.
+_PAGE_BYTES = 1 << 21
+_pools: dict[str, tuple[Any, Any]] = {}
+
+
+def memory_pool(library: NcclLibrary | None = None) -> Any:
+    """A torch.cuda.MemPool whose memory NCCL has allocated (ncclMemAlloc), fit for buffers and windows; NCCL 2.19.
+
+    Not collective. `library` is that of the process by default; the first that serves a pool serves all of this
+    process, and NcclError tells another one so. Source: NCCL's documentation of ncclMemAlloc, torch's of MemPool.
+
+    An example that needs a GPU:
+
+    >>> with torch.cuda.use_mem_pool(memory_pool()):  # doctest: +SKIP
+    ...     tensor = torch.zeros(1024, device="cuda")
+    """
+    found = nccl_library() if library is None else library
+    if found.path not in _pools:
+        allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *found.serve_pool())
+        _pools[found.path] = torch.cuda.MemPool(allocator.allocator()), allocator
+    return _pools[found.path][0]  # the allocator beside it must live as long
+
+
+def empty(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, library: NcclLibrary | None = None
+) -> torch.Tensor:
+    """A tensor, not initialised, in memory that NCCL has allocated (ncclMemAlloc), fit for buffers and windows; 2.19.
+
+    Not collective. On a GPU the memory is of `memory_pool`; on the CPU, which only a double of NCCL serves, of the
+    library's own allocation, freed with the tensor. Raises NcclUnsupportedError where NCCL is older.
+
+    An example that needs a GPU:
+
+    >>> tensor = empty((4, 256), torch.float32, "cuda")  # doctest: +SKIP
+    """
+    found = nccl_library() if library is None else library
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if torch.device(device).type == "cuda":
+        with torch.cuda.use_mem_pool(memory_pool(found)):
+            memory = torch.empty(-(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, dtype=torch.uint8, device=device)
+    else:
+        memory = _on_host(found, max(num_bytes, 1))
+    return memory[:num_bytes].view(dtype).view(tuple(shape))
+
+
+def _on_host(library: NcclLibrary, num_bytes: int) -> torch.Tensor:
+    """Bytes of the library's allocation, which are given back with the last tensor on them."""
+    address = library.allocate(num_bytes)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
+    weakref.finalize(memory, library.free, address).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)

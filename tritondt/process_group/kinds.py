@@ -1,0 +1,135 @@
+"""Kinds of collectives: how each is described, made for NCCL and called on Gloo, as a table.
+
+Every function of a kind takes the arguments of the process group's method, as torch gave them, options last. None of
+them is called for an operation that is kept, debug mode aside.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.process_group.debug_compare import Parts
+from tritondt.process_group.naming import described
+from tritondt.process_group.operation import Operation
+
+Tensors = Sequence[torch.Tensor]
+Lists = Sequence[Tensors]
+
+
+def _no_parts(_size: int, *_arguments: Any) -> Parts:
+    return Parts()
+
+
+class Kind(NamedTuple):
+    """A kind of collective: a method of torch's group over Gloo, a text, an operation of NCCL.
+
+    `make` is given an OperationCache and the text before the arguments; `parts`, what debug mode compares besides the
+    text, the size of the group.
+    """
+
+    gloo: str
+    describe: Callable[..., str]
+    make: Callable[..., Operation]
+    parts: Callable[..., Parts] = _no_parts
+
+
+ALL_REDUCE = Kind(
+    "allreduce",
+    lambda tensors, opts: described("all_reduce", tensors, op=opts.reduceOp),
+    lambda cache, text, tensors, opts: cache.all_reduce(text, tensors, opts.reduceOp),
+)
+ALL_REDUCE_COALESCED = ALL_REDUCE._replace(gloo="allreduce_coalesced")
+BROADCAST = Kind(
+    "broadcast",
+    lambda tensors, opts: described("broadcast", tensors, root=opts.rootRank),
+    lambda cache, text, tensors, opts: cache.broadcast(text, tensors, opts.rootRank),
+)
+REDUCE = Kind(
+    "reduce",
+    lambda tensors, opts: described("reduce", tensors, op=opts.reduceOp, root=opts.rootRank),
+    lambda cache, text, tensors, opts: cache.reduce(text, tensors, opts.reduceOp, opts.rootRank),
+)
+ALL_GATHER = Kind(
+    "allgather",
+    lambda outputs, inputs, opts: described("all_gather", flat(outputs) or inputs),
+    lambda cache, text, outputs, inputs, opts: cache.all_gather(text, outputs, inputs),
+)
+ALL_GATHER_COALESCED = Kind(
+    "allgather_coalesced",
+    lambda outputs, inputs, opts: described("all_gather", flat(by_tensor(outputs)) or inputs),
+    lambda cache, text, outputs, inputs, opts: cache.all_gather(
+        text, by_tensor(outputs), inputs, list(map(len, outputs))
+    ),
+)
+ALL_GATHER_INTO_TENSOR = Kind(
+    "_allgather_base",
+    lambda output, given, opts: described("all_gather_into_tensor", [given]),
+    lambda cache, text, output, given, opts: cache.all_gather_into(text, [output], [given]),
+)
+ALL_GATHER_INTO_TENSORS = Kind(
+    "allgather_into_tensor_coalesced",
+    lambda outputs, inputs, opts: described("all_gather_into_tensor", inputs),
+    lambda cache, text, outputs, inputs, opts: cache.all_gather_into(text, outputs, inputs),
+)
+REDUCE_SCATTER = Kind(
+    "reduce_scatter",
+    lambda outputs, inputs, opts: described("reduce_scatter", flat(inputs) or outputs, op=opts.reduceOp),
+    lambda cache, text, outputs, inputs, opts: cache.reduce_scatter(text, outputs, inputs, opts.reduceOp),
+)
+REDUCE_SCATTER_TENSOR = Kind(
+    "_reduce_scatter_base",
+    lambda output, given, opts: described("reduce_scatter_tensor", [output], op=opts.reduceOp),
+    lambda cache, text, output, given, opts: cache.reduce_scatter_into(text, [output], [given], opts.reduceOp),
+)
+REDUCE_SCATTER_TENSORS = Kind(
+    "reduce_scatter_tensor_coalesced",
+    lambda outputs, inputs, opts: described("reduce_scatter_tensor", outputs, op=opts.reduceOp),
+    lambda cache, text, outputs, inputs, opts: cache.reduce_scatter_into(text, outputs, inputs, opts.reduceOp),
+)
+ALL_TO_ALL = Kind(
+    "alltoall",
+    lambda outputs, inputs, opts: described("all_to_all", inputs, is_even=False),
+    lambda cache, text, outputs, inputs, opts: cache.all_to_all(text, outputs, inputs),
+    lambda size, outputs, inputs, opts: Parts(_counts(inputs), _counts(outputs)),
+)
+ALL_TO_ALL_SINGLE = Kind(
+    "alltoall_base",
+    lambda output, given, output_rows, input_rows, opts: described("all_to_all_single", [given], is_even=False),
+    lambda cache, text, output, given, output_rows, input_rows, opts: cache.all_to_all_parts(
+        text, output, given, output_rows, input_rows
+    ),
+    lambda size, output, given, output_rows, input_rows, opts: Parts(tuple(input_rows), tuple(output_rows)),
+)
+GATHER = Kind(
+    "gather",
+    lambda outputs, inputs, opts: described("gather", inputs, root=opts.rootRank, is_even=False),
+    lambda cache, text, outputs, inputs, opts: cache.gather(text, outputs, inputs, opts.rootRank),
+    lambda size, outputs, inputs, opts: Parts(*_rooted_parts(size, opts.rootRank, inputs, outputs)),
+)
+SCATTER = Kind(
+    "scatter",
+    lambda outputs, inputs, opts: described("scatter", outputs, root=opts.rootRank, is_even=False),
+    lambda cache, text, outputs, inputs, opts: cache.scatter(text, outputs, inputs, opts.rootRank),
+    lambda size, outputs, inputs, opts: Parts(*reversed(_rooted_parts(size, opts.rootRank, outputs, inputs))),
+)
+
+
+def flat(lists: Iterable[Iterable[torch.Tensor]]) -> list[torch.Tensor]:
+    """The tensors of all lists, list by list."""
+    return [tensor for each in lists for tensor in each]
+
+
+def by_tensor(outputs: Lists) -> Lists:
+    """Lists with a tensor for each rank, of lists with a tensor for each input."""
+    return [list(each) for each in zip(*outputs, strict=False)]
+
+
+def _rooted_parts(size: int, root: int, own: Tensors, lists: Lists) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Elements between this rank and every other: of its own tensor with the root, of the root's list with all."""
+    with_root = tuple(own[0].numel() if rank == root else 0 for rank in range(size))
+    return with_root, _counts(lists[0]) if lists else ()
+
+
+def _counts(tensors: Tensors) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in tensors)
