@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import math
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -10,8 +11,7 @@ from typing import Any
 
 import torch
 
-import tritondt._C as _C
-from tritondt._C import NcclCommunicator, NcclLibrary
+from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.nccl.calls import raw_parts, stream_handle
 
@@ -46,7 +46,7 @@ class _Registered:
         if error is None:
             self.close()
             return
-        with contextlib.suppress(_C.NcclError):  # the error on its way says why
+        with contextlib.suppress(NcclError):  # the error on its way says why
             self.close()
 
 
@@ -128,7 +128,9 @@ def memory_pool(library: NcclLibrary | None = None) -> Any:
     """
     found = nccl_library() if library is None else library
     if found.path not in _pools:
-        allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *found.serve_pool())
+        allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(
+            sys.modules[NcclLibrary.__module__].__file__, *found.serve_pool()
+        )
         _pools[found.path] = torch.cuda.MemPool(allocator.allocator()), allocator
     return _pools[found.path][0]  # the allocator beside it must live as long
 
