@@ -129,7 +129,7 @@ def memory_pool(library: NcclLibrary | None = None) -> Any:
     found = nccl_library() if library is None else library
     if found.path not in _pools:
         allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(
-            sys.modules[NcclLibrary.__module__].__file__, *found.serve_pool()
+            str(sys.modules[NcclLibrary.__module__].__file__), *found.serve_pool()
         )
         _pools[found.path] = torch.cuda.MemPool(allocator.allocator()), allocator
     return _pools[found.path][0]  # the allocator beside it must live as long
