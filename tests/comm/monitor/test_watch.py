@@ -33,9 +33,9 @@ class Ranks:
     def waited_for(self, *peers: int) -> Wait:
         """A wait that has come to its end."""
         ended = threading.Event()
-        nowhere: Any = None  # an errand without a site asks no recorder
-        errand = ExchangeRecord(FINGERPRINT, "an exchange", 0, nowhere)
-        wait = Wait(KEY, SEQUENCE, errand, RANKS, lambda _: ended.set(), TIMEOUT_S)
+        nowhere: Any = None  # a record without a site asks no recorder
+        record = ExchangeRecord(FINGERPRINT, "an exchange", 0, nowhere)
+        wait = Wait(KEY, SEQUENCE, record, RANKS, lambda _: ended.set(), TIMEOUT_S)
         wait.letters = ([Slice(peer, None, 0, 8) for peer in peers],)
         self.watch.begin(wait)
         assert ended.wait(20)

@@ -83,7 +83,7 @@ class ExchangeRecord:
     """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
 
     `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the
-    line of the program that asked for it now, and `record` the recorder's entry.
+    line of the program that asked for it now, and `entry` the recorder's entry.
     """
 
     fingerprint: int
@@ -91,7 +91,7 @@ class ExchangeRecord:
     label: int
     recorder: FlightRecorder
     site: int = -1
-    record: int = -1
+    entry: int = -1
 
     @property
     def description(self) -> str:

@@ -37,7 +37,7 @@ class Wait:
 
     key: str
     sequence: int
-    errand: ExchangeRecord
+    record: ExchangeRecord
     ranks: tuple[int, ...]
     interrupt: Callable[["Wait"], None]
     timeout_s: float
@@ -59,12 +59,12 @@ class Wait:
     @property
     def fingerprint(self) -> int:
         """Equal on ranks that run the same exchange."""
-        return self.errand.fingerprint
+        return self.record.fingerprint
 
     @property
     def description(self) -> str:
         """What is exchanged, and who asked."""
-        return self.errand.description
+        return self.record.description
 
     @property
     def peers(self) -> tuple[int, ...]:

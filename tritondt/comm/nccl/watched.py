@@ -17,7 +17,7 @@ from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl.bootstrap import join_nccl, within
 from tritondt.comm.nccl.streams import Streams, answered
 from tritondt.comm.packing.messages import Slice
-from tritondt.comm.work import Run, again
+from tritondt.comm.work import again
 from tritondt.errors import PeerError
 
 
@@ -98,22 +98,30 @@ class MonitoredNccl:
         self.native: NcclCommunicator = join_nccl(member, library, streams)
         self._watch.attend(self._waits)
 
-    def put(self, operation: InFlight, run: Run, doing: str) -> None:
-        """Watches an operation that `run` puts into the stream.
-
-        Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
-        PeerError, which says what this rank was `doing`.
-        """
-        self._under_way.append(operation)
+    def put(self, operation: InFlight, run: Callable[..., object], doing: str, *arguments: object) -> None:
+        """Watches an operation that `run` puts into the stream, given `arguments`; see `break_off`."""
+        self.begin(operation)
         try:
-            run()
-        except NcclError as error:
-            what = self._as_late(operation).description
-            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))
-            raise again(self.failure or error) from error
+            run(*arguments)
         except BaseException as error:
-            self.give_up(error)
+            self.break_off(operation, error, doing)
             raise
+
+    def begin(self, operation: InFlight) -> None:
+        """Watches an operation that is about to be put into the stream."""
+        self._under_way.append(operation)
+
+    def break_off(self, operation: InFlight, error: BaseException, doing: str) -> None:
+        """Ends everything for what was raised while an operation was put into the stream, where half of it may be.
+
+        Raises PeerError, which says what this rank was `doing`, in place of NCCL's errors.
+        """
+        if not isinstance(error, NcclError):
+            self.give_up(error)
+            return
+        what = self._as_late(operation).description
+        self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))
+        raise again(self.failure or error) from error
 
     def reap(self) -> None:
         """Ends what the stream has come past; not while a graph is being made, when nobody may ask."""
@@ -147,8 +155,8 @@ class MonitoredNccl:
 
     def _late(self, found: InFlight) -> OverdueWait:
         member, label = self._member, self._recorder.label(found.text)
-        errand = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
-        late = OverdueWait(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
+        record = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
+        late = OverdueWait(member.key, found.sequence, record, member.ranks, self._break_off, found.timeout_s)
         late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
         late.limit, late.must, late.suspects = self._terms
         late.operation = found

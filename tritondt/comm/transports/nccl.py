@@ -18,7 +18,7 @@ from tritondt.comm.nccl.streams import Event, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, OverdueWait, TimeoutPolicy
 from tritondt.comm.packing.messages import MessageBuffers, Slice
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.work import Run, again
+from tritondt.comm.work import again
 from tritondt.errors import TransportError
 
 
@@ -41,10 +41,10 @@ class Exchanged:
     )
 
     def __init__(
-        self, errand: ExchangeRecord, sequence: int, letters: tuple[Sequence[Slice], ...], timeout_s: float
+        self, record: ExchangeRecord, sequence: int, letters: tuple[Sequence[Slice], ...], timeout_s: float
     ) -> None:
-        self.text, self.fingerprint = errand.text, errand.fingerprint
-        self.site, self.record = errand.site, errand.record
+        self.text, self.fingerprint = record.text, record.fingerprint
+        self.site, self.record = record.site, record.entry
         self.sequence, self.letters, self.timeout_s = sequence, letters, timeout_s
         self.started = time.monotonic()
         self.sent_bytes = self.received_bytes = 0
@@ -64,12 +64,12 @@ class NcclCommunicator(PackedCommunicator):
 
     _queue: StreamQueue
 
-    def __init__(self, member: ProcessContext, library: NcclLibrary, streams: Streams) -> None:
+    def __init__(self, context: ProcessContext, library: NcclLibrary, streams: Streams) -> None:
         self._streams, self.device_types = streams, (streams.device.type,)
-        super().__init__(member, StreamQueue(streams), streams.launch)
-        self._timeout_s, self._is_told = member.timeout.total_seconds(), False
+        super().__init__(context, StreamQueue(streams), streams.launch)
+        self._timeout_s, self._is_told = context.timeout.total_seconds(), False
         self._latest: Exchanged | None = None
-        self._watched = MonitoredNccl(member, library, streams, self._on_failure, TimeoutPolicy())
+        self._watched = MonitoredNccl(context, library, streams, self._on_failure, TimeoutPolicy())
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
@@ -80,69 +80,73 @@ class NcclCommunicator(PackedCommunicator):
         site = self._recorder.site()
         with self._queue.joined():
             self._exchange(sources, targets, transfer, site)
-        self._tell()
+        self._raise_failure_once()
 
-    def carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        """Packs, sends and receives as one group, and keeps, one after the other in the stream."""
-
-        def converse() -> None:
-            pack()
-            self._watched.native.exchange_slices(
-                sends.slices.native,
-                sends.pointers,
-                sends.buffer,
-                receives.slices.native,
-                receives.pointers,
-                receives.buffer,
-                self._queue.stream.cuda_stream,
-            )
-            meanwhile()
-
+    def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Has the exchange watched from now on."""
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
-            converse()
             return
         self._queue.mark_step()
         self._watched.reap()
-        letters = receives.slices, sends.slices
-        self._latest = operation = Exchanged(errand, self.sequence, letters, self._timeout_s)
-        self._watched.put(operation, converse, "exchange in")
+        slices = receives.slices, sends.slices
+        self._latest = operation = Exchanged(record, self.sequence, slices, self._timeout_s)
+        self._watched.begin(operation)
 
-    def _moved(self, errand: ExchangeRecord, sent_bytes: int, received_bytes: int) -> None:
+    def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Puts sends and receives into the stream as one group."""
+        self._watched.native.exchange_slices(
+            sends.slices.native,
+            sends.pointers,
+            sends.buffer,
+            receives.slices.native,
+            receives.pointers,
+            receives.buffer,
+            self._queue.stream.cuda_stream,
+        )
+
+    def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Nothing: what comes next in the stream runs when all messages have come."""
+
+    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Ends everything where half of the exchange is in the stream; PeerError in place of NCCL's own error."""
+        found = self._latest
+        if found is not None and found.record == record.entry:
+            self._watched.break_off(found, error, "exchange in")
+
+    def _record_end(self, record: ExchangeRecord, sent_bytes: int, received_bytes: int) -> None:
         """An exchange is recorded as done when the stream has come past it."""
         found = self._latest
-        if found is None or found.record != errand.record:  # of a graph, or without a message
-            super()._moved(errand, sent_bytes, received_bytes)
+        if found is None or found.record != record.entry:  # of a graph, or without a message
+            super()._record_end(record, sent_bytes, received_bytes)
             return
         self._latest = None
         found.sent_bytes, found.received_bytes = sent_bytes, received_bytes
         self._queue.mark_end(found)
-        self._recorder.state(errand.record, EXCHANGING)
+        self._recorder.state(record.entry, EXCHANGING)
 
-    def _record_failure(self, errand: ExchangeRecord, error: BaseException) -> None:
-        super()._record_failure(errand, error)
+    def _record_failure(self, record: ExchangeRecord, error: BaseException) -> None:
+        super()._record_failure(record, error)
         found = self._latest
-        if found is not None and found.record == errand.record and found.event is None:  # half of it is in the stream
+        if found is not None and found.record == record.entry and found.event is None:  # half of it is in the stream
             self._watched.give_up(error)
 
     def _on_failure(self, error: BaseException) -> None:
         self.failure = self.failure or error
         self._queue.fail(error)
 
-    def _tell(self) -> None:
+    def _raise_failure_once(self) -> None:
         """Raises what everything was broken off for, once; whoever comes later is told that it was."""
         if self.failure is not None and not self._is_told:
             self._is_told = True
             raise again(self.failure) from self.failure
 
-    def _told_by_all(self, errand: ExchangeRecord, own: bytes) -> torch.Tensor:
-        """The same as on the host, in memory of the device; the host waits."""
+    def _all_gather(self, record: ExchangeRecord, site: int, own: bytes) -> torch.Tensor:
+        """Bytes of all ranks, gathered in memory of the device; the host waits."""
         with self._queue.joined():
-            told = super()._told_by_all(errand, own)
+            rows = super()._all_gather(record, site, own)
         self._queue.stream.synchronize()
-        self._tell()
-        return told.cpu()
+        self._raise_failure_once()
+        return rows.cpu()
 
     def _bytes_of(self, content: bytes) -> torch.Tensor:
         return super()._bytes_of(content).to(self._streams.device, copy=True)
@@ -164,14 +168,8 @@ class NcclCommunicator(PackedCommunicator):
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
 
-    def close(self) -> None:
-        """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
-        self._check_own()
-        self._queue.close()
-        if self.failure is None:
-            self.barrier()
-            self._watched.close(self._end("closed"))
-        self._queue.raise_unseen()
+    def _disconnect(self, reason: BaseException) -> None:
+        self._watched.close(reason)
 
     def abort(self) -> None:
         """Ends what is in the stream without waiting for the others."""

@@ -13,12 +13,13 @@ each is told why.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.forked import InheritedWorld
+from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.flight import ExchangeRecord, Flight
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
@@ -82,50 +83,28 @@ class TurnQueue(IssueQueue):
         self._switchboard.finish(party, None)
 
 
-class ThreadContext(NamedTuple):
-    """A rank thread's part in a communicator."""
-
-    name: str
-    key: str
-    ranks: tuple[int, ...]
-    rank: int
-    flight: Flight
-    compares: bool
-
-
 class ThreadCommunicator(PackedCommunicator):
     """Rank threads that leave messages for each other on a switchboard; on CUDA devices, all on one stream of each."""
 
     device_types = ("cpu", "cuda")
 
-    def __init__(self, member: ThreadContext, switchboard: TurnScheduler) -> None:
-        self._owner = switchboard.parties[member.rank]
+    def __init__(self, context: CommunicatorContext, switchboard: TurnScheduler) -> None:
+        self._owner = switchboard.parties[context.rank]
         self._turns = TurnQueue(switchboard, self._owner)
-        super().__init__(member, self._turns)
+        super().__init__(context, self._turns)
         self._switchboard = switchboard
         self._barriers = 0
 
-    def carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        """Leaves copies of what is sent, then collects what arrives."""
-        try:
-            self._carry(errand, receives, sends, pack, meanwhile)
-        except BaseException as error:
-            # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
-            if (self._key, self.sequence) not in self._switchboard.refused:
-                self.failure = self.failure or error
-            raise
-
-    def _carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
-        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: None, _NO_TIMEOUT_S)
-        pack()
+    def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Leaves copies of what is sent."""
+        board, tag = self._switchboard, tag_of(record.fingerprint, self.sequence)
         for peer, tensor in sends.parts():
             board.mail[self._key, self._place, peer, tag].append(tensor.clone())
-        meanwhile()
+
+    def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Collects copies of what arrives, and lets other ranks run meanwhile."""
+        board, tag = self._switchboard, tag_of(record.fingerprint, self.sequence)
+        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, _NO_TIMEOUT_S)
         party = self._turns.party_of_caller()
         for peer, tensor in receives.parts():
             wait.peer = self._ranks[peer]
@@ -136,9 +115,15 @@ class ThreadCommunicator(PackedCommunicator):
             if not mail:  # tags seldom come again
                 del board.mail[slot]
             assert arrived.numel() == tensor.numel(), (
-                f"{errand.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
+                f"{record.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )
             tensor.copy_(arrived)
+
+    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Refuses further use, unless a rank refused the exchange."""
+        # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
+        if (self._key, self.sequence) not in self._switchboard.refused:
+            self.failure = self.failure or error
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
@@ -159,15 +144,8 @@ class ThreadCommunicator(PackedCommunicator):
         """Changes nothing: when every rank thread waits, each is told at once."""
         self._check_usable(f"a timeout of {seconds:g} s")
 
-    def close(self) -> None:
-        """Waits for all that was issued and for the others, and refuses further use."""
-        self._check_own()
-        self._queue.close()
-        if self.failure is None:
-            self.barrier()
-        self._end("closed")
+    def _disconnect(self, reason: BaseException) -> None:
         self._switchboard.end(self._key)
-        self._queue.raise_unseen()
 
     def abort(self) -> None:
         """Refuses further use; what was issued fails."""
@@ -207,8 +185,8 @@ class ThreadWorld:
             name = f"ranks {','.join(map(str, members))}"
             # Which one of this name, as others may have made more of them: store.rendezvous does it for processes.
             key = f"{name}/{self._switchboard.num_ended[name] + 1}"
-            member = ThreadContext(name, key, members, self.identity.rank, self.flight, environment.compares())
-            found = self._communicators[members] = ThreadCommunicator(member, self._switchboard)
+            context = CommunicatorContext(name, key, members, self.identity.rank, self.flight, environment.compares())
+            found = self._communicators[members] = ThreadCommunicator(context, self._switchboard)
         return found
 
     def inherited(self) -> World:
