@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tritondt import identity
-from tritondt.comm import registry, world
+from tritondt.comm import process_world, registry
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.sockets import SocketCommunicator
@@ -54,5 +54,5 @@ def slow_down(delay: Delay, prices: Mapping[str, float] | None = None) -> None:
     assert registry.find(identity.current()) is None, "the cost table is that of the first world"
     DelayedCommunicator.delay = delay
     made: Any = DelayedCommunicator
-    world.__dict__["SocketCommunicator"] = made
+    process_world.__dict__["SocketCommunicator"] = made
     os.environ["TRITONDT_COSTS"] = json.dumps({**(prices or {}), "host": {**asdict(delay), "busy_share": 0}})

@@ -20,7 +20,7 @@ from tests.doubles.fake_nccl.library import FakeNccl, HostEvent, HostStream, bui
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt import identity
 from tritondt._C import NcclLibrary
-from tritondt.comm import registry, world
+from tritondt.comm import process_world, registry
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.process_group.stream import NcclDevice, nccl_devices
@@ -232,7 +232,7 @@ def use_fake_nccl() -> None:
     def make(member: ProcessContext) -> NcclCommunicator:
         return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake))
 
-    world.transports["cpu"] = make
+    process_world.transports["cpu"] = make
 
 
 def use_fake_backend() -> None:

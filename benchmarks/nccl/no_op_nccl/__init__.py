@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tritondt._C import NcclLibrary
-from tritondt.comm import world
+from tritondt.comm import process_world
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.kernels.gpu import copy_boxes, reduce_slots
@@ -121,14 +121,14 @@ def _launch(*arguments: object) -> None: ...
 @contextmanager
 def carried_by_nothing() -> Iterator[None]:
     """Within, this process's tensors on the CPU go by NCCL, in our transport and our backend, and nothing moves."""
-    library, before = NcclLibrary(str(build()), None), dict(world.transports)
+    library, before = NcclLibrary(str(build()), None), dict(process_world.transports)
     carriers_before = dict(nccl_devices)
     kernels = copy_boxes.copy_kernel, reduce_slots.reduce_kernel
 
     def make(member: ProcessContext) -> NcclCommunicator:
         return NcclCommunicator(member, library, NoOpStreams())
 
-    world.transports["cpu"] = make
+    process_world.transports["cpu"] = make
     nccl_devices["cpu"] = lambda device: NcclDevice(library, NoOpStreams())
     copy_boxes.copy_kernel = reduce_slots.reduce_kernel = NoOpKernel()
     try:
@@ -136,6 +136,6 @@ def carried_by_nothing() -> Iterator[None]:
             yield
     finally:
         copy_boxes.copy_kernel, reduce_slots.reduce_kernel = kernels
-        world.transports.update(before)
+        process_world.transports.update(before)
         nccl_devices.clear()
         nccl_devices.update(carriers_before)

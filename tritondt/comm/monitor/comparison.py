@@ -1,5 +1,6 @@
 """What ranks tell each other before an exchange under TRITONDT_DEBUG=1, and what is said where they differ."""
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,8 +10,27 @@ from tritondt.errors import MismatchError
 # Every note has this length, so that ranks that differ in everything else still understand each other.
 NOTE_BYTES = 512
 _FORMAT = struct.Struct(f"<Q{NOTE_BYTES - 8}s")
-FINGERPRINT = 0x636F6D70  # of the exchange of notes itself
+NOTES_FINGERPRINT = 0x636F6D70  # of the exchange of notes itself
+_FINGERPRINT_BYTES = 7
 MUST = "redistribute the same tensors in the same order"
+
+
+def digest(text: str, num_bytes: int) -> bytes:
+    """Hash of a text, BLAKE2b in `num_bytes` bytes: equal in all processes, which `hash` is not.
+
+    >>> digest("S0 -> R", 8).hex()
+    'd5be5e6b742014d7'
+    """
+    return hashlib.blake2b(text.encode(), digest_size=num_bytes).digest()
+
+
+def fingerprint(text: str) -> int:
+    """Number of 56 bits that stands for a text, equal on all ranks.
+
+    >>> fingerprint("S0 -> R")
+    35661083558338873
+    """
+    return int.from_bytes(digest(text, _FINGERPRINT_BYTES), "little")
 
 
 class Note(NamedTuple):

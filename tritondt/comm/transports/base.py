@@ -13,7 +13,7 @@ import torch
 
 from tritondt.comm.communicator import Traffic, Transfer
 from tritondt.comm.member import CommunicatorContext
-from tritondt.comm.monitor.comparison import FINGERPRINT, Note, difference, read_note, write_note
+from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference, read_note, write_note
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
 from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
@@ -200,7 +200,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         record.site = site
         own = Note(record.fingerprint, record.description)
-        comparing = self._new_record(FINGERPRINT, f"a comparison before {record.text}")
+        comparing = self._new_record(NOTES_FINGERPRINT, f"a comparison before {record.text}")
         arrived = self._all_gather(comparing, site, write_note(own))
         notes = {rank: read_note(bytes(row)) for rank, row in zip(self._ranks, arrived.tolist(), strict=True)}
         found = difference(self.sequence, {**notes, self._rank: own})
