@@ -32,7 +32,7 @@ class Wait:
     name, or one of `suspects`, which is narrowed to those who have not said that they wait as well. `interrupt` makes
     the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
-    that disagree have not done.
+    that disagree have not done. `is_over` says whether the wait has ended without anybody on the host to say so.
     """
 
     key: str
@@ -51,10 +51,7 @@ class Wait:
     reason: PeerError | None = None
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
-
-    def is_over(self) -> bool:
-        """Whether it has ended without anybody on the host to say so."""
-        return False
+    is_over: Callable[[], bool] = lambda: False
 
     @property
     def fingerprint(self) -> int:

@@ -6,7 +6,7 @@ The host waits for none of them. What does not come to an end in time is aborted
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
@@ -19,6 +19,9 @@ from tritondt.comm.nccl.streams import Streams, answered
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
+
+# The wait for an operation that is in the stream still when the watch looks.
+OverdueWait = Wait
 
 
 class InFlight(Protocol):
@@ -46,7 +49,7 @@ class InFlight(Protocol):
     letters: tuple[Sequence[Slice], ...]
     sent_bytes: int
     received_bytes: int
-    late: "OverdueWait | None"
+    late: OverdueWait | None
 
     def is_over(self) -> bool:
         """Whether the stream has been given all of it and has come past it."""
@@ -57,15 +60,8 @@ class InFlight(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
-class OverdueWait(Wait):
-    """An operation that is in the stream still when the watch looks."""
-
-    operation: InFlight | None = None
-
-    def is_over(self) -> bool:
-        """Whether the stream has come past it."""
-        return self.operation is None or answered(self.operation.is_over)
+def _is_over() -> bool:
+    return True
 
 
 class TimeoutPolicy(NamedTuple):
@@ -142,10 +138,10 @@ class MonitoredNccl:
             return []
         return [self._as_late(found) for found in under_way]
 
-    def _end(self, operation: InFlight, late: "OverdueWait") -> None:
+    def _end(self, operation: InFlight, late: OverdueWait) -> None:
         """The watch is done with it, and neither keeps the other: a cycle would keep its tensors for the collector."""
         self._watch.end(late)
-        late.operation = operation.late = None
+        late.is_over, operation.late = _is_over, None
 
     def _as_late(self, found: InFlight) -> OverdueWait:
         with self._making_late:  # the watch and whoever puts it there may come at once
@@ -159,7 +155,7 @@ class MonitoredNccl:
         late = OverdueWait(member.key, found.sequence, record, member.ranks, self._break_off, found.timeout_s)
         late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
         late.limit, late.must, late.suspects = self._terms
-        late.operation = found
+        late.is_over = partial(answered, found.is_over)
         return late
 
     def refuse(self, sequence: int, error: BaseException) -> None:

@@ -22,7 +22,7 @@ from tritondt.comm.work import again
 from tritondt.errors import TransportError
 
 
-class Exchanged:
+class InFlightExchange:
     """An exchange in the stream, which has been given all of it when there is an `event`."""
 
     __slots__ = (
@@ -68,7 +68,7 @@ class NcclCommunicator(PackedCommunicator):
         self._streams, self.device_types = streams, (streams.device.type,)
         super().__init__(context, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = context.timeout.total_seconds(), False
-        self._latest: Exchanged | None = None
+        self._latest: InFlightExchange | None = None
         self._watched = MonitoredNccl(context, library, streams, self._on_failure, TimeoutPolicy())
 
     def _exchange_now(
@@ -89,7 +89,7 @@ class NcclCommunicator(PackedCommunicator):
         self._queue.mark_step()
         self._watched.reap()
         slices = receives.slices, sends.slices
-        self._latest = operation = Exchanged(record, self.sequence, slices, self._timeout_s)
+        self._latest = operation = InFlightExchange(record, self.sequence, slices, self._timeout_s)
         self._watched.begin(operation)
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
