@@ -163,7 +163,7 @@ class Seams:
 
 def _wait(communicator: Any, event: threading.Event) -> None:
     if isinstance(communicator, ThreadCommunicator):
-        communicator._switchboard.wait_until(communicator._turns.party_of_caller(), event.is_set)
+        communicator._scheduler.wait_until(communicator._turns.participant_of_caller(), event.is_set)
     elif not event.wait(_HOLD_S):
         raise AssertionError("the exchange and the code beside it did not meet")
 

@@ -75,7 +75,7 @@ class ProcessWorld:
         self._parts: dict[str, Part] = {}
         self._rendezvous: list[Rendezvous] = []
         self._making = threading.Lock()
-        self._store_host.tell(self._store, who.rank)
+        self._store_host.announce(self._store, who.rank)
         self.costs = self._agreed(default_costs(who.size))
         self._closed = False
 
@@ -121,7 +121,7 @@ class ProcessWorld:
         rendezvous = Rendezvous(self._store_client, name, ranks, timeout.total_seconds())
         self._rendezvous.append(rendezvous)
         rendezvous.gather(self.identity.rank)
-        self._store_client.call(self._store_host.ask, timeout.total_seconds())
+        self._store_client.call(self._store_host.look_up, timeout.total_seconds())
         return ProcessContext(
             name=name,
             key=rendezvous.key,

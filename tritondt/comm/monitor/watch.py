@@ -28,7 +28,7 @@ GRACE_S = 1.0
 class Wait:
     """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
 
-    `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `letters`
+    `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `messages`
     name, or one of `suspects`, which is narrowed to those who have not said that they wait as well. `interrupt` makes
     the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
@@ -43,7 +43,7 @@ class Wait:
     timeout_s: float
     is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
-    letters: tuple[Sequence[Slice], ...] = ()
+    messages: tuple[Sequence[Slice], ...] = ()
     suspects: tuple[int, ...] = ()
     trouble: Callable[[], str | None] = lambda: None
     is_troubled: bool = False
@@ -68,14 +68,14 @@ class Wait:
         """Who may be waited for."""
         if self.peer >= 0 or self.suspects:
             return self.suspects or (self.peer,)
-        places = {letter.peer for letters in self.letters for letter in letters}
+        places = {message.peer for messages in self.messages for message in messages}
         return tuple(self.ranks[place] for place in sorted(places))
 
     @property
     def awaited(self) -> str:
         """Who is waited for, in an error message.
 
-        >>> Wait("key", 1, None, (0, 4, 5), print, 1.0, letters=([Slice(2, 0, 0, 8), Slice(1, 0, 0, 8)],)).awaited
+        >>> Wait("key", 1, None, (0, 4, 5), print, 1.0, messages=([Slice(2, 0, 0, 8), Slice(1, 0, 0, 8)],)).awaited
         'ranks 4, 5'
         >>> Wait("key", 1, None, (0, 1, 2), print, 1.0, peer=2).awaited
         'rank 2'
@@ -87,8 +87,8 @@ class Wait:
 class Watch:
     """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
 
-    def __init__(self, line: StoreClient, rank: int) -> None:
-        self._line, self._notices, self._rank = line, Notices(line, rank), rank
+    def __init__(self, client: StoreClient, rank: int) -> None:
+        self._client, self._notices, self._rank = client, Notices(client, rank), rank
         self._waits: dict[int, Wait] = {}
         self._sources: list[Callable[[], Iterable[Wait]]] = []
         self._published: set[tuple[str, int]] = set()
@@ -230,7 +230,7 @@ class Watch:
         try:
             return self._reason(wait, patient=patient) or PeerError(text)
         except RuntimeError as gone:  # the broken connection is all that is known
-            return PeerError(f"{text}; {self._line.silence(gone)}")
+            return PeerError(f"{text}; {self._client.silence(gone)}")
 
     def _peer_waits(self, wait: Wait) -> bool:
         """Whether whoever is waited for has said that it waits as well: it knows who is at fault."""
@@ -268,7 +268,7 @@ class Watch:
         what = "waits for" if met is None else "lost"
         why = "without news" if met is None else f"({met})"
         return PeerError(
-            f"rank {self._rank} {what} {wait.awaited} in {wait.description} {why}; {self._line.silence(gone)}"
+            f"rank {self._rank} {what} {wait.awaited} in {wait.description} {why}; {self._client.silence(gone)}"
         )
 
     def _timed_out(self, wait: Wait, gone: RuntimeError | None) -> PeerError:
@@ -279,7 +279,7 @@ class Watch:
         reason = PeerError(
             f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
-            f"({wait.limit}){'' if gone is None else f'; {self._line.silence(gone)}'}"
+            f"({wait.limit}){'' if gone is None else f'; {self._client.silence(gone)}'}"
         )
         self.report(wait.key, wait.sequence, reason)
         return reason

@@ -73,25 +73,25 @@ class TimeoutPolicy(NamedTuple):
 
 
 class MonitoredNccl:
-    """One rank's part; made by all ranks of `member` together. `failure` is why nothing runs on it any more.
+    """One rank's part; made by all ranks of `context` together. `failure` is why nothing runs on it any more.
 
     `on_failure` is told so first, before whoever waits for what is under way.
     """
 
     def __init__(
         self,
-        member: ProcessContext,
+        context: ProcessContext,
         library: NcclLibrary,
         streams: Streams,
         on_failure: Callable[[BaseException], None],
-        terms: TimeoutPolicy,
+        policy: TimeoutPolicy,
     ) -> None:
-        self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
-        self._watch, self._recorder = member.watch, member.flight.recorder
+        self._context, self._streams, self._on_failure, self._policy = context, streams, on_failure, policy
+        self._watch, self._recorder = context.watch, context.flight.recorder
         self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
-        self.native: NcclCommunicator = join_nccl(member, library, streams)
+        self.native: NcclCommunicator = join_nccl(context, library, streams)
         self._watch.attend(self._waits)
 
     def put(self, operation: InFlight, run: Callable[..., object], doing: str, *arguments: object) -> None:
@@ -116,7 +116,7 @@ class MonitoredNccl:
             self.give_up(error)
             return
         what = self._as_late(operation).description
-        self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))
+        self.give_up(PeerError(f"rank {self._context.rank} could not {doing} {what}: {error}"))
         raise again(self.failure or error) from error
 
     def reap(self) -> None:
@@ -150,22 +150,22 @@ class MonitoredNccl:
             return found.late
 
     def _late(self, found: InFlight) -> OverdueWait:
-        member, label = self._member, self._recorder.label(found.text)
+        context, label = self._context, self._recorder.label(found.text)
         record = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
-        late = OverdueWait(member.key, found.sequence, record, member.ranks, self._break_off, found.timeout_s)
-        late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
-        late.limit, late.must, late.suspects = self._terms
+        late = OverdueWait(context.key, found.sequence, record, context.ranks, self._break_off, found.timeout_s)
+        late.started, late.messages, late.trouble = found.started, found.letters, self._trouble
+        late.limit, late.must, late.suspects = self._policy
         late.is_over = partial(answered, found.is_over)
         return late
 
     def refuse(self, sequence: int, error: BaseException) -> None:
         """Tells the others that this rank takes no part in operation `sequence`, and why."""
-        self._watch.report(self._member.key, sequence, error)
+        self._watch.report(self._context.key, sequence, error)
 
     def give_up(self, error: BaseException) -> None:
         """Ends everything for a failure of this rank, and tells the others."""
         if self.failure is None:
-            self._watch.report(self._member.key, None, error)
+            self._watch.report(self._context.key, None, error)
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
@@ -188,7 +188,7 @@ class MonitoredNccl:
             return
         self.reap()
         try:
-            within(self._member.timeout, self._destroy)
+            within(self._context.timeout, self._destroy)
         except TimeoutError:
             self.native.abort()
 
@@ -215,4 +215,4 @@ class MonitoredNccl:
     def _break_off(self, wait: Wait) -> None:
         """Ends everything for the reason why `wait` will not end; called by the watch."""
         error = wait.reason or PeerError(f"{wait.description} was broken off")
-        self.fail(self._member.flight.written_for(error))
+        self.fail(self._context.flight.written_for(error))

@@ -50,10 +50,10 @@ class _Call(Generic[Result]):
 
 
 class StoreClient:
-    """Calls on a store from one thread, which starts with the first; `home` is where the store is."""
+    """Calls on a store from one thread, which starts with the first; `host` is where the store is."""
 
-    def __init__(self, store: dist.Store, home: StoreHost) -> None:
-        self._store, self.home = store, home
+    def __init__(self, store: dist.Store, host: StoreHost) -> None:
+        self._store, self.host = store, host
         self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -68,14 +68,14 @@ class StoreClient:
                 self._thread.start()
         self._calls.put(made)  # type: ignore[arg-type]
         if not made.answered.wait(self._left_of(patience_s)):
-            raise SilentStoreError(f"{self.home} has not answered for {patience_s:g} s")
+            raise SilentStoreError(f"{self.host} has not answered for {patience_s:g} s")
         return made.result()
 
     def silence(self, error: RuntimeError) -> str:
         """What an error message says of a store that does not answer: whose process has stopped or gone, if known."""
         if isinstance(error, SilentStoreError):
             return f"and {error}"
-        return f"nor does {self.home} answer ({error})"
+        return f"nor does {self.host} answer ({error})"
 
     def _left_of(self, patience_s: float) -> float:
         """Nobody waits longer because others have asked before."""

@@ -26,13 +26,13 @@ class StoreHost:
         """In an error message."""
         return f"the store{self._address}{'' if self.rank is None else f', which rank {self.rank} holds,'}"
 
-    def tell(self, store: dist.Store, rank: int) -> None:
+    def announce(self, store: dist.Store, rank: int) -> None:
         """Tells the others that this rank holds it, if so; before they meet."""
         if self.is_here:
             self.rank = rank
             store.set(_HOLDER, str(rank))
 
-    def ask(self, store: dist.Store) -> None:
+    def look_up(self, store: dist.Store) -> None:
         """Learns who holds it, if somebody has said so."""
         if self.rank is None and store.check([_HOLDER]):
             self.rank = int(store.get(_HOLDER))

@@ -24,8 +24,8 @@ class Waiting(NamedTuple):
 class Notices:
     """The notices of one rank; `key` names a communicator. Of failures the first counts: others follow from it."""
 
-    def __init__(self, line: StoreClient, rank: int) -> None:
-        self._line, self._rank = line, rank
+    def __init__(self, client: StoreClient, rank: int) -> None:
+        self._client, self._rank = client, rank
 
     def report(self, key: str, sequence: int, error: BaseException) -> None:
         """Tells the others that this rank failed at exchange `sequence`."""
@@ -37,7 +37,7 @@ class Notices:
 
     def _report(self, key: str, error: BaseException) -> None:
         text = json.dumps(Failed(self._rank, f"{type(error).__name__}: {error}"))
-        self._line.call(lambda store: store.compare_set(key, "", text))
+        self._client.call(lambda store: store.compare_set(key, "", text))
 
     def failure(self, key: str, sequence: int) -> Failed | None:
         """Another rank's failure in that exchange, or for good."""
@@ -51,7 +51,7 @@ class Notices:
 
     def publish(self, key: str, waiting: Waiting) -> None:
         """Tells the others what this rank waits for."""
-        self._line.call(lambda store: store.set(_waiting_key(key, self._rank), json.dumps(waiting)))
+        self._client.call(lambda store: store.set(_waiting_key(key, self._rank), json.dumps(waiting)))
 
     def waiting(self, key: str, ranks: tuple[int, ...]) -> dict[int, Waiting]:
         """What others wait for, or waited for last, as far as they have said so."""
@@ -59,7 +59,7 @@ class Notices:
         return {rank: Waiting(*json.loads(text)) for rank, text in texts.items() if text is not None}
 
     def _read(self, key: str) -> str | None:
-        return self._line.call(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return self._client.call(lambda store: store.get(key).decode() if store.check([key]) else None)
 
 
 def _failed_key(key: str, which: int | str) -> str:

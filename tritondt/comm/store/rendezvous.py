@@ -23,8 +23,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 class Rendezvous:
     """One making of the communicator `name` by `ranks`; `key` is its own among all makings."""
 
-    def __init__(self, line: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
-        self._line, self._name, self._ranks, self._timeout_s = line, name, ranks, timeout_s
+    def __init__(self, client: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        self._client, self._name, self._ranks, self._timeout_s = client, name, ranks, timeout_s
         self._number = self._num_ended() + 1
         self.key = f"{name}/{self._number}"
 
@@ -33,7 +33,7 @@ class Rendezvous:
 
     def _asked(self, function: Callable[[dist.Store], Result]) -> Result:
         """The store may be slow when everybody meets."""
-        return self._line.call(function, self._timeout_s)
+        return self._client.call(function, self._timeout_s)
 
     @property
     def _ended(self) -> str:
@@ -44,7 +44,7 @@ class Rendezvous:
 
         Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
         """
-        here, notices = [self._here(other) for other in self._ranks], Notices(self._line, rank)
+        here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank)
         self._asked(lambda store: store.set(self._here(rank), ""))
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while not self._asked(lambda store: store.check(here)):
@@ -73,4 +73,4 @@ class Rendezvous:
     def end(self) -> None:
         """Lets the next making of this name be another one; whoever comes second changes nothing."""
         before = "" if self._number == 1 else f"{self._number - 1}"
-        self._line.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))
+        self._client.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))

@@ -38,82 +38,82 @@ _NO_TIMEOUT_S = float("inf")
 class TurnQueue(IssueQueue):
     """The queue of a rank thread's communicator: a thread that takes turns with the ranks."""
 
-    def __init__(self, switchboard: TurnScheduler, owner: Participant) -> None:
+    def __init__(self, scheduler: TurnScheduler, owner: Participant) -> None:
         super().__init__()
-        self._switchboard, self._owner, self._who = switchboard, owner, identity.current()
+        self._scheduler, self._owner, self._who = scheduler, owner, identity.current()
         self._waiting: deque[tuple[Work, Run]] = deque()
         self._closing = False
-        self._party: Participant | None = None
+        self._participant: Participant | None = None
 
     def wait_for(self, work: Work) -> None:
         """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
         self._check_owned(work)
-        self._switchboard.wait_until(self._switchboard.parties[identity.current().rank], work.is_completed)
+        self._scheduler.wait_until(self._scheduler.participants[identity.current().rank], work.is_completed)
 
     def close(self) -> None:
         """Ends the thread when all that was submitted has run."""
-        party, self._closing = self._party, True
-        if party is not None and not self.is_disowned:
-            self._switchboard.wait_until(self._owner, lambda: party.done)
+        participant, self._closing = self._participant, True
+        if participant is not None and not self.is_disowned:
+            self._scheduler.wait_until(self._owner, lambda: participant.done)
 
     def interrupt(self, error: BaseException) -> None:
         """Makes what runs, and what waits to run, fail."""
-        if self._party is not None and self.is_busy:
-            self._party.interruption = error
+        if self._participant is not None and self.is_busy:
+            self._participant.interruption = error
 
-    def party_of_caller(self) -> Participant:
+    def participant_of_caller(self) -> Participant:
         """The queue's where its thread calls, else the rank's."""
-        return self._party if self._party is not None and self.is_own_thread() else self._owner
+        return self._participant if self._participant is not None and self.is_own_thread() else self._owner
 
     def _enqueue(self, work: Work, run: Run) -> None:
         self._waiting.append((work, run))
-        if self._party is None:
-            self._party = self._switchboard.join(self._owner.rank)
-            threading.Thread(target=self._serve, args=(self._party,), name="queue", daemon=True).start()
+        if self._participant is None:
+            self._participant = self._scheduler.join(self._owner.rank)
+            threading.Thread(target=self._serve, args=(self._participant,), name="queue", daemon=True).start()
 
-    def _serve(self, party: Participant) -> None:
-        party.may_run.acquire()
+    def _serve(self, participant: Participant) -> None:
+        participant.may_run.acquire()
         self._thread_id = threading.get_ident()
         with identity.assumed(self._who):
             while self._waiting or not self._closing:
                 while self._waiting:
                     self._run(*self._waiting.popleft())
-                party.interruption = None
-                self._switchboard.wait_until(party, lambda: bool(self._waiting) or self._closing, is_idle=True)
-        self._switchboard.finish(party, None)
+                participant.interruption = None
+                self._scheduler.wait_until(participant, lambda: bool(self._waiting) or self._closing, is_idle=True)
+        self._scheduler.finish(participant, None)
 
 
 class ThreadCommunicator(PackedCommunicator):
-    """Rank threads that leave messages for each other on a switchboard; on CUDA devices, all on one stream of each."""
+    """Rank threads that leave messages for each other on a scheduler; on CUDA devices, all on one stream of each."""
 
     device_types = ("cpu", "cuda")
 
-    def __init__(self, context: CommunicatorContext, switchboard: TurnScheduler) -> None:
-        self._owner = switchboard.parties[context.rank]
-        self._turns = TurnQueue(switchboard, self._owner)
+    def __init__(self, context: CommunicatorContext, scheduler: TurnScheduler) -> None:
+        self._owner = scheduler.participants[context.rank]
+        self._turns = TurnQueue(scheduler, self._owner)
         super().__init__(context, self._turns)
-        self._switchboard = switchboard
+        self._scheduler = scheduler
         self._barriers = 0
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Leaves copies of what is sent."""
-        board, tag = self._switchboard, tag_of(record.fingerprint, self.sequence)
+        scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
         for peer, tensor in sends.parts():
-            board.mail[self._key, self._place, peer, tag].append(tensor.clone())
+            scheduler.mail[self._key, self._place, peer, tag].append(tensor.clone())
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Collects copies of what arrives, and lets other ranks run meanwhile."""
-        board, tag = self._switchboard, tag_of(record.fingerprint, self.sequence)
+        scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, _NO_TIMEOUT_S)
-        party = self._turns.party_of_caller()
+        participant = self._turns.participant_of_caller()
         for peer, tensor in receives.parts():
             wait.peer = self._ranks[peer]
             slot = (self._key, peer, self._place, tag)
-            mail = board.mail[slot]
-            board.wait_until(party, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
+            mail = scheduler.mail[slot]
+            scheduler.wait_until(participant, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
             arrived = mail.popleft()
             if not mail:  # tags seldom come again
-                del board.mail[slot]
+                del scheduler.mail[slot]
             assert arrived.numel() == tensor.numel(), (
                 f"{record.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )
@@ -122,13 +122,13 @@ class ThreadCommunicator(PackedCommunicator):
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Refuses further use, unless a rank refused the exchange."""
         # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
-        if (self._key, self.sequence) not in self._switchboard.refused:
+        if (self._key, self.sequence) not in self._scheduler.refused:
             self.failure = self.failure or error
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         text = f"{type(error).__name__}: {error}"
-        self._switchboard.refused[self._key, self.sequence] = (self._rank, text)
+        self._scheduler.refused[self._key, self.sequence] = (self._rank, text)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
@@ -136,22 +136,22 @@ class ThreadCommunicator(PackedCommunicator):
         self._check_usable("a barrier")
         self._barriers += 1
         key = f"{self._key}/{self._barriers}"
-        self._switchboard.arrived[key] += 1
-        arrived = self._switchboard.arrived
-        self._switchboard.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
+        self._scheduler.arrived[key] += 1
+        arrived = self._scheduler.arrived
+        self._scheduler.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
 
     def set_timeout(self, seconds: float) -> None:
         """Changes nothing: when every rank thread waits, each is told at once."""
         self._check_usable(f"a timeout of {seconds:g} s")
 
     def _disconnect(self, reason: BaseException) -> None:
-        self._switchboard.end(self._key)
+        self._scheduler.end(self._key)
 
     def abort(self) -> None:
         """Refuses further use; what was issued fails."""
         if self._is_inherited:  # nothing runs here
             return
-        self._switchboard.end(self._key)
+        self._scheduler.end(self._key)
         self.leave()
 
     def leave(self) -> None:
@@ -162,15 +162,15 @@ class ThreadCommunicator(PackedCommunicator):
 
     def report(self, error: BaseException) -> None:
         """Tells the others that this rank takes part in no exchange any more, and why."""
-        self._switchboard.reported.setdefault(self._key, (self._rank, f"{type(error).__name__}: {error}"))
+        self._scheduler.reported.setdefault(self._key, (self._rank, f"{type(error).__name__}: {error}"))
 
 
 class ThreadWorld:
     """The world of one rank thread."""
 
-    def __init__(self, who: Identity, switchboard: TurnScheduler, costs: CostTable) -> None:
+    def __init__(self, who: Identity, scheduler: TurnScheduler, costs: CostTable) -> None:
         self.identity, self.costs = who, costs
-        self._switchboard = switchboard
+        self._scheduler = scheduler
         self.flight = Flight(who.rank, who.size, None)
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
         self._closed = False
@@ -184,9 +184,9 @@ class ThreadWorld:
         if found is None:
             name = f"ranks {','.join(map(str, members))}"
             # Which one of this name, as others may have made more of them: store.rendezvous does it for processes.
-            key = f"{name}/{self._switchboard.num_ended[name] + 1}"
+            key = f"{name}/{self._scheduler.num_ended[name] + 1}"
             context = CommunicatorContext(name, key, members, self.identity.rank, self.flight, environment.compares())
-            found = self._communicators[members] = ThreadCommunicator(context, self._switchboard)
+            found = self._communicators[members] = ThreadCommunicator(context, self._scheduler)
         return found
 
     def inherited(self) -> World:
@@ -195,7 +195,7 @@ class ThreadWorld:
 
     def successor(self) -> "ThreadWorld":
         """A new world of the same threads, without anything of this one."""
-        return ThreadWorld(self.identity, self._switchboard, self.costs)
+        return ThreadWorld(self.identity, self._scheduler, self.costs)
 
     def report(self, error: BaseException) -> None:
         """Tells the others why this rank takes part in nothing any more; of failures the first counts."""
@@ -233,45 +233,45 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     >>> run_ranks(3, lambda rank: rank * rank)
     [0, 1, 4]
     """
-    switchboard, generation = TurnScheduler(size), identity.new_generation()
+    scheduler, generation = TurnScheduler(size), identity.new_generation()
     table = CostTable(ranks_per_host=size) if costs is None else costs
     results: list[Result | None] = [None] * size
 
     def run(rank: int) -> None:
-        who, party = Identity(generation, rank, size), switchboard.parties[rank]
-        registry.enter(who, ThreadWorld(who, switchboard, table))
-        party.may_run.acquire()
+        who, participant = Identity(generation, rank, size), scheduler.participants[rank]
+        registry.enter(who, ThreadWorld(who, scheduler, table))
+        participant.may_run.acquire()
         error: BaseException | None = None
         try:
             with identity.assumed(who):
-                results[rank] = _run_rank(who, party, body)
+                results[rank] = _run_rank(who, participant, body)
         except BaseException as raised:  # noqa: BLE001  whatever ended the rank is raised by run_ranks
             error = raised
         finally:
-            switchboard.finish(party, error)
+            scheduler.finish(participant, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    switchboard.begin()
+    scheduler.begin()
     for thread in threads:
         thread.join()
-    errors = [party.error for party in switchboard.parties if party.error is not None]
+    errors = [participant.error for participant in scheduler.participants if participant.error is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return results  # type: ignore[return-value]
 
 
-def _run_rank(who: Identity, party: Participant, body: Callable[[int], Result]) -> Result:
+def _run_rank(who: Identity, participant: Participant, body: Callable[[int], Result]) -> Result:
     """What a rank thread does; its queues end with it, well or not."""
     try:
-        result = body(party.rank)
+        result = body(participant.rank)
         world = registry.find(who)
         if isinstance(world, ThreadWorld):
             world.settle()
         return result
     except BaseException as error:
-        party.error = error  # for those who hear of it while the queues end
+        participant.error = error  # for those who hear of it while the queues end
         raise
     finally:
         world = registry.leave(who)
