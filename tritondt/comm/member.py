@@ -1,4 +1,4 @@
-"""What a rank brings to a communicator."""
+"""A rank's part in a communicator: its ranks, and what records and watches over its exchanges."""
 
 from dataclasses import dataclass
 from datetime import timedelta

@@ -43,13 +43,13 @@ _MAX_NAMED = 16
 
 
 class Part(Protocol):
-    """What ends with a world."""
+    """A resource that ends with its world."""
 
     def close(self) -> None:
-        """Ends it; a collective call."""
+        """Ends the resource; a collective call."""
 
     def abort(self) -> None:
-        """Ends it without the others."""
+        """Ends the resource without the other ranks."""
 
 
 def _ended() -> WorldError:
@@ -80,11 +80,11 @@ class ProcessWorld:
         self._closed = False
 
     def _agreed(self, own: CostTable) -> CostTable:
-        """The table of whichever rank came first: all ranks read one, and none waits for one that never comes."""
+        """The cost table of the rank that came first: all ranks read one, and none waits for one that never comes."""
         return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
 
     def _flight_directory(self) -> Path:
-        """Where this world's ranks on this machine write: as the environment says, or in a temporary folder."""
+        """Folder of the flight records of this world's ranks on this machine: the environment's, or a temporary one."""
         given = environment.flight_directory()
         if given is not None:
             return Path(given)
@@ -92,7 +92,7 @@ class ProcessWorld:
         return Path(tempfile.gettempdir()) / "tritondt-flight" / self._store.compare_set("flight", "", own).decode()
 
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
-        """The communicator of these ranks for tensors on such devices; the first call is collective among them."""
+        """The communicator of `ranks` for tensors on such devices; the first call is collective among them."""
         if self._closed:
             raise _ended()
         key = (tuple(sorted(ranks)), device_type)
@@ -115,7 +115,7 @@ class ProcessWorld:
         return make(self.join(name, ranks, self._timeout))
 
     def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
-        """This rank's part in what `ranks` make together; returns when all have come, PeerError where some do not."""
+        """This rank's part in a communicator of `ranks`, when all have come; PeerError where some do not."""
         if self._closed:
             raise _ended()
         rendezvous = Rendezvous(self._store_client, name, ranks, timeout.total_seconds())
@@ -136,16 +136,16 @@ class ProcessWorld:
         )
 
     def keep(self, name: str, part: Part) -> None:
-        """Ends `part`, which was made of a membership of this name, with this world."""
+        """Ends `part`, which was made of the context `name`, with this world."""
         self._parts[name] = part
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the world has ended."""
         return self._closed
 
     def report(self, error: BaseException) -> None:
-        """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
+        """Reports to the other ranks why this rank takes part in nothing any more; RuntimeError where it cannot."""
         for rendezvous in self._rendezvous:
             self._watch.report_for_good(rendezvous.key, error)
 
@@ -163,7 +163,7 @@ class ProcessWorld:
             self.abort()
 
     def abort(self) -> None:
-        """Ends all communicators without the others."""
+        """Ends all communicators without the other ranks."""
         self._closed = True
         self._end_rendezvous()
         for communicator in self._communicators.values():
@@ -184,7 +184,7 @@ class ProcessWorld:
         self._rendezvous.clear()
 
     def inherited(self) -> World:
-        """What a forked child gets in its place."""
+        """The world of a forked child: it refuses everything."""
         return InheritedWorld(self.identity.rank, self._communicators.values())
 
     def successor(self) -> None:
@@ -205,7 +205,7 @@ transports: dict[str, Callable[[ProcessContext], Communicator]] = {"cpu": _on_cp
 
 
 def _name_of(ranks: tuple[int, ...]) -> str:
-    """What a communicator is called in the store, in flight records and nowhere else; short for any number of ranks.
+    """Name of a communicator in the store and in flight records, short for any number of ranks.
 
     >>> _name_of((0, 1, 4))
     'ranks 0,1,4'
@@ -218,7 +218,7 @@ def _name_of(ranks: tuple[int, ...]) -> str:
 
 
 def _watching(flight: Flight) -> Watchdog:
-    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program has other plans for that."""
+    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program handles that signal."""
     made = Watchdog()
     flight.prepare()
     made.dump_on_signal(signal.SIGUSR1, flight.recorder, flight.path_text)
@@ -226,7 +226,7 @@ def _watching(flight: Flight) -> Watchdog:
 
 
 def default_costs(world_size: int) -> CostTable:
-    """The built-in prices, and those of the environment in place of them; WorldError where those are none."""
+    """The cost table: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
     per_host, given = environment.ranks_per_host(), environment.costs()
     table = CostTable(ranks_per_host=world_size if per_host is None else per_host)
     if given is None:

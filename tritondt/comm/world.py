@@ -1,4 +1,4 @@
-"""Who owns which communicator: one world per initialisation of torch.distributed, or per rank thread."""
+"""Worlds, which own the communicators: one per initialisation of torch.distributed, or per rank thread."""
 
 import atexit
 import os
@@ -101,7 +101,7 @@ def _follow(who: Identity, ended: World) -> None:
 
 @lru_cache(maxsize=1)
 def _watch_for_the_end() -> None:
-    """Lets an uncaught exception reach the others before this process ends, and ends its world with it."""
+    """Installs hooks that report an uncaught exception to the other ranks, and end the worlds with the process."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -122,7 +122,7 @@ def _worlds_of_process() -> list[ProcessWorld]:
 
 
 def _end_all() -> None:
-    """Ends what was not closed: no thread of it runs while Python is finalised, no folder without records stays."""
+    """Ends worlds that were not closed: no thread runs while Python is finalised, no folder without records stays."""
     for world in _worlds_of_process():
         registry.end(world.identity)
         world.abort()

@@ -1,4 +1,4 @@
-"""What ranks tell each other before an exchange under TRITONDT_DEBUG=1, and what is said where they differ."""
+"""Notes that ranks compare before an exchange under TRITONDT_DEBUG=1, the error where they differ, and fingerprints."""
 
 import hashlib
 import struct
@@ -34,14 +34,14 @@ def fingerprint(text: str) -> int:
 
 
 class Note(NamedTuple):
-    """What a rank is about to exchange, and the line that asked."""
+    """A rank's next exchange: its fingerprint, its text and the line of the program that asked for it."""
 
     fingerprint: int
     description: str
 
 
 def write_note(note: Note) -> bytes:
-    """The note in NOTE_BYTES bytes; a description that does not fit is cut.
+    """A note in NOTE_BYTES bytes; a description that does not fit is cut.
 
     >>> read_note(write_note(Note(7, "step 1 of 1"))), len(write_note(Note(7, "x" * 5000)))
     (Note(fingerprint=7, description='step 1 of 1'), 512)

@@ -1,4 +1,4 @@
-"""Makes communicators of NCCL: the ranks meet at the store, and nobody waits for ever for one that does not come."""
+"""Start of NCCL communicators: ranks exchange the unique id through the store, and none waits for ever for another."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -> NcclCommunicator:
-    """This rank's part in a communicator of NCCL, which all of the membership make together within its timeout.
+    """This rank's NCCL communicator, which all ranks of `context` make together within its timeout.
 
     Raises PeerError where some do not come, TransportError where NCCL cannot make it.
     """
@@ -49,7 +49,7 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
 
 
 def within(timeout: timedelta, make: Callable[[], Result]) -> Result:
-    """What `make` returns, or raises; TimeoutError where it takes too long, in a thread that is left to itself."""
+    """The result of `make`; TimeoutError where it takes longer than `timeout`, in a thread that is left to itself."""
     outcome: list[Result | BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""A communicator of NCCL whose operations are watched, from when they go into a stream until it has come past them.
+"""A watched NCCL communicator: its operations are watched from when they go into a stream until it has passed them.
 
 The host waits for none of them. What does not come to an end in time is aborted, never destroyed: destroying waits.
 """
@@ -33,12 +33,12 @@ class InFlight(Protocol):
 
     @property
     def text(self) -> str:
-        """What it is called in messages."""
+        """Text of the operation in messages."""
         ...
 
     @property
     def fingerprint(self) -> int:
-        """Equal on all ranks of one operation."""
+        """Fingerprint, equal on all ranks of one operation."""
         ...
 
     sequence: int
@@ -52,11 +52,11 @@ class InFlight(Protocol):
     late: OverdueWait | None
 
     def is_over(self) -> bool:
-        """Whether the stream has been given all of it and has come past it."""
+        """Whether the stream has been given all of the operation and has come past it."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Told why it will not end."""
+        """Notes why the operation will not end."""
         ...
 
 
@@ -65,7 +65,7 @@ def _is_over() -> bool:
 
 
 class TimeoutPolicy(NamedTuple):
-    """What all operations of a communicator are held to; see `Wait`. `suspects` where none names who it waits for."""
+    """Timeouts' name, rule and suspects for all operations of a communicator; see `Wait`."""
 
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
@@ -73,7 +73,7 @@ class TimeoutPolicy(NamedTuple):
 
 
 class MonitoredNccl:
-    """One rank's part; made by all ranks of `context` together. `failure` is why nothing runs on it any more.
+    """A rank's NCCL communicator, made by all ranks of `context` together; `failure` is why nothing runs on it.
 
     `on_failure` is told so first, before whoever waits for what is under way.
     """
@@ -120,7 +120,7 @@ class MonitoredNccl:
         raise again(self.failure or error) from error
 
     def reap(self) -> None:
-        """Ends what the stream has come past; not while a graph is being made, when nobody may ask."""
+        """Records operations that the stream has come past as done; not while a graph is made, when nobody may ask."""
         under_way = self._under_way
         while under_way and under_way[0].is_over():
             found = under_way.popleft()
@@ -129,7 +129,7 @@ class MonitoredNccl:
             self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
 
     def _waits(self) -> list[Wait]:
-        """What is in the stream still; called by the watch."""
+        """Waits for the operations that are in the stream still; called by the watch."""
         try:
             # A list: others put and reap meanwhile, and a tuple of so many could be interrupted by the collector.
             under_way = [found for found in list(self._under_way) if not found.is_over()]
@@ -139,7 +139,7 @@ class MonitoredNccl:
         return [self._as_late(found) for found in under_way]
 
     def _end(self, operation: InFlight, late: OverdueWait) -> None:
-        """The watch is done with it, and neither keeps the other: a cycle would keep its tensors for the collector."""
+        """Ends the watch over an operation, and unlinks the two: a cycle would keep its tensors for the collector."""
         self._watch.end(late)
         late.is_over, operation.late = _is_over, None
 
@@ -159,17 +159,17 @@ class MonitoredNccl:
         return late
 
     def refuse(self, sequence: int, error: BaseException) -> None:
-        """Tells the others that this rank takes no part in operation `sequence`, and why."""
+        """Reports to the other ranks that this rank takes no part in operation `sequence`, and why."""
         self._watch.report(self._context.key, sequence, error)
 
     def give_up(self, error: BaseException) -> None:
-        """Ends everything for a failure of this rank, and tells the others."""
+        """Ends everything for a failure of this rank, and reports it to the other ranks."""
         if self.failure is None:
             self._watch.report(self._context.key, None, error)
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends what is under way with this error, and aborts the communicator, unless something did before."""
+        """Fails the operations under way with `error`, and aborts the communicator, unless that has happened before."""
         if not self._ends_with(error):
             return
         self._on_failure(error)
@@ -205,7 +205,7 @@ class MonitoredNccl:
         self.native.destroy()
 
     def _trouble(self) -> str | None:
-        """What NCCL has met in the background."""
+        """The error that NCCL has met in the background, if any."""
         try:
             self.native.poll()
         except NcclError as error:

@@ -1,4 +1,4 @@
-"""Messages of one exchange, before a transport carries them."""
+"""Messages of one exchange, as transports are given them."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -23,7 +23,7 @@ class Slices(tuple[Slice, ...]):
 
     @cached_property
     def native(self) -> _C.LetterSlices:
-        """The same for the transports in C++."""
+        """The slices as the transports in C++ take them."""
         return _C.LetterSlices(self)
 
 
@@ -37,7 +37,7 @@ class MessageBuffers(NamedTuple):
     buffer: int
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Peer and bytes of each, as tensors that share the memory."""
+        """Peer and bytes of each message, as tensors that share the memory."""
         flat: dict[int | None, torch.Tensor] = {None: self.memory[self.buffer - self.memory.data_ptr() :]}
         for tensor in {place for _, place, _, _ in self.slices if place is not None}:
             flat[tensor] = _memory(self.tensors[tensor])

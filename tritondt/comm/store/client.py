@@ -26,7 +26,7 @@ class SilentStoreError(PeerError):
 
 
 class _Call(Generic[Result]):
-    """A call on the store, and what came of it."""
+    """A call on the store, and its result or error."""
 
     def __init__(self, function: Callable[[dist.Store], Result]) -> None:
         self._function = function
@@ -43,7 +43,7 @@ class _Call(Generic[Result]):
         self.answered.set()
 
     def result(self) -> Result:
-        """What it returned or raised."""
+        """The call's result; raises its error."""
         if self._error is not None:
             raise self._error
         return self._result[0]
@@ -60,7 +60,7 @@ class StoreClient:
         self._oldest: _Call[object] | None = None
 
     def call(self, function: Callable[[dist.Store], Result], patience_s: float = PATIENCE_S) -> Result:
-        """What `function` returns or raises; SilentStoreError where that takes longer than `patience_s`."""
+        """The result of `function`; SilentStoreError where the store takes longer than `patience_s` to answer."""
         made = _Call(function)
         with self._starting:
             if self._thread is None:
@@ -72,19 +72,19 @@ class StoreClient:
         return made.result()
 
     def silence(self, error: RuntimeError) -> str:
-        """What an error message says of a store that does not answer: whose process has stopped or gone, if known."""
+        """Clause of an error message about a store that does not answer: whose process has stopped, if known."""
         if isinstance(error, SilentStoreError):
             return f"and {error}"
         return f"nor does {self.host} answer ({error})"
 
     def _left_of(self, patience_s: float) -> float:
-        """Nobody waits longer because others have asked before."""
+        """Seconds left for a new call: no caller waits longer because calls before it hang."""
         oldest = self._oldest
         waited = 0.0 if oldest is None else time.monotonic() - oldest.asked
         return max(patience_s - waited, 0.01)
 
     def close(self) -> None:
-        """Ends the thread; one that hangs in the store ends when that answers, or with the process."""
+        """Ends the client's thread; one that hangs in the store ends when the store answers, or with the process."""
         with self._starting:
             if self._thread is not None:
                 self._calls.put(None)

@@ -1,4 +1,4 @@
-"""Which ranks make a communicator together, when they have made it a different number of times.
+"""Rendezvous of the ranks that make a communicator together, though each may have made it a different number of times.
 
 A rank that failed before its first exchange, or was in no mesh so far, has made fewer than the others, so ranks cannot
 count for themselves. The store counts how many communicators of a name have ended: whoever ends one ends it for all.
@@ -32,7 +32,7 @@ class Rendezvous:
         return int(self._asked(lambda store: store.get(self._ended) if store.check([self._ended]) else b"0"))
 
     def _asked(self, function: Callable[[dist.Store], Result]) -> Result:
-        """The store may be slow when everybody meets."""
+        """The result of `function` within the rendezvous's timeout: the store may be slow when all come at once."""
         return self._client.call(function, self._timeout_s)
 
     @property
@@ -71,6 +71,6 @@ class Rendezvous:
         return f"{self.key}/here/{other}"
 
     def end(self) -> None:
-        """Lets the next making of this name be another one; whoever comes second changes nothing."""
+        """Counts this making as ended, so that the next one of its name gets another key; once for all ranks."""
         before = "" if self._number == 1 else f"{self._number - 1}"
         self._client.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))

@@ -48,11 +48,11 @@ class PackedCommunicator(OrderedCommunicator, ABC):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and messages so far."""
+        """Bytes and messages that the communicator has moved so far."""
         return self._traffic
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
-        """Does what comes before packing: nothing, unless a transport's receives are posted that early."""
+        """Does what a transport needs before packing: nothing, unless receives are posted that early."""
 
     @abstractmethod
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
@@ -67,12 +67,12 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         """Ends an exchange that raised `error` between `post` and the end of `finish`; may raise what explains it."""
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
-        """What this rank will send and receive in an exchange."""
+        """Bytes and messages that this rank will send and receive in an exchange."""
         plan, _ = self._plan(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
 
     def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, ExchangeRecord]:
-        """The transfer in bytes, and as it is spoken of."""
+        """The transfer compiled to messages and tables, and its record."""
         found = self._packed.get(transfer)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
@@ -138,7 +138,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._recorder.state(record.entry, EXCHANGING)
 
     def _keep(self, plan: PackedTransfer, sources: list[int], buffer: int, targets: list[int], threads: int) -> None:
-        """Moves what stays on this rank; with a wire dtype from the send buffer, where it is rounded alike."""
+        """Copies the parts that stay on this rank; with a wire dtype from the send buffer, rounded alike."""
         if plan.keep is not None:
             self._launch(plan.keep.run, sources if plan.casting is None else [buffer], targets, threads)
 
@@ -151,7 +151,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         targets: list[int],
         threads: int,
     ) -> None:
-        """Moves what has arrived to the targets, and reduces; `buffers` hold what arrived, was packed, is widened."""
+        """Copies received parts to the targets, and reduces; `buffers` are of received, packed and widened bytes."""
         staging, buffer, widened = buffers
         if plan.unpack is not None or plan.reduces:
             self._recorder.state(record.entry, UNPACKING)
@@ -165,7 +165,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             self._launch(table.run, [*sources, staging], targets, threads)
 
     def _buffers(self, plan: PackedTransfer, device: torch.device) -> tuple[torch.Tensor, int, int, int]:
-        """Memory, and where in it begins what arrives, what is packed, and with a wire dtype what is widened."""
+        """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
         packed_at = (plan.staged_bytes + _ALIGNMENT - 1) & -_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
         num_bytes = widened_at = packed_at + plan.packed_bytes
         if plan.casting is not None:
@@ -217,7 +217,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._all_gather(self._new_record(_BARRIER_FINGERPRINT, "a barrier"), self._recorder.site(), b"\0")
 
     def _all_gather(self, record: ExchangeRecord, site: int, own: bytes) -> torch.Tensor:
-        """Bytes of all ranks, as many as `own` and a row for each, by an exchange of their own."""
+        """The bytes `own` of every rank, a row for each, by an exchange of their own."""
         self._record_begin(record, site)
         num_bytes, sent = len(own), self._bytes_of(own)
         rows = sent.repeat(len(self._ranks), 1)

@@ -49,7 +49,7 @@ class _Posted(NamedTuple):
 
 
 class GlooCommunicator(PackedCommunicator):
-    """Ranks connected pairwise by Gloo; made by all of them together."""
+    """A communicator of ranks connected pairwise by Gloo; made by all of them together."""
 
     def __init__(self, context: ProcessContext) -> None:
         super().__init__(context, ThreadQueue())
@@ -105,7 +105,7 @@ class GlooCommunicator(PackedCommunicator):
 
     @contextmanager
     def _explained(self, wait: Wait, peer: int) -> Iterator[None]:
-        """What Gloo raises about a peer as an error that says why."""
+        """Turns what Gloo raises about a peer into an error that says why."""
         wait.peer = self._ranks[peer]
         try:
             yield
@@ -118,7 +118,7 @@ class GlooCommunicator(PackedCommunicator):
         self._watch.report(self._key, self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a message may take from now on."""
+        """Sets how long a message may take from now on, in seconds."""
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
         self._group._set_default_timeout(timedelta(seconds=seconds) * _GLOO_TIMEOUT_FACTOR)
@@ -127,7 +127,7 @@ class GlooCommunicator(PackedCommunicator):
         self._group = None
 
     def abort(self) -> None:
-        """Disconnects without waiting for the others."""
+        """Disconnects without waiting for the other ranks."""
         if self._is_inherited:  # the parent would lose its connections
             return
         self._end("aborted")
@@ -136,12 +136,12 @@ class GlooCommunicator(PackedCommunicator):
         self._group = None
 
     def disown(self, error: WorldError) -> None:
-        """Keeps the group beyond the end of this process: its destructor would take sockets from the parent's epoll."""
+        """Refuses all further use; keeps Gloo's group, whose destructor would take sockets from the parent's epoll."""
         super().disown(error)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _interrupt(self) -> None:
-        """Wakes whoever waits on this communicator; it cannot be used afterwards.
+        """Wakes the threads that wait on this communicator, which cannot be used afterwards.
 
         Gloo closes all connections of a group when one receive in it times out; nothing else wakes a waiter.
         """
@@ -155,7 +155,7 @@ class GlooCommunicator(PackedCommunicator):
                 continue  # the time-out that was asked for, or one whose connection is closed already
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
-        """Why a wait broke: what the watch or the store knows, else that the connection closed."""
+        """The reason why a wait broke: what the watch or the store knows, else that the connection closed."""
         if wait.reason is None and time.monotonic() >= _limit(wait):
             return self._watch.why_expired(wait)
         return self._watch.broken(
@@ -170,5 +170,5 @@ def _limit(wait: Wait) -> float:
 
 
 def _left_s(wait: Wait) -> float:
-    """How long it may still take: no time where the watch has interrupted it."""
+    """Seconds that a wait may still take: none where the watch has interrupted it."""
     return _AT_ONCE_S if wait.reason is not None else max(_limit(wait) - time.monotonic(), _AT_ONCE_S)

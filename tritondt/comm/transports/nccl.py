@@ -52,15 +52,15 @@ class InFlightExchange:
         self.late: OverdueWait | None = None
 
     def is_over(self) -> bool:
-        """Whether the stream has come past it."""
+        """Whether the stream has come past the exchange."""
         return self.event is not None and self.event.query()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing: the queue tells those who wait."""
+        """Does nothing: the queue fails the works that wait for the exchange."""
 
 
 class NcclCommunicator(PackedCommunicator):
-    """Ranks connected by NCCL; made by all of them together, on the device of `streams`."""
+    """A communicator of ranks connected by NCCL; made by all of them together, on the device of `streams`."""
 
     _queue: StreamQueue
 
@@ -74,7 +74,7 @@ class NcclCommunicator(PackedCommunicator):
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
     ) -> None:
-        """Puts this rank's side into the stream; what the current stream is given next comes after it."""
+        """Puts this rank's side of an exchange into the stream; the current stream's next operators come after it."""
         if self._is_inherited:
             self._check_usable(transfer.description)
         site = self._recorder.site()
@@ -83,7 +83,7 @@ class NcclCommunicator(PackedCommunicator):
         self._raise_failure_once()
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
-        """Has the exchange watched from now on."""
+        """Begins the watch over the exchange, which is about to be put into the stream."""
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
             return
         self._queue.mark_step()
@@ -105,7 +105,7 @@ class NcclCommunicator(PackedCommunicator):
         )
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
-        """Nothing: what comes next in the stream runs when all messages have come."""
+        """Does nothing: the stream runs what comes next when all messages have come."""
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Ends everything where half of the exchange is in the stream; PeerError in place of NCCL's own error."""
@@ -114,7 +114,7 @@ class NcclCommunicator(PackedCommunicator):
             self._watched.break_off(found, error, "exchange in")
 
     def _record_end(self, record: ExchangeRecord, sent_bytes: int, received_bytes: int) -> None:
-        """An exchange is recorded as done when the stream has come past it."""
+        """Notes the bytes of an exchange, which is recorded as done when the stream has come past it."""
         found = self._latest
         if found is None or found.record != record.entry:  # of a graph, or without a message
             super()._record_end(record, sent_bytes, received_bytes)
@@ -135,7 +135,7 @@ class NcclCommunicator(PackedCommunicator):
         self._queue.fail(error)
 
     def _raise_failure_once(self) -> None:
-        """Raises what everything was broken off for, once; whoever comes later is told that it was."""
+        """Raises the failure that everything was broken off for, once; later use is refused by `_check_usable`."""
         if self.failure is not None and not self._is_told:
             self._is_told = True
             raise again(self.failure) from self.failure
@@ -164,7 +164,7 @@ class NcclCommunicator(PackedCommunicator):
         self._watched.refuse(self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long an exchange may take from now on, from when it is put into the stream."""
+        """Sets how long an exchange may take from now on, in seconds from when it is put into the stream."""
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
 
@@ -172,7 +172,7 @@ class NcclCommunicator(PackedCommunicator):
         self._watched.close(reason)
 
     def abort(self) -> None:
-        """Ends what is in the stream without waiting for the others."""
+        """Ends the operations in the stream without waiting for the other ranks."""
         if self._is_inherited:  # the device is the parent's
             return
         self._watched.fail(self._end("aborted"))

@@ -95,7 +95,7 @@ class OrderedCommunicator(Closable, ABC):
         )
 
     def refuse(self, error: BaseException) -> None:
-        """Tells the others that this rank will not take part in the next exchange, and why; it counts as run."""
+        """Reports why this rank takes no part in the next exchange, which counts as run, to the other ranks."""
         if self._is_inherited:  # nobody waits for this process
             return
         if not self._queue.is_own_thread():
@@ -106,7 +106,7 @@ class OrderedCommunicator(Closable, ABC):
     def _refuse(self, error: BaseException) -> None: ...
 
     def settle(self) -> None:
-        """Returns when all that was issued has run; raises the first failure that nobody was told."""
+        """Returns when all that was issued has run; raises the first failure that nobody has seen."""
         self._queue.close()
         self._queue.raise_unseen()
 
@@ -115,7 +115,7 @@ class OrderedCommunicator(Closable, ABC):
         """Returns when every rank of the communicator has called it."""
 
     def close(self) -> None:
-        """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
+        """Waits for all that was issued and for all ranks, and disconnects; raises a failure that nobody has seen."""
         self._check_own()
         self._queue.close()
         if self.failure is None:
@@ -125,7 +125,7 @@ class OrderedCommunicator(Closable, ABC):
 
     @abstractmethod
     def _disconnect(self, reason: BaseException) -> None:
-        """Lets go of the connections, for this reason."""
+        """Lets go of the connections for `reason`."""
 
     def disown(self, error: WorldError) -> None:
         """Refuses all further use with `error`, in a process that was forked from the communicator's."""

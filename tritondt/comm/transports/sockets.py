@@ -28,7 +28,7 @@ _PATIENCE_S = 5.0
 
 
 class SocketCommunicator(PackedCommunicator):
-    """Ranks connected pairwise by TCP; made by all of them together."""
+    """A communicator of ranks connected pairwise by TCP; made by all of them together."""
 
     def __init__(self, context: ProcessContext) -> None:
         super().__init__(context, ThreadQueue())
@@ -40,7 +40,7 @@ class SocketCommunicator(PackedCommunicator):
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
-        """Sends what the sockets take at once."""
+        """Sends the bytes that the sockets' buffers take at once."""
         self._started = time.monotonic()
         self._group.start_slices(
             sends.slices.native,
@@ -70,7 +70,7 @@ class SocketCommunicator(PackedCommunicator):
         self._close_sockets()
 
     def _finish_watched(self, record: ExchangeRecord, outcome: str, peer: int) -> None:
-        """Finishes an exchange that is not done at once; the watch is told of no other."""
+        """Finishes an exchange that is not done at once, the only kind that the watch hears of."""
         group = self._group
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: group.interrupt(), self._timeout_s)
         wait.is_timed = False  # by the watchdog, which needs no GIL
@@ -94,13 +94,13 @@ class SocketCommunicator(PackedCommunicator):
         self._watch.report(self._key, self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long an exchange may take from now on."""
+        """Sets how long an exchange may take from now on, in seconds."""
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
         self._group.set_timeout(seconds)
 
     def abort(self) -> None:
-        """Disconnects without waiting for the others; whoever waits here is woken."""
+        """Disconnects without waiting for the other ranks; a thread that waits in an exchange is woken."""
         if self._is_inherited:  # the parent would be woken
             return
         self._end("aborted")
@@ -114,7 +114,7 @@ class SocketCommunicator(PackedCommunicator):
                 self._turn.release()
 
     def disown(self, error: WorldError) -> None:
-        """Closes this process's copies of the sockets too, or peers would not notice when the parent dies."""
+        """Refuses all further use, and closes this process's sockets: peers must notice when the parent dies."""
         super().disown(error)
         for found in self._sockets:
             if found is not None:
@@ -130,7 +130,7 @@ class SocketCommunicator(PackedCommunicator):
                 found.close()
 
     def _cause(self, wait: Wait, outcome: str) -> PeerError:
-        """Why an exchange broke off: what the watch or the store knows, else what the socket said."""
+        """The reason why an exchange broke off: what the watch or the store knows, else what the socket said."""
         if outcome == "expired":
             return self._watch.why_expired(wait)
         what = "closed its connection" if outcome == "closed" else "sent something else"

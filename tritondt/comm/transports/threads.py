@@ -46,23 +46,23 @@ class TurnQueue(IssueQueue):
         self._participant: Participant | None = None
 
     def wait_for(self, work: Work) -> None:
-        """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
+        """Lets the other ranks run until `work` has run; one that writes memory that `work` reads waits, too."""
         self._check_owned(work)
         self._scheduler.wait_until(self._scheduler.participants[identity.current().rank], work.is_completed)
 
     def close(self) -> None:
-        """Ends the thread when all that was submitted has run."""
+        """Ends the queue's thread when all that was submitted has run."""
         participant, self._closing = self._participant, True
         if participant is not None and not self.is_disowned:
             self._scheduler.wait_until(self._owner, lambda: participant.done)
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes what runs, and what waits to run, fail."""
+        """Fails the running work and all that is queued."""
         if self._participant is not None and self.is_busy:
             self._participant.interruption = error
 
     def participant_of_caller(self) -> Participant:
-        """The queue's where its thread calls, else the rank's."""
+        """The queue's participant where the queue's thread calls, else the rank's."""
         return self._participant if self._participant is not None and self.is_own_thread() else self._owner
 
     def _enqueue(self, work: Work, run: Run) -> None:
@@ -84,7 +84,7 @@ class TurnQueue(IssueQueue):
 
 
 class ThreadCommunicator(PackedCommunicator):
-    """Rank threads that leave messages for each other on a scheduler; on CUDA devices, all on one stream of each."""
+    """A communicator of rank threads; messages wait at their scheduler; all ranks use one stream of a CUDA device."""
 
     device_types = ("cpu", "cuda")
 
@@ -96,13 +96,13 @@ class ThreadCommunicator(PackedCommunicator):
         self._barriers = 0
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
-        """Leaves copies of what is sent."""
+        """Leaves copies of this rank's messages with the scheduler."""
         scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
         for peer, tensor in sends.parts():
             scheduler.mail[self._key, self._place, peer, tag].append(tensor.clone())
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
-        """Collects copies of what arrives, and lets other ranks run meanwhile."""
+        """Collects this rank's messages, and lets other ranks run until they are there."""
         scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, _NO_TIMEOUT_S)
         participant = self._turns.participant_of_caller()
@@ -120,7 +120,7 @@ class ThreadCommunicator(PackedCommunicator):
             tensor.copy_(arrived)
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
-        """Refuses further use, unless a rank refused the exchange."""
+        """Fails the communicator, unless a rank refused the exchange."""
         # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
         if (self._key, self.sequence) not in self._scheduler.refused:
             self.failure = self.failure or error
@@ -148,20 +148,20 @@ class ThreadCommunicator(PackedCommunicator):
         self._scheduler.end(self._key)
 
     def abort(self) -> None:
-        """Refuses further use; what was issued fails."""
+        """Refuses further use of the communicator; what was issued fails."""
         if self._is_inherited:  # nothing runs here
             return
         self._scheduler.end(self._key)
         self.leave()
 
     def leave(self) -> None:
-        """Ends the queue; what was issued fails."""
+        """Ends the communicator's queue; what was issued fails."""
         self._end("aborted")
         self._turns.interrupt(WorldError("the communicator was aborted"))
         self._queue.close()
 
     def report(self, error: BaseException) -> None:
-        """Tells the others that this rank takes part in no exchange any more, and why."""
+        """Reports to the other ranks that this rank takes part in no exchange any more, and why."""
         self._scheduler.reported.setdefault(self._key, (self._rank, f"{type(error).__name__}: {error}"))
 
 
@@ -176,7 +176,7 @@ class ThreadWorld:
         self._closed = False
 
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> ThreadCommunicator:
-        """The communicator of these ranks; threads share the memory of all devices, so it is one for all."""
+        """The communicator of `ranks`: one for all types of devices, whose memory threads share."""
         if self._closed:
             raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
         members = tuple(sorted(ranks))
@@ -190,15 +190,15 @@ class ThreadWorld:
         return found
 
     def inherited(self) -> World:
-        """What a forked child gets in its place."""
+        """The world of a forked child: it refuses everything."""
         return InheritedWorld(self.identity.rank, self._communicators.values())
 
     def successor(self) -> "ThreadWorld":
-        """A new world of the same threads, without anything of this one."""
+        """A new world of the same rank threads, without communicators."""
         return ThreadWorld(self.identity, self._scheduler, self.costs)
 
     def report(self, error: BaseException) -> None:
-        """Tells the others why this rank takes part in nothing any more; of failures the first counts."""
+        """Reports to the other ranks why this rank takes part in nothing any more; the first failure counts."""
         for communicator in self._communicators.values():
             communicator.report(error)
 
@@ -209,18 +209,18 @@ class ThreadWorld:
             communicator.close()
 
     def settle(self) -> None:
-        """Lets all that was issued run, and ends the queues."""
+        """Ends the queues when all that was issued has run."""
         for communicator in self._communicators.values():
             communicator.settle()
 
     def abort(self) -> None:
-        """Ends all communicators without the others."""
+        """Ends all communicators without the other ranks."""
         self._closed = True
         for communicator in self._communicators.values():
             communicator.abort()
 
     def leave(self) -> None:
-        """Ends the queues with the thread."""
+        """Ends the queues of a rank whose thread ends."""
         for communicator in self._communicators.values():
             communicator.leave()
 
@@ -263,7 +263,7 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
 
 
 def _run_rank(who: Identity, participant: Participant, body: Callable[[int], Result]) -> Result:
-    """What a rank thread does; its queues end with it, well or not."""
+    """Runs a rank's body; the rank's queues end with it, whether it returns or raises."""
     try:
         result = body(participant.rank)
         world = registry.find(who)

@@ -17,7 +17,7 @@ from tritondt.errors import PeerError
 
 @dataclass(eq=False)
 class Participant:
-    """What the scheduler knows of one thread; `is_idle` means that nobody needs to be told that it waits."""
+    """A thread that takes turns; an idle one waits for work, not for a rank, and is not told that it waits in vain."""
 
     rank: int
     may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -30,14 +30,14 @@ class Participant:
     error: BaseException | None = None
 
     def can_run(self) -> bool:
-        """Whether it would go on if it had the turn."""
+        """Whether the thread would go on if it had the turn."""
         if self.done:
             return False
         return self.ready is None or self.interruption is not None or self.ready()
 
 
 class TurnScheduler:
-    """The participants of one run, and their messages."""
+    """Turns of the participants of one run, and the messages under way between them."""
 
     def __init__(self, size: int) -> None:
         self._size, self.participants = size, [Participant(rank) for rank in range(size)]  # and later those of queues
@@ -52,7 +52,7 @@ class TurnScheduler:
         self.participants[0].may_run.release()
 
     def join(self, rank: int) -> Participant:
-        """One more participant of a rank; its thread starts by taking `may_run`."""
+        """One more participant of a rank; the thread starts by taking `may_run`."""
         made = Participant(rank)
         self.participants.append(made)
         return made
@@ -63,14 +63,14 @@ class TurnScheduler:
         self._hand_over(participant)
 
     def end(self, key: str) -> None:
-        """Lets the next communicator of this name be another one; whoever comes second changes nothing."""
+        """Counts the communicator `key` as ended, so that the next of its name gets another key; once for all ranks."""
         name, _, number = key.rpartition("/")
         self.num_ended[name] = max(self.num_ended[name], int(number))
 
     def wait_until(
         self, participant: Participant, ready: Callable[[], bool], wait: Wait | None = None, *, is_idle: bool = False
     ) -> None:
-        """Lets the others run until `ready()`; raises when it can no longer become so."""
+        """Lets the other participants run until `ready()` is true; raises when it no longer can be."""
         while not ready():
             if participant.interruption is not None:
                 raise participant.interruption
@@ -96,7 +96,7 @@ class TurnScheduler:
         chosen.may_run.release()
 
     def _first_to_raise(self, waiting: list[Participant]) -> Participant | None:
-        """Who waits in vain for sure: others may wait for what it does next."""
+        """The participant that waits in vain for sure: others may wait for what it does next."""
         waits = [other for other in waiting if other.wait is not None]
         over = [other for other in waits if other.wait is not None and self._is_over(other.wait.key)]
         # Whoever waits for a message knows the reason; who waits for such a one hears it from there.
@@ -137,7 +137,7 @@ class TurnScheduler:
         )
 
     def _failure(self, participant: Participant, wait: Wait) -> tuple[int, str] | None:
-        """The rank that reported a failure, or ended with one, and what it said."""
+        """The rank that reported a failure, or ended with one, and the failure's text."""
         if wait.key in self.reported:
             return self.reported[wait.key]
         for other in self.participants:
