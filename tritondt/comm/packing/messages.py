@@ -22,9 +22,9 @@ class Slices(tuple[Slice, ...]):
     """The messages of an exchange to peers, or from them."""
 
     @cached_property
-    def native(self) -> _C.LetterSlices:
+    def native(self) -> _C.MessageSlices:
         """The slices as the transports in C++ take them."""
-        return _C.LetterSlices(self)
+        return _C.MessageSlices(self)
 
 
 class MessageBuffers(NamedTuple):
