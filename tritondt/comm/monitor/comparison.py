@@ -1,4 +1,4 @@
-"""Notes that ranks compare before an exchange under TRITONDT_DEBUG=1, the error where they differ, and fingerprints."""
+"""Notes that ranks compare before an exchange under TRITONDT_DEBUG=1, and the error where they differ."""
 
 import hashlib
 import struct
@@ -11,7 +11,6 @@ from tritondt.errors import MismatchError
 NOTE_BYTES = 512
 _FORMAT = struct.Struct(f"<Q{NOTE_BYTES - 8}s")
 NOTES_FINGERPRINT = 0x636F6D70  # of the exchange of notes itself
-_FINGERPRINT_BYTES = 7
 MUST = "redistribute the same tensors in the same order"
 
 
@@ -22,15 +21,6 @@ def digest(text: str, num_bytes: int) -> bytes:
     'd5be5e6b742014d7'
     """
     return hashlib.blake2b(text.encode(), digest_size=num_bytes).digest()
-
-
-def fingerprint(text: str) -> int:
-    """Number of 56 bits that stands for a text, equal on all ranks.
-
-    >>> fingerprint("S0 -> R")
-    35661083558338873
-    """
-    return int.from_bytes(digest(text, _FINGERPRINT_BYTES), "little")
 
 
 class Note(NamedTuple):
