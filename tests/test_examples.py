@@ -86,7 +86,8 @@ def run(program, num_ranks, folder):
 
 
 def test_every_example_is_run():
-    assert set(PRINTED) == {path.stem for path in EXAMPLES.glob("*.py")}
+    # The last one needs a double, or GPUs: tests/nccl/test_public.py runs it.
+    assert {*PRINTED, "nccl_raw"} == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
 @pytest.mark.alone

@@ -5,8 +5,8 @@ from typing import Any, Literal, NoReturn
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
-class LetterSlices:
-    """The letters of an exchange before it is known where tensors lie."""
+class MessageSlices:
+    """The messages of an exchange before it is known where tensors lie."""
 
     def __init__(self, slices: Sequence[tuple[int, int | None, int, int]]) -> None: ...
 
@@ -19,10 +19,10 @@ class SocketGroup:
     ) -> None: ...
     def start_slices(
         self,
-        sends: LetterSlices,
+        sends: MessageSlices,
         sources: Sequence[int],
         send_buffer: int,
-        receives: LetterSlices,
+        receives: MessageSlices,
         targets: Sequence[int],
         receive_buffer: int,
         tag: int,
@@ -259,10 +259,10 @@ class NcclCommunicator:
     ) -> None: ...
     def exchange_slices(
         self,
-        sends: LetterSlices,
+        sends: MessageSlices,
         sources: Sequence[int],
         send_buffer: int,
-        receives: LetterSlices,
+        receives: MessageSlices,
         targets: Sequence[int],
         receive_buffer: int,
         stream: int,

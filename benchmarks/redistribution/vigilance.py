@@ -52,8 +52,8 @@ def careless(communicator: Any) -> Iterator[None]:
 
     def exchange(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         communicator._check_devices(sources, transfer)
-        plan, errand = communicator._plan(transfer)
-        communicator._move(sources, targets, plan, errand, transfer.device)
+        plan, record = communicator._plan(transfer)
+        communicator._move(sources, targets, plan, record, transfer.device)
 
     communicator._recorder, communicator.exchange = NoRecorder(), exchange
     try:

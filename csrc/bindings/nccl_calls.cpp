@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/letters.h"
+#include "bindings/messages.h"
 #include "bindings/nccl.h"
 #include "nccl/names.h"
 
@@ -188,21 +188,21 @@ void bind_groups(CommunicatorClass* type) {
           "Microseconds that NCCL expects the last collective to take; None for sends and recvs.")
       .def(
           "exchange",
-          [](Communicator& self, const std::vector<LetterFields>& sends,
-             const std::vector<LetterFields>& receives, std::uintptr_t stream) {
-            issue(self, nccl::exchange(make_letters(sends), make_letters(receives)), stream);
+          [](Communicator& self, const std::vector<MessageFields>& sends,
+             const std::vector<MessageFields>& receives, std::uintptr_t stream) {
+            issue(self, nccl::exchange(make_messages(sends), make_messages(receives)), stream);
           },
           py::arg("sends"), py::arg("receives"), py::arg("stream"),
-          "Letters (peer, address, bytes), started together.")
+          "Messages (peer, address, bytes), started together.")
       .def(
           "exchange_slices",
-          [](Communicator& self, const LetterSlices& sends,
+          [](Communicator& self, const MessageSlices& sends,
              const std::vector<std::uintptr_t>& sources, std::uintptr_t send_buffer,
-             const LetterSlices& receives, const std::vector<std::uintptr_t>& targets,
+             const MessageSlices& receives, const std::vector<std::uintptr_t>& targets,
              std::uintptr_t receive_buffer, std::uintptr_t stream) {
             issue(self,
-                  nccl::exchange(sends.letters(sources, send_buffer),
-                                 receives.letters(targets, receive_buffer)),
+                  nccl::exchange(sends.messages(sources, send_buffer),
+                                 receives.messages(targets, receive_buffer)),
                   stream);
           },
           py::arg("sends"), py::arg("sources"), py::arg("send_buffer"), py::arg("receives"),

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bindings/flight.h"
-#include "bindings/letters.h"
+#include "bindings/messages.h"
 #include "flight/watchdog.h"
 #include "transport/socket_group.h"
 
@@ -54,32 +54,32 @@ std::shared_ptr<FlightRecorder> recorder_of(const RecorderHandle* handle) {
 }  // namespace
 
 void bind_socket_group(py::module_* module) {
-  py::class_<LetterSlices>(*module, "LetterSlices",
-                           "The letters of an exchange before it is known where tensors lie.")
+  py::class_<MessageSlices>(*module, "MessageSlices",
+                            "The messages of an exchange before it is known where tensors lie.")
       .def(py::init(&make_slices), py::arg("slices"));
   py::class_<SocketGroup, std::shared_ptr<SocketGroup>>(
       *module, "SocketGroup", "Connected sockets to peers, driven by the thread that calls.")
       .def(py::init<std::vector<int>>(), py::arg("sockets"))
       .def(
           "start",
-          [](SocketGroup& group, const std::vector<LetterFields>& sends,
-             const std::vector<LetterFields>& receives, std::uint64_t tag) {
-            const std::vector<Letter> out = make_letters(sends);
-            const std::vector<Letter> in = make_letters(receives);
+          [](SocketGroup& group, const std::vector<MessageFields>& sends,
+             const std::vector<MessageFields>& receives, std::uint64_t tag) {
+            const std::vector<Message> out = make_messages(sends);
+            const std::vector<Message> in = make_messages(receives);
             const py::gil_scoped_release released;
             group.start(out, in, tag);
           },
           py::arg("sends"), py::arg("receives"), py::arg("tag"),
-          "Begins an exchange of letters (peer, address, bytes) and sends what can be sent at "
+          "Begins an exchange of messages (peer, address, bytes) and sends what can be sent at "
           "once.")
       .def(
           "start_slices",
-          [](SocketGroup& group, const LetterSlices& sends,
+          [](SocketGroup& group, const MessageSlices& sends,
              const std::vector<std::uintptr_t>& sources, std::uintptr_t send_buffer,
-             const LetterSlices& receives, const std::vector<std::uintptr_t>& targets,
+             const MessageSlices& receives, const std::vector<std::uintptr_t>& targets,
              std::uintptr_t receive_buffer, std::uint64_t tag) {
-            const std::vector<Letter> out = sends.letters(sources, send_buffer);
-            const std::vector<Letter> in = receives.letters(targets, receive_buffer);
+            const std::vector<Message> out = sends.messages(sources, send_buffer);
+            const std::vector<Message> in = receives.messages(targets, receive_buffer);
             const py::gil_scoped_release released;
             group.start(out, in, tag);
           },
@@ -96,7 +96,7 @@ void bind_socket_group(py::module_* module) {
             }
             return std::make_pair(name_of(ending.outcome), ending.peer);
           },
-          "Carries on until all letters are out and in; PENDING means call again.")
+          "Carries on until all messages are out and in; PENDING means call again.")
       .def("interrupt", &SocketGroup::interrupt,
            "Makes the running or the next finish return INTERRUPTED; from any thread.")
       .def(

@@ -191,14 +191,15 @@ std::vector<Call> scatter_v(Place place, const Parts& sources, Part target, nccl
   return calls;
 }
 
-std::vector<Call> exchange(const std::vector<Letter>& sends, const std::vector<Letter>& receives) {
+std::vector<Call> exchange(const std::vector<Message>& sends,
+                           const std::vector<Message>& receives) {
   std::vector<Call> calls;
   calls.reserve(sends.size() + receives.size());
-  for (const Letter& letter : sends) {
-    add(&calls, send({letter.address, letter.num_bytes}, ncclUint8, letter.peer));
+  for (const Message& message : sends) {
+    add(&calls, send({message.address, message.num_bytes}, ncclUint8, message.peer));
   }
-  for (const Letter& letter : receives) {
-    add(&calls, recv({letter.address, letter.num_bytes}, ncclUint8, letter.peer));
+  for (const Message& message : receives) {
+    add(&calls, recv({message.address, message.num_bytes}, ncclUint8, message.peer));
   }
   return calls;
 }

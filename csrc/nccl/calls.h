@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "nccl/types.h"
-#include "transport/letter.h"
+#include "transport/message.h"
 
 namespace tritondt::nccl {
 
@@ -87,7 +87,7 @@ std::vector<Call> gather_v(Place place, Part source, const Parts& targets, ncclD
 std::vector<Call> scatter_v(Place place, const Parts& sources, Part target, ncclDataType_t dtype,
                             std::int64_t root);
 
-// Bytes to and from peers, as the calls of one group; letters of no bytes are left out.
-std::vector<Call> exchange(const std::vector<Letter>& sends, const std::vector<Letter>& receives);
+// Bytes to and from peers, as the calls of one group; messages of no bytes are left out.
+std::vector<Call> exchange(const std::vector<Message>& sends, const std::vector<Message>& receives);
 
 }  // namespace tritondt::nccl

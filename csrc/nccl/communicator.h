@@ -103,7 +103,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // `context`) when its bytes are there; one of no bytes is the signal alone, and needs no window.
   // `wait_signals` makes the stream wait for so many from each.
   struct Put {
-    Letter letter;
+    Message message;
     std::size_t target_offset;  // bytes from the beginning of the peer's window
   };
   struct Signal {

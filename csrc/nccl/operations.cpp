@@ -9,9 +9,9 @@ namespace {
 
 void* pointer_to(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
-void check_message(const Letter& letter, Place place) {
+void check_message(const Message& message, Place place) {
   check_call(
-      {CallKind::kSend, letter.address, 0, letter.num_bytes, ncclUint8, ncclSum, letter.peer},
+      {CallKind::kSend, message.address, 0, message.num_bytes, ncclUint8, ncclSum, message.peer},
       place);
 }
 
@@ -123,20 +123,20 @@ void Communicator::put(const std::vector<Put>& puts, std::uintptr_t window, Sign
   const Place place = known_place();
   api_->ncclPutSignal.require();
   for (const Put& put : puts) {
-    check_message(put.letter, place);
-    if (put.letter.num_bytes != 0 && window == 0) {
+    check_message(put.message, place);
+    if (put.message.num_bytes != 0 && window == 0) {
       throw std::invalid_argument("the window is null; register_window returns one");
     }
   }
   Group group(*api_);
-  for (const auto& [letter, target_offset] : puts) {
-    const int peer = static_cast<int>(letter.peer);
-    if (letter.num_bytes == 0) {
+  for (const auto& [message, target_offset] : puts) {
+    const int peer = static_cast<int>(message.peer);
+    if (message.num_bytes == 0) {
       api_->call(api_->ncclSignal, peer, signal.index, signal.context, 0u, comm(), stream);
       continue;
     }
-    api_->call(api_->ncclPutSignal, pointer_to(letter.address),
-               static_cast<std::size_t>(letter.num_bytes), ncclUint8, peer,
+    api_->call(api_->ncclPutSignal, pointer_to(message.address),
+               static_cast<std::size_t>(message.num_bytes), ncclUint8, peer,
                reinterpret_cast<ncclWindow_t>(window), target_offset, signal.index, signal.context,
                0u, comm(), stream);
   }

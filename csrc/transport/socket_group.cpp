@@ -42,7 +42,7 @@ SocketGroup::SocketGroup(std::vector<int> sockets)
 
 SocketGroup::~SocketGroup() { close(wake_); }
 
-void SocketGroup::start(const std::vector<Letter>& sends, const std::vector<Letter>& receives,
+void SocketGroup::start(const std::vector<Message>& sends, const std::vector<Message>& receives,
                         std::uint64_t tag) {
   std::int64_t before = under_way_.load(std::memory_order_relaxed);
   const std::int64_t now = coarse_ns();
@@ -59,10 +59,10 @@ void SocketGroup::start(const std::vector<Letter>& sends, const std::vector<Lett
   tag_ = tag;
   sends_.clear();
   receives_.clear();
-  for (const Letter& letter : sends) {
-    sends_.push_back({letter, {tag, static_cast<std::uint64_t>(letter.num_bytes)}, 0});
+  for (const Message& message : sends) {
+    sends_.push_back({message, {tag, static_cast<std::uint64_t>(message.num_bytes)}, 0});
   }
-  for (const Letter& letter : receives) receives_.push_back({letter, {0, 0}, 0});
+  for (const Message& message : receives) receives_.push_back({message, {0, 0}, 0});
   early_ = pass(/*with_receives=*/false);
 }
 
@@ -72,9 +72,9 @@ Outcome SocketGroup::send(Transit* transit) const {
     msghdr message = {};
     message.msg_iov = parts;
     message.msg_iovlen =
-        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->letter.address),
-             static_cast<std::size_t>(transit->letter.num_bytes), transit->done, parts);
-    const ssize_t sent = sendmsg(sockets_[transit->letter.peer], &message, MSG_NOSIGNAL);
+        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->message.address),
+             static_cast<std::size_t>(transit->message.num_bytes), transit->done, parts);
+    const ssize_t sent = sendmsg(sockets_[transit->message.peer], &message, MSG_NOSIGNAL);
     if (sent < 0) return would_block() ? Outcome::kDone : Outcome::kClosed;
     transit->done += static_cast<std::size_t>(sent);
   }
@@ -87,15 +87,15 @@ Outcome SocketGroup::receive(Transit* transit) const {
     msghdr message = {};
     message.msg_iov = parts;
     message.msg_iovlen =
-        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->letter.address),
-             static_cast<std::size_t>(transit->letter.num_bytes), transit->done, parts);
-    const ssize_t received = recvmsg(sockets_[transit->letter.peer], &message, 0);
+        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->message.address),
+             static_cast<std::size_t>(transit->message.num_bytes), transit->done, parts);
+    const ssize_t received = recvmsg(sockets_[transit->message.peer], &message, 0);
     if (received == 0) return Outcome::kClosed;
     if (received < 0) return would_block() ? Outcome::kDone : Outcome::kClosed;
     transit->done += static_cast<std::size_t>(received);
     if (transit->done >= sizeof(Header) &&
         (transit->header.tag != tag_ ||
-         transit->header.num_bytes != static_cast<std::uint64_t>(transit->letter.num_bytes))) {
+         transit->header.num_bytes != static_cast<std::uint64_t>(transit->message.num_bytes))) {
       return Outcome::kMismatch;
     }
   }
@@ -106,7 +106,7 @@ Ending SocketGroup::pass(bool with_receives) {
   const auto step = [](std::vector<Transit>* transits, const auto& move) -> Ending {
     for (Transit& transit : *transits) {
       const Outcome outcome = move(&transit);
-      if (outcome != Outcome::kDone) return {outcome, transit.letter.peer};
+      if (outcome != Outcome::kDone) return {outcome, transit.message.peer};
     }
     transits->erase(std::remove_if(transits->begin(), transits->end(),
                                    [](const Transit& transit) { return transit.is_complete(); }),
@@ -121,10 +121,10 @@ Ending SocketGroup::pass(bool with_receives) {
 Outcome SocketGroup::wait() {
   watched_.assign(1, {wake_, POLLIN, 0});
   for (const Transit& transit : receives_) {
-    watched_.push_back({sockets_[transit.letter.peer], POLLIN, 0});
+    watched_.push_back({sockets_[transit.message.peer], POLLIN, 0});
   }
   for (const Transit& transit : sends_) {
-    watched_.push_back({sockets_[transit.letter.peer], POLLOUT, 0});
+    watched_.push_back({sockets_[transit.message.peer], POLLOUT, 0});
   }
   const int ready = poll(watched_.data(), watched_.size(), kPatienceMs);
   if (ready < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "poll");
@@ -139,7 +139,7 @@ Ending SocketGroup::finish() {
   std::int64_t started = under_way_.load(std::memory_order_relaxed);
   while (started != kExpiredMark && !under_way_.compare_exchange_weak(started, 0)) {
   }
-  // Expired though all letters are there: the watchdog has told others so, and it stays said.
+  // Expired though all messages are there: the watchdog has told others so, and it stays said.
   if (started == kExpiredMark) return {Outcome::kExpired, ending.peer};
   return ending;
 }
@@ -150,7 +150,7 @@ Ending SocketGroup::advance() {
     const Ending ending = pass(/*with_receives=*/true);
     if (ending.outcome != Outcome::kDone) return ending;
     if (sends_.empty() && receives_.empty()) return ending;
-    const std::int64_t peer = (receives_.empty() ? sends_ : receives_).front().letter.peer;
+    const std::int64_t peer = (receives_.empty() ? sends_ : receives_).front().message.peer;
     const Outcome outcome = wait();
     if (outcome != Outcome::kDone) return {outcome, peer};
   }

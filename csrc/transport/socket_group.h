@@ -8,11 +8,11 @@
 #include <limits>
 #include <vector>
 
-#include "transport/letter.h"
+#include "transport/message.h"
 
 namespace tritondt {
 
-// How an exchange of letters ended, and at which peer where it did not end well.
+// How an exchange of messages ended, and at which peer where it did not end well.
 enum class Outcome { kDone, kPending, kClosed, kMismatch, kInterrupted, kExpired };
 
 struct Ending {
@@ -21,11 +21,12 @@ struct Ending {
 };
 
 // Connected stream sockets to the peers of one rank, driven by the thread that calls: no thread of
-// its own, one system call per letter where the socket's buffer has room.
+// its own, one system call per message where the socket's buffer has room.
 //
-// A letter travels as a header of its tag and length, then its bytes. Letters of one pair of ranks
-// arrive in the order in which they were sent, so a header that is not the expected one means that
-// the two ranks do different things. It is found on arrival; the group cannot be used afterwards.
+// A message travels as a header of its tag and length, then its bytes. Messages of one pair of
+// ranks arrive in the order in which they were sent, so a header that is not the expected one means
+// that the two ranks do different things. It is found on arrival; the group cannot be used
+// afterwards.
 //
 // One thread at a time calls `start` and `finish`; the other methods may be called from any thread.
 class SocketGroup {
@@ -36,11 +37,11 @@ class SocketGroup {
   SocketGroup(const SocketGroup&) = delete;
   SocketGroup& operator=(const SocketGroup&) = delete;
 
-  // Begins an exchange, at most one letter each way per peer, and sends what can be sent at once.
-  void start(const std::vector<Letter>& sends, const std::vector<Letter>& receives,
+  // Begins an exchange, at most one message each way per peer, and sends what can be sent at once.
+  void start(const std::vector<Message>& sends, const std::vector<Message>& receives,
              std::uint64_t tag);
 
-  // Carries on until every letter is out and in, or something is wrong. Comes back with kPending,
+  // Carries on until every message is out and in, or something is wrong. Comes back with kPending,
   // and a peer that it waits for, when a signal or a fifth of a second passed: call it again.
   Ending finish();
 
@@ -70,13 +71,13 @@ class SocketGroup {
     std::uint64_t num_bytes;
   };
 
-  // One letter under way; `done` counts the header's bytes too.
+  // One message under way; `done` counts the header's bytes too.
   struct Transit {
-    Letter letter;
+    Message message;
     Header header;
     std::size_t done;
     bool is_complete() const {
-      return done == sizeof(Header) + static_cast<std::size_t>(letter.num_bytes);
+      return done == sizeof(Header) + static_cast<std::size_t>(message.num_bytes);
     }
   };
 

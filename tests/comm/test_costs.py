@@ -5,7 +5,7 @@ import pytest
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
-from tritondt.comm.world import default_costs
+from tritondt.comm.process_world import default_costs
 from tritondt.planning.cost import CostTable, Link
 
 

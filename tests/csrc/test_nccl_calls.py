@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tests.csrc.nccl.recording import INVALID_ARGUMENT, REMOTE_ERROR, STREAM, started
-from tritondt._C import LetterSlices, NcclCalls, NcclError, NcclUnsupportedError
+from tritondt._C import MessageSlices, NcclCalls, NcclError, NcclUnsupportedError
 
 # NCCL's numbers, as the recorder writes them.
 UINT8, INT32, FLOAT16, FLOAT32, BFLOAT16 = 1, 2, 6, 7, 9
@@ -95,10 +95,10 @@ def test_an_exchange_is_one_group_of_bytes(recording):
     assert recording.take() == []
 
 
-def test_slices_are_letters_once_it_is_known_where_tensors_lie(recording):
+def test_slices_are_messages_once_it_is_known_where_tensors_lie(recording):
     comm = recording.init(num_ranks=3)
-    sends = LetterSlices([(1, 1, 4, 7), (2, None, 8, 9), (1, 0, 0, 0)])
-    receives = LetterSlices([(2, None, 0, 5), (1, 0, 3, 6)])
+    sends = MessageSlices([(1, 1, 4, 7), (2, None, 8, 9), (1, 0, 0, 0)])
+    receives = MessageSlices([(2, None, 0, 5), (1, 0, 3, 6)])
     comm.exchange_slices(sends, [100, 200], 300, receives, [400], 500, STREAM)
     assert started(recording) == [
         ["ncclSend 204 7 1 1", "ncclSend 308 9 1 2", "ncclRecv 500 5 1 2", "ncclRecv 403 6 1 1"]

@@ -17,7 +17,6 @@ from tritondt.comm import registry
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.sockets import SocketCommunicator
-from tritondt.comm.work import Run
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,14 @@ class DelayedCommunicator(SocketCommunicator):
 
     delay: Delay
 
-    def carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        """Sleeps, then carries."""
+    def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Sleeps, before anything is packed."""
         time.sleep(self.delay.seconds(_bytes(sends), _bytes(receives)))
-        super().carry(errand, receives, sends, pack, meanwhile)
+        super().post(record, receives, sends)
 
 
-def _bytes(letters: MessageBuffers) -> int:
-    return sum(num_bytes for *_, num_bytes in letters.slices)
+def _bytes(messages: MessageBuffers) -> int:
+    return sum(num_bytes for *_, num_bytes in messages.slices)
 
 
 def slow_down(delay: Delay, prices: Mapping[str, float] | None = None) -> None:

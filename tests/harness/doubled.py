@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from tritondt.comm import world
+from tritondt.comm import process_world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.member import ProcessContext
 from tritondt.device_types import ByDeviceType
@@ -39,7 +39,7 @@ def doubled(
             ...
     """
     with ExitStack() as stack:
-        _replace(stack, world.transports, device_type, transport)
+        _replace(stack, process_world.transports, device_type, transport)
         _replace(stack, stream.nccl_devices, device_type, nccl_device)
         _replace(stack, tables.table_makers, device_type, table_maker)
         yield

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,9 +163,13 @@ class Seams:
 
 def _wait(communicator: Any, event: threading.Event) -> None:
     if isinstance(communicator, ThreadCommunicator):
-        communicator._switchboard.wait_until(communicator._turns.party_of_caller(), event.is_set)
+        communicator._scheduler.wait_until(communicator._turns.participant_of_caller(), event.is_set)
     elif not event.wait(_HOLD_S):
         raise AssertionError("the exchange and the code beside it did not meet")
+
+
+# What a communicator calls at a moment of an exchange.
+_METHODS: dict[Moment, str] = {"pack": "_pack", "exchange": "_keep", "unpack": "_unpack"}
 
 
 class FaultyTransport:
@@ -175,32 +180,21 @@ class FaultyTransport:
 
     def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool = False) -> None:
         self._communicator, self._moment, self._act, self._in_order = communicator, moment, act, not is_raised
-        self._carry = communicator.carry
-        communicator.carry = self._faulty
+        self._methods = {each: getattr(communicator, name) for each, name in _METHODS.items()}
+        for each, name in _METHODS.items():
+            setattr(communicator, name, partial(self._run, each))
         if isinstance(communicator, SocketCommunicator):
             for found in communicator._sockets:
                 if found is not None:
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER)
 
-    def _faulty(
-        self, errand: Any, receives: Any, sends: Any, pack: Callable[[], None], meanwhile: Callable[[], None]
-    ) -> None:
-        del self._communicator.carry
+    def _run(self, moment: Moment, *arguments: Any) -> None:
+        delattr(self._communicator, _METHODS[moment])
+        if moment == self._moment:
+            self._strike()
+        self._methods[moment](*arguments)
 
-        def faulty_pack() -> None:
-            self._at("pack")
-            pack()
-
-        def faulty_meanwhile() -> None:
-            self._at("exchange")
-            meanwhile()
-
-        self._carry(errand, receives, sends, faulty_pack, faulty_meanwhile)
-        self._at("unpack")
-
-    def _at(self, moment: Moment) -> None:
-        if moment != self._moment:
-            return
+    def _strike(self) -> None:
         if self._in_order and isinstance(self._communicator, NcclCommunicator):
             self._communicator._launch(self._act)  # the host is long past the exchange when that comes to it
         else:
@@ -217,5 +211,5 @@ class ExhaustedStaging:
     def _huge(self, transfer: Any) -> Any:
         del self._communicator._plan
         self._tell()
-        plan, errand = self._plan(transfer)
-        return plan._replace(staged_bytes=1 << 60), errand
+        plan, record = self._plan(transfer)
+        return plan._replace(staged_bytes=1 << 60), record

@@ -1,4 +1,4 @@
-"""What a transport must do, and what it is handed.
+"""The interface of a transport, and the transfers that are handed to it.
 
 A `Transfer` is one rank's side of one exchange with everything resolved that does not change from call to
 call: peers, boxes in storage, reduction. Transports keep what they derive from it (descriptor tables, byte
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How the terms of a received box become its value: reduced in coordinate order, divided once."""
+    """Reduction of the terms of a received box: in coordinate order, divided once."""
 
     op: ReduceOp
     divisor: int
@@ -51,7 +51,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class Traffic:
-    """What a communicator has moved so far, counted where messages are handed to the transport."""
+    """Bytes and messages that a communicator has moved so far, counted where they are handed to the transport."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
@@ -76,7 +76,7 @@ class Communicator(Protocol):
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and messages so far."""
+        """Bytes and messages that the communicator has moved so far."""
         ...
 
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
@@ -103,15 +103,15 @@ class Communicator(Protocol):
         ...
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
-        """What this rank will send and receive in an exchange."""
+        """Bytes and messages that this rank will send and receive in an exchange."""
         ...
 
     def refuse(self, error: BaseException) -> None:
-        """Tells the others that this rank will not take part in the next exchange, and why; it counts as run."""
+        """Reports why this rank takes no part in the next exchange, which counts as run, to the other ranks."""
         ...
 
     def set_timeout(self, seconds: float) -> None:
-        """How long this rank waits in an exchange, from the next one on."""
+        """Sets how long this rank waits in an exchange, in seconds, from the next exchange on."""
         ...
 
     def barrier(self) -> None:
@@ -123,7 +123,7 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends the communicator without the others."""
+        """Ends the communicator without the other ranks."""
         ...
 
     def disown(self, error: WorldError) -> None:

@@ -1,4 +1,4 @@
-"""What a process that was forked from a rank is told when it asks for communication.
+"""Refusal of communication in a process that was forked from a rank.
 
 The child has the parent's sockets but none of its threads, and two processes that speak as one rank would tear each
 other's messages. It may use plain tensors and what the parent had gathered.
@@ -23,7 +23,7 @@ def forked_error(rank: int) -> ForkedError:
 
 
 class InheritedWorld:
-    """Refuses everything, and does nothing to what it shares with the rank that it was forked from."""
+    """The world of a forked process: it refuses everything, and does nothing to the parent's connections."""
 
     def __init__(self, rank: int, communicators: Iterable[Communicator]) -> None:
         self._error = forked_error(rank)
@@ -58,11 +58,11 @@ class InheritedWorld:
         """Leaves the parent's world alone."""
 
     def inherited(self) -> "InheritedWorld":
-        """For a child of the child."""
+        """The same world for a child of the child."""
         return self
 
     def successor(self) -> "InheritedWorld":
-        """Still no world."""
+        """The same world: there is none to follow."""
         return self
 
     def _refuse(self) -> NoReturn:

@@ -1,8 +1,7 @@
-"""What a rank that is a process brings to a communicator."""
+"""A rank's part in a communicator: its ranks, and what records and watches over its exchanges."""
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -12,44 +11,30 @@ from tritondt.comm.monitor.watch import Watch
 
 
 @dataclass(frozen=True)
-class ProcessContext:
-    """This rank's part in the communicator `name` of `ranks`, and whoever watches over it; no other has its `key`."""
+class CommunicatorContext:
+    """A rank's part in the communicator `name` of `ranks`, ascending; no other communicator has its `key`.
+
+    Exchanges are recorded by `flight`; with `compares` ranks compare what they are about to exchange.
+    """
 
     name: str
     key: str
     ranks: tuple[int, ...]
     rank: int
+    flight: Flight
+    compares: bool
+
+    @property
+    def place(self) -> int:
+        """Position of the rank among the communicator's ranks."""
+        return self.ranks.index(self.rank)
+
+
+@dataclass(frozen=True)
+class ProcessContext(CommunicatorContext):
+    """The part of a rank that is a process: the store that connects the ranks, and what watches over its waits."""
+
     store: dist.Store
     timeout: timedelta
-    compares: bool
-    flight: Flight
     watch: Watch
     watchdog: Watchdog
-
-
-class CommunicatorContext(Protocol):
-    """This rank's part in a communicator."""
-
-    @property
-    def name(self) -> str:
-        """What the communicator is called, alike on all its ranks."""
-
-    @property
-    def key(self) -> str:
-        """What no other communicator is called, of those with this name either."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Its ranks, ascending."""
-
-    @property
-    def rank(self) -> int:
-        """This one."""
-
-    @property
-    def flight(self) -> Flight:
-        """Where exchanges are recorded."""
-
-    @property
-    def compares(self) -> bool:
-        """Whether ranks compare what they are about to exchange."""

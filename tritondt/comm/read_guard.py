@@ -1,4 +1,4 @@
-"""Which memory is being read right now by messages under way, so that nothing is written there meanwhile.
+"""Storages that messages under way are reading, so that nothing is written there meanwhile.
 
 Messages are sent from the tensors themselves where they lie in one run: without a guard an in-place operator tears
 them. Distributed tensors are guarded by their storage, so that views and parameters that share it are guarded too.
@@ -29,7 +29,7 @@ def begin(tensors: Iterable[torch.Tensor], wait: Callable[[], None]) -> Collecti
 
 
 def end(addresses: Collection[int], wait: Callable[[], None]) -> None:
-    """Ends what `begin` noted."""
+    """Ends the reading that `begin` noted, of storages at `addresses`."""
     with _changing:
         for address in addresses:
             found = readers[address]
@@ -40,14 +40,14 @@ def end(addresses: Collection[int], wait: Callable[[], None]) -> None:
 
 
 def wait_before_writing(tensors: Iterable[torch.Tensor]) -> None:
-    """Returns when nobody reads these tensors' storages any more; raises nothing of what the readers came to."""
+    """Returns when nobody reads these tensors' storages any more; raises none of the readers' errors."""
     for tensor in tensors:
         for wait in readers.get(tensor.untyped_storage().data_ptr(), ()):
             wait()
 
 
 def _after_fork() -> None:
-    """The child has its own copy of the memory, and nobody reads it there."""
+    """Forgets all readers in a forked child, which has its own copy of the memory."""
     global _changing
     _changing = threading.Lock()
     readers.clear()

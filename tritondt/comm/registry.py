@@ -1,4 +1,4 @@
-"""Which world an identity has, one per rank of this process."""
+"""The worlds of this process, one per rank, by identity."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,23 +24,23 @@ class World(Protocol):
         ...
 
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
-        """The communicator of these ranks for tensors on such devices; the first call is collective among them."""
+        """The communicator of `ranks` for tensors on such devices; the first call is collective among them."""
         ...
 
     def report(self, error: BaseException) -> None:
-        """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
+        """Reports to the other ranks why this rank takes part in nothing any more; RuntimeError where it cannot."""
         ...
 
     def close(self) -> None:
-        """Ends all communicators; a collective call. Raises what failed without anybody having been told."""
+        """Ends all communicators; a collective call. Raises a failure that nobody has seen."""
         ...
 
     def abort(self) -> None:
-        """Ends all communicators without the others."""
+        """Ends all communicators without the other ranks."""
         ...
 
     def inherited(self) -> "World":
-        """What a process gets in its place that has just been forked from this one."""
+        """The world of a process that has just been forked from this one."""
         ...
 
     def successor(self) -> "World | None":
@@ -58,27 +58,27 @@ def find(who: Identity) -> World | None:
 
 
 def worlds() -> tuple[World, ...]:
-    """Those of all identities of this process."""
+    """The worlds of all identities of this process."""
     return tuple(_worlds.values())
 
 
 def enter(who: Identity, world: World) -> None:
-    """Makes `world` that of an identity."""
+    """Makes `world` the one of an identity."""
     _worlds[who] = world
 
 
 def leave(who: Identity) -> World | None:
-    """Forgets the world of an identity, and returns it."""
+    """Forgets the world of an identity, and returns that world."""
     return _worlds.pop(who, None)
 
 
 def on_end(forget: Callable[[], object]) -> None:
-    """Calls `forget` whenever a world has ended, for whoever keeps communicators."""
+    """Calls `forget` whenever a world has ended, for caches that keep communicators."""
     _on_end.append(forget)
 
 
 def end(who: Identity) -> World | None:
-    """Forgets the world of an identity and everything that was made of it, and returns it."""
+    """Forgets the world of an identity and everything that was made of that world, and returns the world."""
     found = leave(who)
     for forget in _on_end:
         forget()

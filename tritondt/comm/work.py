@@ -1,4 +1,4 @@
-"""Work that was issued and is not waited for yet: a communicator's queue runs it in the order of issue.
+"""Work that was issued and is not waited for yet, and the queues that run it in the order of issue.
 
 Ranks may wait in any order; what runs is always the oldest issued. Waiting in opposite orders for plans of two steps
 would deadlock otherwise, for a second step starts only when somebody drives it.
@@ -21,7 +21,7 @@ Run = Callable[[], None]
 
 
 class Work:
-    """One thing that was issued and runs by itself; made by `redistribute(async_op=True)` and its like.
+    """An operation that was issued and runs by itself; made by `redistribute(async_op=True)` and its like.
 
     Waiting again returns, or raises, the same. One that nobody waits for runs all the same, and then lets go of its
     tensors.
@@ -44,15 +44,15 @@ class Work:
         return f"Work({self.description}, {state})"
 
     def is_completed(self) -> bool:
-        """Whether it has run, well or not."""
+        """Whether the work has run, well or not."""
         return self._finished
 
     def exception(self) -> BaseException | None:
-        """Why it failed; None where it did not, or is under way."""
+        """The error that the work failed with; None where it did not fail, or is under way."""
         return self._error
 
     def wait(self) -> None:
-        """Returns when it has run; raises what it failed with.
+        """Returns when the work has run; raises the error that it failed with.
 
         Raises WorldError where another rank thread, or another world, waits for what is still under way, and where a
         local tensor was written to while it was read.
@@ -65,7 +65,7 @@ class Work:
             raise again(self._error) from self._error
 
     def settle(self) -> None:
-        """Returns when it has run, well or not."""
+        """Returns when the work has run, well or not."""
         if not self._finished:
             self._queue.wait_for(self)
 
@@ -79,17 +79,17 @@ class Work:
 
     @property
     def is_unseen_failure(self) -> bool:
-        """Whether it failed and nobody has been told."""
+        """Whether the work failed and nobody has waited for it since."""
         return self._error is not None and not self._is_seen
 
     def finish(self, error: BaseException | None) -> None:
-        """Marks it as run; for its queue."""
+        """Marks the work as run; for its queue."""
         self._error = error
         self._finished = True
 
 
 class IssueQueue(ABC):
-    """Runs what is issued, one after the other, in a thread of its own."""
+    """A queue that runs what is issued, one after the other, in a thread of its own."""
 
     def __init__(self) -> None:
         self.issuer = identity.current()  # whoever makes the communicator issues on it
@@ -99,7 +99,7 @@ class IssueQueue(ABC):
         self._disowned: WorldError | None = None
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
-        """Runs `run` after what was submitted before; it reads `sources`, which that fills unless they are there."""
+        """Runs `run`, which reads `sources`, after earlier work, which may fill them unless they are ready."""
         work = self._last = Work(self, description)
         self._enqueue(work, _Guarded(work, run, sources, sources_ready=sources_ready) if sources else run)
         return work
@@ -110,18 +110,18 @@ class IssueQueue(ABC):
         return self._last is not None and not self._last.is_completed()
 
     def drain(self) -> None:
-        """Returns when all that was submitted has run; raises nothing of it."""
+        """Returns when all that was submitted has run; raises none of its failures."""
         if self._last is not None:
             self._last.settle()
             self._last = None
 
     def disown(self, error: WorldError) -> None:
-        """Raises `error` wherever somebody would wait: the thread stayed behind in the process it was forked from."""
+        """Makes every wait raise `error`: the queue's thread stayed in the process that this one was forked from."""
         self._disowned = error
 
     @property
     def is_disowned(self) -> bool:
-        """Whether this process was forked from that of the queue."""
+        """Whether this process was forked from the queue's."""
         return self._disowned is not None
 
     def _check_owned(self, work: Work) -> None:
@@ -129,11 +129,11 @@ class IssueQueue(ABC):
             raise ForkedError(f"{work.description} is under way, but {self._disowned}")
 
     def is_own_thread(self) -> bool:
-        """Whether the calling thread is that of the queue."""
+        """Whether the calling thread is the queue's own."""
         return threading.get_ident() == self._thread_id
 
     def raise_unseen(self) -> None:
-        """Raises the first failure, unless somebody was told of it."""
+        """Raises the first failure, unless somebody has seen it."""
         if self._failed is not None and self._failed.is_unseen_failure:
             self._failed.wait()
 
@@ -143,7 +143,7 @@ class IssueQueue(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the thread when all that was submitted has run."""
+        """Ends the queue's thread when all that was submitted has run."""
 
     @abstractmethod
     def _enqueue(self, work: Work, run: Run) -> None: ...
@@ -159,7 +159,7 @@ class IssueQueue(ABC):
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The error, whose traceback still says where it came from, but keeps nothing alive that was at work there.
+    """The error with a traceback that still says where it came from, but keeps no local variables alive.
 
     A pending gradient keeps its error, and Python collects no cycle that goes through a tensor's gradient.
     """
@@ -172,7 +172,7 @@ def without_frames(error: BaseException) -> BaseException:
 
 
 def again(error: BaseException) -> BaseException:
-    """The error for one more waiter, whose own frames must not stay with what others wait for."""
+    """A copy of the error for one more waiter, whose own frames must not stay with the error that others wait for."""
     try:
         return copy.copy(error)
     except TypeError:  # its constructor takes something else than it keeps
@@ -180,7 +180,7 @@ def again(error: BaseException) -> BaseException:
 
 
 class _Guarded:
-    """Runs what reads tensors; their storages count as read until then, and a write in spite of that is an error."""
+    """A call that reads tensors: their storages count as read until it has run, and a write to them is an error."""
 
     def __init__(self, work: Work, run: Run, sources: Sequence[torch.Tensor], *, sources_ready: bool) -> None:
         self._work, self._run, self._sources = work, run, sources
@@ -199,7 +199,7 @@ class _Guarded:
 
 
 def torn(source: torch.Tensor, description: str) -> str:
-    """What is said where a tensor was written to while it was read."""
+    """The text of the error where a tensor was written to while it was read."""
     return (
         f"a local tensor of shape {tuple(source.shape)} was written to while {description} read it, and what was sent "
         "may be torn; wait for the result before writing to the local tensor, or write through the distributed tensor, "
@@ -208,12 +208,12 @@ def torn(source: torch.Tensor, description: str) -> str:
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """What torch counts writes by; None where it does not."""
+    """Version counters of tensors, by which torch counts writes; None for inference tensors."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class ThreadQueue(IssueQueue):
-    """The queue of a process that is one rank: its thread starts with the first work."""
+    """The queue of a process that is one rank; a thread of its own starts with the first work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class ThreadQueue(IssueQueue):
                 self._changed.wait()
 
     def close(self) -> None:
-        """Ends the thread when all that was submitted has run."""
+        """Ends the queue's thread when all that was submitted has run."""
         if self._thread is not None and not self.is_own_thread() and not self.is_disowned:
             self._waiting.put(None)
             self._thread.join()

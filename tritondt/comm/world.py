@@ -1,236 +1,23 @@
-"""Who owns which communicator: one world per initialisation of torch.distributed, or per rank thread.
-
-A communicator is made on first use, by exactly the ranks in it, under a store prefix of our own. It never goes
-through new_group, whose counters diverge when only some ranks call it.
-"""
+"""Worlds, which own the communicators: one per initialisation of torch.distributed, or per rank thread."""
 
 import atexit
-import hashlib
 import os
-import signal
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import lru_cache
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt import environment, identity
-from tritondt._C import Watchdog
+from tritondt import identity
 from tritondt.comm import registry
-from tritondt.comm.communicator import Communicator
 from tritondt.comm.forked import InheritedWorld
-from tritondt.comm.member import ProcessContext
-from tritondt.comm.monitor.flight import Flight
-from tritondt.comm.monitor.watch import Watch
-from tritondt.comm.nccl.library import nccl_library
-from tritondt.comm.nccl.streams import CudaStreams
+from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.registry import World
-from tritondt.comm.store.client import StoreClient
-from tritondt.comm.store.host import StoreHost
-from tritondt.comm.store.rendezvous import Rendezvous
-from tritondt.comm.transports.gloo import GlooCommunicator
-from tritondt.comm.transports.nccl import NcclCommunicator
-from tritondt.comm.transports.sockets import SocketCommunicator
-from tritondt.device_types import ByDeviceType
-from tritondt.errors import TransportError, WorldError
+from tritondt.errors import WorldError
 from tritondt.identity import Identity
-from tritondt.planning.cost import CostTable
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-
-_MAX_NAMED = 16
-
-
-class Part(Protocol):
-    """What ends with a world."""
-
-    def close(self) -> None:
-        """Ends it; a collective call."""
-
-    def abort(self) -> None:
-        """Ends it without the others."""
-
-
-def _ended() -> WorldError:
-    return WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
-
-
-class ProcessWorld:
-    """Ranks that are processes, connected through the store of torch.distributed's default group."""
-
-    def __init__(self, who: Identity) -> None:
-        self.identity = who
-        self._timeout = environment.timeout()
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore("tritondt", store)
-        self._home = StoreHost(store)
-        self._line = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._home)
-        self._watch = Watch(self._line, who.rank)
-        environment.transport()  # what is not allowed is refused now, on all ranks
-        self._compares = environment.compares()
-        self.flight = Flight(who.rank, who.size, self._flight_directory())
-        self._watchdog = _watching(self.flight)
-        self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
-        self._parts: dict[str, Part] = {}
-        self._meetings: list[Rendezvous] = []
-        self._making = threading.Lock()
-        self._home.tell(self._store, who.rank)
-        self.costs = self._agreed(default_costs(who.size))
-        self._closed = False
-
-    def _agreed(self, own: CostTable) -> CostTable:
-        """The table of whichever rank came first: all ranks read one, and none waits for one that never comes."""
-        return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
-
-    def _flight_directory(self) -> Path:
-        """Where this world's ranks on this machine write: as the environment says, or in a temporary folder."""
-        given = environment.flight_directory()
-        if given is not None:
-            return Path(given)
-        own = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
-        return Path(tempfile.gettempdir()) / "tritondt-flight" / self._store.compare_set("flight", "", own).decode()
-
-    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
-        """The communicator of these ranks for tensors on such devices; the first call is collective among them."""
-        if self._closed:
-            raise _ended()
-        key = (tuple(sorted(ranks)), device_type)
-        found = self._communicators.get(key)
-        if found is None:
-            with self._making:
-                found = self._communicators.get(key)
-                if found is None:
-                    found = self._communicators[key] = self._connected(*key)
-        return found
-
-    def _connected(self, ranks: tuple[int, ...], device_type: str) -> Communicator:
-        make = transports.get(device_type)
-        if make is None:
-            raise TransportError(
-                f"a communicator for tensors on {device_type} was asked for; there are transports for "
-                f"{' and '.join(transports)}"
-            )
-        name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
-        return make(self.join(name, ranks, self._timeout))
-
-    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
-        """This rank's part in what `ranks` make together; returns when all have come, PeerError where some do not."""
-        if self._closed:
-            raise _ended()
-        meeting = Rendezvous(self._line, name, ranks, timeout.total_seconds())
-        self._meetings.append(meeting)
-        meeting.gather(self.identity.rank)
-        self._line.call(self._home.ask, timeout.total_seconds())
-        return ProcessContext(
-            name=name,
-            key=meeting.key,
-            ranks=ranks,
-            rank=self.identity.rank,
-            store=self._store,
-            timeout=timeout,
-            compares=self._compares,
-            flight=self.flight,
-            watch=self._watch,
-            watchdog=self._watchdog,
-        )
-
-    def keep(self, name: str, part: Part) -> None:
-        """Ends `part`, which was made of a membership of this name, with this world."""
-        self._parts[name] = part
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it has ended."""
-        return self._closed
-
-    def report(self, error: BaseException) -> None:
-        """Tells the others why this rank takes part in nothing any more; RuntimeError where they cannot be told."""
-        for meeting in self._meetings:
-            self._watch.report_for_good(meeting.key, error)
-
-    def close(self) -> None:
-        """Ends all communicators; a collective call."""
-        self._closed = True
-        try:
-            self._end_meetings()  # before the others are met: the store may leave with one of them
-            # In an order that all ranks share, whichever they used first: closing waits for the others.
-            for _, communicator in sorted(self._communicators.items()):
-                communicator.close()
-            for _, part in sorted(self._parts.items()):
-                part.close()
-        finally:  # what could not be closed with the others
-            self.abort()
-
-    def abort(self) -> None:
-        """Ends all communicators without the others."""
-        self._closed = True
-        self._end_meetings()
-        for communicator in self._communicators.values():
-            communicator.abort()
-        self._communicators.clear()
-        for part in self._parts.values():
-            part.abort()
-        self._parts.clear()
-        self._watch.close()
-        self._line.close()
-        self._watchdog.close()
-        self.flight.leave()
-
-    def _end_meetings(self) -> None:
-        for meeting in self._meetings:
-            with suppress(RuntimeError):  # without the store there is no next one
-                meeting.end()
-        self._meetings.clear()
-
-    def inherited(self) -> World:
-        """What a forked child gets in its place."""
-        return InheritedWorld(self.identity.rank, self._communicators.values())
-
-    def successor(self) -> None:
-        """None: the next world of this process is made on first use."""
-
-
-def _on_cpu(member: ProcessContext) -> Communicator:
-    return GlooCommunicator(member) if environment.transport() == "gloo" else SocketCommunicator(member)
-
-
-def _on_gpu(member: ProcessContext) -> Communicator:
-    device = torch.device("cuda", torch.cuda.current_device())
-    return NcclCommunicator(member, nccl_library(), CudaStreams(device))
-
-
-# What makes communicators, by the type of the devices that tensors are on.
-transports = ByDeviceType[Callable[[ProcessContext], Communicator]](cpu=_on_cpu, cuda=_on_gpu)
-
-
-def _name_of(ranks: tuple[int, ...]) -> str:
-    """What a communicator is called in the store, in flight records and nowhere else; short for any number of ranks.
-
-    >>> _name_of((0, 1, 4))
-    'ranks 0,1,4'
-    >>> _name_of(tuple(range(4096)))
-    'ranks 0..4095 (8e1963b0c9811425)'
-    """
-    if len(ranks) <= _MAX_NAMED:
-        return "ranks " + ",".join(map(str, ranks))
-    return f"ranks {ranks[0]}..{ranks[-1]} ({hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()})"
-
-
-def _watching(flight: Flight) -> Watchdog:
-    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program has other plans for that."""
-    made = Watchdog()
-    flight.prepare()
-    made.dump_on_signal(signal.SIGUSR1, flight.recorder, flight.path_text)
-    return made
 
 
 def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
@@ -273,7 +60,8 @@ def current() -> World:
 def close() -> None:
     """Ends the calling thread's world, if it has one: a collective call, before destroy_process_group.
 
-    Waits for all that was issued, and raises the failure of what nobody has waited for.
+    `tritondt.shutdown` is this function, too. Waits for all that was issued, and raises the failure of what nobody has
+    waited for.
     """
     who = identity.current()
     found = registry.end(who)
@@ -314,7 +102,7 @@ def _follow(who: Identity, ended: World) -> None:
 
 @lru_cache(maxsize=1)
 def _watch_for_the_end() -> None:
-    """Lets an uncaught exception reach the others before this process ends, and ends its world with it."""
+    """Installs hooks that report an uncaught exception to the other ranks, and end the worlds with the process."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -335,22 +123,7 @@ def _worlds_of_process() -> list[ProcessWorld]:
 
 
 def _end_all() -> None:
-    """Ends what was not closed: no thread of it runs while Python is finalised, no folder without records stays."""
+    """Ends worlds that were not closed: no thread runs while Python is finalised, no folder without records stays."""
     for world in _worlds_of_process():
         registry.end(world.identity)
         world.abort()
-
-
-def default_costs(world_size: int) -> CostTable:
-    """The built-in prices, and those of the environment in place of them; WorldError where those are none."""
-    per_host, given = environment.ranks_per_host(), environment.costs()
-    table = CostTable(ranks_per_host=world_size if per_host is None else per_host)
-    if given is None:
-        return table
-    try:
-        return table.with_json(given)
-    except ValueError as error:
-        raise WorldError(
-            f"TRITONDT_COSTS={given!r} is set, but {error}; allowed are fields of tritondt.planning.cost.CostTable as "
-            'a JSON object, such as {"network": {"bandwidth": 1e8}}'
-        ) from error

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from tritondt.comm import world
+from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.work import again
-from tritondt.comm.world import ProcessWorld
 from tritondt.errors import WorldError
 from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.operation import Operation, Request, merged

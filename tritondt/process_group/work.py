@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl.streams import Event, Stream, Streams
-from tritondt.comm.nccl.watched import OverdueWait
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
@@ -30,9 +30,9 @@ class NcclWork(Work):
     """
 
     sequence, record, started = 0, -1, 0.0
-    letters: tuple[Sequence[Slice], ...] = ()
+    messages: tuple[Sequence[Slice], ...] = ()
     sent_bytes = received_bytes = 0
-    late: OverdueWait | None = None
+    late: Wait | None = None
     ready: Event | None = None
     _stream: Stream | None = None
     _event: Event | None = None

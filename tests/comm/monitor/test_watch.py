@@ -24,19 +24,19 @@ class Ranks:
 
     def __init__(self) -> None:
         store = dist.HashStore()
-        self.lines = [StoreClient(store, StoreHost(store)) for _ in RANKS]
-        self.watch = Watch(self.lines[RANK], RANK)
+        self.clients = [StoreClient(store, StoreHost(store)) for _ in RANKS]
+        self.watch = Watch(self.clients[RANK], RANK)
 
     def say_that_it_waits(self, rank: int) -> None:
-        Notices(self.lines[rank], rank).publish(KEY, Waiting(SEQUENCE, FINGERPRINT, "an exchange"))
+        Notices(self.clients[rank], rank).publish(KEY, Waiting(SEQUENCE, FINGERPRINT, "an exchange"))
 
     def waited_for(self, *peers: int) -> Wait:
         """A wait that has come to its end."""
         ended = threading.Event()
-        nowhere: Any = None  # an errand without a site asks no recorder
-        errand = ExchangeRecord(FINGERPRINT, "an exchange", 0, nowhere)
-        wait = Wait(KEY, SEQUENCE, errand, RANKS, lambda _: ended.set(), TIMEOUT_S)
-        wait.letters = ([Slice(peer, None, 0, 8) for peer in peers],)
+        nowhere: Any = None  # a record without a site asks no recorder
+        record = ExchangeRecord(FINGERPRINT, "an exchange", 0, nowhere)
+        wait = Wait(KEY, SEQUENCE, record, RANKS, lambda _: ended.set(), TIMEOUT_S)
+        wait.messages = ([Slice(peer, None, 0, 8) for peer in peers],)
         self.watch.begin(wait)
         assert ended.wait(20)
         self.watch.end(wait)
@@ -48,8 +48,8 @@ def ranks() -> Iterator[Ranks]:
     made = Ranks()
     yield made
     made.watch.close()
-    for line in made.lines:
-        line.close()
+    for client in made.clients:
+        client.close()
 
 
 def test_one_that_is_silent_is_named_at_the_timeout(ranks: Ranks) -> None:

@@ -32,7 +32,7 @@ def client_of(store: dist.TCPStore) -> dist.Store:
     return dist.PrefixStore("inner", dist.TCPStore("127.0.0.1", store.port, is_master=False))
 
 
-def home_of_another_process(store: dist.Store) -> StoreHost:
+def host_of_another_process(store: dist.Store) -> StoreHost:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "_listens_here", lambda port: False)
         return StoreHost(store)
@@ -40,39 +40,39 @@ def home_of_another_process(store: dist.Store) -> StoreHost:
 
 def test_who_holds_the_store_is_known_once_it_has_said_so(held: dist.TCPStore) -> None:
     client = client_of(held)
-    there, here = home_of_another_process(client), StoreHost(dist.PrefixStore("inner", held))
+    there, here = host_of_another_process(client), StoreHost(dist.PrefixStore("inner", held))
     assert (here.is_here, there.is_here) == (True, False)
     for who, rank in ((there, 1), (here, 2)):
-        who.tell(client, rank)
-        there.ask(client)
-        here.ask(client)
+        who.announce(client, rank)
+        there.look_up(client)
+        here.look_up(client)
     address = f"127.0.0.1:{held.port}"
     assert str(here) == str(there) == f"the store at {address}, which rank 2 holds,"
 
 
 def test_a_store_that_no_rank_holds_has_an_address(held: dist.TCPStore) -> None:
     client = client_of(held)
-    home = home_of_another_process(client)
-    home.tell(client, 0)
-    home.ask(client)
-    assert str(home) == f"the store at 127.0.0.1:{held.port}"
+    store_host = host_of_another_process(client)
+    store_host.announce(client, 0)
+    store_host.look_up(client)
+    assert str(store_host) == f"the store at 127.0.0.1:{held.port}"
 
 
 def test_a_store_of_another_kind_has_none() -> None:
-    home = StoreHost(dist.HashStore())
-    assert (str(home), home.is_here) == ("the store", False)
+    store_host = StoreHost(dist.HashStore())
+    assert (str(store_host), store_host.is_here) == ("the store", False)
 
 
 def test_silence_and_absence_are_told_apart(held: dist.TCPStore) -> None:
-    home = StoreHost(held)
-    line = StoreClient(held, home)
+    store_host = StoreHost(held)
+    store_client = StoreClient(held, store_host)
     with pytest.raises(
         SilentStoreError, match=rf"^the store at 127\.0\.0\.1:{held.port} has not answered for 0\.05 s$"
     ) as told:
-        line.call(lambda store: time.sleep(0.5), 0.05)
-    assert line.silence(told.value) == f"and {told.value}"
-    assert line.silence(RuntimeError("Broken pipe")) == f"nor does {home} answer (Broken pipe)"
-    line.close()
+        store_client.call(lambda store: time.sleep(0.5), 0.05)
+    assert store_client.silence(told.value) == f"and {told.value}"
+    assert store_client.silence(RuntimeError("Broken pipe")) == f"nor does {store_host} answer (Broken pipe)"
+    store_client.close()
 
 
 @pytest.fixture(params=["sockets", "gloo"])

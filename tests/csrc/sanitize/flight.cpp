@@ -107,7 +107,7 @@ void check_watchdog() {
     for (std::size_t rank = 0; rank < 3; ++rank) {
       threads.emplace_back([&ranks, rank] {
         std::vector<char> bytes(10);
-        ranks.group(rank)->start({}, {letter((rank + 1) % 3, &bytes)}, 1);
+        ranks.group(rank)->start({}, {message((rank + 1) % 3, &bytes)}, 1);
         CHECK(finish(ranks.group(rank).get()).outcome == Outcome::kExpired);
       });
     }

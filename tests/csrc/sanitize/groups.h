@@ -49,7 +49,7 @@ class Ranks {
   std::vector<std::shared_ptr<tritondt::SocketGroup>> groups_;
 };
 
-inline tritondt::Letter letter(std::size_t peer, std::vector<char>* bytes) {
+inline tritondt::Message message(std::size_t peer, std::vector<char>* bytes) {
   return {static_cast<std::int64_t>(peer), reinterpret_cast<std::uintptr_t>(bytes->data()),
           static_cast<std::int64_t>(bytes->size())};
 }

@@ -1,4 +1,4 @@
-// Ranks as threads that exchange random letters; interrupts, expiries, peers that leave or
+// Ranks as threads that exchange random messages; interrupts, expiries, peers that leave or
 // disagree.
 #include <chrono>
 #include <random>
@@ -18,7 +18,7 @@ constexpr std::size_t kNumRanks = 3;
 constexpr std::uint64_t kNumExchanges = 150;
 
 // What `source` sends to `target` in one exchange, known to both.
-std::vector<char> letter_content(std::size_t source, std::size_t target, std::uint64_t exchange) {
+std::vector<char> message_content(std::size_t source, std::size_t target, std::uint64_t exchange) {
   std::mt19937_64 random(exchange * 16 + source * 4 + target);
   const std::size_t longest = exchange % 20 == 0 ? 600'000 : 300;
   std::vector<char> content(std::uniform_int_distribution<std::size_t>(0, longest)(random));
@@ -29,19 +29,19 @@ std::vector<char> letter_content(std::size_t source, std::size_t target, std::ui
 void exchange_all(SocketGroup* group, std::size_t rank) {
   for (std::uint64_t exchange = 1; exchange <= kNumExchanges; ++exchange) {
     std::vector<std::vector<char>> out(kNumRanks), in(kNumRanks);
-    std::vector<tritondt::Letter> sends, receives;
+    std::vector<tritondt::Message> sends, receives;
     for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
       if (peer == rank) continue;
-      out[peer] = letter_content(rank, peer, exchange);
-      in[peer].resize(letter_content(peer, rank, exchange).size());
-      sends.push_back(letter(peer, &out[peer]));
-      receives.push_back(letter(peer, &in[peer]));
+      out[peer] = message_content(rank, peer, exchange);
+      in[peer].resize(message_content(peer, rank, exchange).size());
+      sends.push_back(message(peer, &out[peer]));
+      receives.push_back(message(peer, &in[peer]));
     }
     group->start(sends, receives, exchange);
     CHECK(finish(group).outcome == Outcome::kDone);
     CHECK(group->started_ns() == 0);
     for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
-      if (peer != rank) CHECK(in[peer] == letter_content(peer, rank, exchange));
+      if (peer != rank) CHECK(in[peer] == message_content(peer, rank, exchange));
     }
   }
 }
@@ -59,7 +59,7 @@ void check_exchanges() {
 template <typename Act>
 Ending wait_while(Ranks* ranks, const Act& act) {
   std::vector<char> bytes(100);
-  ranks->group(0)->start({}, {letter(1, &bytes)}, 5);
+  ranks->group(0)->start({}, {message(1, &bytes)}, 5);
   Ending ending = {};
   std::thread waiting([&] { ending = finish(ranks->group(0).get()); });
   std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -91,7 +91,7 @@ void check_endings() {
     Ranks differing(2);
     std::vector<char> bytes(100);
     const Ending mismatch = wait_while(
-        &differing, [&] { differing.group(1)->start({letter(0, &bytes)}, {}, /*tag=*/99); });
+        &differing, [&] { differing.group(1)->start({message(0, &bytes)}, {}, /*tag=*/99); });
     CHECK(mismatch.outcome == Outcome::kMismatch && mismatch.peer == 1);
   }
 }
@@ -108,8 +108,8 @@ void check_expiry_races() {
     std::vector<char> out(10, 'x'), in(10);
     bool was_told = false;
     for (std::uint64_t tag = 1; tag <= 10 && !was_told; ++tag) {
-      ranks.group(1)->start({letter(0, &out)}, {}, tag);
-      group->start({}, {letter(1, &in)}, tag);
+      ranks.group(1)->start({message(0, &out)}, {}, tag);
+      group->start({}, {message(1, &in)}, tag);
       was_told = finish(group).outcome == Outcome::kExpired;
     }
     expiring.join();

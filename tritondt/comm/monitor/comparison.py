@@ -1,5 +1,6 @@
-"""What ranks tell each other before an exchange under TRITONDT_DEBUG=1, and what is said where they differ."""
+"""Notes that ranks compare before an exchange under TRITONDT_DEBUG=1, and the error where they differ."""
 
+import hashlib
 import struct
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,19 +10,28 @@ from tritondt.errors import MismatchError
 # Every note has this length, so that ranks that differ in everything else still understand each other.
 NOTE_BYTES = 512
 _FORMAT = struct.Struct(f"<Q{NOTE_BYTES - 8}s")
-FINGERPRINT = 0x636F6D70  # of the exchange of notes itself
+NOTES_FINGERPRINT = 0x636F6D70  # of the exchange of notes itself
 MUST = "redistribute the same tensors in the same order"
 
 
+def digest(text: str, num_bytes: int) -> bytes:
+    """Hash of a text, BLAKE2b in `num_bytes` bytes: equal in all processes, which `hash` is not.
+
+    >>> digest("S0 -> R", 8).hex()
+    'd5be5e6b742014d7'
+    """
+    return hashlib.blake2b(text.encode(), digest_size=num_bytes).digest()
+
+
 class Note(NamedTuple):
-    """What a rank is about to exchange, and the line that asked."""
+    """A rank's next exchange: its fingerprint, its text and the line of the program that asked for it."""
 
     fingerprint: int
     description: str
 
 
 def write_note(note: Note) -> bytes:
-    """The note in NOTE_BYTES bytes; a description that does not fit is cut.
+    """A note in NOTE_BYTES bytes; a description that does not fit is cut.
 
     >>> read_note(write_note(Note(7, "step 1 of 1"))), len(write_note(Note(7, "x" * 5000)))
     (Note(fingerprint=7, description='step 1 of 1'), 512)

@@ -23,7 +23,7 @@ _PROGRAMS = {"cli", "__main__.py"}
 
 
 class Flight:
-    """The recorder of one rank; written to `directory`, or nowhere without one."""
+    """The flight recorder of one rank; written to `directory`, or nowhere without one."""
 
     def __init__(self, rank: int, world_size: int, directory: Path | None) -> None:
         self.recorder = FlightRecorder(rank, world_size)
@@ -34,11 +34,11 @@ class Flight:
 
     @property
     def path_text(self) -> str:
-        """Where it is written; empty for nowhere."""
+        """Path of the flight record; empty where it is not written."""
         return "" if self.path is None else str(self.path)
 
     def prepare(self) -> None:
-        """Makes the folder, which the watchdog writes to without asking."""
+        """Makes the folder of the flight records, where the watchdog writes at any time."""
         while self._mark is not None:
             self._mark.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # another rank has just left, and removed it
@@ -46,14 +46,14 @@ class Flight:
                 return
 
     def leave(self) -> None:
-        """Removes the folder if nothing was written and no other rank is there."""
+        """Removes the folder of the flight records if nothing was written and no other rank uses it."""
         if self._mark is not None:
             self._mark.unlink(missing_ok=True)
             with suppress(OSError):  # not empty, or another rank of this machine was faster
                 self._mark.parent.rmdir()
 
     def write(self, reason: str) -> str:
-        """Writes everything recorded, and returns a clause for an error message: where it is."""
+        """Writes the flight record, and returns a clause for an error message that says where."""
         if self.path is None:
             return ""
         try:
@@ -64,12 +64,12 @@ class Flight:
         return f"; flight records: {self.path.parent}"
 
     def written_for(self, error: PeerError) -> PeerError:
-        """The error, with where everything recorded has been written."""
+        """The error with a clause that says where the flight record has been written."""
         return type(error)(f"{error}{self.write(f'{type(error).__name__}: {error}')}")
 
 
 def _internal_files() -> Iterator[str]:
-    """Beginnings of the names of files that ask on somebody's behalf: this package's, torch's, threading's."""
+    """Prefixes of the paths of files that call on the user's behalf: this package's, torch's, threading's."""
     package = Path(__file__).parents[2]
     for found in os.scandir(package):
         if found.name not in _PROGRAMS:
@@ -83,7 +83,7 @@ class ExchangeRecord:
     """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
 
     `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the
-    line of the program that asked for it now, and `record` the recorder's entry.
+    line of the program that asked for it now, and `entry` the recorder's entry.
     """
 
     fingerprint: int
@@ -91,9 +91,9 @@ class ExchangeRecord:
     label: int
     recorder: FlightRecorder
     site: int = -1
-    record: int = -1
+    entry: int = -1
 
     @property
     def description(self) -> str:
-        """What is exchanged, and who asked."""
+        """Text of the exchange, and the line of the program that asked for it."""
         return self.text if self.site < 0 else f"{self.text}, asked for at {self.recorder.site_text(self.site)}"

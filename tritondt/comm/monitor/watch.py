@@ -1,4 +1,4 @@
-"""Looks once a second at what a rank waits for, so that no wait outlasts its reason.
+"""The watch over a rank's waits: a thread looks once a second, so that no wait outlasts its reason.
 
 A rank that waits longer than a second writes what it waits for to the store and reads what its peers wrote:
 one that failed at the same exchange, or that waits for another one, will never answer. The reason is kept and
@@ -26,24 +26,24 @@ GRACE_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait of this rank, of at most `timeout_s`: exchange number `sequence` of the communicator `key`.
+    """One wait of this rank, of at most `timeout_s`, in exchange number `sequence` of the communicator `key`.
 
-    `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `letters`
+    `peer` is the rank that is waited for right now, where the transport knows it; else it is somebody whom `messages`
     name, or one of `suspects`, which is narrowed to those who have not said that they wait as well. `interrupt` makes
     the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
-    that disagree have not done.
+    that disagree have not done. `is_over` says whether the wait has ended without anybody on the host to say so.
     """
 
     key: str
     sequence: int
-    errand: ExchangeRecord
+    record: ExchangeRecord
     ranks: tuple[int, ...]
     interrupt: Callable[["Wait"], None]
     timeout_s: float
     is_timed: bool = True  # false where the transport's own watchdog ends what takes too long
     peer: int = -1
-    letters: tuple[Sequence[Slice], ...] = ()
+    messages: tuple[Sequence[Slice], ...] = ()
     suspects: tuple[int, ...] = ()
     trouble: Callable[[], str | None] = lambda: None
     is_troubled: bool = False
@@ -51,34 +51,31 @@ class Wait:
     reason: PeerError | None = None
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
-
-    def is_over(self) -> bool:
-        """Whether it has ended without anybody on the host to say so."""
-        return False
+    is_over: Callable[[], bool] = lambda: False
 
     @property
     def fingerprint(self) -> int:
-        """Equal on ranks that run the same exchange."""
-        return self.errand.fingerprint
+        """The exchange's fingerprint, equal on ranks that run the same exchange."""
+        return self.record.fingerprint
 
     @property
     def description(self) -> str:
-        """What is exchanged, and who asked."""
-        return self.errand.description
+        """Text of the exchange, and the line of the program that asked for it."""
+        return self.record.description
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Who may be waited for."""
+        """The ranks that may be waited for."""
         if self.peer >= 0 or self.suspects:
             return self.suspects or (self.peer,)
-        places = {letter.peer for letters in self.letters for letter in letters}
+        places = {message.peer for messages in self.messages for message in messages}
         return tuple(self.ranks[place] for place in sorted(places))
 
     @property
     def awaited(self) -> str:
-        """Who is waited for, in an error message.
+        """The ranks that are waited for, in an error message.
 
-        >>> Wait("key", 1, None, (0, 4, 5), print, 1.0, letters=([Slice(2, 0, 0, 8), Slice(1, 0, 0, 8)],)).awaited
+        >>> Wait("key", 1, None, (0, 4, 5), print, 1.0, messages=([Slice(2, 0, 0, 8), Slice(1, 0, 0, 8)],)).awaited
         'ranks 4, 5'
         >>> Wait("key", 1, None, (0, 1, 2), print, 1.0, peer=2).awaited
         'rank 2'
@@ -88,10 +85,10 @@ class Wait:
 
 
 class Watch:
-    """Watches the waits of one rank; its thread starts with the first wait and ends with `close`."""
+    """The watch over the waits of one rank; its thread starts with the first wait and ends with `close`."""
 
-    def __init__(self, line: StoreClient, rank: int) -> None:
-        self._line, self._notices, self._rank = line, Notices(line, rank), rank
+    def __init__(self, client: StoreClient, rank: int) -> None:
+        self._client, self._notices, self._rank = client, Notices(client, rank), rank
         self._waits: dict[int, Wait] = {}
         self._sources: list[Callable[[], Iterable[Wait]]] = []
         self._published: set[tuple[str, int]] = set()
@@ -107,13 +104,13 @@ class Watch:
             self._start()
 
     def attend(self, find: Callable[[], Iterable[Wait]]) -> None:
-        """Watches what `find` returns at a look, until its wait is over: most are before anybody looks."""
+        """Watches the waits that `find` returns at each look, until they are over: most are before the first look."""
         self._sources.append(find)
         if self._thread is None:
             self._start()
 
     def leave(self, find: Callable[[], Iterable[Wait]]) -> None:
-        """Asks `find` no more."""
+        """Stops asking `find` for waits."""
         with suppress(ValueError):  # it has left before
             self._sources.remove(find)
 
@@ -126,7 +123,7 @@ class Watch:
         self._waits.pop(id(wait), None)
 
     def report(self, key: str, sequence: int | None, error: BaseException) -> None:
-        """Tells the others that this rank failed at exchange `sequence`, unless one is known to have failed before it.
+        """Reports that this rank failed at exchange `sequence`, unless another rank is known to have failed before.
 
         None is for good: half of an exchange has gone, and peers that need no more of it may be at a later one. Where
         the store does not answer, the connection that closes, or their own watch, tells them.
@@ -138,7 +135,7 @@ class Watch:
                 self._notices.report(key, sequence, error)
 
     def report_for_good(self, key: str, error: BaseException) -> None:
-        """Tells the others that this rank takes part in no more exchanges; RuntimeError where they cannot be told."""
+        """Reports that this rank takes part in no more exchanges; RuntimeError where the store does not answer."""
         self._notices.report_for_good(key, error)
 
     def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
@@ -152,11 +149,11 @@ class Watch:
             time.sleep(0.05)
 
     def reason_now(self, wait: Wait) -> PeerError | None:
-        """What the store knows, at this moment, about why `wait` will not end."""
+        """The error that says why `wait` will not end, as far as the store knows at this moment."""
         return self._failure(wait) or self._mismatch(wait)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the watch's thread."""
         self._closing.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
@@ -183,7 +180,7 @@ class Watch:
                 self._look(wait)
 
     def _pause_s(self) -> float:
-        """Until the next look: the interval, or less where a wait reaches its timeout before."""
+        """Seconds until the next look: the interval, or less where a wait reaches its timeout before."""
         waits = [wait for wait in list(self._waits.values()) if wait.is_timed and wait.reason is None]
         ends = [wait.started + wait.timeout_s for wait in waits]
         return min([INTERVAL_S, *(max(end - time.monotonic(), 0.01) for end in ends)])
@@ -211,12 +208,12 @@ class Watch:
             wait.interrupt(wait)
 
     def _has_expired(self, wait: Wait) -> bool:
-        """Whether it is time to name somebody: later where others know better, or may yet say that they wait."""
+        """Whether a rank may be named at fault: later where others know better, or may yet say that they wait."""
         late_s = _late_s(wait)
         return late_s >= GRACE_S or (late_s >= 0 and len(self._silent(wait)) == 1)
 
     def why_expired(self, wait: Wait) -> PeerError:
-        """Why a wait took too long, as far as the store knows; else that it did."""
+        """The error that says why a wait took too long, as far as the store knows; else that it timed out."""
         end = time.monotonic() + GRACE_S
         try:
             while (found := self.reason_now(wait)) is None and self._peer_waits(wait) and time.monotonic() < end:
@@ -226,31 +223,31 @@ class Watch:
         return found or self._timed_out(wait, None)
 
     def broken(self, wait: Wait, text: str, *, patient: bool = False) -> PeerError:
-        """Why a connection has broken, as far as this rank or the store knows; else `text`, which says that it has.
+        """The error that says why a connection has broken, as far as this rank or the store knows; else that of `text`.
 
         `patient` tells the others what this rank waits for and gives them a moment to do the same.
         """
         try:
             return self._reason(wait, patient=patient) or PeerError(text)
         except RuntimeError as gone:  # the broken connection is all that is known
-            return PeerError(f"{text}; {self._line.silence(gone)}")
+            return PeerError(f"{text}; {self._client.silence(gone)}")
 
     def _peer_waits(self, wait: Wait) -> bool:
-        """Whether whoever is waited for has said that it waits as well: it knows who is at fault."""
+        """Whether all ranks that are waited for have said that they wait as well: they know who is at fault."""
         return not self._silent(wait)
 
     def _narrow(self, wait: Wait) -> None:
-        """Where one of several is waited for: those that have not said that they wait as well, if there are any."""
+        """Narrows the suspects of a wait for one of several ranks to those that have not said that they wait."""
         if wait.peer < 0:
             wait.suspects = tuple(sorted(self._silent(wait))) or wait.suspects
 
     def _silent(self, wait: Wait) -> set[int]:
-        """Of those that are waited for, who has not said that it waits as well, at this exchange or before."""
+        """The awaited ranks that have not said that they wait as well, at this exchange or before."""
         said = self._notices.waiting(wait.key, wait.peers)
         return set(wait.peers) - {rank for rank, waiting in said.items() if waiting.sequence <= wait.sequence}
 
     def _met(self, wait: Wait) -> PeerError | None:
-        """What the transport has met in the background, told to the others as well.
+        """The error of a failure that the transport has met in the background; reported to the other ranks as well.
 
         Not at the first look: by the next one, those who have met the same have said that they wait.
         """
@@ -266,23 +263,23 @@ class Watch:
         return reason
 
     def _without_news(self, wait: Wait, gone: RuntimeError) -> PeerError:
-        """The error where nobody can say why a wait does not end."""
+        """The error of a wait that does not end where the store has gone."""
         met = wait.trouble()
         what = "waits for" if met is None else "lost"
         why = "without news" if met is None else f"({met})"
         return PeerError(
-            f"rank {self._rank} {what} {wait.awaited} in {wait.description} {why}; {self._line.silence(gone)}"
+            f"rank {self._rank} {what} {wait.awaited} in {wait.description} {why}; {self._client.silence(gone)}"
         )
 
     def _timed_out(self, wait: Wait, gone: RuntimeError | None) -> PeerError:
-        """The error of a wait that took too long, told to the others as well.
+        """The error of a wait that took too long; reported to the other ranks as well.
 
         A store that is `gone` is evidence: the process that holds it has stopped, and the peer may wait for that one.
         """
         reason = PeerError(
             f"rank {self._rank} waited {_waited(wait):.1f} s for {wait.awaited} in "
             f"{wait.description} and got no answer; the timeout is {wait.timeout_s:g} s "
-            f"({wait.limit}){'' if gone is None else f'; {self._line.silence(gone)}'}"
+            f"({wait.limit}){'' if gone is None else f'; {self._client.silence(gone)}'}"
         )
         self.report(wait.key, wait.sequence, reason)
         return reason
@@ -314,7 +311,7 @@ def _late_s(wait: Wait) -> float:
 
 
 def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:
-    """What a rank that waits is told when another one has failed."""
+    """The text of the error on a rank that waits when another rank has failed."""
     return f"rank {failed} failed while rank {rank} waited for {wait.awaited} in {wait.description}: {error}"
 
 

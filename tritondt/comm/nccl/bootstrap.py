@@ -1,4 +1,4 @@
-"""Makes communicators of NCCL: the ranks meet at the store, and nobody waits for ever for one that does not come."""
+"""Start of NCCL communicators: ranks exchange the unique id through the store, and none waits for ever for another."""
 
 import threading
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from tritondt.errors import PeerError, TransportError
 Result = TypeVar("Result")
 
 
-def join_nccl(member: ProcessContext, library: NcclLibrary, streams: Streams) -> NcclCommunicator:
-    """This rank's part in a communicator of NCCL, which all of the membership make together within its timeout.
+def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -> NcclCommunicator:
+    """This rank's NCCL communicator, which all ranks of `context` make together within its timeout.
 
     Raises PeerError where some do not come, TransportError where NCCL cannot make it.
     """
-    member.watch.prepare(streams.ignore_captures)
-    place = member.ranks.index(member.rank)
-    store, timeout = dist.PrefixStore(member.key, member.store), member.timeout
+    context.watch.prepare(streams.ignore_captures)
+    place = context.place
+    store, timeout = dist.PrefixStore(context.key, context.store), context.timeout
     try:
         if place == 0:
             store.set("nccl", library.unique_id().hex())
@@ -31,25 +31,25 @@ def join_nccl(member: ProcessContext, library: NcclLibrary, streams: Streams) ->
         unique_id = bytes.fromhex(store.get("nccl").decode())
     except RuntimeError as error:
         raise PeerError(
-            f"rank {member.rank} could not meet rank {member.ranks[0]} to make {member.name}: {error}"
+            f"rank {context.rank} could not meet rank {context.ranks[0]} to make {context.name}: {error}"
         ) from error
 
     def join() -> NcclCommunicator:
         streams.bind_thread()
-        return library.init([unique_id], len(member.ranks), place, environment.nccl_options())
+        return library.init([unique_id], len(context.ranks), place, environment.nccl_options())
 
     try:
         return within(timeout, join)
     except TimeoutError:
         raise PeerError(
-            f"rank {member.rank} waited {timeout.total_seconds():g} s for all of ranks {member.ranks} to join in NCCL"
+            f"rank {context.rank} waited {timeout.total_seconds():g} s for all of ranks {context.ranks} to join in NCCL"
         ) from None
     except NcclError as error:
-        raise TransportError(f"rank {member.rank} could not make {member.name} in NCCL: {error}") from error
+        raise TransportError(f"rank {context.rank} could not make {context.name} in NCCL: {error}") from error
 
 
 def within(timeout: timedelta, make: Callable[[], Result]) -> Result:
-    """What `make` returns, or raises; TimeoutError where it takes too long, in a thread that is left to itself."""
+    """The result of `make`; TimeoutError where it takes longer than `timeout`, in a thread that is left to itself."""
     outcome: list[Result | BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Which NCCL a process uses: the one it is told to, the one torch has loaded, or the one that is installed."""
+"""The NCCL of a process: the one that the environment names, the one torch has loaded, or the one that is installed."""
 
 import functools
 import importlib.metadata
@@ -23,7 +23,7 @@ def nccl_library() -> NcclLibrary:
 
 
 def installed_path() -> str | None:
-    """Where an nvidia-nccl package has put its library, or None."""
+    """Path of the library of an installed nvidia-nccl package, or None."""
     for package in _PACKAGES:
         try:
             path = importlib.metadata.distribution(package).locate_file(_PATH)

@@ -1,4 +1,4 @@
-"""Runs what is issued at once, into a stream of its own: the host waits for nothing, and other streams by events.
+"""A queue that puts what is issued into a stream at once: the host waits for nothing, and other streams by events.
 
 Between the caller's stream and this one there is an event either way: what is issued begins when the caller's operators
 before it have run, and what the caller does after a wait begins when it has ended. Tensors are kept until then by the
@@ -32,13 +32,13 @@ class StreamWork(Work):
         self._addresses = read_guard.begin(held, self.settle)
 
     def is_completed(self) -> bool:
-        """Whether it has run, well or not."""
+        """Whether the work has run, well or not."""
         if self._finished or self.event is None or self._queue.is_disowned:
             return self._finished
         return self.event.query()
 
     def check_sources(self) -> None:
-        """Fails where what it reads was written to without a wait."""
+        """Notes an error where a source was written to without a wait."""
         if self._held is None or self._error is not None:
             return
         sources = self._held[0]
@@ -49,29 +49,29 @@ class StreamWork(Work):
             self._error = WorldError(torn(source, self.description))
 
     def end(self) -> None:
-        """Marks it as run, with what was noted of it; for its queue."""
+        """Marks the work as run, with the error noted before; for its queue."""
         self.release()
         self._finished = True
 
     def release(self) -> None:
-        """Lets go of its tensors: whoever writes to them now does so after it."""
+        """Lets go of the work's tensors: a write to them now comes after it."""
         if self._held is not None:
             self._held = None
             read_guard.end(self._addresses, self.settle)
 
     def fail(self, error: BaseException) -> None:
-        """Notes why what is in the stream will not be right."""
+        """Notes why the work's results will not be right."""
         self._error = self._error or error
 
 
 class Ended(Protocol):
-    """What ends in the stream, at `event`."""
+    """A thing put into the stream that ends at `event`."""
 
     event: Event | None
 
 
 class StreamQueue(IssueQueue):
-    """The queue of a communicator with a stream."""
+    """The queue of a communicator whose work runs in a stream."""
 
     def __init__(self, streams: Streams) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class StreamQueue(IssueQueue):
             self._under_way.append(work)
 
     def _run(self, work: Work, run: Run) -> None:
-        """Puts it into the stream; what was put there before an error is still to run."""
+        """Puts the work into the stream; what was put there before an error is still to run."""
         assert isinstance(work, StreamWork), "work of a queue of streams"
         try:
             run()
@@ -131,21 +131,21 @@ class StreamQueue(IssueQueue):
         return bool(self._under_way)
 
     def let_go(self) -> None:
-        """Lets go of what has run."""
+        """Lets go of the works that have run."""
         if self._under_way and self._streams.is_capturing():
             return  # nobody may ask then
         while self._under_way and self._under_way[0].is_completed():
             self._under_way.popleft().end()
 
     def fail(self, error: BaseException) -> None:
-        """Marks all that has not run as failed."""
+        """Marks all works that have not run as failed."""
         for work in list(self._under_way):
             if not answered(work.is_completed):
                 work.fail(error)
                 self._failed = self._failed or work
 
     def drain(self) -> None:
-        """Nothing: what comes next is put behind."""
+        """Does nothing: what comes next is put behind in the stream."""
 
     def close(self) -> None:
         """Returns when all that was issued has run."""
@@ -155,14 +155,14 @@ class StreamQueue(IssueQueue):
         self.let_go()
 
     def mark_end(self, ended: Ended) -> None:
-        """Gives it the point that the stream is filled to: the end of the work that is being put there, or now."""
+        """Sets the event of `ended`: the end of the work that is being put into the stream, or its end so far."""
         if self.is_own_thread():
             self._ending.append(ended)
         else:
             ended.event = self.stream.record_event()
 
     def mark_step(self) -> None:
-        """What is put there next comes after the end of what was to end with the work."""
+        """Ends here what was to end with the work: what is put into the stream next comes after it."""
         if self._ending:
             self._mark(self.stream.record_event())
 
@@ -172,12 +172,12 @@ class StreamQueue(IssueQueue):
         self._ending.clear()
 
     def joined(self) -> "Joined":
-        """Operators within go to the stream, after those before; those after it wait for them."""
+        """Context whose operators go to the stream, after the caller's before; the caller's after it wait for them."""
         return Joined(self._streams, self.stream)
 
 
 class Joined:
-    """Within, operators of the calling thread go to another stream; those after it wait for them."""
+    """Context in which the calling thread's operators go to another stream; its operators afterwards wait for them."""
 
     __slots__ = ("_caller", "_context", "_stream", "_streams")
 

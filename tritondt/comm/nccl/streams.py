@@ -22,7 +22,7 @@ class Event(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it has run."""
+        """Whether everything before the event has run."""
         ...
 
 
@@ -31,7 +31,7 @@ class Stream(Protocol):
 
     @property
     def cuda_stream(self) -> int:
-        """The handle by which NCCL knows it."""
+        """CUDA's handle of the stream, as NCCL takes it."""
         ...
 
     def record_event(self) -> Event:
@@ -39,11 +39,11 @@ class Stream(Protocol):
         ...
 
     def wait_event(self, event: Any) -> None:
-        """What comes next runs after `event`; the host does not wait."""
+        """Puts a wait for `event` into the stream; the host does not wait."""
         ...
 
     def synchronize(self) -> None:
-        """Returns when all that was put in has run."""
+        """Returns when everything in the stream has run."""
         ...
 
 
@@ -52,7 +52,7 @@ class Streams(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Whose tensors they work on."""
+        """The device whose tensors the streams work on."""
         ...
 
     def current(self) -> Stream:
@@ -64,7 +64,7 @@ class Streams(Protocol):
         ...
 
     def follow(self, stream: Any, other: Any) -> None:
-        """What `stream` is given next runs after what `other` has been given."""
+        """Puts a wait for all that `other` has been given into `stream`."""
         ...
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
@@ -98,7 +98,7 @@ class Streams(Protocol):
 
 
 def answered(ask: Callable[[], bool]) -> bool:
-    """What a device answers; False where it does not answer any more, which is told where something is asked of it."""
+    """The answer of a device; False where it does not answer any more, which raises where its result is needed."""
     try:
         return ask()
     except RuntimeError:
@@ -106,7 +106,7 @@ def answered(ask: Callable[[], bool]) -> bool:
 
 
 class CudaStreams:
-    """Those of one GPU.
+    """The streams of one GPU.
 
     torch.cuda makes an object for every question about the current stream, which takes longer than what CUDA does;
     here they are kept by CUDA's handles.
@@ -118,12 +118,12 @@ class CudaStreams:
         self._spare: list[Any] = []  # events that nobody looks at any more
 
     def current(self) -> Stream:
-        """The calling thread's."""
+        """The calling thread's current stream."""
         found = self._known.get(torch._C._cuda_getCurrentRawStream(self.device.index))
         return self._met() if found is None else found
 
     def _met(self) -> Stream:
-        """The current stream, to be known from now on."""
+        """The current stream's object, kept by its handle from now on."""
         found: Stream = torch.cuda.current_stream(self.device)
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
@@ -136,7 +136,7 @@ class CudaStreams:
         return made
 
     def follow(self, stream: Any, other: Any) -> None:
-        """What `stream` is given next runs after what `other` has been given; by an event that is used again."""
+        """Puts a wait for all that `other` has been given into `stream`, by an event that is used again."""
         if self.is_capturing():  # an event of a graph is the graph's
             stream.wait_event(other.record_event())
             return
@@ -179,7 +179,7 @@ class CudaStreams:
     def future(
         self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]
     ) -> "torch.futures.Future[Any]":
-        """One with an event of `stream`, which whoever waits for it, and its callbacks' streams, wait for."""
+        """A future with an event of `stream`, for which the waiters' streams and the callbacks' streams wait."""
         made: torch.futures.Future[Any] = torch.futures.Future(devices=[self.device])
         with self.on(stream):
             made.set_result(list(value))
@@ -187,7 +187,7 @@ class CudaStreams:
 
 
 class _On:
-    """Within, the calling thread's operators go to a stream of its current device."""
+    """Context in which the calling thread's operators go to a stream of its current device."""
 
     __slots__ = ("_before", "_stream", "_streams")
 

@@ -1,4 +1,4 @@
-"""A communicator of NCCL whose operations are watched, from when they go into a stream until it has come past them.
+"""A watched NCCL communicator: its operations are watched from when they go into a stream until it has passed them.
 
 The host waits for none of them. What does not come to an end in time is aborted, never destroyed: destroying waits.
 """
@@ -6,7 +6,7 @@ The host waits for none of them. What does not come to an end in time is aborted
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
@@ -20,22 +20,24 @@ from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
 
+# The wait for an operation that is in the stream still when the watch looks.
+
 
 class InFlight(Protocol):
     """An operation that goes into the stream: number `sequence`, at `started`, with the recorder's entry `record`.
 
-    `letters` are its messages, where it is made of some; `sent_bytes` and `received_bytes` what its record ends with.
+    `messages` are its messages, where it is made of some; `sent_bytes` and `received_bytes` what its record ends with.
     `late` is how the watch knows it, which few operations live to see.
     """
 
     @property
     def text(self) -> str:
-        """What it is called in messages."""
+        """Text of the operation in messages."""
         ...
 
     @property
     def fingerprint(self) -> int:
-        """Equal on all ranks of one operation."""
+        """Fingerprint, equal on all ranks of one operation."""
         ...
 
     sequence: int
@@ -43,33 +45,26 @@ class InFlight(Protocol):
     site: int
     started: float
     timeout_s: float
-    letters: tuple[Sequence[Slice], ...]
+    messages: tuple[Sequence[Slice], ...]
     sent_bytes: int
     received_bytes: int
-    late: "OverdueWait | None"
+    late: Wait | None
 
     def is_over(self) -> bool:
-        """Whether the stream has been given all of it and has come past it."""
+        """Whether the stream has been given all of the operation and has come past it."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Told why it will not end."""
+        """Notes why the operation will not end."""
         ...
 
 
-@dataclass(slots=True, eq=False)
-class OverdueWait(Wait):
-    """An operation that is in the stream still when the watch looks."""
-
-    operation: InFlight | None = None
-
-    def is_over(self) -> bool:
-        """Whether the stream has come past it."""
-        return self.operation is None or answered(self.operation.is_over)
+def _is_over() -> bool:
+    return True
 
 
 class TimeoutPolicy(NamedTuple):
-    """What all operations of a communicator are held to; see `Wait`. `suspects` where none names who it waits for."""
+    """Timeouts' name, rule and suspects for all operations of a communicator; see `Wait`."""
 
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
@@ -77,46 +72,54 @@ class TimeoutPolicy(NamedTuple):
 
 
 class MonitoredNccl:
-    """One rank's part; made by all ranks of `member` together. `failure` is why nothing runs on it any more.
+    """A rank's NCCL communicator, made by all ranks of `context` together; `failure` is why nothing runs on it.
 
     `on_failure` is told so first, before whoever waits for what is under way.
     """
 
     def __init__(
         self,
-        member: ProcessContext,
+        context: ProcessContext,
         library: NcclLibrary,
         streams: Streams,
         on_failure: Callable[[BaseException], None],
-        terms: TimeoutPolicy,
+        policy: TimeoutPolicy,
     ) -> None:
-        self._member, self._streams, self._on_failure, self._terms = member, streams, on_failure, terms
-        self._watch, self._recorder = member.watch, member.flight.recorder
+        self._context, self._streams, self._on_failure, self._policy = context, streams, on_failure, policy
+        self._watch, self._recorder = context.watch, context.flight.recorder
         self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
-        self.native: NcclCommunicator = join_nccl(member, library, streams)
+        self.native: NcclCommunicator = join_nccl(context, library, streams)
         self._watch.attend(self._waits)
 
     def put(self, operation: InFlight, run: Callable[..., object], doing: str, *arguments: object) -> None:
-        """Watches an operation that `run` puts into the stream, given `arguments`.
-
-        Whatever is raised there ends everything, for half of it may be in the stream. NCCL's errors are raised as
-        PeerError, which says what this rank was `doing`.
-        """
-        self._under_way.append(operation)
+        """Watches an operation that `run` puts into the stream, given `arguments`; see `break_off`."""
+        self.begin(operation)
         try:
             run(*arguments)
-        except NcclError as error:
-            what = self._as_late(operation).description
-            self.give_up(PeerError(f"rank {self._member.rank} could not {doing} {what}: {error}"))
-            raise again(self.failure or error) from error
         except BaseException as error:
-            self.give_up(error)
+            self.break_off(operation, error, doing)
             raise
 
+    def begin(self, operation: InFlight) -> None:
+        """Watches an operation that is about to be put into the stream."""
+        self._under_way.append(operation)
+
+    def break_off(self, operation: InFlight, error: BaseException, doing: str) -> None:
+        """Ends everything for what was raised while an operation was put into the stream, where half of it may be.
+
+        Raises PeerError, which says what this rank was `doing`, in place of NCCL's errors.
+        """
+        if not isinstance(error, NcclError):
+            self.give_up(error)
+            return
+        what = self._as_late(operation).description
+        self.give_up(PeerError(f"rank {self._context.rank} could not {doing} {what}: {error}"))
+        raise again(self.failure or error) from error
+
     def reap(self) -> None:
-        """Ends what the stream has come past; not while a graph is being made, when nobody may ask."""
+        """Records operations that the stream has come past as done; not while a graph is made, when nobody may ask."""
         under_way = self._under_way
         while under_way and under_way[0].is_over():
             found = under_way.popleft()
@@ -125,7 +128,7 @@ class MonitoredNccl:
             self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
 
     def _waits(self) -> list[Wait]:
-        """What is in the stream still; called by the watch."""
+        """Waits for the operations that are in the stream still; called by the watch."""
         try:
             # A list: others put and reap meanwhile, and a tuple of so many could be interrupted by the collector.
             under_way = [found for found in list(self._under_way) if not found.is_over()]
@@ -134,38 +137,38 @@ class MonitoredNccl:
             return []
         return [self._as_late(found) for found in under_way]
 
-    def _end(self, operation: InFlight, late: "OverdueWait") -> None:
-        """The watch is done with it, and neither keeps the other: a cycle would keep its tensors for the collector."""
+    def _end(self, operation: InFlight, late: Wait) -> None:
+        """Ends the watch over an operation, and unlinks the two: a cycle would keep its tensors for the collector."""
         self._watch.end(late)
-        late.operation = operation.late = None
+        late.is_over, operation.late = _is_over, None
 
-    def _as_late(self, found: InFlight) -> OverdueWait:
+    def _as_late(self, found: InFlight) -> Wait:
         with self._making_late:  # the watch and whoever puts it there may come at once
             if found.late is None:
                 found.late = self._late(found)
             return found.late
 
-    def _late(self, found: InFlight) -> OverdueWait:
-        member, label = self._member, self._recorder.label(found.text)
-        errand = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
-        late = OverdueWait(member.key, found.sequence, errand, member.ranks, self._break_off, found.timeout_s)
-        late.started, late.letters, late.trouble = found.started, found.letters, self._trouble
-        late.limit, late.must, late.suspects = self._terms
-        late.operation = found
+    def _late(self, found: InFlight) -> Wait:
+        context, label = self._context, self._recorder.label(found.text)
+        record = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
+        late = Wait(context.key, found.sequence, record, context.ranks, self._break_off, found.timeout_s)
+        late.started, late.messages, late.trouble = found.started, found.messages, self._trouble
+        late.limit, late.must, late.suspects = self._policy
+        late.is_over = partial(answered, found.is_over)
         return late
 
     def refuse(self, sequence: int, error: BaseException) -> None:
-        """Tells the others that this rank takes no part in operation `sequence`, and why."""
-        self._watch.report(self._member.key, sequence, error)
+        """Reports to the other ranks that this rank takes no part in operation `sequence`, and why."""
+        self._watch.report(self._context.key, sequence, error)
 
     def give_up(self, error: BaseException) -> None:
-        """Ends everything for a failure of this rank, and tells the others."""
+        """Ends everything for a failure of this rank, and reports it to the other ranks."""
         if self.failure is None:
-            self._watch.report(self._member.key, None, error)
+            self._watch.report(self._context.key, None, error)
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Ends what is under way with this error, and aborts the communicator, unless something did before."""
+        """Fails the operations under way with `error`, and aborts the communicator, unless that has happened before."""
         if not self._ends_with(error):
             return
         self._on_failure(error)
@@ -184,7 +187,7 @@ class MonitoredNccl:
             return
         self.reap()
         try:
-            within(self._member.timeout, self._destroy)
+            within(self._context.timeout, self._destroy)
         except TimeoutError:
             self.native.abort()
 
@@ -201,7 +204,7 @@ class MonitoredNccl:
         self.native.destroy()
 
     def _trouble(self) -> str | None:
-        """What NCCL has met in the background."""
+        """The error that NCCL has met in the background, if any."""
         try:
             self.native.poll()
         except NcclError as error:
@@ -211,4 +214,4 @@ class MonitoredNccl:
     def _break_off(self, wait: Wait) -> None:
         """Ends everything for the reason why `wait` will not end; called by the watch."""
         error = wait.reason or PeerError(f"{wait.description} was broken off")
-        self.fail(self._member.flight.written_for(error))
+        self.fail(self._context.flight.written_for(error))

@@ -1,4 +1,4 @@
-"""Messages of one exchange, before a transport carries them."""
+"""Messages of one exchange, as transports are given them."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt._C import LetterSlices
+from tritondt._C import MessageSlices
 
 
 class Slice(NamedTuple):
@@ -22,9 +22,9 @@ class Slices(tuple[Slice, ...]):
     """The messages of an exchange to peers, or from them."""
 
     @cached_property
-    def native(self) -> LetterSlices:
-        """The same for the transports in C++."""
-        return LetterSlices(self)
+    def native(self) -> MessageSlices:
+        """The slices as the transports in C++ take them."""
+        return MessageSlices(self)
 
 
 class MessageBuffers(NamedTuple):
@@ -37,7 +37,7 @@ class MessageBuffers(NamedTuple):
     buffer: int
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Peer and bytes of each, as tensors that share the memory."""
+        """Peer and bytes of each message, as tensors that share the memory."""
         flat: dict[int | None, torch.Tensor] = {None: self.memory[self.buffer - self.memory.data_ptr() :]}
         for tensor in {place for _, place, _, _ in self.slices if place is not None}:
             flat[tensor] = _memory(self.tensors[tensor])

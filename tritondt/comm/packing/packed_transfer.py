@@ -1,4 +1,4 @@
-"""A transfer turned into bytes: which slice of which memory is each message, and the tables that fill and empty them.
+"""Transfers compiled to messages, slices of tensors or buffers, and to the tables that fill and empty the buffers.
 
 Everything here is made once per transfer. A message that is one run of a tensor's memory is that run; the
 others get consecutive places in a buffer, without padding between their parts.
@@ -19,7 +19,7 @@ Blocks = Sequence[Block]
 
 
 class PackedTransfer(NamedTuple):
-    """A transfer in bytes.
+    """A transfer compiled to messages and tables.
 
     `pack` fills the send buffer from the sources, `keep` moves what stays, `unpack` moves what arrived in the
     receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs). `casting` is
@@ -40,7 +40,7 @@ class PackedTransfer(NamedTuple):
 
 
 class Casting(NamedTuple):
-    """What a wire dtype adds to a transfer.
+    """The part of a packed transfer that only one with a wire dtype has.
 
     What stays is packed as well, and `keep` takes it from the send buffer. `widen` casts the terms of reductions, from
     receive buffer and send buffer, into a buffer of `widened_bytes`, which `reduces` take for the receive buffer.
@@ -58,7 +58,7 @@ class Arrival(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A term of a reduction: a part, in which of the reduction's inputs it lies, and where in there."""
+    """A term of a reduction: a part, the number of the input that holds it, and the blocks where it lies there."""
 
     part: Part
     source: int
@@ -66,7 +66,7 @@ class Term(NamedTuple):
 
 
 def packed_transfer(transfer: Transfer) -> PackedTransfer:
-    """Everything about a transfer that does not change from call to call."""
+    """A transfer compiled to messages and tables, which do not change from call to call."""
     exchange = transfer.exchange
     sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, landing=False)
     receives, staged_bytes, arrived = _slices(transfer, exchange.receives, transfer.target_blocks, landing=True)
@@ -89,14 +89,14 @@ def packed_transfer(transfer: Transfer) -> PackedTransfer:
 
 
 def moves(transfer: Transfer, part: Part) -> bool:
-    """Whether a part moves as it is; a term of a reduction does not."""
+    """Whether a part is copied to its target; a term of a reduction is not."""
     return transfer.reductions[part.tensor] is None
 
 
 def _slices(
     transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], *, landing: bool
 ) -> tuple[Slices, int, list[Arrival]]:
-    """Where each message lies, the buffer's size, and the parts that lie in the buffer."""
+    """Slices of all messages, the buffer's size in bytes, and the parts that lie in the buffer."""
     alignment = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
     slices, buffered, filled = [], list[Arrival](), 0
     for message in messages:
@@ -155,7 +155,7 @@ def _unpack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
 
 
 def _terms(transfer: Transfer, arrived: Sequence[Arrival]) -> Iterator[Term]:
-    """All terms of what is reduced: in the receive buffer, which is the last input, and in the tensors."""
+    """All terms of reductions: in the receive buffer, which is the last input, and in the tensors."""
     for found in arrived:
         if not moves(transfer, found.part):
             yield Term(found.part, len(transfer.source_blocks), _in_buffer(transfer, found))

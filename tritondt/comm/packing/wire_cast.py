@@ -32,7 +32,7 @@ class _Held(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """A box and, of one to or from fp8, where its scale lies."""
+    """A box to cast, and the place of its scale, which only casts to or from fp8 have."""
 
     box: CastBox
     scale: ScalePlace
@@ -47,7 +47,7 @@ class _Place(NamedTuple):
 
 
 class _Buffer:
-    """Messages one after another, without padding; equal ones have one place. Places count elements."""
+    """A buffer of messages, one after another without padding; equal ones have one place. Places count elements."""
 
     def __init__(self, *, has_scales: bool) -> None:
         self.numel = 0
@@ -56,11 +56,11 @@ class _Buffer:
 
     @property
     def held(self) -> list[_Held]:
-        """All that lies in the buffer."""
+        """All parts that lie in the buffer."""
         return [found for place in self._places.values() for found in place.held]
 
     def place(self, parts: Sequence[Part]) -> _Place:
-        """Where a message of these parts lies."""
+        """The place of a message of these parts, a new one where there is none."""
         boxes = tuple(_boxes(parts)) if self._has_scales else tuple(parts)
         found = self._places.get(boxes)
         if found is None:
@@ -85,7 +85,7 @@ def _boxes(parts: Iterable[Part]) -> Iterator[Part]:
 
 
 def casting_transfer(transfer: Transfer, wire_dtype: torch.dtype) -> PackedTransfer:
-    """Everything about a transfer in `wire_dtype` that does not change from call to call."""
+    """A transfer in `wire_dtype` compiled to messages and tables, which do not change from call to call."""
     (dtype,) = set(transfer.dtypes)
     has_scales = is_scaled(wire_dtype)
     leaving, landing = _Buffer(has_scales=has_scales), _Buffer(has_scales=has_scales)

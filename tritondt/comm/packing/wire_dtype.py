@@ -1,4 +1,4 @@
-"""Which dtype messages hold where a redistribution asks for a narrower one than its tensor has."""
+"""Wire dtypes: the dtype that messages hold where a redistribution asks for a narrower one than its tensor has."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ _NARROWER = {
 
 
 def is_scaled(wire_dtype: torch.dtype) -> bool:
-    """Whether each box of a message has a scale in front."""
+    """Whether messages of this dtype have a scale in front of each box."""
     return wire_dtype in _FP8
 
 
@@ -28,7 +28,7 @@ class Wire(NamedTuple):
 
 
 def narrower(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> torch.dtype | None:
-    """What messages of a tensor of `dtype` hold where `wire_dtype` is asked for; None for what the tensor holds.
+    """Dtype of the messages of a tensor of `dtype` where `wire_dtype` is asked for; None for the tensor's own.
 
     TransportError where the one does not go with the other.
 
@@ -53,6 +53,6 @@ def wire_of(
     wire_dtype: torch.dtype | None,
     grad_wire_dtype: torch.dtype | None,
 ) -> Wire:
-    """What a redistribution and its gradient travel in; the latter as the former where it is not said."""
+    """Wire dtypes of a redistribution and of its gradient, which by default has that of the redistribution."""
     back = wire_dtype if grad_wire_dtype is None else grad_wire_dtype
     return Wire(narrower(dtype, wire_dtype), narrower(gradient_dtype, back))

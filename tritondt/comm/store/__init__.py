@@ -1,1 +1,1 @@
-"""The key-value store that connects ranks: asking with a bound, meeting, notices of failure."""
+"""The key-value store that connects ranks: bounded calls, rendezvous, notices of failure."""

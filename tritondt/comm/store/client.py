@@ -26,7 +26,7 @@ class SilentStoreError(PeerError):
 
 
 class _Call(Generic[Result]):
-    """A call on the store, and what came of it."""
+    """A call on the store, and its result or error."""
 
     def __init__(self, function: Callable[[dist.Store], Result]) -> None:
         self._function = function
@@ -43,24 +43,24 @@ class _Call(Generic[Result]):
         self.answered.set()
 
     def result(self) -> Result:
-        """What it returned or raised."""
+        """The call's result; raises its error."""
         if self._error is not None:
             raise self._error
         return self._result[0]
 
 
 class StoreClient:
-    """Calls on a store from one thread, which starts with the first; `home` is where the store is."""
+    """Calls on a store from one thread, which starts with the first; `host` is where the store is."""
 
-    def __init__(self, store: dist.Store, home: StoreHost) -> None:
-        self._store, self.home = store, home
+    def __init__(self, store: dist.Store, host: StoreHost) -> None:
+        self._store, self.host = store, host
         self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._oldest: _Call[object] | None = None
 
     def call(self, function: Callable[[dist.Store], Result], patience_s: float = PATIENCE_S) -> Result:
-        """What `function` returns or raises; SilentStoreError where that takes longer than `patience_s`."""
+        """The result of `function`; SilentStoreError where the store takes longer than `patience_s` to answer."""
         made = _Call(function)
         with self._starting:
             if self._thread is None:
@@ -68,23 +68,23 @@ class StoreClient:
                 self._thread.start()
         self._calls.put(made)  # type: ignore[arg-type]
         if not made.answered.wait(self._left_of(patience_s)):
-            raise SilentStoreError(f"{self.home} has not answered for {patience_s:g} s")
+            raise SilentStoreError(f"{self.host} has not answered for {patience_s:g} s")
         return made.result()
 
     def silence(self, error: RuntimeError) -> str:
-        """What an error message says of a store that does not answer: whose process has stopped or gone, if known."""
+        """Clause of an error message about a store that does not answer: whose process has stopped, if known."""
         if isinstance(error, SilentStoreError):
             return f"and {error}"
-        return f"nor does {self.home} answer ({error})"
+        return f"nor does {self.host} answer ({error})"
 
     def _left_of(self, patience_s: float) -> float:
-        """Nobody waits longer because others have asked before."""
+        """Seconds left for a new call: no caller waits longer because calls before it hang."""
         oldest = self._oldest
         waited = 0.0 if oldest is None else time.monotonic() - oldest.asked
         return max(patience_s - waited, 0.01)
 
     def close(self) -> None:
-        """Ends the thread; one that hangs in the store ends when that answers, or with the process."""
+        """Ends the client's thread; one that hangs in the store ends when the store answers, or with the process."""
         with self._starting:
             if self._thread is not None:
                 self._calls.put(None)

@@ -1,4 +1,4 @@
-"""Where the store of a job is: its address, and the rank whose process holds it, where a rank does and has said so.
+"""The process that holds the store of a job: its address, and its rank where it is one and has said so.
 
 Rank 0 holds it where ranks start by themselves, the launcher under torchrun, and anybody where the program made it.
 A store that does not answer is evidence that the process that holds it has stopped, so it matters which one that is.
@@ -14,7 +14,7 @@ _LISTEN = "0A"  # as /proc/net/tcp writes it
 
 
 class StoreHost:
-    """What ranks call the store, in words that follow "and" or "nor does"."""
+    """The store's address and holder, in words that follow "and" or "nor does" in an error message."""
 
     def __init__(self, store: dist.Store) -> None:
         plain = _without_prefixes(store)
@@ -23,17 +23,17 @@ class StoreHost:
         self.rank: int | None = None
 
     def __str__(self) -> str:
-        """In an error message."""
+        """The store in an error message."""
         return f"the store{self._address}{'' if self.rank is None else f', which rank {self.rank} holds,'}"
 
-    def tell(self, store: dist.Store, rank: int) -> None:
-        """Tells the others that this rank holds it, if so; before they meet."""
+    def announce(self, store: dist.Store, rank: int) -> None:
+        """Publishes that this rank holds the store, if so; before the ranks' first rendezvous."""
         if self.is_here:
             self.rank = rank
             store.set(_HOLDER, str(rank))
 
-    def ask(self, store: dist.Store) -> None:
-        """Learns who holds it, if somebody has said so."""
+    def look_up(self, store: dist.Store) -> None:
+        """Looks up the rank that holds the store, if one has said so."""
         if self.rank is None and store.check([_HOLDER]):
             self.rank = int(store.get(_HOLDER))
 

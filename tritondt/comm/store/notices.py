@@ -1,4 +1,4 @@
-"""What ranks of a communicator leave for each other in the store: who failed first, and what each waits for."""
+"""Notices that ranks of a communicator leave in the store: who failed first, and what each waits for."""
 
 import json
 from typing import NamedTuple
@@ -7,14 +7,14 @@ from tritondt.comm.store.client import StoreClient
 
 
 class Failed(NamedTuple):
-    """The rank that failed, and what it said."""
+    """The rank that failed, and its error's text."""
 
     rank: int
     error: str
 
 
 class Waiting(NamedTuple):
-    """What a rank waits for: exchange number `sequence` of a communicator."""
+    """Notice of a rank that waits in exchange number `sequence` of a communicator."""
 
     sequence: int
     fingerprint: int
@@ -24,23 +24,23 @@ class Waiting(NamedTuple):
 class Notices:
     """The notices of one rank; `key` names a communicator. Of failures the first counts: others follow from it."""
 
-    def __init__(self, line: StoreClient, rank: int) -> None:
-        self._line, self._rank = line, rank
+    def __init__(self, client: StoreClient, rank: int) -> None:
+        self._client, self._rank = client, rank
 
     def report(self, key: str, sequence: int, error: BaseException) -> None:
-        """Tells the others that this rank failed at exchange `sequence`."""
+        """Reports that this rank failed at exchange `sequence`."""
         self._report(_failed_key(key, sequence), error)
 
     def report_for_good(self, key: str, error: BaseException) -> None:
-        """Tells the others that this rank takes part in no exchange any more."""
+        """Reports that this rank takes part in no exchange any more."""
         self._report(_failed_key(key, "all"), error)
 
     def _report(self, key: str, error: BaseException) -> None:
         text = json.dumps(Failed(self._rank, f"{type(error).__name__}: {error}"))
-        self._line.call(lambda store: store.compare_set(key, "", text))
+        self._client.call(lambda store: store.compare_set(key, "", text))
 
     def failure(self, key: str, sequence: int) -> Failed | None:
-        """Another rank's failure in that exchange, or for good."""
+        """Another rank's failure in exchange `sequence`, or for good."""
         for which in (sequence, "all"):
             text = self._read(_failed_key(key, which))
             if text is not None:
@@ -50,16 +50,16 @@ class Notices:
         return None
 
     def publish(self, key: str, waiting: Waiting) -> None:
-        """Tells the others what this rank waits for."""
-        self._line.call(lambda store: store.set(_waiting_key(key, self._rank), json.dumps(waiting)))
+        """Publishes what this rank waits for."""
+        self._client.call(lambda store: store.set(_waiting_key(key, self._rank), json.dumps(waiting)))
 
     def waiting(self, key: str, ranks: tuple[int, ...]) -> dict[int, Waiting]:
-        """What others wait for, or waited for last, as far as they have said so."""
+        """The last published waits of other ranks, by rank."""
         texts = {rank: self._read(_waiting_key(key, rank)) for rank in ranks if rank != self._rank}
         return {rank: Waiting(*json.loads(text)) for rank, text in texts.items() if text is not None}
 
     def _read(self, key: str) -> str | None:
-        return self._line.call(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return self._client.call(lambda store: store.get(key).decode() if store.check([key]) else None)
 
 
 def _failed_key(key: str, which: int | str) -> str:

@@ -1,4 +1,4 @@
-"""Which ranks make a communicator together, when they have made it a different number of times.
+"""Rendezvous of the ranks that make a communicator together, though each may have made it a different number of times.
 
 A rank that failed before its first exchange, or was in no mesh so far, has made fewer than the others, so ranks cannot
 count for themselves. The store counts how many communicators of a name have ended: whoever ends one ends it for all.
@@ -23,8 +23,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 class Rendezvous:
     """One making of the communicator `name` by `ranks`; `key` is its own among all makings."""
 
-    def __init__(self, line: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
-        self._line, self._name, self._ranks, self._timeout_s = line, name, ranks, timeout_s
+    def __init__(self, client: StoreClient, name: str, ranks: Sequence[int], timeout_s: float) -> None:
+        self._client, self._name, self._ranks, self._timeout_s = client, name, ranks, timeout_s
         self._number = self._num_ended() + 1
         self.key = f"{name}/{self._number}"
 
@@ -32,8 +32,8 @@ class Rendezvous:
         return int(self._asked(lambda store: store.get(self._ended) if store.check([self._ended]) else b"0"))
 
     def _asked(self, function: Callable[[dist.Store], Result]) -> Result:
-        """The store may be slow when everybody meets."""
-        return self._line.call(function, self._timeout_s)
+        """The result of `function` within the rendezvous's timeout: the store may be slow when all come at once."""
+        return self._client.call(function, self._timeout_s)
 
     @property
     def _ended(self) -> str:
@@ -44,7 +44,7 @@ class Rendezvous:
 
         Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
         """
-        here, notices = [self._here(other) for other in self._ranks], Notices(self._line, rank)
+        here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank)
         self._asked(lambda store: store.set(self._here(rank), ""))
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while not self._asked(lambda store: store.check(here)):
@@ -71,6 +71,6 @@ class Rendezvous:
         return f"{self.key}/here/{other}"
 
     def end(self) -> None:
-        """Lets the next making of this name be another one; whoever comes second changes nothing."""
+        """Counts this making as ended, so that the next one of its name gets another key; once for all ranks."""
         before = "" if self._number == 1 else f"{self._number - 1}"
-        self._line.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))
+        self._client.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))

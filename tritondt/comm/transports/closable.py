@@ -1,4 +1,4 @@
-"""What ends for good, by failing or on purpose, and refuses all use from then on with the reason."""
+"""Communicators that end for good, by failing or on purpose, and refuse all use from then on with the reason."""
 
 from tritondt.errors import ForkedError, WorldError
 
@@ -8,7 +8,7 @@ class _EndedError(WorldError):
 
 
 class Closable:
-    """A communicator of which `failure` is the first thing that went wrong for good: nothing can be exchanged then."""
+    """A communicator that can exchange nothing any more once it has a `failure`, the first reason why."""
 
     failure: BaseException | None = None
 
@@ -19,7 +19,7 @@ class Closable:
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether all that there is to end belongs to the process that this one was forked from."""
+        """Whether the connections belong to the process that this one was forked from."""
         return isinstance(self.failure, ForkedError)
 
     def _check_own(self) -> None:

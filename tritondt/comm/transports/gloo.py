@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.work import Run, ThreadQueue
+from tritondt.comm.work import ThreadQueue
 from tritondt.errors import PeerError, WorldError
 
 # Gloo's own limit must never strike first: it closes every connection without saying why.
@@ -39,49 +39,73 @@ _AT_ONCE_S = 0.001
 _INTERRUPT_TAG = 0x7FFFFFFF
 
 
-class GlooCommunicator(PackedCommunicator):
-    """Ranks connected pairwise by Gloo; made by all of them together."""
+class _Posted(NamedTuple):
+    """An exchange under way: messages posted so far, by peer, on the group that an abort may have dropped since."""
 
-    def __init__(self, member: ProcessContext) -> None:
-        super().__init__(member, ThreadQueue())
-        self._watch, self._timeout_s = member.watch, member.timeout.total_seconds()
-        store, timeout = dist.PrefixStore(member.key, member.store), member.timeout * _GLOO_TIMEOUT_FACTOR
+    wait: Wait
+    group: Any
+    tag: int
+    messages: list[tuple[int, Any]]
+
+
+class GlooCommunicator(PackedCommunicator):
+    """A communicator of ranks connected pairwise by Gloo; made by all of them together."""
+
+    def __init__(self, context: ProcessContext) -> None:
+        super().__init__(context, ThreadQueue())
+        self._watch, self._timeout_s = context.watch, context.timeout.total_seconds()
+        self._posted: _Posted | None = None
+        store, timeout = dist.PrefixStore(context.key, context.store), context.timeout * _GLOO_TIMEOUT_FACTOR
         self._group: Any = dist.ProcessGroupGloo(store, self._place, len(self._ranks), timeout)
 
-    def carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        """Posts all receives, packs, posts all sends, keeps, and waits."""
-        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: self._interrupt(), self._timeout_s)
+    def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Posts all receives."""
+        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: self._interrupt(), self._timeout_s)
+        posted = self._posted = _Posted(wait, self._group, tag_of(record.fingerprint, self.sequence), [])
         self._watch.begin(wait)
+        for peer, tensor in receives.parts():
+            self._post_message(posted, posted.group.recv, peer, tensor)
+
+    def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Posts all sends."""
+        posted = self._under_way()
+        for peer, tensor in sends.parts():
+            self._post_message(posted, posted.group.send, peer, tensor)
+
+    def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Waits for all messages."""
+        posted = self._under_way()
+        for peer, work in posted.messages:
+            with self._explained(posted.wait, peer):
+                work.wait(timedelta(seconds=_left_s(posted.wait)))
+        self._end_wait()
+
+    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Disconnects: half of the exchange is under way, so nothing can follow it."""
         try:
-            self._converse(wait, receives, sends, pack, meanwhile)
-        except BaseException as error:  # half of the exchange is under way, so nothing can follow it
             if self.failure is None:
                 self.failure = error
                 self._watch.report(self._key, None, error)
             self._interrupt()
-            raise
         finally:
-            self._watch.end(wait)
+            self._end_wait()
 
-    def _converse(self, wait: Wait, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run) -> None:
-        tag, group = tag_of(wait.fingerprint, self.sequence), self._group
-        pending = [self._posted(wait, group.recv, peer, tensor, tag) for peer, tensor in receives.parts()]
-        pack()
-        pending += [self._posted(wait, group.send, peer, tensor, tag) for peer, tensor in sends.parts()]
-        meanwhile()
-        for peer, work in pending:
-            with self._explained(wait, peer):
-                work.wait(timedelta(seconds=_left_s(wait)))
+    def _under_way(self) -> _Posted:
+        assert self._posted is not None, "messages are posted after the exchange has begun"
+        return self._posted
 
-    def _posted(self, wait: Wait, post: Any, peer: int, tensor: torch.Tensor, tag: int) -> tuple[int, Any]:
-        with self._explained(wait, peer):
-            return peer, post([tensor], peer, tag)
+    def _end_wait(self) -> None:
+        posted, self._posted = self._posted, None  # the wait and its tensors are not kept
+        if posted is not None:
+            self._watch.end(posted.wait)
+
+    def _post_message(self, posted: _Posted, post: Any, peer: int, tensor: torch.Tensor) -> None:
+        with self._explained(posted.wait, peer):
+            posted.messages.append((peer, post([tensor], peer, posted.tag)))
 
     @contextmanager
     def _explained(self, wait: Wait, peer: int) -> Iterator[None]:
-        """What Gloo raises about a peer as an error that says why."""
+        """Turns what Gloo raises about a peer into an error that says why."""
         wait.peer = self._ranks[peer]
         try:
             yield
@@ -94,23 +118,16 @@ class GlooCommunicator(PackedCommunicator):
         self._watch.report(self._key, self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long a message may take from now on."""
+        """Sets how long a message may take from now on, in seconds."""
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
         self._group._set_default_timeout(timedelta(seconds=seconds) * _GLOO_TIMEOUT_FACTOR)
 
-    def close(self) -> None:
-        """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
-        self._check_own()
-        self._queue.close()
-        if self.failure is None:
-            self.barrier()
-        self._end("closed")
+    def _disconnect(self, reason: BaseException) -> None:
         self._group = None
-        self._queue.raise_unseen()
 
     def abort(self) -> None:
-        """Disconnects without waiting for the others."""
+        """Disconnects without waiting for the other ranks."""
         if self._is_inherited:  # the parent would lose its connections
             return
         self._end("aborted")
@@ -119,12 +136,12 @@ class GlooCommunicator(PackedCommunicator):
         self._group = None
 
     def disown(self, error: WorldError) -> None:
-        """Keeps the group beyond the end of this process: its destructor would take sockets from the parent's epoll."""
+        """Refuses all further use; keeps Gloo's group, whose destructor would take sockets from the parent's epoll."""
         super().disown(error)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def _interrupt(self) -> None:
-        """Wakes whoever waits on this communicator; it cannot be used afterwards.
+        """Wakes the threads that wait on this communicator, which cannot be used afterwards.
 
         Gloo closes all connections of a group when one receive in it times out; nothing else wakes a waiter.
         """
@@ -138,7 +155,7 @@ class GlooCommunicator(PackedCommunicator):
                 continue  # the time-out that was asked for, or one whose connection is closed already
 
     def _cause(self, wait: Wait, error: RuntimeError) -> PeerError:
-        """Why a wait broke: what the watch or the store knows, else that the connection closed."""
+        """The reason why a wait broke: what the watch or the store knows, else that the connection closed."""
         if wait.reason is None and time.monotonic() >= _limit(wait):
             return self._watch.why_expired(wait)
         return self._watch.broken(
@@ -153,5 +170,5 @@ def _limit(wait: Wait) -> float:
 
 
 def _left_s(wait: Wait) -> float:
-    """How long it may still take: no time where the watch has interrupted it."""
+    """Seconds that a wait may still take: none where the watch has interrupted it."""
     return _AT_ONCE_S if wait.reason is not None else max(_limit(wait) - time.monotonic(), _AT_ONCE_S)

@@ -2,9 +2,9 @@
 
 Gloo makes three writes per message, and its own thread spins while ours holds a connection's lock: 24 kB from
 Shard(0) to Replicate on 4 ranks of 2 cores took 3.9 ms (median) in Gloo's messages and 1.0 ms in messages like
-these, at a seventh of the processor time. A letter here is one write and one read.
+these, at a seventh of the processor time. A message here is one write and one read.
 
-MessageBuffers of a pair of ranks arrive in order, and each begins with a fingerprint of what is exchanged and its
+Messages of a pair of ranks arrive in order, and each begins with a fingerprint of what is exchanged and its
 length, so ranks that disagree find out on arrival.
 """
 
@@ -20,7 +20,7 @@ from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.tcp_connect import connect
-from tritondt.comm.work import Run, ThreadQueue
+from tritondt.comm.work import ThreadQueue
 from tritondt.errors import PeerError, WorldError
 
 # How long an abort waits for the thread that it has woken to let go of the sockets.
@@ -28,65 +28,64 @@ _PATIENCE_S = 5.0
 
 
 class SocketCommunicator(PackedCommunicator):
-    """Ranks connected pairwise by TCP; made by all of them together."""
+    """A communicator of ranks connected pairwise by TCP; made by all of them together."""
 
-    def __init__(self, member: ProcessContext) -> None:
-        super().__init__(member, ThreadQueue())
-        self._watch, self._watchdog, self._timeout_s = member.watch, member.watchdog, member.timeout.total_seconds()
-        store = dist.PrefixStore(member.key, member.store)
-        self._sockets = connect(store, self._ranks, self._place, member.timeout)
+    def __init__(self, context: ProcessContext) -> None:
+        super().__init__(context, ThreadQueue())
+        self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
+        self._started = 0.0  # when the exchange under way was started; 0 where none is
+        store = dist.PrefixStore(context.key, context.store)
+        self._sockets = connect(store, self._ranks, self._place, context.timeout)
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
 
-    def carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        """Packs, sends what the sockets take, keeps, and carries on until all has gone and come."""
-        pack()
-        self._converse(errand, sends, receives, meanwhile)
+    def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Sends the bytes that the sockets' buffers take at once."""
+        self._started = time.monotonic()
+        self._group.start_slices(
+            sends.slices.native,
+            sends.pointers,
+            sends.buffer,
+            receives.slices.native,
+            receives.pointers,
+            receives.buffer,
+            tag_of(record.fingerprint, self.sequence),
+        )
 
-    def _converse(
-        self, errand: ExchangeRecord, sends: MessageBuffers, receives: MessageBuffers, meanwhile: Run
-    ) -> None:
-        started = time.monotonic()
-        try:
-            self._group.start_slices(
-                sends.slices.native,
-                sends.pointers,
-                sends.buffer,
-                receives.slices.native,
-                receives.pointers,
-                receives.buffer,
-                tag_of(errand.fingerprint, self.sequence),
-            )
-            meanwhile()
-            outcome, peer = self._group.finish()
-            if outcome != "done":
-                self._go_on(errand, started, outcome, peer)
-        except BaseException as error:  # half of the exchange is under way, so nothing can follow it
-            if self.failure is None:
-                self.failure = error
-                self._watch.report(self._key, None, error)
-            self._disconnect()
-            raise
+    def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Sends and receives until all messages have gone and come."""
+        outcome, peer = self._group.finish()
+        if outcome != "done":
+            self._finish_watched(record, outcome, peer)
+        self._started = 0.0
 
-    def _go_on(self, errand: ExchangeRecord, started: float, outcome: str, peer: int) -> None:
-        """Sees an exchange through that is not done at once; the watch is told of no other."""
+    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Disconnects where half of the exchange may have gone: nothing can follow it."""
+        if self._started == 0.0:  # nothing has been sent
+            return
+        self._started = 0.0
+        if self.failure is None:
+            self.failure = error
+            self._watch.report(self._key, None, error)
+        self._close_sockets()
+
+    def _finish_watched(self, record: ExchangeRecord, outcome: str, peer: int) -> None:
+        """Finishes an exchange that is not done at once, the only kind that the watch hears of."""
         group = self._group
-        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: group.interrupt(), self._timeout_s)
+        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: group.interrupt(), self._timeout_s)
         wait.is_timed = False  # by the watchdog, which needs no GIL
-        wait.started = started
+        wait.started = self._started
         self._watch.begin(wait)
         try:
             while outcome == "pending":
                 wait.peer = self._ranks[peer]
-                self._recorder.state(errand.record, EXCHANGING, wait.peer)
+                self._recorder.state(record.entry, EXCHANGING, wait.peer)
                 outcome, peer = self._group.finish()
         finally:
             self._watch.end(wait)
         if outcome != "done":
-            self._check_usable(errand.description)  # another thread may have aborted
-            if peer >= 0:  # else all letters had come when the time was over
+            self._check_usable(record.description)  # another thread may have aborted
+            if peer >= 0:  # else all messages had come when the time was over
                 wait.peer = self._ranks[peer]
             raise self._flight.written_for(self._cause(wait, outcome))
 
@@ -95,23 +94,13 @@ class SocketCommunicator(PackedCommunicator):
         self._watch.report(self._key, self.sequence, error)
 
     def set_timeout(self, seconds: float) -> None:
-        """How long an exchange may take from now on."""
+        """Sets how long an exchange may take from now on, in seconds."""
         self._check_usable(f"a timeout of {seconds:g} s")
         self._timeout_s = seconds
         self._group.set_timeout(seconds)
 
-    def close(self) -> None:
-        """Waits for all that was issued and for the others, and disconnects; raises what nobody has been told."""
-        self._check_own()
-        self._queue.close()
-        if self.failure is None:
-            self.barrier()
-        self._end("closed")
-        self._disconnect()
-        self._queue.raise_unseen()
-
     def abort(self) -> None:
-        """Disconnects without waiting for the others; whoever waits here is woken."""
+        """Disconnects without waiting for the other ranks; a thread that waits in an exchange is woken."""
         if self._is_inherited:  # the parent would be woken
             return
         self._end("aborted")
@@ -119,26 +108,29 @@ class SocketCommunicator(PackedCommunicator):
         self._queue.close()
         with_turn = self._turn.acquire(timeout=_PATIENCE_S)
         try:
-            self._disconnect()
+            self._close_sockets()
         finally:
             if with_turn:
                 self._turn.release()
 
     def disown(self, error: WorldError) -> None:
-        """Closes this process's copies of the sockets too, or peers would not notice when the parent dies."""
+        """Refuses all further use, and closes this process's sockets: peers must notice when the parent dies."""
         super().disown(error)
         for found in self._sockets:
             if found is not None:
                 found.close()
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, reason: BaseException) -> None:
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._watchdog.unwatch(self._group)
         for found in self._sockets:
             if found is not None:
                 found.close()
 
     def _cause(self, wait: Wait, outcome: str) -> PeerError:
-        """Why an exchange broke off: what the watch or the store knows, else what the socket said."""
+        """The reason why an exchange broke off: what the watch or the store knows, else what the socket said."""
         if outcome == "expired":
             return self._watch.why_expired(wait)
         what = "closed its connection" if outcome == "closed" else "sent something else"

@@ -1,4 +1,4 @@
-"""Connects the ranks of a communicator pairwise over TCP, meeting through the store."""
+"""TCP connections between all pairs of ranks of a communicator, which exchange their addresses through the store."""
 
 import json
 import secrets
@@ -19,7 +19,7 @@ _GREETING_S = 2.0
 
 
 class _Address(NamedTuple):
-    """Where a rank listens; `machine` tells whether it is this one, `token` that a caller belongs to the job."""
+    """The address at which a rank listens, with the name of its machine and a token that only ranks of the job know."""
 
     host: str
     port: int

@@ -13,12 +13,13 @@ each is told why.
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.forked import InheritedWorld
+from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.flight import ExchangeRecord, Flight
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
@@ -37,113 +38,97 @@ _NO_TIMEOUT_S = float("inf")
 class TurnQueue(IssueQueue):
     """The queue of a rank thread's communicator: a thread that takes turns with the ranks."""
 
-    def __init__(self, switchboard: TurnScheduler, owner: Participant) -> None:
+    def __init__(self, scheduler: TurnScheduler, owner: Participant) -> None:
         super().__init__()
-        self._switchboard, self._owner, self._who = switchboard, owner, identity.current()
+        self._scheduler, self._owner, self._who = scheduler, owner, identity.current()
         self._waiting: deque[tuple[Work, Run]] = deque()
         self._closing = False
-        self._party: Participant | None = None
+        self._participant: Participant | None = None
 
     def wait_for(self, work: Work) -> None:
-        """Lets the others run until `work` has; another rank waits, too, for who reads the memory that they share."""
+        """Lets the other ranks run until `work` has run; one that writes memory that `work` reads waits, too."""
         self._check_owned(work)
-        self._switchboard.wait_until(self._switchboard.parties[identity.current().rank], work.is_completed)
+        self._scheduler.wait_until(self._scheduler.participants[identity.current().rank], work.is_completed)
 
     def close(self) -> None:
-        """Ends the thread when all that was submitted has run."""
-        party, self._closing = self._party, True
-        if party is not None and not self.is_disowned:
-            self._switchboard.wait_until(self._owner, lambda: party.done)
+        """Ends the queue's thread when all that was submitted has run."""
+        participant, self._closing = self._participant, True
+        if participant is not None and not self.is_disowned:
+            self._scheduler.wait_until(self._owner, lambda: participant.done)
 
     def interrupt(self, error: BaseException) -> None:
-        """Makes what runs, and what waits to run, fail."""
-        if self._party is not None and self.is_busy:
-            self._party.interruption = error
+        """Fails the running work and all that is queued."""
+        if self._participant is not None and self.is_busy:
+            self._participant.interruption = error
 
-    def party_of_caller(self) -> Participant:
-        """The queue's where its thread calls, else the rank's."""
-        return self._party if self._party is not None and self.is_own_thread() else self._owner
+    def participant_of_caller(self) -> Participant:
+        """The queue's participant where the queue's thread calls, else the rank's."""
+        return self._participant if self._participant is not None and self.is_own_thread() else self._owner
 
     def _enqueue(self, work: Work, run: Run) -> None:
         self._waiting.append((work, run))
-        if self._party is None:
-            self._party = self._switchboard.join(self._owner.rank)
-            threading.Thread(target=self._serve, args=(self._party,), name="queue", daemon=True).start()
+        if self._participant is None:
+            self._participant = self._scheduler.join(self._owner.rank)
+            threading.Thread(target=self._serve, args=(self._participant,), name="queue", daemon=True).start()
 
-    def _serve(self, party: Participant) -> None:
-        party.may_run.acquire()
+    def _serve(self, participant: Participant) -> None:
+        participant.may_run.acquire()
         self._thread_id = threading.get_ident()
         with identity.assumed(self._who):
             while self._waiting or not self._closing:
                 while self._waiting:
                     self._run(*self._waiting.popleft())
-                party.interruption = None
-                self._switchboard.wait_until(party, lambda: bool(self._waiting) or self._closing, is_idle=True)
-        self._switchboard.finish(party, None)
-
-
-class ThreadContext(NamedTuple):
-    """A rank thread's part in a communicator."""
-
-    name: str
-    key: str
-    ranks: tuple[int, ...]
-    rank: int
-    flight: Flight
-    compares: bool
+                participant.interruption = None
+                self._scheduler.wait_until(participant, lambda: bool(self._waiting) or self._closing, is_idle=True)
+        self._scheduler.finish(participant, None)
 
 
 class ThreadCommunicator(PackedCommunicator):
-    """Rank threads that leave messages for each other on a switchboard; on CUDA devices, all on one stream of each."""
+    """A communicator of rank threads; messages wait at their scheduler; all ranks use one stream of a CUDA device."""
 
     device_types = ("cpu", "cuda")
 
-    def __init__(self, member: ThreadContext, switchboard: TurnScheduler) -> None:
-        self._owner = switchboard.parties[member.rank]
-        self._turns = TurnQueue(switchboard, self._owner)
-        super().__init__(member, self._turns)
-        self._switchboard = switchboard
+    def __init__(self, context: CommunicatorContext, scheduler: TurnScheduler) -> None:
+        self._owner = scheduler.participants[context.rank]
+        self._turns = TurnQueue(scheduler, self._owner)
+        super().__init__(context, self._turns)
+        self._scheduler = scheduler
         self._barriers = 0
 
-    def carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        """Leaves copies of what is sent, then collects what arrives."""
-        try:
-            self._carry(errand, receives, sends, pack, meanwhile)
-        except BaseException as error:
-            # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
-            if (self._key, self.sequence) not in self._switchboard.refused:
-                self.failure = self.failure or error
-            raise
-
-    def _carry(
-        self, errand: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers, pack: Run, meanwhile: Run
-    ) -> None:
-        board, tag = self._switchboard, tag_of(errand.fingerprint, self.sequence)
-        wait = Wait(self._key, self.sequence, errand, self._ranks, lambda _: None, _NO_TIMEOUT_S)
-        pack()
+    def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Leaves copies of this rank's messages with the scheduler."""
+        scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
         for peer, tensor in sends.parts():
-            board.mail[self._key, self._place, peer, tag].append(tensor.clone())
-        meanwhile()
-        party = self._turns.party_of_caller()
+            scheduler.mail[self._key, self._place, peer, tag].append(tensor.clone())
+
+    def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Collects this rank's messages, and lets other ranks run until they are there."""
+        scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
+        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, _NO_TIMEOUT_S)
+        participant = self._turns.participant_of_caller()
         for peer, tensor in receives.parts():
             wait.peer = self._ranks[peer]
             slot = (self._key, peer, self._place, tag)
-            mail = board.mail[slot]
-            board.wait_until(party, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
+            mail = scheduler.mail[slot]
+            scheduler.wait_until(participant, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
             arrived = mail.popleft()
             if not mail:  # tags seldom come again
-                del board.mail[slot]
+                del scheduler.mail[slot]
             assert arrived.numel() == tensor.numel(), (
-                f"{errand.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
+                f"{record.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )
             tensor.copy_(arrived)
+
+    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Fails the communicator, unless a rank refused the exchange."""
+        # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
+        if (self._key, self.sequence) not in self._scheduler.refused:
+            self.failure = self.failure or error
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         text = f"{type(error).__name__}: {error}"
-        self._switchboard.refused[self._key, self.sequence] = (self._rank, text)
+        self._scheduler.refused[self._key, self.sequence] = (self._rank, text)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
@@ -151,54 +136,47 @@ class ThreadCommunicator(PackedCommunicator):
         self._check_usable("a barrier")
         self._barriers += 1
         key = f"{self._key}/{self._barriers}"
-        self._switchboard.arrived[key] += 1
-        arrived = self._switchboard.arrived
-        self._switchboard.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
+        self._scheduler.arrived[key] += 1
+        arrived = self._scheduler.arrived
+        self._scheduler.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
 
     def set_timeout(self, seconds: float) -> None:
         """Changes nothing: when every rank thread waits, each is told at once."""
         self._check_usable(f"a timeout of {seconds:g} s")
 
-    def close(self) -> None:
-        """Waits for all that was issued and for the others, and refuses further use."""
-        self._check_own()
-        self._queue.close()
-        if self.failure is None:
-            self.barrier()
-        self._end("closed")
-        self._switchboard.end(self._key)
-        self._queue.raise_unseen()
+    def _disconnect(self, reason: BaseException) -> None:
+        self._scheduler.end(self._key)
 
     def abort(self) -> None:
-        """Refuses further use; what was issued fails."""
+        """Refuses further use of the communicator; what was issued fails."""
         if self._is_inherited:  # nothing runs here
             return
-        self._switchboard.end(self._key)
+        self._scheduler.end(self._key)
         self.leave()
 
     def leave(self) -> None:
-        """Ends the queue; what was issued fails."""
+        """Ends the communicator's queue; what was issued fails."""
         self._end("aborted")
         self._turns.interrupt(WorldError("the communicator was aborted"))
         self._queue.close()
 
     def report(self, error: BaseException) -> None:
-        """Tells the others that this rank takes part in no exchange any more, and why."""
-        self._switchboard.reported.setdefault(self._key, (self._rank, f"{type(error).__name__}: {error}"))
+        """Reports to the other ranks that this rank takes part in no exchange any more, and why."""
+        self._scheduler.reported.setdefault(self._key, (self._rank, f"{type(error).__name__}: {error}"))
 
 
 class ThreadWorld:
     """The world of one rank thread."""
 
-    def __init__(self, who: Identity, switchboard: TurnScheduler, costs: CostTable) -> None:
+    def __init__(self, who: Identity, scheduler: TurnScheduler, costs: CostTable) -> None:
         self.identity, self.costs = who, costs
-        self._switchboard = switchboard
+        self._scheduler = scheduler
         self.flight = Flight(who.rank, who.size, None)
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
         self._closed = False
 
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> ThreadCommunicator:
-        """The communicator of these ranks; threads share the memory of all devices, so it is one for all."""
+        """The communicator of `ranks`: one for all types of devices, whose memory threads share."""
         if self._closed:
             raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
         members = tuple(sorted(ranks))
@@ -206,21 +184,21 @@ class ThreadWorld:
         if found is None:
             name = f"ranks {','.join(map(str, members))}"
             # Which one of this name, as others may have made more of them: store.rendezvous does it for processes.
-            key = f"{name}/{self._switchboard.num_ended[name] + 1}"
-            member = ThreadContext(name, key, members, self.identity.rank, self.flight, environment.compares())
-            found = self._communicators[members] = ThreadCommunicator(member, self._switchboard)
+            key = f"{name}/{self._scheduler.num_ended[name] + 1}"
+            context = CommunicatorContext(name, key, members, self.identity.rank, self.flight, environment.compares())
+            found = self._communicators[members] = ThreadCommunicator(context, self._scheduler)
         return found
 
     def inherited(self) -> World:
-        """What a forked child gets in its place."""
+        """The world of a forked child: it refuses everything."""
         return InheritedWorld(self.identity.rank, self._communicators.values())
 
     def successor(self) -> "ThreadWorld":
-        """A new world of the same threads, without anything of this one."""
-        return ThreadWorld(self.identity, self._switchboard, self.costs)
+        """A new world of the same rank threads, without communicators."""
+        return ThreadWorld(self.identity, self._scheduler, self.costs)
 
     def report(self, error: BaseException) -> None:
-        """Tells the others why this rank takes part in nothing any more; of failures the first counts."""
+        """Reports to the other ranks why this rank takes part in nothing any more; the first failure counts."""
         for communicator in self._communicators.values():
             communicator.report(error)
 
@@ -231,18 +209,18 @@ class ThreadWorld:
             communicator.close()
 
     def settle(self) -> None:
-        """Lets all that was issued run, and ends the queues."""
+        """Ends the queues when all that was issued has run."""
         for communicator in self._communicators.values():
             communicator.settle()
 
     def abort(self) -> None:
-        """Ends all communicators without the others."""
+        """Ends all communicators without the other ranks."""
         self._closed = True
         for communicator in self._communicators.values():
             communicator.abort()
 
     def leave(self) -> None:
-        """Ends the queues with the thread."""
+        """Ends the queues of a rank whose thread ends."""
         for communicator in self._communicators.values():
             communicator.leave()
 
@@ -255,45 +233,45 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     >>> run_ranks(3, lambda rank: rank * rank)
     [0, 1, 4]
     """
-    switchboard, generation = TurnScheduler(size), identity.new_generation()
+    scheduler, generation = TurnScheduler(size), identity.new_generation()
     table = CostTable(ranks_per_host=size) if costs is None else costs
     results: list[Result | None] = [None] * size
 
     def run(rank: int) -> None:
-        who, party = Identity(generation, rank, size), switchboard.parties[rank]
-        registry.enter(who, ThreadWorld(who, switchboard, table))
-        party.may_run.acquire()
+        who, participant = Identity(generation, rank, size), scheduler.participants[rank]
+        registry.enter(who, ThreadWorld(who, scheduler, table))
+        participant.may_run.acquire()
         error: BaseException | None = None
         try:
             with identity.assumed(who):
-                results[rank] = _run_rank(who, party, body)
+                results[rank] = _run_rank(who, participant, body)
         except BaseException as raised:  # noqa: BLE001  whatever ended the rank is raised by run_ranks
             error = raised
         finally:
-            switchboard.finish(party, error)
+            scheduler.finish(participant, error)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    switchboard.begin()
+    scheduler.begin()
     for thread in threads:
         thread.join()
-    errors = [party.error for party in switchboard.parties if party.error is not None]
+    errors = [participant.error for participant in scheduler.participants if participant.error is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])
     return results  # type: ignore[return-value]
 
 
-def _run_rank(who: Identity, party: Participant, body: Callable[[int], Result]) -> Result:
-    """What a rank thread does; its queues end with it, well or not."""
+def _run_rank(who: Identity, participant: Participant, body: Callable[[int], Result]) -> Result:
+    """Runs a rank's body; the rank's queues end with it, whether it returns or raises."""
     try:
-        result = body(party.rank)
+        result = body(participant.rank)
         world = registry.find(who)
         if isinstance(world, ThreadWorld):
             world.settle()
         return result
     except BaseException as error:
-        party.error = error  # for those who hear of it while the queues end
+        participant.error = error  # for those who hear of it while the queues end
         raise
     finally:
         world = registry.leave(who)

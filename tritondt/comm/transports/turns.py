@@ -1,7 +1,7 @@
-"""Whose turn it is among threads that take turns, and the messages under way between them.
+"""Scheduling of rank threads that take turns, and the messages under way between them.
 
-One thread runs at a time and hands over where it waits, so a run is deterministic and needs no timeouts. A party is a
-rank, or the queue of a rank's communicator. When every party waits, each is told why.
+One thread runs at a time and hands over where it waits, so a run is deterministic and needs no timeouts. A participant
+is a rank, or the queue of a rank's communicator. When every participant waits, each is told why.
 """
 
 import threading
@@ -17,7 +17,7 @@ from tritondt.errors import PeerError
 
 @dataclass(eq=False)
 class Participant:
-    """What the switchboard knows of one thread; `is_idle` means that nobody needs to be told that it waits."""
+    """A thread that takes turns; an idle one waits for work, not for a rank, and is not told that it waits in vain."""
 
     rank: int
     may_run: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
@@ -30,17 +30,17 @@ class Participant:
     error: BaseException | None = None
 
     def can_run(self) -> bool:
-        """Whether it would go on if it had the turn."""
+        """Whether the thread would go on if it had the turn."""
         if self.done:
             return False
         return self.ready is None or self.interruption is not None or self.ready()
 
 
 class TurnScheduler:
-    """The parties of one run, and their messages."""
+    """Turns of the participants of one run, and the messages under way between them."""
 
     def __init__(self, size: int) -> None:
-        self._size, self.parties = size, [Participant(rank) for rank in range(size)]  # and later those of queues
+        self._size, self.participants = size, [Participant(rank) for rank in range(size)]  # and later those of queues
         self.mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
         self.refused: dict[tuple[str, int], tuple[int, str]] = {}
         self.num_ended: dict[str, int] = defaultdict(int)  # of communicators, by name
@@ -49,53 +49,54 @@ class TurnScheduler:
 
     def begin(self) -> None:
         """Gives the first rank its turn."""
-        self.parties[0].may_run.release()
+        self.participants[0].may_run.release()
 
     def join(self, rank: int) -> Participant:
-        """One more party of a rank; its thread starts by taking `may_run`."""
+        """One more participant of a rank; the thread starts by taking `may_run`."""
         made = Participant(rank)
-        self.parties.append(made)
+        self.participants.append(made)
         return made
 
-    def finish(self, party: Participant, error: BaseException | None) -> None:
-        """Ends a party and hands over."""
-        party.done, party.error = True, error
-        self._hand_over(party)
+    def finish(self, participant: Participant, error: BaseException | None) -> None:
+        """Ends a participant and hands over."""
+        participant.done, participant.error = True, error
+        self._hand_over(participant)
 
     def end(self, key: str) -> None:
-        """Lets the next communicator of this name be another one; whoever comes second changes nothing."""
+        """Counts the communicator `key` as ended, so that the next of its name gets another key; once for all ranks."""
         name, _, number = key.rpartition("/")
         self.num_ended[name] = max(self.num_ended[name], int(number))
 
     def wait_until(
-        self, party: Participant, ready: Callable[[], bool], wait: Wait | None = None, *, is_idle: bool = False
+        self, participant: Participant, ready: Callable[[], bool], wait: Wait | None = None, *, is_idle: bool = False
     ) -> None:
-        """Lets the others run until `ready()`; raises when it can no longer become so."""
+        """Lets the other participants run until `ready()` is true; raises when it no longer can be."""
         while not ready():
-            if party.interruption is not None:
-                raise party.interruption
-            self._raise_if_refused(party, wait)
-            if party.is_hopeless:
-                party.is_hopeless = False
-                raise self._why_hopeless(party, wait)
-            party.ready, party.wait, party.is_idle = (lambda: ready() or self._is_refused(wait)), wait, is_idle
-            self._hand_over(party)
-            party.may_run.acquire()
-            party.ready, party.wait, party.is_idle = None, None, False
+            if participant.interruption is not None:
+                raise participant.interruption
+            self._raise_if_refused(participant, wait)
+            if participant.is_hopeless:
+                participant.is_hopeless = False
+                raise self._why_hopeless(participant, wait)
+            participant.ready = lambda: ready() or self._is_refused(wait)
+            participant.wait, participant.is_idle = wait, is_idle
+            self._hand_over(participant)
+            participant.may_run.acquire()
+            participant.ready, participant.wait, participant.is_idle = None, None, False
 
-    def _hand_over(self, party: Participant) -> None:
-        place, size = self.parties.index(party), len(self.parties)
-        others = [self.parties[(place + step) % size] for step in range(1, size + 1)]
+    def _hand_over(self, participant: Participant) -> None:
+        place, size = self.participants.index(participant), len(self.participants)
+        others = [self.participants[(place + step) % size] for step in range(1, size + 1)]
         chosen = next((other for other in others if other.can_run()), None)
         if chosen is None:  # nobody can go on: tell one, whose raising lets others go on
-            chosen = self._told_first([other for other in others if not other.done and not other.is_idle])
+            chosen = self._first_to_raise([other for other in others if not other.done and not other.is_idle])
             if chosen is None:
                 return
             chosen.is_hopeless = True
         chosen.may_run.release()
 
-    def _told_first(self, waiting: list[Participant]) -> Participant | None:
-        """Who waits in vain for sure: others may wait for what it does next."""
+    def _first_to_raise(self, waiting: list[Participant]) -> Participant | None:
+        """The participant that waits in vain for sure: others may wait for what it does next."""
         waits = [other for other in waiting if other.wait is not None]
         over = [other for other in waits if other.wait is not None and self._is_over(other.wait.key)]
         # Whoever waits for a message knows the reason; who waits for such a one hears it from there.
@@ -108,40 +109,38 @@ class TurnScheduler:
     def _is_refused(self, wait: Wait | None) -> bool:
         return wait is not None and (wait.key, wait.sequence) in self.refused
 
-    def _raise_if_refused(self, party: Participant, wait: Wait | None) -> None:
+    def _raise_if_refused(self, participant: Participant, wait: Wait | None) -> None:
         if wait is not None and self._is_refused(wait):
             other, text = self.refused[wait.key, wait.sequence]
-            raise PeerError(failure_text(other, party.rank, wait, text))
+            raise PeerError(failure_text(other, participant.rank, wait, text))
 
-    def _why_hopeless(self, party: Participant, wait: Wait | None) -> PeerError:
+    def _why_hopeless(self, participant: Participant, wait: Wait | None) -> PeerError:
         if wait is None:
-            return PeerError(f"rank {party.rank} waits at a barrier that not all ranks reach")
-        known = self._failure(party, wait)
+            return PeerError(f"rank {participant.rank} waits at a barrier that not all ranks reach")
+        known = self._failure(participant, wait)
         if known is not None:
-            return PeerError(failure_text(known[0], party.rank, wait, known[1]))
-        for other in self.parties:
-            if other.wait is not None and other.rank != party.rank:
+            return PeerError(failure_text(known[0], participant.rank, wait, known[1]))
+        for other in self.participants:
+            if other.wait is not None and other.rank != participant.rank:
                 found = disagreement(
-                    wait, party.rank, other.rank, other.wait.key, other.wait.sequence, other.wait.fingerprint,
+                    wait, participant.rank, other.rank, other.wait.key, other.wait.sequence, other.wait.fingerprint,
                     other.wait.description,
                 )  # fmt: skip
                 if found is not None:
                     return found
-        ended = [other.rank for other in self.parties[: self._size] if other.done and other.rank in wait.ranks]
+        rank, awaited = participant.rank, f"rank {wait.peer} in {wait.description}"
+        ended = [other.rank for other in self.participants[: self._size] if other.done and other.rank in wait.ranks]
         if ended:
-            return PeerError(
-                f"rank {ended[0]} has ended while rank {party.rank} waited for rank {wait.peer} in {wait.description}"
-            )
+            return PeerError(f"rank {ended[0]} has ended while rank {rank} waited for {awaited}")
         return PeerError(
-            f"rank {party.rank} waits for rank {wait.peer} in {wait.description}, which will never answer: every other "
-            "rank waits or has ended"
+            f"rank {rank} waits for {awaited}, which will never answer: every other rank waits or has ended"
         )
 
-    def _failure(self, party: Participant, wait: Wait) -> tuple[int, str] | None:
-        """The rank that reported a failure, or ended with one, and what it said."""
+    def _failure(self, participant: Participant, wait: Wait) -> tuple[int, str] | None:
+        """The rank that reported a failure, or ended with one, and the failure's text."""
         if wait.key in self.reported:
             return self.reported[wait.key]
-        for other in self.parties:
+        for other in self.participants:
             if other.error is not None:
                 return other.rank, f"{type(other.error).__name__}: {other.error}"
         return None

@@ -8,32 +8,32 @@
 namespace tritondt {
 
 // Bytes that go to a peer, or come from it.
-struct Letter {
+struct Message {
   std::int64_t peer;
   std::uintptr_t address;
   std::int64_t num_bytes;
 };
 
-// A letter before it is known where tensors lie: bytes from `start` on of tensor number `tensor`,
+// A message before it is known where tensors lie: bytes from `start` on of tensor number `tensor`,
 // or of a buffer.
-struct LetterSlice {
+struct MessageSlice {
   std::int64_t peer;
   std::optional<std::size_t> tensor;
   std::uintptr_t start;
   std::int64_t num_bytes;
 };
 
-// The letters of an exchange, for all times that it runs.
-class LetterSlices {
+// The messages of an exchange, for all times that it runs.
+class MessageSlices {
  public:
-  explicit LetterSlices(std::vector<LetterSlice> slices);
+  explicit MessageSlices(std::vector<MessageSlice> slices);
 
   // Throws std::out_of_range where a tensor is not among those at `addresses`.
-  std::vector<Letter> letters(const std::vector<std::uintptr_t>& addresses,
-                              std::uintptr_t buffer) const;
+  std::vector<Message> messages(const std::vector<std::uintptr_t>& addresses,
+                                std::uintptr_t buffer) const;
 
  private:
-  std::vector<LetterSlice> slices_;
+  std::vector<MessageSlice> slices_;
 };
 
 }  // namespace tritondt

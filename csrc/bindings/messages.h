@@ -9,33 +9,33 @@
 #include <utility>
 #include <vector>
 
-#include "transport/letter.h"
+#include "transport/message.h"
 
 namespace tritondt {
 
-// A letter as Python writes it: (peer, address, bytes).
-using LetterFields = std::tuple<std::int64_t, std::uintptr_t, std::int64_t>;
+// A message as Python writes it: (peer, address, bytes).
+using MessageFields = std::tuple<std::int64_t, std::uintptr_t, std::int64_t>;
 
-inline std::vector<Letter> make_letters(const std::vector<LetterFields>& fields) {
-  std::vector<Letter> letters;
-  letters.reserve(fields.size());
+inline std::vector<Message> make_messages(const std::vector<MessageFields>& fields) {
+  std::vector<Message> messages;
+  messages.reserve(fields.size());
   for (const auto& [peer, address, num_bytes] : fields) {
-    letters.push_back({peer, address, num_bytes});
+    messages.push_back({peer, address, num_bytes});
   }
-  return letters;
+  return messages;
 }
 
 // A slice as Python writes it: (peer, tensor or None, start, bytes).
 using SliceFields =
     std::tuple<std::int64_t, std::optional<std::size_t>, std::uintptr_t, std::int64_t>;
 
-inline LetterSlices make_slices(const std::vector<SliceFields>& fields) {
-  std::vector<LetterSlice> slices;
+inline MessageSlices make_slices(const std::vector<SliceFields>& fields) {
+  std::vector<MessageSlice> slices;
   slices.reserve(fields.size());
   for (const auto& [peer, tensor, start, num_bytes] : fields) {
     slices.push_back({peer, tensor, start, num_bytes});
   }
-  return LetterSlices(std::move(slices));
+  return MessageSlices(std::move(slices));
 }
 
 }  // namespace tritondt

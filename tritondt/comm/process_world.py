@@ -1,0 +1,241 @@
+"""The world of a rank that is a process: its communicators, and what else is made and ended with them.
+
+A communicator is made on first use, by exactly the ranks in it, under a store prefix of our own. It never goes
+through new_group, whose counters diverge when only some ranks call it.
+"""
+
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from tritondt import environment
+from tritondt._C import Watchdog
+from tritondt.comm.communicator import Communicator
+from tritondt.comm.forked import InheritedWorld
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.comparison import digest
+from tritondt.comm.monitor.flight import Flight
+from tritondt.comm.monitor.watch import Watch
+from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.streams import CudaStreams
+from tritondt.comm.registry import World
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.host import StoreHost
+from tritondt.comm.store.rendezvous import Rendezvous
+from tritondt.comm.transports.gloo import GlooCommunicator
+from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.sockets import SocketCommunicator
+from tritondt.device_types import ByDeviceType
+from tritondt.errors import TransportError, WorldError
+from tritondt.identity import Identity
+from tritondt.planning.cost import CostTable
+
+_MAX_NAMED = 16
+
+
+class Part(Protocol):
+    """A resource that ends with its world."""
+
+    def close(self) -> None:
+        """Ends the resource; a collective call."""
+
+    def abort(self) -> None:
+        """Ends the resource without the other ranks."""
+
+
+def _ended() -> WorldError:
+    return WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
+
+
+class ProcessWorld:
+    """Ranks that are processes, connected through the store of torch.distributed's default group."""
+
+    def __init__(self, who: Identity) -> None:
+        self.identity = who
+        self._timeout = environment.timeout()
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore("tritondt", store)
+        self._store_host = StoreHost(store)
+        self._store_client = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._store_host)
+        self._watch = Watch(self._store_client, who.rank)
+        environment.transport()  # what is not allowed is refused now, on all ranks
+        self._compares = environment.compares()
+        self.flight = Flight(who.rank, who.size, self._flight_directory())
+        self._watchdog = _watching(self.flight)
+        self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
+        self._parts: dict[str, Part] = {}
+        self._rendezvous: list[Rendezvous] = []
+        self._making = threading.Lock()
+        self._store_host.announce(self._store, who.rank)
+        self.costs = self._agreed(default_costs(who.size))
+        self._closed = False
+
+    def _agreed(self, own: CostTable) -> CostTable:
+        """The cost table of the rank that came first: all ranks read one, and none waits for one that never comes."""
+        return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
+
+    def _flight_directory(self) -> Path:
+        """Folder of the flight records of this world's ranks on this machine: the environment's, or a temporary one."""
+        given = environment.flight_directory()
+        if given is not None:
+            return Path(given)
+        own = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
+        return Path(tempfile.gettempdir()) / "tritondt-flight" / self._store.compare_set("flight", "", own).decode()
+
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
+        """The communicator of `ranks` for tensors on such devices; the first call is collective among them."""
+        if self._closed:
+            raise _ended()
+        key = (tuple(sorted(ranks)), device_type)
+        found = self._communicators.get(key)
+        if found is None:
+            with self._making:
+                found = self._communicators.get(key)
+                if found is None:
+                    found = self._communicators[key] = self._connected(*key)
+        return found
+
+    def _connected(self, ranks: tuple[int, ...], device_type: str) -> Communicator:
+        make = transports.get(device_type)
+        if make is None:
+            raise TransportError(
+                f"a communicator for tensors on {device_type} was asked for; there are transports for "
+                f"{' and '.join(transports)}"
+            )
+        name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
+        return make(self.join(name, ranks, self._timeout))
+
+    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
+        """This rank's part in a communicator of `ranks`, when all have come; PeerError where some do not."""
+        if self._closed:
+            raise _ended()
+        rendezvous = Rendezvous(self._store_client, name, ranks, timeout.total_seconds())
+        self._rendezvous.append(rendezvous)
+        rendezvous.gather(self.identity.rank)
+        self._store_client.call(self._store_host.look_up, timeout.total_seconds())
+        return ProcessContext(
+            name=name,
+            key=rendezvous.key,
+            ranks=ranks,
+            rank=self.identity.rank,
+            store=self._store,
+            timeout=timeout,
+            compares=self._compares,
+            flight=self.flight,
+            watch=self._watch,
+            watchdog=self._watchdog,
+        )
+
+    def keep(self, name: str, part: Part) -> None:
+        """Ends `part`, which was made of the context `name`, with this world."""
+        self._parts[name] = part
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the world has ended."""
+        return self._closed
+
+    def report(self, error: BaseException) -> None:
+        """Reports to the other ranks why this rank takes part in nothing any more; RuntimeError where it cannot."""
+        for rendezvous in self._rendezvous:
+            self._watch.report_for_good(rendezvous.key, error)
+
+    def close(self) -> None:
+        """Ends all communicators; a collective call."""
+        self._closed = True
+        try:
+            self._end_rendezvous()  # before the others are met: the store may leave with one of them
+            # In an order that all ranks share, whichever they used first: closing waits for the others.
+            for _, communicator in sorted(self._communicators.items()):
+                communicator.close()
+            for _, part in sorted(self._parts.items()):
+                part.close()
+        finally:  # what could not be closed with the others
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends all communicators without the other ranks."""
+        self._closed = True
+        self._end_rendezvous()
+        for communicator in self._communicators.values():
+            communicator.abort()
+        self._communicators.clear()
+        for part in self._parts.values():
+            part.abort()
+        self._parts.clear()
+        self._watch.close()
+        self._store_client.close()
+        self._watchdog.close()
+        self.flight.leave()
+
+    def _end_rendezvous(self) -> None:
+        for rendezvous in self._rendezvous:
+            with suppress(RuntimeError):  # without the store there is no next one
+                rendezvous.end()
+        self._rendezvous.clear()
+
+    def inherited(self) -> World:
+        """The world of a forked child: it refuses everything."""
+        return InheritedWorld(self.identity.rank, self._communicators.values())
+
+    def successor(self) -> None:
+        """None: the next world of this process is made on first use."""
+
+
+def _on_cpu(context: ProcessContext) -> Communicator:
+    return GlooCommunicator(context) if environment.transport() == "gloo" else SocketCommunicator(context)
+
+
+def _on_gpu(context: ProcessContext) -> Communicator:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return NcclCommunicator(context, nccl_library(), CudaStreams(device))
+
+
+# What makes communicators, by the type of the devices that tensors are on.
+transports = ByDeviceType[Callable[[ProcessContext], Communicator]](cpu=_on_cpu, cuda=_on_gpu)
+
+
+def _name_of(ranks: tuple[int, ...]) -> str:
+    """Name of a communicator in the store and in flight records, short for any number of ranks.
+
+    >>> _name_of((0, 1, 4))
+    'ranks 0,1,4'
+    >>> _name_of(tuple(range(4096)))
+    'ranks 0..4095 (8e1963b0c9811425)'
+    """
+    if len(ranks) <= _MAX_NAMED:
+        return "ranks " + ",".join(map(str, ranks))
+    return f"ranks {ranks[0]}..{ranks[-1]} ({digest(repr(ranks), 8).hex()})"
+
+
+def _watching(flight: Flight) -> Watchdog:
+    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program handles that signal."""
+    made = Watchdog()
+    flight.prepare()
+    made.dump_on_signal(signal.SIGUSR1, flight.recorder, flight.path_text)
+    return made
+
+
+def default_costs(world_size: int) -> CostTable:
+    """The cost table: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
+    per_host, given = environment.ranks_per_host(), environment.costs()
+    table = CostTable(ranks_per_host=world_size if per_host is None else per_host)
+    if given is None:
+        return table
+    try:
+        return table.with_json(given)
+    except ValueError as error:
+        raise WorldError(
+            f"TRITONDT_COSTS={given!r} is set, but {error}; allowed are fields of tritondt.planning.cost.CostTable as "
+            'a JSON object, such as {"network": {"bandwidth": 1e8}}'
+        ) from error

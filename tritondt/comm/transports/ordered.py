@@ -1,0 +1,134 @@
+"""Communicators whose exchanges run in the order of issue: one issuing thread at a time, a queue, one end.
+
+Which of two threads came first may differ among the ranks, so a second thread that issues meanwhile is refused.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from tritondt.comm.communicator import Transfer
+from tritondt.comm.member import CommunicatorContext
+from tritondt.comm.transports.closable import Closable
+from tritondt.comm.work import IssueQueue, Run, Work
+from tritondt.errors import WorldError
+
+NO_SITE = -1
+
+
+class OrderedCommunicator(Closable, ABC):
+    """A communicator that runs what is issued on it in the order of issue, until it is closed or aborted."""
+
+    def __init__(self, context: CommunicatorContext, queue: IssueQueue) -> None:
+        self._key, self._ranks, self._rank, self._place = context.key, context.ranks, context.rank, context.place
+        self._queue, self._flight, self._recorder = queue, context.flight, context.flight.recorder
+        self._issued_at = NO_SITE  # the line that issued what the queue runs now
+        self._turn = threading.RLock()
+        self.sequence = 0  # exchanges so far, those without a message of ours included
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The world's ranks in this communicator, ascending."""
+        return self._ranks
+
+    def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
+        """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
+        if self._queue.is_own_thread():
+            self._exchange(sources, targets, transfer, self._issued_at)
+            return
+        if not self._turn.acquire(False):
+            raise self._second_thread_error(transfer.description)
+        try:
+            self._queue.drain()
+            self._exchange_now(sources, targets, transfer)
+        finally:
+            self._turn.release()
+
+    def _exchange_now(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
+    ) -> None:
+        self._exchange(sources, targets, transfer, self._recorder.site())
+
+    @abstractmethod
+    def _exchange(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
+    ) -> None:
+        """Runs an exchange that the line `site` of the program has asked for."""
+
+    def issue(
+        self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool = True
+    ) -> Work:
+        """Runs `run`, which may exchange and reads `sources`, after all that was issued before; returns at once."""
+        if not self._turn.acquire(False):
+            raise self._second_thread_error(description)
+        try:
+            self._check_usable(description)
+            site = self._recorder.site()
+
+            def issued() -> None:
+                self._issued_at = site
+                run()
+
+            return self._queue.submit(issued, description, sources, sources_ready=sources_ready)
+        finally:
+            self._turn.release()
+
+    def in_order(self, run: Run, description: str) -> None:
+        """Runs `run`, which exchanges more than once, with nothing issued in between."""
+        if self._queue.is_own_thread():
+            run()
+            return
+        if not self._turn.acquire(False):
+            raise self._second_thread_error(description)
+        try:
+            run()
+        finally:
+            self._turn.release()
+
+    def _second_thread_error(self, description: str) -> WorldError:
+        return WorldError(
+            f"{description} was asked for by thread {threading.current_thread().name!r} while another thread issues on "
+            f"the communicator of ranks {self._ranks}, and which of the two came first may differ among the ranks; "
+            "issue from one thread, or from one after the other"
+        )
+
+    def refuse(self, error: BaseException) -> None:
+        """Reports why this rank takes no part in the next exchange, which counts as run, to the other ranks."""
+        if self._is_inherited:  # nobody waits for this process
+            return
+        if not self._queue.is_own_thread():
+            self._queue.drain()
+        self._refuse(error)
+
+    @abstractmethod
+    def _refuse(self, error: BaseException) -> None: ...
+
+    def settle(self) -> None:
+        """Returns when all that was issued has run; raises the first failure that nobody has seen."""
+        self._queue.close()
+        self._queue.raise_unseen()
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank of the communicator has called it."""
+
+    def close(self) -> None:
+        """Waits for all that was issued and for all ranks, and disconnects; raises a failure that nobody has seen."""
+        self._check_own()
+        self._queue.close()
+        if self.failure is None:
+            self.barrier()
+        self._disconnect(self._end("closed"))
+        self._queue.raise_unseen()
+
+    @abstractmethod
+    def _disconnect(self, reason: BaseException) -> None:
+        """Lets go of the connections for `reason`."""
+
+    def disown(self, error: WorldError) -> None:
+        """Refuses all further use with `error`, in a process that was forked from the communicator's."""
+        self.failure = error
+        self._turn = threading.RLock()  # another thread of the parent may have it
+        self._queue.disown(error)
