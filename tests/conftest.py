@@ -34,6 +34,9 @@ def pytest_report_header() -> list[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is beyond the core and what runs alone, and leaves tests that need GPUs to machines that have them."""
     found = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.extended)
     for cases in _cases_of_tests(items):
         chosen = cases[0].get_closest_marker("in_ci")
         ci = cases if chosen is None else _spread(cases, chosen.args[0])

@@ -90,7 +90,6 @@ def test_every_example_is_run():
     assert {*PRINTED, "nccl_raw"} == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     num_ranks, printed = PRINTED[name]
@@ -98,7 +97,6 @@ def test_example(name, tmp_path):
     assert re.search(printed, found), found
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_python_that_a_page_shows_runs(page, tmp_path):
     program = [(line, block) for line, block in shown_in(page) if not is_of_an_example(block)]

@@ -224,6 +224,7 @@ def is_group_empty(group: int) -> bool:
     return False
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_process_is_left_behind(tmp_path, number, status):
     process = start_demo(tmp_path)
@@ -237,6 +238,7 @@ def test_no_process_is_left_behind(tmp_path, number, status):
     assert is_group_empty(process.pid)
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_under_torchrun(tmp_path):
     subprocess.run(

@@ -201,6 +201,7 @@ def _end(end: str) -> NoReturn:
     raise UncaughtError("planned: what the child raises is no failure of its parent's")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("end", "status"), [("exits", 3), ("raises", 1)])
 def test_the_end_of_a_fork_disturbs_nobody(ranks: GlooRanks, end: str, status: int) -> None:
     assert ranks.run(fork_and_end, end) == [status, 0]
@@ -304,6 +305,7 @@ def wait_for_who_has_left(rank: int) -> None:
     gather(rows())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["sockets", "gloo"])
 def test_a_process_may_end_without_close(transport: str, tmp_path: Path) -> None:
     settings = {"TRITONDT_TIMEOUT": "60", "TRITONDT_TRANSPORT": transport, "TMPDIR": str(tmp_path)}

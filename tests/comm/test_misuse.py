@@ -135,6 +135,7 @@ def wait_twice(rank: int) -> None:
     assert (work.is_completed(), work.exception(), moved.work) == (True, None, None)
 
 
+@pytest.mark.extended
 def test_waiting_again_returns_the_same(everywhere: Everywhere) -> None:
     everywhere(wait_twice)
 

@@ -8,6 +8,8 @@ import pytest
 from tritondt import _C
 from tritondt.kernels.boxes import CopyBox
 
+pytestmark = pytest.mark.extended
+
 
 def digest(name):
     ran = subprocess.run(

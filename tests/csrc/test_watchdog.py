@@ -280,6 +280,7 @@ def test_a_forked_child_neither_hangs_nor_crashes(watchdog, pair, tmp_path):
     assert not (tmp_path / "signal.json").exists()
 
 
+@pytest.mark.extended
 def test_a_process_may_exit_without_closing_it():
     program = """
 import socket

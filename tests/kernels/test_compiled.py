@@ -125,6 +125,7 @@ def test_wide_casts(source, target, architecture):
         assert "ftz" not in compiled.ptx
 
 
+@pytest.mark.extended
 @pytest.mark.in_ci(3)
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
@@ -138,6 +139,7 @@ def test_casts_to_float64_by_widths(source, architecture):
         assert compiled.wide_loads == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize(("source", "target"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_casts_by_dims(source, target, architecture):

@@ -63,6 +63,7 @@ def test_sides_take_turns_in_an_order_that_turns_too(monkeypatch: pytest.MonkeyP
     assert {side: len(seconds) for side, seconds in found.items()} == {"a": 2, "b": 2}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_jobs_run_over_the_double(setting_of: SettingOf, ranks: int) -> None:
     tiny: dict[str, tuple[object, ...]] = {"redistribution": ((7, 5),), "issued": (8,)}

@@ -9,6 +9,8 @@ import pytest
 
 from tests.conftest import HAS_CLI, REPOSITORY
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.mark.skipif(not HAS_CLI, reason="benchmarks need the extra cli")
 @pytest.mark.skipif(sys.platform != "linux", reason="the double is built for Linux")

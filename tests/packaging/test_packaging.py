@@ -104,6 +104,7 @@ def lend_compiled_extension(checkout: Path) -> None:
         shutil.copy2(REPOSITORY / name, checkout / "build" / "lib" / name)
 
 
+@pytest.mark.extended
 def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
     package = {path.relative_to(REPOSITORY) for path in REPOSITORY.glob("tritondt/**/*.py")}
     kernels = {"tritondt" / path.relative_to(REPOSITORY) for path in REPOSITORY.glob("kernels/**/*.py")}
@@ -116,6 +117,7 @@ def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
 
 
+@pytest.mark.extended
 def test_wheel_imports_outside_the_repository(installed: Path, tmp_path: Path) -> None:
     found = origins(WITHOUT_EDITABLE_HOOK + REPORT_ORIGINS, tmp_path, PYTHONPATH=str(installed))
     assert all(path.is_relative_to(installed / "tritondt") for path in found), found
@@ -133,6 +135,7 @@ def test_repository_root_imports_without_an_install() -> None:
     assert all(path.is_relative_to(REPOSITORY / "tritondt") for path in found), found
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("alone")
 def test_import_is_quick_and_leaves_triton_alone(installed: Path, tmp_path: Path) -> None:
     code = WITHOUT_EDITABLE_HOOK + REPORT_IMPORT

@@ -39,6 +39,7 @@ def compiled_on(rank: int, overlap: bool) -> tuple[int, int, int]:
     return num_chunked, num_graphs, graphs.frame_count
 
 
+@pytest.mark.extended
 @pytest.mark.slow
 def test_compiled_modules_give_the_same_and_communicate_between_graphs():
     prices = {"host": {"latency_s": 1e-7, "bandwidth": 1e6, "busy_share": 0}, "flop_rate": 1e6}

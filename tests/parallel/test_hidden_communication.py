@@ -14,7 +14,7 @@ from tests.harness.delayed_transport import Delay, slow_down
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.parallel import all_gather_matmul, chunked_matmul, matmul_reduce_scatter
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("alone")]
 
 POSITIONS, FEATURES, OWN = 768, 16, 4096
 # What a matmul of all positions takes, and as much a communication; what each product takes besides.

@@ -77,6 +77,7 @@ def go_on(rank: int) -> list[float]:
     return [float(x[0]), float(y[0])]
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_come(ranks: GlooRanks) -> None:
     for rank, told in enumerate(ranks.run(stall)):
         if rank != 1:
@@ -114,6 +115,7 @@ def raise_uncaught(rank: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.extended
 def test_an_exception_of_one_rank_ends_the_others(mortal_ranks: GlooRanks) -> None:
     for told in mortal_ranks.outcomes(raise_uncaught)[:2]:
         assert "rank 2 failed while rank" in told
@@ -244,6 +246,7 @@ def come_late(rank: int) -> str:
     return str(error.value)
 
 
+@pytest.mark.extended
 def test_in_debug_mode_nothing_runs_before_all_agree(comparing_ranks: GlooRanks) -> None:
     told = comparing_ranks.run(disagree)
     assert told[0] == told[1] == told[2]

@@ -95,6 +95,7 @@ def plant(rank: int, async_op: bool) -> None:
     planted(rank, 3, async_op=async_op)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("async_op", [False, True])
 def test_processes_are_told_both_lines(ranks: GlooRanks, async_op: bool) -> None:
     outcomes = ranks.outcomes(plant, async_op)

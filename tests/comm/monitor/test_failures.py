@@ -77,6 +77,7 @@ def disagree(rank: int, members: tuple[int, ...], options: list[dict[str, Any]])
         move(members, **options[members.index(rank)])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("members", "options", "texts"),
     [
@@ -114,6 +115,7 @@ def stay_away(rank: int, members: tuple[int, ...]) -> None:
         move(members)
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout(failing_ranks: GlooRanks) -> None:
     waiting, away = run(failing_ranks, (1, 2), stay_away)
     assert away is None
@@ -130,6 +132,7 @@ def raise_its_own(rank: int, members: tuple[int, ...]) -> None:
         move(members)
 
 
+@pytest.mark.extended
 def test_a_rank_that_raises_elsewhere_is_not_waited_for_forever(failing_ranks: GlooRanks) -> None:
     """Its exception was caught, so nobody knows: the others stop at the timeout and name it."""
     waiting, raised = run(failing_ranks, (1, 3), raise_its_own)

@@ -119,6 +119,7 @@ def test_timeouts_above_0_only() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.extended
 def test_an_environment_without_a_folder_makes_one_and_removes_it_again(tmp_path: Path) -> None:
     with GlooRanks(2, {"TMPDIR": str(tmp_path)}) as found:
         found.run(start_world)

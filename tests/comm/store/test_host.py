@@ -102,6 +102,7 @@ def wait_beside_a_stopped_store(rank: int, holder: int, told: Path) -> str:
     return text
 
 
+@pytest.mark.extended
 def test_who_waits_for_another_names_the_rank_that_has_stopped_with_the_store(ranks: GlooRanks, tmp_path: Path) -> None:
     ranks.run(meet)
     os.kill(ranks.pids[0], signal.SIGSTOP)

@@ -39,6 +39,7 @@ def run_all(rank: int, several: list[Program]) -> None:
         run(program, rank)
 
 
+@pytest.mark.extended
 def test_on_processes(ranks: GlooRanks) -> None:
     num_orders = {"sockets": 26, "gloo": 3, "nccl": 5}[ranks.transport]  # type: ignore[attr-defined]
 

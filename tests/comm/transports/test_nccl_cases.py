@@ -8,6 +8,8 @@ from tests.comm.transports.test_gloo_cases import check_on
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.nccl_on_host import use_fake_nccl
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module", params=[2, 4, 8])
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:

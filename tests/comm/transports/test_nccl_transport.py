@@ -163,6 +163,7 @@ def close_in_another_order(rank: int) -> list[float]:
     return sums
 
 
+@pytest.mark.extended
 def test_communicators_are_closed_alike_whichever_was_used_first(failing_ranks: GlooRanks) -> None:
     assert failing_ranks.run(close_in_another_order) == [[595.0], [595.0, 595.0], [595.0]]
 
@@ -243,6 +244,7 @@ def use_after_close(rank: int) -> str:
     return str(told.value)
 
 
+@pytest.mark.extended
 def test_use_after_close(failing_ranks: GlooRanks) -> None:
     sentence = "a barrier was asked of a communicator that ended (the communicator was closed); make a new world"
     assert all(text.startswith(sentence) for text in failing_ranks.run(use_after_close))
@@ -255,6 +257,7 @@ def compare_and_disagree(rank: int) -> None:
     x.redistribute(placements=[T.Shard(1) if rank == 1 else T.Replicate()])
 
 
+@pytest.mark.extended
 def test_in_debug_mode_nothing_moves_before_all_agree(failing_ranks: GlooRanks) -> None:
     for outcome in failing_ranks.outcomes(compare_and_disagree):
         assert isinstance(outcome, Failure)
@@ -283,6 +286,7 @@ def fail_late(rank: int) -> tuple[str, str]:
     return str(first.value), str(second.value)
 
 
+@pytest.mark.extended
 def test_a_collective_that_does_not_end_is_aborted(failing_ranks: GlooRanks) -> None:
     for rank, (first, second) in enumerate(failing_ranks.run(fail_late)):
         if rank != 1:
@@ -298,6 +302,7 @@ def set_options(rank: int, options: str) -> Any:
     return rows(2, mesh).full_tensor().sum().item()
 
 
+@pytest.mark.extended
 def test_options_of_communicators() -> None:
     with ranks_on("nccl", 2) as ranks:
         assert ranks.run(set_options, '{"max_ctas": 4, "comm_name": "ours"}') == [595.0, 595.0]
