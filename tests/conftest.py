@@ -33,7 +33,18 @@ def pytest_report_header() -> list[str]:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is beyond the core and what runs alone, and leaves tests that need GPUs to machines that have them."""
+    _mark_tiers(items)
     found = torch.cuda.device_count()
+    for item in items:
+        if "alone" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.alone)
+        for mark, needed in (("gpu", 1), ("multigpu", 2)):
+            if item.get_closest_marker(mark) and found < needed:
+                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {found}"))
+
+
+def _mark_tiers(items: Iterable[pytest.Item]) -> None:
+    """Marks as `soak` and `extended` what CI, and what the core, leaves out."""
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.extended)
@@ -46,12 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.soak)
             elif item not in core:
                 item.add_marker(pytest.mark.extended)
-    for item in items:
-        if "alone" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.alone)
-        for mark, needed in (("gpu", 1), ("multigpu", 2)):
-            if item.get_closest_marker(mark) and found < needed:
-                item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA devices, found {found}"))
 
 
 def _cases_of_tests(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
