@@ -52,9 +52,9 @@ $(VENV)/nccl/%/.stamp: | $(VENV)/.stamp-package
 demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
 	$(BIN)/python -m tritondt demo
 
-# Side by side, a worker of pytest-xdist on each core; then what must have the machine to itself.
+# Side by side, a worker of pytest-xdist on each core, slow folders first; then what must have the machine to itself.
 define run_tests
-$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile -m "not sanitized and not alone and $(1)"
+$(BIN)/python -m pytest --quiet --numprocesses auto --dist loadfile --no-loadscope-reorder -m "not sanitized and not alone and $(1)"
 $(BIN)/python -m pytest --quiet -m "not sanitized and alone and $(1)" $$(grep -rlE 'usefixtures\("alone"\)|mark.alone' tests --include 'test_*.py')
 endef
 

@@ -14,7 +14,7 @@ from tests.harness.fault_matrix import JOBS, Job, Observed, start, words_of
 from tests.harness.faults import FAULTS, MOMENTS, RANKS, SIZE, Case, Observation, Ranks, cases_of, news
 from tests.harness.stacks import listen, stacks_of
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("alone")]
+pytestmark = pytest.mark.extended
 
 # What a busy machine may add; who hears of a fault does so long before the timeout of 30 s.
 PAGE = Path(__file__).parents[3] / "docs" / "failures.md"
