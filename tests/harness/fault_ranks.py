@@ -140,8 +140,9 @@ class FaultRanks:
             return None
         try:
             return self._pipes[rank].recv()
-        except EOFError:
-            self._hung.append(f"rank {rank} is gone")
+        except (EOFError, ConnectionResetError):  # a reset, where it left an order unread
+            self._processes[rank].join(1)
+            self._hung.append(f"rank {rank} is gone, with exit status {self._processes[rank].exitcode}")
             return None
 
     def _stacks_path(self, rank: int) -> Path:
