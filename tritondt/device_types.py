@@ -1,4 +1,4 @@
-"""What serves the tensors of a type of device: transports, NCCL's devices and makers of tables are such entries."""
+"""Tables by the type of device: the transports, NCCL devices and makers of tables are entries of such."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ class ByDeviceType(dict[str, Entry]):
 
     @contextmanager
     def replaced(self, device_type: str, entry: Entry | None) -> Iterator[None]:
-        """Has another entry for a type of device until the end, in all threads; None for no entry."""
+        """Puts another entry in place for a type of device until the block ends, in all threads; None for no entry."""
         before = self.get(device_type)
         self._put(device_type, entry)
         try:

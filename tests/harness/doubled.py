@@ -1,4 +1,4 @@
-"""Test doubles in the place of what serves a type of device: `doubled`, the only door that they come in by."""
+"""Test doubles of transports, NCCL devices and makers of tables, put in place by `doubled`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -16,7 +16,7 @@ from tritondt.process_group.stream import NcclDevice
 
 
 class Unchanged:
-    """What `doubled` is given for what it leaves as it is; None takes away what is there."""
+    """An argument of `doubled` that leaves an entry as it is; None takes the entry away."""
 
 
 UNCHANGED = Unchanged()
@@ -31,9 +31,9 @@ def doubled(
     nccl_device: Callable[[torch.device], NcclDevice] | Unchanged | None = UNCHANGED,
     table_maker: tables.Maker | Unchanged | None = UNCHANGED,
 ) -> Iterator[None]:
-    """Within, these make the communicators, NCCL's libraries and streams, and the tables of a type of device.
+    """Other makers of communicators, NCCL devices and tables for a type of device, within the block.
 
-    In all threads of this process; what was made before stays as it is.
+    They hold in all threads of this process; what was made before stays as it is.
 
         with doubled("cpu", table_maker=TritonMaker()):
             ...
