@@ -118,6 +118,7 @@ def one_layer_is_wrong(sizes):
     return {**make_plan(sizes), "blocks.*.mlp": TooLarge()}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "wrong", [LocalStyle(redistribute=one_sum_is_wrong), DTensorStyle(make_plan=one_layer_is_wrong)]
 )

@@ -122,6 +122,7 @@ def test_a_fork_is_refused_and_its_parent_goes_on(ranks: GlooRanks) -> None:
     assert ranks.run(fork_and_use) == [(0, True), (0, True)]
 
 
+@pytest.mark.extended
 def test_a_fork_is_refused_by_nccl() -> None:
     with ranks_on("nccl", 2, TRITONDT_TIMEOUT="20") as found:
         assert found.run(fork_and_use) == [(0, True), (0, True)]
@@ -167,6 +168,7 @@ def _outlive(told: Path) -> NoReturn:
     os._exit(0)
 
 
+@pytest.mark.extended
 def test_peers_notice_that_a_rank_dies_though_its_child_lives(tmp_path: Path) -> None:
     with GlooRanks(2, {"TRITONDT_TIMEOUT": "20", "TRITONDT_TRANSPORT": "sockets"}) as found:
         heard, dead = found.outcomes(fork_and_die, tmp_path)
@@ -270,6 +272,7 @@ def load_what_communicates(rank: int) -> None:
     gather(x)
 
 
+@pytest.mark.extended
 def test_workers_of_a_loader_are_forked(ranks: GlooRanks) -> None:
     ranks.run(load)
 

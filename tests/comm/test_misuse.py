@@ -211,6 +211,7 @@ def issue_from_two_threads(rank: int) -> str:
     return texts[0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("transport", ["sockets", "gloo"])
 def test_two_threads_cannot_exchange_at_once(transport: str) -> None:
     with GlooRanks(2, {"TRITONDT_TIMEOUT": "20", "TRITONDT_TRANSPORT": transport}) as ranks:

@@ -164,6 +164,7 @@ def test_a_thread_that_waits_is_ended_while_another_holds_the_gil(watchdog, pair
     assert outcomes == [("expired", 1)]
 
 
+@pytest.mark.extended
 def test_groups_and_recorders_may_go_at_any_time(watchdog, tmp_path):
     for index in range(20):
         sockets = socket.socketpair()

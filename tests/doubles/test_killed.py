@@ -113,6 +113,7 @@ def test_survivors_hear_of_a_rank_that_dies_at_any_step(double: Path, step: int)
             assert "was lost before all had come" in text or "a rank has given this communicator up" in text
 
 
+@pytest.mark.extended
 def test_survivors_give_up_a_rank_that_dies_before_it_is_known(double: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_JOIN_MS", "5000")
     texts = []

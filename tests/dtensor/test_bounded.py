@@ -71,6 +71,7 @@ def test_ten_thousand_steps_of_changing_shapes_leave_nothing_behind():
     assert bytes_after - bytes_before < 8e6
 
 
+@pytest.mark.extended
 def test_signatures_of_shapes_that_do_not_come_again_are_dropped(monkeypatch):
     monkeypatch.setattr(dispatch, "MAX_SIGNATURES", 40)
 

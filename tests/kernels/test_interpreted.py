@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent / "interpreted"
+PATHS = sorted(FOLDER.glob("test_*.py"))
+# Of the core are the copies, which all tables are made of.
+MARKS = {path.stem: () if path.stem == "test_copy_boxes" else pytest.mark.extended for path in PATHS}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("test_*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem, marks=MARKS[path.stem]) for path in PATHS])
 def test_kernels_give_the_references_bits(path):
     pytest.importorskip("triton", reason="Triton is not installed")
     completed = subprocess.run(

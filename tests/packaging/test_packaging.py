@@ -146,6 +146,7 @@ def test_import_is_quick_and_leaves_triton_alone(installed: Path, tmp_path: Path
     assert ratio <= 0.3, f"import tritondt takes {ratio:.2f} of the time of import torch"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("ask", ["gc.enable()", "gc.disable()"])
 def test_import_collects_nothing_and_leaves_the_collector_as_it_was(ask: str, tmp_path: Path) -> None:
     code = f"import gc\n{ask}\n{REPORT_IMPORT}"

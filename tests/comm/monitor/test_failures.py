@@ -181,6 +181,7 @@ def forget_a_send(rank: int, members: tuple[int, ...], behind_s: float) -> float
     return time.monotonic() - started
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("members", "behind_s"), [((0, 1, 3), 2.0), ((0, 2, 3), 0.0)])
 def test_a_send_that_gloo_forgets_ends_a_little_behind_the_timeout(
     failing_ranks: GlooRanks, members: tuple[int, ...], behind_s: float

@@ -44,5 +44,6 @@ def test_random_cases_over_the_messages_of_gloo(four_gloo_ranks: GlooRanks, firs
     check_on(four_gloo_ranks, first_seed)
 
 
+@pytest.mark.extended
 def test_random_cases_on_eight_processes(eight_ranks: GlooRanks) -> None:
     check_on(eight_ranks, 200_000)

@@ -15,6 +15,7 @@ from tritondt.comm.transports.threads import run_ranks
 PROGRAMS_PER_ORDER = 8
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_on_thread_ranks(size: int) -> None:
     @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])

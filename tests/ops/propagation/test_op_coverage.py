@@ -47,6 +47,7 @@ def test_a_wrong_strategy_is_found_and_told():
     assert any("a local tensor of shape" in text for text in found.texts.values())
 
 
+@pytest.mark.extended
 def test_the_last_line_holds_the_counts():
     from benchmarks.ops.op_coverage.__main__ import main  # noqa: PLC0415
 

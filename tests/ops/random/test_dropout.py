@@ -176,6 +176,7 @@ def test_numbers_outside_their_range_are_refused_as_torch_does():
     run_ranks(2, body)
 
 
+@pytest.mark.extended
 def test_processes_draw_as_threads_do(processes):
     """Real ranks have default generators of their own, which they seed alike."""
     for parts in (processes.run(draw_on_rank, name) for name in ("uniform_", "randn_like", "dropout")):
