@@ -5,6 +5,7 @@ import ctypes
 import math
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -16,7 +17,7 @@ from tritondt.comm.nccl.library import nccl_library
 from tritondt.nccl.calls import raw_parts, stream_handle
 
 
-class _Registered:
+class _Registered(ABC):
     """Memory registered with a communicator until `close`, or the end of a `with` block."""
 
     def __init__(self, native: NcclCommunicator, handle: int, tensor: torch.Tensor) -> None:
@@ -34,8 +35,9 @@ class _Registered:
             self._is_over = True
             self._deregister()
 
+    @abstractmethod
     def _deregister(self) -> None:
-        raise NotImplementedError
+        """Tells NCCL that the memory is no longer registered."""
 
     def __enter__(self) -> Any:
         return self
