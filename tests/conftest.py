@@ -60,10 +60,10 @@ def _mark_tiers(items: Iterable[pytest.Item]) -> None:
 
 
 def _cases_of_tests(items: Iterable[pytest.Item]) -> Iterable[list[pytest.Item]]:
-    """The cases of each test that are not marked `extended` as they stand."""
+    """The cases of each test that are marked neither `extended` nor `soak` as they stand."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("extended") is None:
+        if item.get_closest_marker("extended") is None and item.get_closest_marker("soak") is None:
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return cases.values()
 
