@@ -5,6 +5,7 @@ from tritondt import _import_pause
 with _import_pause.without_collections():
     from torch.distributed.device_mesh import DeviceMesh
 
+    import tritondt.interop.registration  # torch's checkpoints and state dicts take distributed tensors
     import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 from typing import Any
 
 import numpy as np
@@ -268,7 +269,7 @@ def test_what_another_rank_or_another_world_saved_is_refused():
     def body(rank):
         assert pickle.loads(saved[rank]).shape == (7, 5)
         with pytest.raises(
-            T.LocalTensorError, match=r"rank \d at coordinate .* loaded a local tensor of shape .*load what"
+            T.LocalTensorError, match=r"rank \d at coordinate .* loaded the part that coordinate .* saved; load what"
         ):
             pickle.loads(saved[1 - rank])
 
@@ -281,6 +282,25 @@ def test_what_another_rank_or_another_world_saved_is_refused():
     run_ranks(1, alone)
     with pytest.raises(T.WorldError, match="there is no world"):
         pickle.loads(saved[0])
+
+
+def test_an_equal_part_of_another_coordinate_is_refused_and_that_of_a_replica_is_not():
+    def save(rank):
+        mesh = T.Mesh((2, 2))
+        return pickle.dumps(distribute(torch.arange(8).reshape(4, 2), mesh, "S0, R"))
+
+    saved = run_ranks(4, save)
+
+    def load(rank):
+        of_replica, of_other = saved[rank ^ 1], saved[rank ^ 2]
+        assert pickle.loads(of_replica).to_local().equal(pickle.loads(saved[rank]).to_local())
+        other = (1 - rank // 2, rank % 2)
+        own = (rank // 2, rank % 2)
+        text = f"coordinate {own} loaded the part that coordinate {other} of (S0, R) of (4, 2) int64 saved; load what"
+        with pytest.raises(T.LocalTensorError, match=re.escape(text)):
+            pickle.loads(of_other)
+
+    run_ranks(4, load)
 
 
 def test_flattening():

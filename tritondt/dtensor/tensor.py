@@ -241,7 +241,8 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """This rank's part and, as plain values, the spec, with the function that rebuilds a tensor of both."""
         local, values = self._local_tensor.detach(), spec_values(self._spec)
-        return rebuild_dtensor, (type(self), local, values, self.requires_grad, dict(self.__dict__))
+        attributes = dict(self.__dict__)
+        return rebuild_dtensor, (type(self), local, values, self.requires_grad, attributes, self._spec.coordinate)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
         """The names of the inner tensors, and the context that rebuilds the tensor together with them."""

@@ -1,0 +1,1 @@
+"""Torch's own tools on distributed tensors: checkpoints and state dicts."""
