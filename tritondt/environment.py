@@ -31,6 +31,12 @@ def transport() -> Literal["sockets", "gloo"]:
     return cast(Literal["sockets", "gloo"], text)
 
 
+def socket_interfaces() -> list[tuple[str, str]]:
+    """Variables set to interfaces for sockets between hosts, with their values; the first one counts."""
+    names = ("TRITONDT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return [(name, os.environ[name]) for name in names if os.environ.get(name)]
+
+
 def costs() -> str | None:
     """Prices that differ from the built-in table's: TRITONDT_COSTS as a JSON object, None where that is not set."""
     return os.environ.get("TRITONDT_COSTS") or None

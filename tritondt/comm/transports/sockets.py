@@ -35,9 +35,20 @@ class SocketCommunicator(PackedCommunicator):
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
         store = dist.PrefixStore(context.key, context.store)
-        self._sockets = connect(store, self._ranks, self._place, context.timeout)
+        try:
+            self._sockets = connect(store, self._ranks, self._place, context.timeout, self._raise_failure_of_others)
+        except BaseException as error:
+            self._watch.report(self._key, None, error)
+            raise
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
+
+    def _raise_failure_of_others(self) -> None:
+        """Raises PeerError where a rank that this one is about to connect to has failed."""
+        found = self._watch.failure(self._key)
+        if found is not None:
+            connecting = f"rank {self._rank} connected to ranks {list(self._ranks)}"
+            raise PeerError(f"rank {found.rank} failed while {connecting}: {found.error}")
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Sends the bytes that the sockets' buffers take at once."""
