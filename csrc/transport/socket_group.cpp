@@ -85,16 +85,15 @@ Outcome SocketGroup::send(Transit* transit) const {
 Outcome SocketGroup::receive(Transit* transit) {
   const auto num_bytes = static_cast<std::size_t>(transit->message.num_bytes);
   const auto target = reinterpret_cast<char*>(transit->message.address);
+  const std::size_t with_header = num_bytes <= short_.size() ? num_bytes : 0;
   while (!transit->is_complete()) {
     const bool is_expected = transit->done >= sizeof(Header);  // as was seen when the header came
     iovec parts[2];
     msghdr message = {};
     message.msg_iov = parts;
     message.msg_iovlen =
-        is_expected
-            ? rest(&transit->header, sizeof(Header), target, num_bytes, transit->done, parts)
-            : rest(&transit->header, sizeof(Header), beginning_.data(),
-                   std::min(num_bytes, beginning_.size()), transit->done, parts);
+        rest(&transit->header, sizeof(Header), is_expected ? target : short_.data(),
+             is_expected ? num_bytes : with_header, transit->done, parts);
     const ssize_t received = recvmsg(sockets_[transit->message.peer], &message, 0);
     if (received == 0) return Outcome::kClosed;
     if (received < 0) return would_block() ? Outcome::kDone : Outcome::kClosed;
@@ -105,7 +104,7 @@ Outcome SocketGroup::receive(Transit* transit) {
       return Outcome::kMismatch;
     }
     if (transit->done > sizeof(Header)) {
-      std::memcpy(target, beginning_.data(), transit->done - sizeof(Header));
+      std::memcpy(target, short_.data(), transit->done - sizeof(Header));
     }
   }
   return Outcome::kDone;

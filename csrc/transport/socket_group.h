@@ -89,12 +89,12 @@ class SocketGroup {
   Ending pass(bool with_receives);
   Outcome wait();
 
-  // The beginning of a message comes with its header in one system call, and waits here for the
-  // header to be seen. Copying so much on takes 0.1 us, a system call more 0.4 us.
-  static constexpr std::size_t kBeginningBytes = 4096;
+  // A message of at most so many bytes comes with its header in one system call, and waits here for
+  // the header to be seen: copying 8 kB on takes 0.2 us, a system call 0.4 us.
+  static constexpr std::size_t kShortBytes = 16384;
 
   std::vector<int> sockets_;
-  std::array<char, kBeginningBytes> beginning_;
+  std::array<char, kShortBytes> short_;
   int wake_;
   // The start of the exchange that is under way, 0 or kExpiredMark. Expiry changes a start only, so
   // it meets the exchange that it was meant for, or none.

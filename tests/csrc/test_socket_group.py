@@ -13,8 +13,8 @@ from tritondt._C import SocketGroup
 
 TAG = 7
 UNTOUCHED = 0xA5
-# Around the beginning of a message that is read with its header, 4096 bytes, and far beyond.
-SIZES = [1, 4095, 4096, 4097, 300_000]
+# Around the longest message that is read with its header, 16 kB, and far beyond.
+SIZES = [1, 16383, 16384, 16385, 300_000]
 
 
 def header(tag, num_bytes):
@@ -89,11 +89,12 @@ def test_a_message_arrives_whole_and_the_next_one_after_it(ends, num_bytes):
         assert bytes(kept) == content + bytes([UNTOUCHED]) * 8
 
 
-@pytest.mark.parametrize("cut", [1, 16, 17, 4112, 4113])
-def test_a_message_in_two_pieces_arrives_whole(ends, cut):
-    """The first piece ends within the header, with it, or around the beginning that is read with it."""
+@pytest.mark.parametrize("num_bytes", [5000, 20_000])
+@pytest.mark.parametrize("cut", [1, 16, 17, 4113])
+def test_a_message_in_two_pieces_arrives_whole(ends, cut, num_bytes):
+    """The first piece ends within the header, with it, or one byte behind it, or far behind."""
     group, other = ends
-    content = os.urandom(5000)
+    content = os.urandom(num_bytes)
     message = header(TAG, len(content)) + content
     kept, address = target(len(content))
     other.sendall(message[:cut])
