@@ -46,13 +46,16 @@ class InterfaceFilter:
     def chosen(self, addresses: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """The named ones of (interface, address), in the order of the names; the others, in theirs, for an exclusion.
 
+        Of what one name fits, the interface that is called so comes first.
+
         >>> InterfaceFilter(("ib", "eth0")).chosen([("eth0", "10.0.0.1"), ("eth1", "10.0.1.1"), ("ib0", "10.1.0.1")])
         [('ib0', '10.1.0.1'), ('eth0', '10.0.0.1')]
         """
         found = [(self._place(interface), interface, address) for interface, address in addresses]
         if self.is_exclusion:
             return [(interface, address) for place, interface, address in found if place == len(self.names)]
-        named = sorted((item for item in found if item[0] < len(self.names)), key=lambda item: item[0])
+        named = [item for item in found if item[0] < len(self.names)]
+        named.sort(key=lambda item: (item[0], item[1] not in self.names))
         return [(interface, address) for _, interface, address in named]
 
     def _place(self, interface: str) -> int:
