@@ -71,9 +71,7 @@ class SocketCommunicator(PackedCommunicator):
         self._started = 0.0
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
-        """Disconnects where half of the exchange may have gone: nothing can follow it."""
-        if self._started == 0.0:  # nothing has been sent
-            return
+        """Disconnects: half of the exchange may have gone; of one that was not packed, others have sent their half."""
         self._started = 0.0
         if self.failure is None:
             self.failure = error
@@ -110,13 +108,10 @@ class SocketCommunicator(PackedCommunicator):
         self._timeout_s = seconds
         self._group.set_timeout(seconds)
 
-    def abort(self) -> None:
-        """Disconnects without waiting for the other ranks; a thread that waits in an exchange is woken."""
-        if self._is_inherited:  # the parent would be woken
-            return
-        self._end("aborted")
+    def _interrupt(self, reason: BaseException) -> None:
         self._group.interrupt()
-        self._queue.close()
+
+    def _let_go(self) -> None:
         with_turn = self._turn.acquire(timeout=_PATIENCE_S)
         try:
             self._close_sockets()
