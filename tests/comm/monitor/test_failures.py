@@ -90,10 +90,10 @@ def fail_to_pack(rank: int, members: tuple[int, ...], culprit: int) -> None:
 
 def test_a_rank_that_cannot_pack_is_not_waited_for(failing_ranks: GlooRanks) -> None:
     """Its messages never go, but those of the others may have come."""
-    *others, culprit = run(failing_ranks, (0, 1, 2), fail_to_pack, 2)
+    *others, culprit = run(failing_ranks, (1, 2, 3), fail_to_pack, 3)
     assert_failed(culprit, "MemoryError", "no room for the table")
-    for rank, outcome in enumerate(others):
-        assert_failed(outcome, "PeerError", f"rank 2 failed while rank {rank} waited for rank", "no room for the table")
+    for rank, outcome in zip((1, 2), others, strict=True):
+        assert_failed(outcome, "PeerError", f"rank 3 failed while rank {rank} waited for rank", "no room for the table")
 
 
 def disagree(rank: int, members: tuple[int, ...], options: list[dict[str, Any]]) -> None:
