@@ -10,6 +10,8 @@ class MessageSlices:
 
     def __init__(self, slices: Sequence[tuple[int, int | None, int, int]]) -> None: ...
 
+def interface_addresses() -> list[tuple[str, str]]: ...
+
 class SocketGroup:
     """Connected sockets to peers, driven by the thread that calls."""
 

@@ -1,26 +1,62 @@
 """The environment variables that tritondt reads, all of them, and nowhere else."""
 
 import json
+import math
 import os
+import re
 from datetime import timedelta
 from typing import Literal, cast
 
 from tritondt.errors import WorldError
 
+# Three years; what waits in other libraries counts milliseconds in 64 bits, or seconds in a timedelta.
+_MAX_TIMEOUT_S = 1e8
+# Launchers that say who a process is, but not in the words of torch.distributed: the variable that tells so, and how to
+# start a program that they start. The host of rank 0 is MASTER_ADDR.
+_LAUNCHERS = {
+    "SLURM_PROCID": "srun --export=ALL,MASTER_ADDR=HOST,MASTER_PORT=29500 bash -c 'RANK=$SLURM_PROCID "
+    "WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) exec python train.py'",
+    "OMPI_COMM_WORLD_RANK": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 bash -c 'RANK=$OMPI_COMM_WORLD_RANK "
+    "WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE exec python train.py'",
+    "PMI_RANK": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 bash -c 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE "
+    "exec python train.py'",
+}
+
 
 def timeout() -> timedelta:
     """Time that a rank waits for another: TRITONDT_TIMEOUT seconds, 300 by default."""
-    return timedelta(seconds=_positive("TRITONDT_TIMEOUT", 300.0))
+    text = os.environ.get("TRITONDT_TIMEOUT", "300")
+    seconds = _number(text)
+    if not 0 < seconds <= _MAX_TIMEOUT_S:
+        raise WorldError(
+            f"TRITONDT_TIMEOUT={text!r} is set; allowed is a number of seconds above 0, at most {_MAX_TIMEOUT_S:.0f}"
+        )
+    return timedelta(seconds=seconds)
 
 
 def ranks_per_host() -> int | None:
     """Number of ranks that the launcher started on each host, None where the launcher does not say (torchrun does)."""
-    return int(_positive("LOCAL_WORLD_SIZE", 1)) if "LOCAL_WORLD_SIZE" in os.environ else None
+    text = os.environ.get("LOCAL_WORLD_SIZE")
+    if text is None:
+        return None
+    if re.fullmatch("0*[1-9][0-9]{0,8}", text) is None:
+        raise WorldError(f"LOCAL_WORLD_SIZE={text!r} is set; allowed is a whole number above 0")
+    return int(text)
 
 
 def master_address() -> str | None:
     """Host of the job's first rank, MASTER_ADDR, or None where the launcher does not say."""
     return os.environ.get("MASTER_ADDR")
+
+
+def launch_command() -> str | None:
+    """Command that starts a program as torch.distributed expects it; None but where srun or MPI has started this one.
+
+    HOST in it stands for the host of rank 0. RANK has been set where that is so already.
+    """
+    if "RANK" in os.environ:
+        return None
+    return next((command for variable, command in _LAUNCHERS.items() if variable in os.environ), None)
 
 
 def transport() -> Literal["sockets", "gloo"]:
@@ -29,6 +65,12 @@ def transport() -> Literal["sockets", "gloo"]:
     if text not in ("sockets", "gloo"):
         raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets and gloo")
     return cast(Literal["sockets", "gloo"], text)
+
+
+def socket_interfaces() -> list[tuple[str, str]]:
+    """Variables set to interfaces for sockets between hosts, with their values; the first one counts."""
+    names = ("TRITONDT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return [(name, os.environ[name]) for name in names if os.environ.get(name)]
 
 
 def costs() -> str | None:
@@ -46,9 +88,9 @@ def nccl_options() -> dict[str, int | str]:
     text = os.environ.get("TRITONDT_NCCL_OPTIONS", "{}")
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not all(isinstance(value, int | str) for value in found.values()):
+    if not isinstance(found, dict) or not all(map(_is_option, found.values())):
         raise WorldError(
             f"TRITONDT_NCCL_OPTIONS={text!r} is set; allowed is a JSON object of whole numbers and texts, such as "
             '{"max_ctas": 4}'
@@ -78,12 +120,13 @@ def _switch(name: str) -> bool:
     return text == "1"
 
 
-def _positive(name: str, default: float) -> float:
-    text = os.environ.get(name, str(default))
+def _is_option(value: object) -> bool:
+    return isinstance(value, int | str) and not isinstance(value, bool)
+
+
+def _number(text: str) -> float:
+    """The number that a text says, not a number where it says none."""
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = 0.0
-    if value <= 0:
-        raise WorldError(f"{name}={text!r} is set; allowed is a number above 0")
-    return value
+        return math.nan

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tritondt import environment
 from tritondt.errors import WorldError
 
 
@@ -65,10 +66,7 @@ def current() -> Identity:
         return assumed_here
     group = dist.group.WORLD
     if group is None:
-        raise WorldError(
-            "there is no world: torch.distributed is not initialised; start the program with torchrun and call "
-            "torch.distributed.init_process_group('gloo') first"
-        )
+        raise WorldError(_no_world())
     found = _known.get(id(group))
     if found is not None and found[0]() is group:
         return found[1]
@@ -77,6 +75,15 @@ def current() -> Identity:
         _known.clear()
         _known[id(group)] = (weakref.ref(group), identity)
         return identity
+
+
+def _no_world() -> str:
+    command = environment.launch_command()
+    otherwise = "" if command is None else f", or with {command} (HOST is that of rank 0),"
+    return (
+        f"there is no world: torch.distributed is not initialised; start the program with torchrun{otherwise} and call "
+        "torch.distributed.init_process_group('gloo') first"
+    )
 
 
 _inherited: "weakref.ref[Any] | None" = None

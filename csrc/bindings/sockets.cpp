@@ -12,6 +12,7 @@
 #include "bindings/flight.h"
 #include "bindings/messages.h"
 #include "flight/watchdog.h"
+#include "transport/interfaces.h"
 #include "transport/socket_group.h"
 
 namespace py = pybind11;
@@ -54,6 +55,8 @@ std::shared_ptr<FlightRecorder> recorder_of(const RecorderHandle* handle) {
 }  // namespace
 
 void bind_socket_group(py::module_* module) {
+  module->def("interface_addresses", &interface_addresses,
+              "Name and numeric address of every address of an interface that is up.");
   py::class_<MessageSlices>(*module, "MessageSlices",
                             "The messages of an exchange before it is known where tensors lie.")
       .def(py::init(&make_slices), py::arg("slices"));

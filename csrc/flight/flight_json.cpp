@@ -1,10 +1,12 @@
 // What a flight recorder writes: its JSON, and the file that it goes to.
 #include <fcntl.h>
+#include <sys/random.h>
 #include <time.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdint>
 #include <cstdio>
 #include <system_error>
 
@@ -134,6 +136,23 @@ void append_entry(std::string* json, const FlightEntry& entry, const FlightRecor
   throw std::system_error(error, std::generic_category(), path);
 }
 
+// A new file beside `path`, open for writing; -1 and errno where there can be none. Its name cannot
+// be guessed, and what lies there already, a link of somebody else's too, is never opened.
+int make_draft(const std::string& path, std::string* draft) {
+  constexpr int kMaxDraws = 16;
+  for (int i = 0; i < kMaxDraws; ++i) {
+    std::uint64_t drawn = 0;
+    if (getrandom(&drawn, sizeof(drawn), 0) != static_cast<ssize_t>(sizeof(drawn))) return -1;
+    char suffix[32];
+    std::snprintf(suffix, sizeof(suffix), ".draft-%016" PRIx64, drawn);
+    *draft = path + suffix;
+    const int file =
+        open(draft->c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0644);
+    if (file >= 0 || errno != EEXIST) return file;
+  }
+  return -1;
+}
+
 }  // namespace
 
 std::string FlightRecorder::to_json(std::string_view reason) const {
@@ -161,10 +180,8 @@ std::string FlightRecorder::to_json(std::string_view reason) const {
 }
 
 void write_atomically(const std::string& path, std::string_view content) {
-  static std::atomic<unsigned> num_written{0};
-  const std::string draft =
-      path + ".draft-" + std::to_string(getpid()) + "-" + std::to_string(num_written++);
-  const int file = open(draft.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  std::string draft;
+  const int file = make_draft(path, &draft);
   if (file < 0) throw_errno(errno, path);
   int error = 0;
   while (error == 0 && !content.empty()) {

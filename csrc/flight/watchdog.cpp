@@ -21,10 +21,12 @@ namespace {
 constexpr std::int64_t kMaxPauseMs = 500;
 constexpr std::int64_t kNsPerMs = 1'000'000;
 
-// A thread has nobody to throw to: that a file could not be written is said on stderr.
+// A thread has nobody to throw to: that a file could not be written is said on stderr. Without a
+// path there is no folder for it.
 void write_or_say(const FlightRecorder& recorder, const std::string& path,
                   const std::string& json) {
   try {
+    if (path.empty()) throw std::system_error(ENOENT, std::generic_category(), "no folder for it");
     write_atomically(path, json);
   } catch (const std::system_error& error) {
     const std::string text = "tritondt: rank " + std::to_string(recorder.rank()) +

@@ -30,8 +30,8 @@ class Watchdog {
   Watchdog& operator=(const Watchdog&) = delete;
 
   // Expires the exchanges of `group` that take longer than its timeout, and then writes `recorder`,
-  // where there is one, to `path`. The group is not kept alive; watched again, it is watched anew.
-  // Throws std::runtime_error once closed, or in a forked child.
+  // where there is one, to `path`; where that is empty it says so. The group is not kept alive;
+  // watched again, it is watched anew. Throws std::runtime_error once closed, or in a forked child.
   void watch(const std::shared_ptr<SocketGroup>& group, std::shared_ptr<FlightRecorder> recorder,
              std::string path);
   void unwatch(const SocketGroup* group);

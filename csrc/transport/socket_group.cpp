@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <system_error>
 #include <utility>
 
@@ -81,22 +82,29 @@ Outcome SocketGroup::send(Transit* transit) const {
   return Outcome::kDone;
 }
 
-Outcome SocketGroup::receive(Transit* transit) const {
+Outcome SocketGroup::receive(Transit* transit) {
+  const auto num_bytes = static_cast<std::size_t>(transit->message.num_bytes);
+  const auto target = reinterpret_cast<char*>(transit->message.address);
+  const std::size_t with_header = num_bytes <= short_.size() ? num_bytes : 0;
   while (!transit->is_complete()) {
+    const bool is_expected = transit->done >= sizeof(Header);  // as was seen when the header came
     iovec parts[2];
     msghdr message = {};
     message.msg_iov = parts;
     message.msg_iovlen =
-        rest(&transit->header, sizeof(Header), reinterpret_cast<void*>(transit->message.address),
-             static_cast<std::size_t>(transit->message.num_bytes), transit->done, parts);
+        rest(&transit->header, sizeof(Header), is_expected ? target : short_.data(),
+             is_expected ? num_bytes : with_header, transit->done, parts);
     const ssize_t received = recvmsg(sockets_[transit->message.peer], &message, 0);
     if (received == 0) return Outcome::kClosed;
     if (received < 0) return would_block() ? Outcome::kDone : Outcome::kClosed;
     transit->done += static_cast<std::size_t>(received);
-    if (transit->done >= sizeof(Header) &&
-        (transit->header.tag != tag_ ||
-         transit->header.num_bytes != static_cast<std::uint64_t>(transit->message.num_bytes))) {
+    if (is_expected || transit->done < sizeof(Header)) continue;
+    if (transit->header.tag != tag_ ||
+        transit->header.num_bytes != static_cast<std::uint64_t>(transit->message.num_bytes)) {
       return Outcome::kMismatch;
+    }
+    if (transit->done > sizeof(Header)) {
+      std::memcpy(target, short_.data(), transit->done - sizeof(Header));
     }
   }
   return Outcome::kDone;

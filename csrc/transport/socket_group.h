@@ -2,6 +2,7 @@
 
 #include <poll.h>
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -25,8 +26,8 @@ struct Ending {
 //
 // A message travels as a header of its tag and length, then its bytes. Messages of one pair of
 // ranks arrive in the order in which they were sent, so a header that is not the expected one means
-// that the two ranks do different things. It is found on arrival; the group cannot be used
-// afterwards.
+// that the two ranks do different things. It is found on arrival, before a byte of the message
+// reaches its target; the group cannot be used afterwards.
 //
 // One thread at a time calls `start` and `finish`; the other methods may be called from any thread.
 class SocketGroup {
@@ -84,11 +85,16 @@ class SocketGroup {
   Ending advance();
   void wake();
   Outcome send(Transit* transit) const;
-  Outcome receive(Transit* transit) const;
+  Outcome receive(Transit* transit);
   Ending pass(bool with_receives);
   Outcome wait();
 
+  // A message of at most so many bytes comes with its header in one system call, and waits here for
+  // the header to be seen: copying 8 kB on takes 0.2 us, a system call 0.4 us.
+  static constexpr std::size_t kShortBytes = 16384;
+
   std::vector<int> sockets_;
+  std::array<char, kShortBytes> short_;
   int wake_;
   // The start of the exchange that is under way, 0 or kExpiredMark. Expiry changes a start only, so
   // it meets the exchange that it was meant for, or none.

@@ -325,5 +325,5 @@ def test_a_process_may_end_without_close(transport: str, tmp_path: Path) -> None
         assert "rank 0" in waiting.text
         found.end(1)
         assert found.status(1) == 0
-    kept = [path.name for path in tmp_path.glob("tritondt-flight/*/*")]
+    kept = [path.name for path in tmp_path.glob("tritondt-flight-*/*/*")]
     assert kept == ["rank-1.json"], "only the rank that was told of a failure has written"

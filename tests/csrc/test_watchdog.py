@@ -178,23 +178,29 @@ def test_groups_and_recorders_may_go_at_any_time(watchdog, tmp_path):
             one.close()
 
 
-def test_a_file_that_cannot_be_written_is_said_and_the_exchange_ends(tmp_path):
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [("missing/rank-3.json", "missing/rank-3.json: No such file or directory"), ("", "no folder for it")],
+)
+def test_a_file_that_cannot_be_written_is_said_and_the_exchange_ends(tmp_path, path, why):
     program = f"""
 import ctypes, socket
 from tritondt._C import FlightRecorder, SocketGroup, Watchdog
 sockets = socket.socketpair()
 sockets[0].setblocking(False)
 group, watchdog = SocketGroup([-1, sockets[0].fileno()]), Watchdog()
-watchdog.watch(group, 0.1, FlightRecorder(3, 4), {str(tmp_path / "missing" / "rank-3.json")!r})
+watchdog.watch(group, 0.1, FlightRecorder(3, 4), {path!r})
 kept = ctypes.create_string_buffer(8)
 group.start([], [(1, ctypes.addressof(kept), 8)], 1)
 assert group.finish() in (("pending", 1), ("expired", 1))
 watchdog.close()
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
     assert ran.returncode == 0, ran.stderr
-    assert "tritondt: rank 3 could not write its flight recorder: " in ran.stderr
-    assert "missing/rank-3.json: No such file or directory" in ran.stderr
+    assert f"tritondt: rank 3 could not write its flight recorder: {why}" in ran.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_signal_writes_the_recorder(watchdog, tmp_path):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import tritondt as T
-from tritondt import environment
 from tritondt.comm.transports.threads import run_ranks
 
 
@@ -238,10 +237,3 @@ def test_a_rank_that_leaves_early_is_named() -> None:
 
     with pytest.raises(T.PeerError, match=r"rank 1 has ended while rank 0 waited for rank 1 in step 1 of 1 "):
         run_ranks(2, body)
-
-
-@pytest.mark.parametrize("value", ["soon", "0", "-3", ""])
-def test_a_timeout_that_is_no_time(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("TRITONDT_TIMEOUT", value)
-    with pytest.raises(T.WorldError, match=rf"TRITONDT_TIMEOUT='{value}' is set; allowed is a number above 0"):
-        environment.timeout()

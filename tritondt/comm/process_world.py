@@ -6,7 +6,6 @@ through new_group, whose counters diverge when only some ranks call it.
 
 import os
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.comparison import digest
 from tritondt.comm.monitor.flight import Flight
+from tritondt.comm.monitor.flight_folder import FlightFolder, TemporaryFlightFolder
 from tritondt.comm.monitor.watch import Watch
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams
@@ -33,6 +33,7 @@ from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports.gloo import GlooCommunicator
+from tritondt.comm.transports.interfaces import asked_filter
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.device_types import ByDeviceType
@@ -69,8 +70,9 @@ class ProcessWorld:
         self._store_client = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._store_host)
         self._watch = Watch(self._store_client, who.rank)
         environment.transport()  # what is not allowed is refused now, on all ranks
+        asked_filter()
         self._compares = environment.compares()
-        self.flight = Flight(who.rank, who.size, self._flight_directory())
+        self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._parts: dict[str, Part] = {}
@@ -84,13 +86,13 @@ class ProcessWorld:
         """The cost table of the rank that came first: all ranks read one, and none waits for one that never comes."""
         return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
 
-    def _flight_directory(self) -> Path:
+    def _flight_folder(self) -> FlightFolder:
         """Folder of the flight records of this world's ranks on this machine: the environment's, or a temporary one."""
         given = environment.flight_directory()
         if given is not None:
-            return Path(given)
+            return FlightFolder(Path(given))
         own = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
-        return Path(tempfile.gettempdir()) / "tritondt-flight" / self._store.compare_set("flight", "", own).decode()
+        return TemporaryFlightFolder(self._store.compare_set("flight", "", own).decode())
 
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
         """The communicator of `ranks` for tensors on such devices; the first call is collective among them."""

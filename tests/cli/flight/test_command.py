@@ -1,6 +1,7 @@
 """`doctor flight` on files: recorders' own, constructed ones, and what is none."""
 
 import json
+import os
 import time
 
 import pytest
@@ -96,6 +97,8 @@ GOOD = json.loads(as_file(flight(0, waiting(1, peer=1))))
         (json.dumps(GOOD | {"version": 2}), "it has version 2; this program reads version 1"),
         (json.dumps(GOOD | {"rank": "0"}), "the file has rank '0'; it must be int"),
         (json.dumps(GOOD | {"rank": 4}), "its rank is 4 of 4; ranks go from 0 to the world's size - 1"),
+        (json.dumps(GOOD | {"world_size": 10**9}), "its world has 1000000000 ranks; at most 1048576 are allowed"),
+        ("[" * 100_000, "it is no JSON: "),
         (json.dumps(GOOD | {"rank": 1}), "it is of rank 1, whose file is rank-1.json"),
         (json.dumps(GOOD | {"written_at": "noon"}), "its written_at is no time: "),
         (json.dumps(GOOD | {"entries": [3]}), "entry 0 is 3; it must be an object"),
@@ -123,6 +126,18 @@ def test_files_that_are_no_text_and_files_of_two_worlds_are_refused(tmp_path):
     (tmp_path / "rank-0.json").write_text(as_file(flight(0, done(1))))
     (tmp_path / "rank-1.json").write_text(as_file(flight(1, done(1), world_size=2)))
     assert "files of different worlds: rank 0 is of 4 ranks, rank 1 of 2" in refusal(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    """Reading it would wait for whoever writes to it."""
+    os.mkfifo(tmp_path / "rank-0.json")
+    assert "rank-0.json is refused: it is no regular file but prw" in refusal(tmp_path)
+
+
+def test_a_file_without_end_is_refused(tmp_path):
+    with (tmp_path / "rank-0.json").open("wb") as file:
+        file.truncate(1 << 40)
+    assert "it has 1099511627776 bytes; a flight record has at most 268435456" in refusal(tmp_path)
 
 
 def test_help_says_what_it_reads_and_how_it_ends():

@@ -77,6 +77,25 @@ def test_a_wrong_local_tensor_is_known_to_all(failing_ranks: GlooRanks) -> None:
         assert_failed(outcome, "PeerError", f"rank 2 failed while rank {rank} waited for rank", "step 1 of 1", "(7,)")
 
 
+def fail_to_pack(rank: int, members: tuple[int, ...], culprit: int) -> None:
+    def launch(*arguments: object) -> None:
+        raise MemoryError("no room for the table")
+
+    if rank == culprit:
+        communicator: Any = world.current().communicator(members)
+        communicator._launch = launch  # the first table packs
+    if rank in members:
+        move(members, "S0", "S1")
+
+
+def test_a_rank_that_cannot_pack_is_not_waited_for(failing_ranks: GlooRanks) -> None:
+    """Its messages never go, but those of the others may have come."""
+    *others, culprit = run(failing_ranks, (1, 2, 3), fail_to_pack, 3)
+    assert_failed(culprit, "MemoryError", "no room for the table")
+    for rank, outcome in zip((1, 2), others, strict=True):
+        assert_failed(outcome, "PeerError", f"rank 3 failed while rank {rank} waited for rank", "no room for the table")
+
+
 def disagree(rank: int, members: tuple[int, ...], options: list[dict[str, Any]]) -> None:
     if rank in members:
         move(members, **options[members.index(rank)])

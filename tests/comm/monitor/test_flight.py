@@ -123,7 +123,7 @@ def test_timeouts_above_0_only() -> None:
 def test_an_environment_without_a_folder_makes_one_and_removes_it_again(tmp_path: Path) -> None:
     with GlooRanks(2, {"TMPDIR": str(tmp_path)}) as found:
         found.run(start_world)
-        (folder,) = (tmp_path / "tritondt-flight").iterdir()
+        (folder,) = (tmp_path / f"tritondt-flight-{os.getuid()}").iterdir()
     assert not folder.exists()
 
 

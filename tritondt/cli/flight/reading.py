@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Any
 from tritondt.cli.flight.entry import STATES, Entry, Flight
 
 VERSION = 1
+# A recorder's 2,000 entries are 1 MB; texts of errors may be longer.
+_MAX_BYTES = 256 << 20
+_MAX_RANKS = 1 << 20  # ranks without a file are listed
 _NUMBER = (int, float)
 _ENTRY_KINDS: dict[str, tuple[type, ...]] = {
     "number": (int,),
@@ -63,7 +68,7 @@ def parse_flight(text: str) -> Flight:
     """Content of one file; FlightFileError says what is wrong in it."""
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise FlightFileError(f"it is no JSON: {error}") from error
     if not isinstance(found, dict) or "version" not in found:
         raise FlightFileError("it is no flight recorder's: it has no version")
@@ -73,6 +78,8 @@ def parse_flight(text: str) -> Flight:
     rank, world_size = found["rank"], found["world_size"]
     if not 0 <= rank < world_size:
         raise FlightFileError(f"its rank is {rank} of {world_size}; ranks go from 0 to the world's size - 1")
+    if world_size > _MAX_RANKS:
+        raise FlightFileError(f"its world has {world_size} ranks; at most {_MAX_RANKS} are allowed")
     try:
         written_at = datetime.fromisoformat(found["written_at"]).timestamp()
     except ValueError as error:
@@ -83,7 +90,7 @@ def parse_flight(text: str) -> Flight:
 
 def _read(path: Path) -> Flight:
     try:
-        flight = parse_flight(path.read_text(encoding="utf-8"))
+        flight = parse_flight(_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise FlightFileError(f"{path} cannot be read: {error}") from error
     except FlightFileError as error:
@@ -92,6 +99,17 @@ def _read(path: Path) -> Flight:
     if named is None or int(named[1]) != flight.rank:
         raise FlightFileError(f"{path} is refused: it is of rank {flight.rank}, whose file is rank-{flight.rank}.json")
     return flight
+
+
+def _text(path: Path) -> str:
+    """Content of a regular file; in a folder of others it may be a pipe, which nobody ends, or have no end."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise FlightFileError(f"it is no regular file but {stat.filemode(found.st_mode)}")
+        if found.st_size > _MAX_BYTES:
+            raise FlightFileError(f"it has {found.st_size} bytes; a flight record has at most {_MAX_BYTES}")
+        return file.read(_MAX_BYTES)
 
 
 def _entry(place: int, found: Any) -> Entry:

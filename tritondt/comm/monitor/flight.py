@@ -5,14 +5,15 @@
 
 import os
 import threading
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from tritondt._C import STATES, FlightRecorder
+from tritondt.comm.monitor.flight_folder import FlightFolder
 from tritondt.errors import PeerError
 
 PACKING, EXCHANGING, UNPACKING, DONE, FAILED = map(
@@ -23,45 +24,62 @@ _PROGRAMS = {"cli", "__main__.py"}
 
 
 class Flight:
-    """The flight recorder of one rank; written to `directory`, or nowhere without one."""
+    """The flight recorder of one rank; written to `folder`, or nowhere without one."""
 
-    def __init__(self, rank: int, world_size: int, directory: Path | None) -> None:
+    def __init__(self, rank: int, world_size: int, folder: FlightFolder | None) -> None:
         self.recorder = FlightRecorder(rank, world_size)
         self.recorder.set_internal(list(_internal_files()))
-        self.path = None if directory is None else directory / f"rank-{rank}.json"
-        # Keeps the folder for this rank while others of its machine leave.
-        self._mark = None if directory is None else directory / f".rank-{rank}"
+        self._folder = folder
+        self._refusal: OSError | None = None  # why nothing is written
+
+    @property
+    def path(self) -> Path | None:
+        """Path of the flight record; None where it is not written."""
+        if self._folder is None or self._refusal is not None:
+            return None
+        return self._folder.path / f"rank-{self.recorder.rank}.json"
 
     @property
     def path_text(self) -> str:
         """Path of the flight record; empty where it is not written."""
-        return "" if self.path is None else str(self.path)
+        path = self.path
+        return "" if path is None else str(path)
 
     def prepare(self) -> None:
-        """Makes the folder of the flight records, where the watchdog writes at any time."""
-        while self._mark is not None:
-            self._mark.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # another rank has just left, and removed it
-                self._mark.touch()
-                return
+        """Makes the folder of the flight records, where the watchdog writes at any time.
+
+        Where it cannot be written, a warning says so once, and the rank goes on without records.
+        """
+        if self._folder is None:
+            return
+        try:
+            self._folder.hold(self.recorder.rank)
+        except OSError as error:
+            self._refusal = error
+            warnings.warn(
+                f"rank {self.recorder.rank} writes no flight records: {error}; TRITONDT_FLIGHT_DIR names a folder for "
+                "them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def leave(self) -> None:
-        """Removes the folder of the flight records if nothing was written and no other rank uses it."""
-        if self._mark is not None:
-            self._mark.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty, or another rank of this machine was faster
-                self._mark.parent.rmdir()
+        """Removes a temporary folder of flight records if nothing was written and no other rank uses it."""
+        if self._folder is not None:
+            self._folder.release()
 
     def write(self, reason: str) -> str:
         """Writes the flight record, and returns a clause for an error message that says where."""
-        if self.path is None:
+        if self._folder is None:
             return ""
+        if self._refusal is not None:
+            return f"; no flight records are written ({self._refusal})"
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.recorder.dump(str(self.path), reason)
+            self._folder.make()
+            self.recorder.dump(self.path_text, reason)
         except OSError as error:  # what went wrong before matters more
             return f"; the flight record could not be written ({error})"
-        return f"; flight records: {self.path.parent}"
+        return f"; flight records: {self._folder.path}"
 
     def written_for(self, error: PeerError) -> PeerError:
         """The error with a clause that says where the flight record has been written."""

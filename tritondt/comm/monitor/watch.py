@@ -16,7 +16,7 @@ from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.store.client import SilentStoreError, StoreClient
-from tritondt.comm.store.notices import Notices, Waiting
+from tritondt.comm.store.notices import Failed, Notices, Waiting
 from tritondt.errors import MismatchError, PeerError
 
 INTERVAL_S = 1.0
@@ -137,6 +137,12 @@ class Watch:
     def report_for_good(self, key: str, error: BaseException) -> None:
         """Reports that this rank takes part in no more exchanges; RuntimeError where the store does not answer."""
         self._notices.report_for_good(key, error)
+
+    def failure(self, key: str) -> Failed | None:
+        """The failure for good that another rank has reported; None where the store is silent, as the timeout tells."""
+        with suppress(SilentStoreError):
+            return self._notices.failure(key, 0)
+        return None
 
     def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
         end = time.monotonic() + (3 * INTERVAL_S if patient else 0.0)

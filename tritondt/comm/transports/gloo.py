@@ -60,7 +60,7 @@ class GlooCommunicator(PackedCommunicator):
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Posts all receives."""
-        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: self._interrupt(), self._timeout_s)
+        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: self._close_connections(), self._timeout_s)
         posted = self._posted = _Posted(wait, self._group, tag_of(record.fingerprint, self.sequence), [])
         self._watch.begin(wait)
         for peer, tensor in receives.parts():
@@ -86,7 +86,7 @@ class GlooCommunicator(PackedCommunicator):
             if self.failure is None:
                 self.failure = error
                 self._watch.report(self._key, None, error)
-            self._interrupt()
+            self._close_connections()
         finally:
             self._end_wait()
 
@@ -126,13 +126,10 @@ class GlooCommunicator(PackedCommunicator):
     def _disconnect(self, reason: BaseException) -> None:
         self._group = None
 
-    def abort(self) -> None:
-        """Disconnects without waiting for the other ranks."""
-        if self._is_inherited:  # the parent would lose its connections
-            return
-        self._end("aborted")
-        self._interrupt()
-        self._queue.close()
+    def _interrupt(self, reason: BaseException) -> None:
+        self._close_connections()
+
+    def _let_go(self) -> None:
         self._group = None
 
     def disown(self, error: WorldError) -> None:
@@ -140,7 +137,7 @@ class GlooCommunicator(PackedCommunicator):
         super().disown(error)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
-    def _interrupt(self) -> None:
+    def _close_connections(self) -> None:
         """Wakes the threads that wait on this communicator, which cannot be used afterwards.
 
         Gloo closes all connections of a group when one receive in it times out; nothing else wakes a waiter.

@@ -172,9 +172,5 @@ class NcclCommunicator(PackedCommunicator):
     def _disconnect(self, reason: BaseException) -> None:
         self._watched.close(reason)
 
-    def abort(self) -> None:
-        """Ends the operations in the stream without waiting for the other ranks."""
-        if self._is_inherited:  # the device is the parent's
-            return
-        self._watched.fail(self._end("aborted"))
-        self._queue.close()
+    def _interrupt(self, reason: BaseException) -> None:
+        self._watched.fail(reason)

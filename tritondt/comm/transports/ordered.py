@@ -123,6 +123,21 @@ class OrderedCommunicator(Closable, ABC):
         self._disconnect(self._end("closed"))
         self._queue.raise_unseen()
 
+    def abort(self) -> None:
+        """Ends the communicator without the other ranks: what was issued fails, and a thread that waits is woken."""
+        if self._is_inherited:  # connections, devices and those who wait are the parent's
+            return
+        self._interrupt(self._end("aborted"))
+        self._queue.close()
+        self._let_go()
+
+    @abstractmethod
+    def _interrupt(self, reason: BaseException) -> None:
+        """Wakes the threads that wait, which fail for `reason`; nothing can be exchanged afterwards."""
+
+    def _let_go(self) -> None:
+        """Lets go of what an aborted communicator still has, when its queue has ended: nothing, by default."""
+
     @abstractmethod
     def _disconnect(self, reason: BaseException) -> None:
         """Lets go of the connections for `reason`."""

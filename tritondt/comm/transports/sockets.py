@@ -35,9 +35,20 @@ class SocketCommunicator(PackedCommunicator):
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
         store = dist.PrefixStore(context.key, context.store)
-        self._sockets = connect(store, self._ranks, self._place, context.timeout)
+        try:
+            self._sockets = connect(store, self._ranks, self._place, context.timeout, self._raise_failure_of_others)
+        except BaseException as error:
+            self._watch.report(self._key, None, error)
+            raise
         self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
+
+    def _raise_failure_of_others(self) -> None:
+        """Raises PeerError where a rank that this one is about to connect to has failed."""
+        found = self._watch.failure(self._key)
+        if found is not None:
+            connecting = f"rank {self._rank} connected to ranks {list(self._ranks)}"
+            raise PeerError(f"rank {found.rank} failed while {connecting}: {found.error}")
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Sends the bytes that the sockets' buffers take at once."""
@@ -60,9 +71,7 @@ class SocketCommunicator(PackedCommunicator):
         self._started = 0.0
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
-        """Disconnects where half of the exchange may have gone: nothing can follow it."""
-        if self._started == 0.0:  # nothing has been sent
-            return
+        """Disconnects: half of the exchange may have gone; of one that was not packed, others have sent their half."""
         self._started = 0.0
         if self.failure is None:
             self.failure = error
@@ -99,13 +108,10 @@ class SocketCommunicator(PackedCommunicator):
         self._timeout_s = seconds
         self._group.set_timeout(seconds)
 
-    def abort(self) -> None:
-        """Disconnects without waiting for the other ranks; a thread that waits in an exchange is woken."""
-        if self._is_inherited:  # the parent would be woken
-            return
-        self._end("aborted")
+    def _interrupt(self, reason: BaseException) -> None:
         self._group.interrupt()
-        self._queue.close()
+
+    def _let_go(self) -> None:
         with_turn = self._turn.acquire(timeout=_PATIENCE_S)
         try:
             self._close_sockets()

@@ -1,120 +1,148 @@
-"""TCP connections between all pairs of ranks of a communicator, which exchange their addresses through the store."""
+"""TCP connections between all pairs of ranks of a communicator, which exchange their addresses through the store.
+
+First all ranks say on which machine they are. Then each listens where those that call it come from: at the loopback
+interface for ranks of its own machine, at one outer address for others, nowhere for nobody. Every rank calls those
+before it and is called by those behind it.
+"""
 
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
 from tritondt import environment
-from tritondt.errors import PeerError
+from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
+from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
+from tritondt.errors import PeerError, WorldError
 
-_PLACE_BYTES = 4
-_TOKEN_BYTES = 16
-_GREETING_S = 2.0
-
-
-class _Address(NamedTuple):
-    """The address at which a rank listens, with the name of its machine and a token that only ranks of the job know."""
-
-    host: str
-    port: int
-    machine: str
-    token: str
+# How often a rank looks what others have said: often at first, when all come at once.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+_MIN_BACKLOG = 128
+# Where a rank listens for those of its own machine, and for others.
+_NEAR, _FAR = "near", "far"
 
 
-def connect(store: dist.Store, ranks: Sequence[int], place: int, timeout: timedelta) -> list[socket.socket | None]:
+def connect(
+    store: dist.Store,
+    ranks: Sequence[int],
+    place: int,
+    timeout: timedelta,
+    look: Callable[[], object] = lambda: None,
+) -> list[socket.socket | None]:
     """Sockets to all `ranks`, None at this rank's own `place`; a collective call.
 
-    Every rank calls those before it and is called by those behind it. Ranks of one machine use its loopback
-    interface. Raises PeerError for the rank that does not come within `timeout`.
+    All of it takes `timeout` at most. `look` is called once a second, and may raise what ends the waiting. Raises
+    PeerError for ranks that do not come or cannot be reached, WorldError where no address can be given to others.
     """
-    sockets: list[socket.socket | None] = [None] * len(ranks)
+    connecting = _Connecting(store, ranks, place, time.monotonic() + timeout.total_seconds(), timeout, look)
     try:
-        _connect_all(sockets, store, ranks, place, timeout)
-    except BaseException:
-        for found in sockets:
-            if found is not None:
-                found.close()
-        raise
-    for found in sockets:
-        if found is not None:
-            found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found.setblocking(False)
-    return sockets
-
-
-def _connect_all(
-    sockets: list[socket.socket | None], store: dist.Store, ranks: Sequence[int], place: int, timeout: timedelta
-) -> None:
-    with socket.create_server(("", 0), backlog=max(len(ranks), 128)) as server:
-        server.settimeout(timeout.total_seconds())
-        own = _Address(_own_host(), server.getsockname()[1], _machine(), secrets.token_hex(_TOKEN_BYTES))
-        store.set(f"address/{place}", json.dumps(own))
-        for other in range(place):
-            sockets[other] = _call(store, other, ranks, place, own.machine, timeout)
-        while any(sockets[other] is None for other in range(place + 1, len(ranks))):
-            caller = _answer(server, own, sockets, ranks, place)
-            if caller is not None:
-                sockets[caller[0]] = caller[1]
-
-
-def _call(
-    store: dist.Store, other: int, ranks: Sequence[int], place: int, machine: str, timeout: timedelta
-) -> socket.socket:
-    try:
-        store.wait([f"address/{other}"], timeout)
-        address = _Address(*json.loads(store.get(f"address/{other}")))
-        host = "127.0.0.1" if address.machine == machine else address.host
-        found = socket.create_connection((host, address.port), timeout.total_seconds())
-        found.sendall(bytes.fromhex(address.token) + place.to_bytes(_PLACE_BYTES, "little"))
+        return connecting.sockets()
     except (OSError, RuntimeError) as error:
-        limit = f"{timeout.total_seconds():.0f} s"
-        raise PeerError(
-            f"rank {ranks[place]} could not connect to rank {ranks[other]} within {limit}: {error}"
-        ) from error
-    return found
+        if isinstance(error, PeerError | WorldError):
+            raise
+        raise PeerError(f"rank {ranks[place]} could not connect to ranks {list(ranks)}: {error}") from error
 
 
-def _answer(
-    server: socket.socket, own: _Address, sockets: Sequence[socket.socket | None], ranks: Sequence[int], place: int
-) -> tuple[int, socket.socket] | None:
-    """The next caller's place and socket, or None for one that does not know the token."""
-    try:
-        found, _ = server.accept()
-    except OSError as error:
-        missing = [ranks[other] for other in range(place + 1, len(ranks)) if sockets[other] is None]
-        raise PeerError(
-            f"rank {ranks[place]} waited {server.gettimeout():.0f} s for ranks {missing} to connect: {error}"
-        ) from error
-    try:
-        found.settimeout(_GREETING_S)
-        greeting = found.recv(_TOKEN_BYTES + _PLACE_BYTES, socket.MSG_WAITALL)
-    except OSError:  # a stranger that says nothing or hangs up; a rank greets as soon as it is connected
-        greeting = b""
-    if not secrets.compare_digest(greeting[:_TOKEN_BYTES], bytes.fromhex(own.token)):
-        found.close()
-        return None
-    return int.from_bytes(greeting[_TOKEN_BYTES:], "little"), found
+@dataclass(frozen=True)
+class _Connecting:
+    """One rank's part in connecting all `ranks`, until `deadline`."""
 
+    store: dist.Store
+    ranks: Sequence[int]
+    place: int
+    deadline: float
+    timeout: timedelta
+    look: Callable[[], object]
 
-def _own_host() -> str:
-    """The address at which other machines reach this one: that of the route to the job's master."""
-    master = environment.master_address()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    def sockets(self) -> list[socket.socket | None]:
+        """Connected sockets, non-blocking, by place."""
+        others = [other for other in range(len(self.ranks)) if other != self.place]
+        own_machine, guess = machine(), _guessed_address()
+        self.store.set(f"machine/{self.place}", json.dumps([own_machine, guess]))
+        machines = dict(zip(others, (json.loads(text) for text in self._asked("machine", others)), strict=True))
+        distant = {other: guessed for other, (found, guessed) in machines.items() if found != own_machine}
+        callers = [other for other in others if other > self.place]
+        called = [other for other in others if other < self.place]
+        # Whoever has no address for other machines says so, called from there or not.
+        outer = self._outer_address(distant, guess) if distant else ""
+        token, answer = secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES)
+        with ExitStack() as stack:
+            listeners = {
+                which: stack.enter_context(self._listener(host))
+                for which, host, is_needed in (
+                    (_NEAR, LOOPBACK, any(caller not in distant for caller in callers)),
+                    (_FAR, outer, any(caller in distant for caller in callers)),
+                )
+                if is_needed
+            }
+            reached = {which: listener.getsockname()[:2] for which, listener in listeners.items()}
+            self.store.set(f"address/{self.place}", json.dumps([reached, token, answer]))
+            addresses = {}
+            for other, text in zip(called, self._asked("address", called), strict=True):
+                theirs, *tokens = json.loads(text)
+                addresses[other] = Address(*theirs[_FAR if other in distant else _NEAR], *tokens)
+            own = Tokens(token, answer)
+            return self._shake_hands(Handshakes(self.place, addresses, list(listeners.values()), own, callers))
+
+    def _listener(self, host: str) -> socket.socket:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, 0), family=family, backlog=max(len(self.ranks), _MIN_BACKLOG))
+
+    def _outer_address(self, distant: dict[int, str], guess: str) -> str:
+        """This host's address for `distant` ranks, given the ones at which they believe to be reached."""
+        allowed = outer_addresses()
+        if not allowed:
+            raise WorldError(
+                f"rank {self.ranks[self.place]} cannot be reached by ranks "
+                f"{[self.ranks[other] for other in sorted(distant)]} of other hosts: {no_address()}; "
+                "TRITONDT_SOCKET_IFNAME names the interface to use"
+            )
+        return guess or address_towards(filter(None, distant.values()), allowed) or allowed[0]
+
+    def _asked(self, what: str, others: Sequence[int]) -> list[str]:
+        """What `others` have set in the store, in their order, when all have; PeerError where some do not in time."""
+        keys, pause = [f"{what}/{other}" for other in others], _FIRST_PAUSE_S
+        next_look = time.monotonic() + 1.0
+        while keys and not self.store.check(keys):
+            if time.monotonic() >= self.deadline:
+                raise self._late(other for other in others if not self.store.check([f"{what}/{other}"]))
+            if time.monotonic() >= next_look:
+                self.look()
+                next_look = time.monotonic() + 1.0
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return [self.store.get(key).decode() for key in keys]
+
+    def _shake_hands(self, handshakes: Handshakes) -> list[socket.socket | None]:
         try:
-            # Connecting a datagram socket sends nothing; it only chooses the route.
-            probe.connect((master or socket.gethostname(), 9))
-            return str(probe.getsockname()[0])
-        except OSError:  # the name does not resolve: fine for ranks of one machine, the others will say so
-            return "127.0.0.1"
+            if not handshakes.run(self.deadline, self.look):
+                raise self._late(handshakes.missing)
+            for found in handshakes.connected.values():
+                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException as error:
+            for found in handshakes.connected.values():
+                found.close()
+            if isinstance(error, UnreachableError):
+                rank, other = self.ranks[self.place], self.ranks[error.place]
+                raise PeerError(f"rank {rank} could not connect to rank {other}: {error}") from error
+            raise
+        return [handshakes.connected.get(other) for other in range(len(self.ranks))]
+
+    def _late(self, missing: Iterable[int]) -> PeerError:
+        named = [self.ranks[other] for other in missing]
+        return PeerError(
+            f"rank {self.ranks[self.place]} waited {self.timeout.total_seconds():g} s for ranks {named} to connect"
+        )
 
 
-def _machine() -> str:
-    """A name that two processes share where they share a kernel."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+def _guessed_address() -> str:
+    """The address of the route to the job's master, empty where that says nothing: it is on this host, or unknown."""
+    master = environment.master_address()
+    names = (socket.gethostname(),) if master is None else (master,)
+    return address_towards(names, outer_addresses()) or ""

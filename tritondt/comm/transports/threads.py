@@ -147,12 +147,9 @@ class ThreadCommunicator(PackedCommunicator):
     def _disconnect(self, reason: BaseException) -> None:
         self._scheduler.end(self._key)
 
-    def abort(self) -> None:
-        """Refuses further use of the communicator; what was issued fails."""
-        if self._is_inherited:  # nothing runs here
-            return
+    def _interrupt(self, reason: BaseException) -> None:
         self._scheduler.end(self._key)
-        self.leave()
+        self._turns.interrupt(WorldError("the communicator was aborted"))
 
     def leave(self) -> None:
         """Ends the communicator's queue; what was issued fails."""
