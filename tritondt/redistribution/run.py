@@ -7,6 +7,7 @@ call is one look-up, one allocation per step and the step itself.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -22,6 +23,9 @@ from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import CompiledStep, compile_plan, plan_for
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.spec_values import spec_text
+
+# Numbers of calls in graphs, which are never merged into one.
+_traced_calls = count(1)
 
 
 def redistribute_local(
@@ -41,7 +45,7 @@ def redistribute_local(
     if not has_memory(local):
         # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
         stand_in: torch.Tensor = torch.ops.tritondt.redistribute(
-            local, spec_text(source), spec_text(target), wire_dtype
+            local, spec_text(source), spec_text(target), wire_dtype, next(_traced_calls)
         )
         return stand_in
     local = _with_memory(local)
