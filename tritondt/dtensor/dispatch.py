@@ -22,6 +22,7 @@ from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
+from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
@@ -158,13 +159,13 @@ class Dispatcher:
         """The arguments with replicated distributed tensors in place of plain ones."""
         given = _flat((*args, *kwargs.values()))
         mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
+        made = [self._distributed(argument, mesh) for argument in args]
+        return made, {name: self._distributed(argument, mesh) for name, argument in kwargs.items()}
 
-        def distributed(argument: Any) -> Any:
-            if self._is_plain(argument):
-                return self._wrap(*as_replicated(argument, mesh))
-            return [distributed(item) for item in argument] if isinstance(argument, list | tuple) else argument
-
-        return [*map(distributed, args)], {name: distributed(argument) for name, argument in kwargs.items()}
+    def _distributed(self, argument: Any, mesh: Mesh) -> Any:
+        if self._is_plain(argument):
+            return self._wrap(*as_replicated(argument, mesh))
+        return [self._distributed(item, mesh) for item in argument] if isinstance(argument, list | tuple) else argument
 
     def _operator(self, op: OpOverload) -> _Operator:
         found = self._operators.get(id(op))
@@ -221,22 +222,26 @@ class Dispatcher:
                     "all must be on one mesh: redistribute to full tensors, or make them on one mesh"
                 )
 
-        def spec_of(argument: Any) -> Any:
-            if isinstance(argument, self._class):
-                return argument._spec  # type: ignore[attr-defined]
-            if isinstance(argument, torch.Tensor):
-                if argument.ndim:
-                    raise MixedTensorsError(_mixed_text(op, distributed[0]._spec, argument))  # type: ignore[attr-defined]
-                meta = TensorMeta((), (), argument.dtype)
-                return DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
-            if isinstance(argument, list | tuple):
-                return [spec_of(item) for item in argument]
-            return argument
-
+        spec = distributed[0]._spec  # type: ignore[attr-defined]
         # In declared order, whatever order the caller gave them in: signatures do not tell that apart.
         declared = (argument.name for argument in op._schema.arguments)
-        named = {name: spec_of(kwargs[name]) for name in declared if name in kwargs}
-        return OpSchema(op, tuple(map(spec_of, args)), named)
+        named = {name: self._spec_of(kwargs[name], op, spec) for name in declared if name in kwargs}
+        return OpSchema(op, tuple(self._spec_of(argument, op, spec) for argument in args), named)
+
+    # A method, as all that calls itself here: a function within would be in a cycle with its own cell, and hold the
+    # call's tensors until the next garbage collection.
+    def _spec_of(self, argument: Any, op: OpOverload, beside: DTensorSpec) -> Any:
+        """Specs in place of tensors, in lists too; MixedTensorsError for a plain one `beside` a distributed one."""
+        if isinstance(argument, self._class):
+            return argument._spec  # type: ignore[attr-defined]
+        if isinstance(argument, torch.Tensor):
+            if argument.ndim:
+                raise MixedTensorsError(_mixed_text(op, beside, argument))
+            meta = TensorMeta((), (), argument.dtype)
+            return DTensorSpec(beside.mesh, [Replicate()] * beside.mesh.ndim, meta)
+        if isinstance(argument, list | tuple):
+            return [self._spec_of(item, op, beside) for item in argument]
+        return argument
 
 
 def _look_up(operator: _Operator, key: Sequence[Any]) -> tuple[_CompiledCall | None, bool]:
@@ -255,16 +260,16 @@ def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None
 
 def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments with values in place of numbers that a graph leaves open; the graph then holds for these values."""
+    return [*map(_with_value, args)], {name: _with_value(argument) for name, argument in kwargs.items()}
 
-    def value(argument: Any) -> Any:
-        if isinstance(argument, list | tuple):
-            return [value(item) for item in argument]
-        for symbol, number in _SYMBOLS.items():
-            if isinstance(argument, symbol):
-                return number(argument)
-        return argument
 
-    return [*map(value, args)], {name: value(argument) for name, argument in kwargs.items()}
+def _with_value(argument: Any) -> Any:
+    if isinstance(argument, list | tuple):
+        return [_with_value(item) for item in argument]
+    for symbol, number in _SYMBOLS.items():
+        if isinstance(argument, symbol):
+            return number(argument)
+    return argument
 
 
 def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:

@@ -2,6 +2,10 @@
 
 The specs travel as text, so that a graph that another process has cached means the same there. Files below call the
 operators by name (`torch.ops.tritondt`) for tensors without memory.
+
+Every rank has a graph of its own, of local operators: what one rank has no use for, or finds twice, another may need.
+So no call is dropped from a graph, since both operators count as having an effect, nor merged with another: `call` is
+the number of the call, which no other has.
 """
 
 import torch
@@ -11,27 +15,30 @@ from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.spec_values import spec_from_text
 
 _library = torch.library.Library("tritondt", "DEF")
-_library.define("redistribute(Tensor local, str source, str target, ScalarType? wire_dtype=None) -> Tensor")
+_library.define("redistribute(Tensor local, str source, str target, ScalarType? wire_dtype=None, int call=0) -> Tensor")
 _library.define(
-    "random_words(str spec, Device device, int num_words) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+    "random_words(str spec, Device device, int num_words, int call=0) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
 )
 
 
-def _redistribute(local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None) -> torch.Tensor:
+def _redistribute(
+    local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None, call: int = 0
+) -> torch.Tensor:
     return redistribute_local(local, spec_from_text(source), spec_from_text(target), wire_dtype)
 
 
 def _redistribute_meta(
-    local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None
+    local: torch.Tensor, source: str, target: str, wire_dtype: torch.dtype | None = None, call: int = 0
 ) -> torch.Tensor:
     return local.new_empty(spec_from_text(target).local_shape)
 
 
-def _random_words(spec: str, device: torch.device, num_words: int) -> torch.Tensor:
+def _random_words(spec: str, device: torch.device, num_words: int, call: int = 0) -> torch.Tensor:
     return torch.stack(words_of(spec_from_text(spec), device, None, num_words))
 
 
-def _random_words_meta(spec: str, device: torch.device, num_words: int) -> torch.Tensor:
+def _random_words_meta(spec: str, device: torch.device, num_words: int, call: int = 0) -> torch.Tensor:
     return torch.empty((num_words, *spec_from_text(spec).local_shape), dtype=torch.int64, device=device)
 
 
@@ -40,3 +47,5 @@ _library.impl("random_words", _random_words, "CompositeExplicitAutograd")
 # As a fake it would cost the import 23 ms: torch looks for the module that registers.
 _library.impl("redistribute", _redistribute_meta, "Meta")
 torch.library.register_fake("tritondt::random_words", _random_words_meta)
+for _op in (torch.ops.tritondt.redistribute.default, torch.ops.tritondt.random_words.default):
+    torch.fx.node.has_side_effect(_op)

@@ -22,7 +22,8 @@ def prefetch(
 
     A collective call that returns at once. `placements`, one per mesh axis, `order` and `wire_dtype` are those of
     `DTensor.redistribute`, and must be equal there. The result is dropped if the tensor is written to before. Raises
-    LayoutError, TransportError; a failure on the way is raised by whoever waits for the result.
+    LayoutError, TransportError; a failure on the way is raised by whoever waits for the result. Issues nothing in a
+    function that torch.compile traces: a graph redistributes where it is asked to.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -34,6 +35,8 @@ def prefetch(
     >>> run_ranks(2, ahead)
     [(16.0, (4, 4)), (16.0, (4, 4))]
     """
+    if torch.compiler.is_dynamo_compiling():
+        return
     target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
     if target is not tensor._spec:
         with torch.no_grad():

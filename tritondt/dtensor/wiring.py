@@ -12,8 +12,9 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 from tritondt.dtensor import graph_ops  # noqa: F401  defines the operators that graphs keep
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.copied_views import track_base
+from tritondt.dtensor.copied_views import copied_view_class, track_base
 from tritondt.dtensor.dispatch import Dispatcher
+from tritondt.dtensor.pending import pending_class
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.tensor import DTensor, wrap
 from tritondt.ops import propagator
@@ -33,6 +34,14 @@ dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 let_composites_make_tensors(DTensor, wrap)
+
+# Where a graph breaks, torch.compile looks at every frame that runs, and would trace dispatch itself, operator by
+# operator. A mark on the code, which costs a call nothing, keeps it and what it calls out.
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameAction.SKIP
+for _class in (DTensor, pending_class(DTensor), copied_view_class(DTensor)):
+    _code = cast("Any", _class.__torch_dispatch__).__code__
+    _eval_frame.set_code_exec_strategy(_code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
 # Saved files name the room, so that they load wherever the class stands; older ones name `tritondt.saving`.

@@ -7,6 +7,8 @@ call is one look-up, one allocation per step and the step itself.
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -20,8 +22,12 @@ from tritondt.errors import LocalTensorError, TransportError
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import CompiledStep, compile_plan, plan_for
+from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.spec_values import spec_text
+
+# Numbers of calls in graphs, which are never merged into one.
+_traced_calls = count(1)
 
 
 def redistribute_local(
@@ -41,7 +47,7 @@ def redistribute_local(
     if not has_memory(local):
         # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
         stand_in: torch.Tensor = torch.ops.tritondt.redistribute(
-            local, spec_text(source), spec_text(target), wire_dtype
+            local, spec_text(source), spec_text(target), wire_dtype, next(_traced_calls)
         )
         return stand_in
     local = _with_memory(local)
@@ -90,11 +96,32 @@ def redistribute_local_async(
 
 
 def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    if _num_modes():
+        _check_is_traced(local, source, target)
     try:
         _check_local(local, source)
     except (LocalTensorError, TransportError) as error:
         _refuse(source, target, error)
         raise
+
+
+_num_modes = torch._C._len_torch_dispatch_stack
+
+
+def _check_is_traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> None:
+    """Refuses what a trace by make_fx would lose: it sees tensors that it was given, and no messages.
+
+    The graph would hold what was received while it was traced, as a constant.
+    """
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None or source is target or isinstance(local, FunctionalTensor):
+        return
+    if has_memory(local) or local not in mode.tracer.tensor_tracker:
+        raise TransportError(
+            f"a redistribution of {source} to {placements_text(target.placements)} cannot be traced by make_fx "
+            f"{'with real tensors' if has_memory(local) else 'for a distributed argument'}: trace a function of local "
+            "tensors, with DTensor.from_local inside and tracing_mode='fake'; or use torch.compile"
+        )
 
 
 def _with_memory(local: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,25 @@ def test_what_is_whole_everywhere_runs(unknown):
     check(unknown.positive, Case((2,), (X,), ("R",)), exact=True, expect="R")
 
 
+def test_a_rank_that_is_a_thread_sets_a_mode_of_its_own(unknown):
+    def body(rank):
+        x = distribute(X, T.Mesh((2,)), "S0")
+        with set_fallback("replicate"):
+            torch.testing.assert_close(whole(unknown.turned(x)), X.flip(0))  # hands over to the other rank
+            x.full_tensor()
+        with pytest.raises(T.PropagationError, match="has no strategy"):
+            unknown.turned(x)
+        if rank == 0:
+            set_fallback("replicate")
+        x.full_tensor()
+        return propagator.fallback.mode
+
+    assert run_ranks(2, body) == ["replicate", "raise"]
+    assert propagator.fallback.mode == "raise"
+    with set_fallback("replicate"):
+        assert run_ranks(2, lambda rank: propagator.fallback.mode) == ["replicate"] * 2
+
+
 def test_without_a_strategy_the_call_is_named_that_makes_it_run(unknown):
     def body(rank):
         x = distribute(X, T.Mesh((2,)), "S0")

@@ -284,6 +284,37 @@ def test_a_given_generator_is_used_and_advanced():
     assert not torch.equal(parts[0], parts[2])
 
 
+def test_ranks_that_are_threads_have_default_generators_of_their_own():
+    """Which one rank seeds anew, with the same number too, draws and rewinds without any other's."""
+
+    def body(rank):
+        x = ones((2,), "S0")
+
+        def drawn():
+            return torch.rand_like(x).full_tensor()
+
+        torch.manual_seed(7)
+        first, second = drawn(), drawn()
+        torch.manual_seed(7)
+        torch.testing.assert_close(drawn(), first, rtol=0, atol=0)
+        state = torch.get_rng_state()
+        torch.testing.assert_close(drawn(), second, rtol=0, atol=0)
+        torch.set_rng_state(state)
+        torch.testing.assert_close(drawn(), second, rtol=0, atol=0)
+        y: Any = checkpoint(lambda x: F.dropout(x * 1, 0.5), x.requires_grad_(), use_reentrant=False)
+        drawn()
+        y.sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(x.grad.full_tensor(), y.full_tensor(), rtol=0, atol=0)
+        return torch.rand(2).tolist()
+
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    left, right = run_ranks(2, body)
+    assert left == right
+    torch.testing.assert_close(torch.get_rng_state(), before, rtol=0, atol=0)
+
+
 def test_random_operators_leave_the_default_generator_one_number_further():
     def body(rank):
         torch.rand_like(ones((1,), "S0"))

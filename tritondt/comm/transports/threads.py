@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
 from tritondt import environment, identity
 from tritondt.comm import registry
 from tritondt.comm.communicator import tag_of
@@ -225,7 +227,8 @@ class ThreadWorld:
 def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | None = None) -> list[Result]:
     """Runs `body(rank)` on `size` rank threads and returns the results in rank order.
 
-    Raises the exception of the first rank that failed by itself, the lowest where several did.
+    Each rank has a default generator to itself, seeded as this process's, which stays as it is. Raises the exception of
+    the first rank that failed by itself, the lowest where several did.
 
     >>> run_ranks(3, lambda rank: rank * rank)
     [0, 1, 4]
@@ -233,11 +236,13 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     scheduler, generation = TurnScheduler(size), identity.new_generation()
     table = CostTable(ranks_per_host=size) if costs is None else costs
     results: list[Result | None] = [None] * size
+    seed, random_state = torch.initial_seed(), torch.default_generator.get_state()
 
     def run(rank: int) -> None:
         who, participant = Identity(generation, rank, size), scheduler.participants[rank]
         registry.enter(who, ThreadWorld(who, scheduler, table))
         participant.may_run.acquire()
+        torch.default_generator.manual_seed(seed)
         error: BaseException | None = None
         try:
             with identity.assumed(who):
@@ -253,6 +258,7 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     scheduler.begin()
     for thread in threads:
         thread.join()
+    torch.default_generator.set_state(random_state)
     errors = [participant.error for participant in scheduler.participants if participant.error is not None]
     if errors:
         raise next((error for error in errors if not isinstance(error, PeerError)), errors[0])

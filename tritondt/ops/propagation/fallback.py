@@ -1,10 +1,11 @@
 """Operators without a strategy: decomposed, then refused or run on gathered tensors."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from tritondt import identity
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.decompositions import DECOMPOSITIONS, written_by_functional
 from tritondt.ops.propagation.replication import is_called_by_autograd
@@ -37,16 +39,35 @@ _is_admitted: ContextVar[bool] = ContextVar("what is refused may run", default=F
 _logger = logging.getLogger("tritondt")
 
 
+class _OfProcess:
+    """The mode that holds for a process; None for the default."""
+
+    mode: Mode | None = None
+
+
+class _OfRank(threading.local):
+    """The mode of a rank that is a thread; None where the rank has set none."""
+
+    mode: Mode | None = None
+
+
 class Fallback:
     """The fallback mode, and the decisions that follow from it; `on_change` is called when the mode changes."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
-        self.mode: Mode = "raise"
+        self._of_process, self._of_rank = _OfProcess(), _OfRank()
         self._on_change = on_change
         self._warned: set[OpOverload] = set()
 
+    @property
+    def mode(self) -> Mode:
+        """The mode that holds for the calling rank."""
+        return self._of_rank.mode or self._of_process.mode or "raise"
+
     def set(self, mode: Mode) -> "RestoreMode":
         """Sets the mode, "raise" or "replicate", for the process; used with `with`, until the end of the block.
+
+        A rank that is a thread of a process with others sets its own mode only.
 
         In mode "raise", the default, an operator without a strategy raises PropagationError; in mode "replicate" its
         arguments are gathered first, with one warning per operator. Not collective, but all ranks must set the mode
@@ -61,9 +82,14 @@ class Fallback:
         """
         if mode not in MODES:
             raise PropagationError(f"the fallback {mode!r} is not known; allowed are {' and '.join(map(repr, MODES))}")
-        before, self.mode = self.mode, mode
+        held = self._of_rank if identity.is_assumed() else self._of_process
+        before = held.mode
+        self._put(held, mode)
+        return RestoreMode(partial(self._put, held, before))
+
+    def _put(self, held: _OfProcess | _OfRank, mode: Mode | None) -> None:
+        held.mode = mode
         self._on_change()
-        return RestoreMode(self, before)
 
     def decide(self, schema: OpSchema) -> OutputSharding:
         """The decision to gather everything where the mode says so; PropagationError, with a way out, where not.
@@ -108,14 +134,14 @@ def admitted() -> Iterator[None]:
 class RestoreMode:
     """Restores the former mode at the end of a `with` block; without one nothing happens."""
 
-    def __init__(self, fallback: Fallback, before: Mode) -> None:
-        self._fallback, self._before = fallback, before
+    def __init__(self, restore: Callable[[], None]) -> None:
+        self._restore = restore
 
     def __enter__(self) -> None:
         """None: the mode is set already."""
 
     def __exit__(self, *_: object) -> None:
-        self._fallback.set(self._before)
+        self._restore()
 
 
 def replicate_all(schema: OpSchema) -> OutputSharding:

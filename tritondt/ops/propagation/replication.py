@@ -17,6 +17,11 @@ from tritondt.sharding.spec import DTensorSpec, TensorMeta
 _NO_BACKWARD = -1
 _OWN = (__name__.partition(".")[0], "torch")
 
+_NOT_IN_GRAPHS = (
+    "implicit_replication() does not go into a graph: enter it around the call of the compiled function, or compile "
+    "without fullgraph=True"
+)
+
 _allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=False)
 
 
@@ -25,7 +30,8 @@ def implicit_replication() -> Iterator[None]:
     """Counts plain tensors beside distributed ones, within, as replicated: every rank must hold the same values.
 
     Nothing is checked, and nothing is sent. Elsewhere only plain tensors without dims count so, others raise
-    MixedTensorsError. Holds for the calling thread.
+    MixedTensorsError. Holds for the calling thread, and for the graphs that torch.compile traces within; entered in a
+    function that is compiled it ends the graph, and raises Unsupported with fullgraph=True.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -36,6 +42,8 @@ def implicit_replication() -> Iterator[None]:
     >>> run_ranks(2, shifted)
     [[0.0, 1.0], [2.0, 3.0]]
     """
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=_NOT_IN_GRAPHS)
     token = _allowed.set(True)
     try:
         yield

@@ -1,12 +1,16 @@
-"""Shapes, strides and dtypes of an operator's results, by a run on fake tensors of global shape."""
+"""Shapes, strides and dtypes of an operator's results, by a run on tensors of global shape without memory."""
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 import torch
+from torch._prims_common import compute_elementwise_output_strides
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
+from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, without_compiler
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
@@ -15,6 +19,9 @@ TensorMetas: TypeAlias = "TensorMeta | Sequence[TensorMeta | None] | None"
 
 # What torch.library.custom_op says of an operator for which nobody has registered a fake.
 _NOT_FAKED = "no fake impl registered"
+_ASKS_FOR_VALUES = "cannot be called on meta tensors"
+# What operators raise for arguments that do not fit; NotImplementedError is a RuntimeError.
+_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 class _Faker:
@@ -31,7 +38,7 @@ class _Faker:
                 # Torch's cache of what fake operators give is never emptied: 3 entries, 4 kB, a new shape.
                 self._mode.cache_enabled = False
             with self._mode, torch.inference_mode(False), torch.no_grad():
-                args, kwargs = _fake(schema.args_schema), _fake(dict(schema.kwargs_schema))
+                args, kwargs = _stand_in(schema.args_schema, _fake), _stand_in(schema.kwargs_schema, _fake)
                 try:
                     return schema.op(*args, **kwargs)
                 except RuntimeError as error:
@@ -45,7 +52,34 @@ _faker = _Faker()
 
 def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
     """Metas of the operator's results for tensors of the arguments' global shapes."""
-    result = _faker.run(schema)
+    # Modes, as those of a graph that is traced, would see what is tried here, and autocast acts on no meta tensor.
+    if torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled(schema.mesh.device_type):
+        return _metas_of(_faker.run(schema))
+    if is_elementwise(schema.op):
+        meta = _elementwise_meta(schema)
+        if meta is not None:
+            return meta
+    return _metas_of(_run(schema) if "torch._dynamo" in sys.modules else _run_in_a_thread(schema))
+
+
+def _run(schema: OpSchema) -> Any:
+    result = NotImplemented
+    if runs_on_meta(schema.op, frozenset(spec.dtype for spec in schema.args_spec)):
+        result = _run_on_meta(schema)
+    return _faker.run(schema) if result is NotImplemented else result
+
+
+def _run_in_a_thread(schema: OpSchema) -> Any:
+    """The operator's results by a run without a call's arguments below it.
+
+    Whatever first imports torch._dynamo leaves a frame in a cycle (that of torch.fx.wrap), and with it all frames
+    below: the arguments would stay until a garbage collection.
+    """
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_run, schema).result()
+
+
+def _metas_of(result: Any) -> TensorMetas:
     if isinstance(result, torch.Tensor):
         return meta_of(result)
     if isinstance(result, list | tuple):
@@ -58,12 +92,65 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _fake(argument: Any) -> Any:
+def _elementwise_meta(schema: OpSchema) -> TensorMeta | None:
+    """The meta of an elementwise operator's result; None where it raises, so that fake tensors say what is wrong."""
+    try:
+        shape = torch.broadcast_shapes(*(spec.shape for spec in schema.args_spec))
+        args, kwargs = _stand_in(schema.args_schema, _one_element), _stand_in(schema.kwargs_schema, _one_element)
+        with torch.inference_mode(False), torch.no_grad():
+            found = schema.op(*args, **kwargs)
+    except _ERRORS:
+        return None
+    if schema.op._schema.is_mutable:
+        written = schema.args_spec[0]
+        return written.tensor_meta if found is args[0] and written.shape == shape else None
+    whole = [_on_meta(spec).expand(shape) for spec in schema.args_spec]
+    if all(
+        tensor.is_contiguous() for tensor in whole
+    ):  # as they are for torch whatever the stride of a dim of length 1
+        return TensorMeta.contiguous(tuple(shape), found.dtype)
+    return TensorMeta(tuple(shape), tuple(compute_elementwise_output_strides(*whole)), found.dtype)
+
+
+def _run_on_meta(schema: OpSchema) -> Any:
+    """The operator's results as meta tensors; NotImplemented where it asks for values, so that fake tensors refuse it.
+
+    What else it raises is what it would raise on one device.
+    """
+    args, kwargs = _stand_in(schema.args_schema, _on_meta), _stand_in(schema.kwargs_schema, _on_meta)
+    with torch.inference_mode(False), torch.no_grad(), without_compiler():
+        try:
+            return schema.op(*args, **kwargs)
+        except NotImplementedError:
+            return NotImplemented
+        except RuntimeError as error:
+            if _ASKS_FOR_VALUES in str(error):
+                return NotImplemented
+            raise
+
+
+def _fake(spec: DTensorSpec) -> torch.Tensor:
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=spec.mesh.device_type)
+
+
+def _on_meta(spec: DTensorSpec) -> torch.Tensor:
+    meta = spec.tensor_meta
+    return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+
+
+def _one_element(spec: DTensorSpec) -> torch.Tensor:
+    return torch.ones((1,) * len(spec.shape), dtype=spec.dtype)
+
+
+def _stand_in(argument: Any, make: Callable[[DTensorSpec], torch.Tensor]) -> Any:
+    """An argument with tensors in place of specs; where these are meta tensors, so is the device."""
     if isinstance(argument, DTensorSpec):
-        meta = argument.tensor_meta
-        return torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=argument.mesh.device_type)
+        return make(argument)
+    if isinstance(argument, torch.device) and make is _on_meta:
+        return torch.device("meta")
     if isinstance(argument, list | tuple):
-        return type(argument)([_fake(item) for item in argument])
-    if isinstance(argument, dict):
-        return {name: _fake(item) for name, item in argument.items()}
+        return type(argument)([_stand_in(item, make) for item in argument])
+    if isinstance(argument, Mapping):
+        return {name: _stand_in(item, make) for name, item in argument.items()}
     return argument

@@ -5,15 +5,14 @@ alike. With that as the key, an element's numbers follow from its place in the w
 makes those of its part. What rewinds the default generator, as activation checkpointing does, brings them back.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from tritondt import identity
 from tritondt.errors import MismatchError
 from tritondt.ops.random.philox import random_words
 from tritondt.redistribution.agreement import lengths_on_all
@@ -25,6 +24,8 @@ from tritondt.sharding.spec_values import spec_text
 from tritondt.sharding.strides import dense_strides
 
 _MASK = (1 << 64) - 1
+# Numbers of calls in graphs, which are never merged into one.
+_traced_calls = count(1)
 
 
 def words_of(
@@ -47,7 +48,9 @@ def words_like(
     if has_memory(local):
         return words_of(spec, local.device, generator, num_words)
     # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
-    stand_in: torch.Tensor = torch.ops.tritondt.random_words(spec_text(spec), local.device, num_words)
+    stand_in: torch.Tensor = torch.ops.tritondt.random_words(
+        spec_text(spec), local.device, num_words, next(_traced_calls)
+    )
     return tuple(stand_in.unbind())
 
 
@@ -70,11 +73,10 @@ def shard_index(spec: DTensorSpec) -> int:
 def _key(mesh: Mesh, generator: torch.Generator | None) -> int:
     """One number drawn from the generator, alike on every rank of `mesh`."""
     if generator is None:
-        source = _thread_generator() if identity.is_assumed() else torch.default_generator
-        drawn = _draw(source)
-        if _agreed.get(mesh) != source.initial_seed():
-            _check_agreement(mesh, source.initial_seed(), drawn)
-            _agreed[mesh] = source.initial_seed()
+        drawn, seed = _draw(torch.default_generator), torch.initial_seed()
+        if _agreed.get(mesh) != seed:
+            _check_agreement(mesh, seed, drawn)
+            _agreed[mesh] = seed
     else:
         drawn = _draw(generator)
         _check_agreement(mesh, generator.initial_seed(), drawn)
@@ -99,21 +101,6 @@ def default_generator_seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 # The seed of the default generator that the ranks of a mesh were found to share.
 _agreed: "WeakKeyDictionary[Mesh, int]" = WeakKeyDictionary()
-
-
-class _OfThread(threading.local):
-    generator: torch.Generator | None = None
-
-
-_of_thread = _OfThread()
-
-
-def _thread_generator() -> torch.Generator:
-    """The default generator of a rank that is a thread: each rank has one of its own, seeded alike."""
-    found = _of_thread.generator
-    if found is None or found.initial_seed() != torch.initial_seed():
-        found = _of_thread.generator = torch.Generator().manual_seed(torch.initial_seed())
-    return found
 
 
 def _draw(generator: torch.Generator) -> int:
