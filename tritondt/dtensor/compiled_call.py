@@ -58,7 +58,10 @@ class _InputMove(NamedTuple):
 # Torch counts writes at this key, or in the kernels of plain tensors, which distributed ones do not reach: as those of
 # lists do, but not these.
 _COUNTING_KEY = torch._C.DispatchKey.ADInplaceOrView
-_UNCOUNTED = ("aten::_fused_", "aten::_native_batch_norm_legit", "aten::_batch_norm_with_update")
+_UNCOUNTED = frozenset({
+    *(f"aten::_fused_{step}_" for step in ("adam", "adamw", "sgd", "adagrad")),
+    *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
+})  # fmt: skip
 
 # This rank's part of a written argument, the redistributed stand-in that the operator writes to, and the move.
 _Replaced = tuple[torch.Tensor, torch.Tensor, _InputMove]
@@ -214,7 +217,7 @@ def alias_of(spec: DTensorSpec, wrap: Wrap) -> Compiled:
 
 def _leaves_counting(op: OpOverload) -> bool:
     """Whether torch leaves it to the kernels of plain tensors to count what an operator writes, as of lists."""
-    return not op.has_kernel_for_dispatch_key(_COUNTING_KEY) and not op._schema.name.startswith(_UNCOUNTED)
+    return not op.has_kernel_for_dispatch_key(_COUNTING_KEY) and op._schema.name not in _UNCOUNTED
 
 
 def _written_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:
