@@ -108,7 +108,8 @@ class DTensor(torch.Tensor):
         """This rank's part; shares memory with the distributed tensor, and waits where that is pending. Not collective.
 
         `grad_placements` are the placements that the part's gradient will have (default: those of this tensor, with
-        Partial as Replicate): Partial where ranks use equal parts differently.
+        Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a view that
+        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first.
         """
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
