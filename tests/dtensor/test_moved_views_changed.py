@@ -63,8 +63,8 @@ def test_other_changes_in_place_of_moved_views_are_refused():
         )
         for change in (
             lambda: view.resize_(2),
-            lambda: view.set_(other),
-            lambda: other.set_(view),
+            lambda: view.set_(other),  # type: ignore[call-overload]
+            lambda: other.set_(view),  # type: ignore[call-overload]
             lambda: view.as_strided_((2,), (2,)),
             lambda: view.resize_as_(other),
         ):

@@ -81,6 +81,16 @@ def test_a_write_is_counted_as_on_one_device_and_seen_by_copies(name):
     run_ranks(2, body)
 
 
+def test_a_number_of_one_rank_is_written_beside_what_is_watched():
+    def body(rank):
+        x, found = distribute(numbers(4), T.Mesh((2,)), "R"), torch.zeros((), dtype=torch.float64)
+        T.prefetch(x, [T.Shard(0)])
+        torch.sum(x, 0, out=found)
+        assert found == numbers(4).sum()
+
+    run_ranks(2, body)
+
+
 def test_nothing_is_watched_once_copies_are_gone():
     def body(rank):
         x = distribute(numbers(4), T.Mesh((2,)), "S0")
@@ -116,7 +126,7 @@ def test_a_gradient_of_what_a_list_operator_has_overwritten_is_refused(write):
 def test_running_statistics_do_not_disturb_an_earlier_gradient():
     def body(rank):
         mesh = T.Mesh((2,))
-        found = []
+        found: list[Any] = []
         for make in (lambda *shape: numbers(*shape), lambda *shape: distribute(numbers(*shape), mesh, "R")):
             x, mean, var = make(3, 4).requires_grad_(), make(4), make(4)
             first = torch.nn.functional.batch_norm(x, mean, var, training=True).square().sum()
@@ -235,7 +245,7 @@ def test_set_shares_the_memory_that_it_takes():
     def body(rank):
         mesh = T.Mesh((2,))
         x, source = distribute(numbers(4), mesh, "R"), distribute(numbers(4) * 10, mesh, "R")
-        x.set_(source)
+        x.set_(source)  # type: ignore[call-overload]
         T.prefetch(source, [T.Shard(0)])
         x.neg_()
         equal(source.redistribute(placements=[T.Shard(0)]), numbers(4) * -10)

@@ -106,7 +106,7 @@ def alias_with_gradient(
     """
     alias: torch.Tensor = torch.ops.aten.alias.default(distributed)
     spec = distributed._spec  # type: ignore[attr-defined]
-    alias.register_hook(partial(_gradient_for, spec, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
+    alias.register_hook(partial(_gradient_for, spec, backward_dtype, async_op, wire))
     return alias
 
 

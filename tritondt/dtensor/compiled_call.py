@@ -162,7 +162,7 @@ class Signature:
         distributed._spec = self._outputs
         if self._in_mesh:
             distributed._local_tensor = local
-        if self._op._schema.name == "aten::set_" and len(args) > 1:
+        if self._op is torch.ops.aten.set_.source_Tensor:
             take_memory(distributed, args[1])
         return distributed
 

@@ -51,7 +51,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
             results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
         renewed = results if origin.place is None else results[origin.place]
         slot.__set__(tensor, renewed._local_tensor)
-        tensor.__dict__[ORIGIN] = origin._replace(count=counts[0], local_count=counts[1])
+        tensor.__dict__[ORIGIN] = origin._replace(seen=counts[0], seen_local=counts[1])
 
     def dispatch(
         op: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -101,7 +101,7 @@ def _replace_local(tensor: Any, local: torch.Tensor) -> None:
 
 def _written_copies(op: OpOverload, written: Sequence[Any]) -> list[Any]:
     """The copied views among what an operator writes to; PropagationError where it would not reach their bases."""
-    tensors = [item for item in written if isinstance(item, torch.Tensor)]
+    tensors = [item for item in written if hasattr(item, "_spec")]
     memories = [set(map(id, memory_of(item))) for item in tensors]
     copies = [item for item in tensors if ORIGIN in item.__dict__]
     for view in copies:
@@ -153,7 +153,8 @@ def _origin(
 
 
 def _set_origin(tensor: Any, origin: Origin) -> None:
-    tensor.__class__ = copied_view_class(type(tensor))
+    kind: Any = type(tensor)
+    tensor.__class__ = copied_view_class(kind)
     tensor.__dict__.update({ORIGIN: origin, MEMORY: origin.watch.memory})
 
 

@@ -119,13 +119,13 @@ class _Issued(NamedTuple):
     source: DTensorSpec
     local: torch.Tensor
     watch: Watch
-    count: tuple[Count, LocalCount]
+    seen: tuple[Count, LocalCount]
 
     def holds(self, distributed: Any) -> bool:
         """Whether the source is still what it was."""
         if self.source is not distributed._spec or self.local is not held_local(distributed):
             return False
-        return self.count == (self.watch.count(distributed), self.watch.local_count(distributed))
+        return self.seen == (self.watch.count(distributed), self.watch.local_count(distributed))
 
 
 class _Prefetched(dict[_PrefetchKey, _Issued]):

@@ -36,8 +36,8 @@ class Origin(NamedTuple):
     base: Any
     counted: Any
     watch: Watch
-    count: Count
-    local_count: LocalCount
+    seen: Count
+    seen_local: LocalCount
     op: OpOverload
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
@@ -46,11 +46,11 @@ class Origin(NamedTuple):
 
     def is_past(self) -> bool:
         """Whether operators have written to the base since, which all ranks know; alike on all ranks."""
-        return self.watch.count(self.counted) != self.count
+        return self.watch.count(self.counted) != self.seen
 
     def check_local(self) -> None:
         """Raises PropagationError where the base's local tensor was written to since: other ranks cannot know."""
-        if self.watch.local_count(self.base) != self.local_count:
+        if self.watch.local_count(self.base) != self.seen_local:
             raise PropagationError(
                 f"the local tensor of {self.base._spec} was written to without an operator on it, which its view by "
                 f"{self.op} cannot see: its elements had to move; take the view again after writing"
@@ -60,9 +60,8 @@ class Origin(NamedTuple):
         """The same view of the base's copy, which shares its memory with the copy of what was viewed."""
         base = copy.deepcopy(self.base, memo)
         counted, watch = memo.get(id(self.counted), base), Watch(memory_of(base))
-        counts = {"count": watch.count(counted), "local_count": watch.local_count(base)}
-        args = base, *copy.deepcopy(self.args[1:], memo)
-        return self._replace(base=base, counted=counted, watch=watch, args=args, **counts)
+        seen, local, args = watch.count(counted), watch.local_count(base), (base, *copy.deepcopy(self.args[1:], memo))
+        return self._replace(base=base, counted=counted, watch=watch, seen=seen, seen_local=local, args=args)
 
     def past_text(self, what: str) -> str:
         """The sentence that refuses `what`, which would have to communicate, on a view that is out of date."""

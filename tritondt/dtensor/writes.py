@@ -72,14 +72,14 @@ class Watch:
 
 
 def count_writes(tensors: Iterable[Any], *, reshapes: bool) -> None:
-    """Counts a write, or a change of shape, of each of these distributed tensors.
+    """Counts a write, or a change of shape, of each of these tensors, those that are not distributed excepted.
 
     What is written to a copied view counts where it is written back.
     """
     if _ended:
         _forget_ended()
     for tensor in tensors:
-        if ORIGIN in tensor.__dict__ and not reshapes:
+        if not hasattr(tensor, "_spec") or (ORIGIN in tensor.__dict__ and not reshapes):
             continue
         for local in memory_of(tensor):
             for cell in watched.get(id(local), ()):
