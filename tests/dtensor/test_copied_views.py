@@ -33,8 +33,8 @@ def test_views_that_moved_see_what_is_written_to_their_tensor():
         again = copy.deepcopy(pairs[0][0]), pickle.loads(pickle.dumps(pairs[0][0]))
         expected = pairs[0][1].clone()
         x.zero_()
+        assert type(again[1]) is T.DTensor
         for made in again:
-            assert type(made) is T.DTensor
             torch.testing.assert_close(made.full_tensor(), expected, rtol=0, atol=0)
 
     with set_fallback("replicate"):

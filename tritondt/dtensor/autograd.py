@@ -1,5 +1,6 @@
 """Autograd functions that connect plain local tensors with distributed ones."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,15 +94,35 @@ class Redistributed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         """The gradient under the source's placements, with Partial as Replicate."""
-        if grad is None:
-            return None, None, None, None, None, None
-        wanted = gradient_spec(ctx.source)
-        if ctx.backward_dtype is not None:
-            grad = grad.to(ctx.backward_dtype)
-        back = grad.redistribute(
-            placements=wanted.placements,
-            order=wanted.order,
-            async_op=ctx.async_op,
-            wire_dtype=None if ctx.wire is None else ctx.wire.backward,
-        )
-        return (back if back.dtype is ctx.source.dtype else back.to(ctx.source.dtype)), None, None, None, None, None
+        return _gradient_for(ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire, grad), None, None, None, None, None
+
+
+def alias_with_gradient(
+    distributed: torch.Tensor, backward_dtype: torch.dtype | None, async_op: bool, wire: Wire | None
+) -> torch.Tensor:
+    """A view of all of a distributed tensor, whose gradient comes as after a redistribution.
+
+    A view that torch knows of: what is written to either is counted, and has gradients, on both.
+    """
+    alias: torch.Tensor = torch.ops.aten.alias.default(distributed)
+    spec = distributed._spec  # type: ignore[attr-defined]
+    alias.register_hook(partial(_gradient_for, spec, backward_dtype, async_op, wire))
+    return alias
+
+
+def _gradient_for(
+    source: DTensorSpec, backward_dtype: torch.dtype | None, async_op: bool, wire: Wire | None, grad: Any
+) -> torch.Tensor | None:
+    """The gradient, if there is one, under the placements of `source`, with Partial as Replicate, and in its dtype."""
+    if grad is None:
+        return None
+    wanted = gradient_spec(source)
+    if backward_dtype is not None:
+        grad = grad.to(backward_dtype)
+    back: torch.Tensor = grad.redistribute(
+        placements=wanted.placements,
+        order=wanted.order,
+        async_op=async_op,
+        wire_dtype=None if wire is None else wire.backward,
+    )
+    return back if back.dtype is source.dtype else back.to(source.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
+from tritondt.dtensor.writes import MEMORY, count_writes, memory_of, take_memory, watched
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
 from tritondt.redistribution.implicit import redistribute_input
@@ -54,6 +55,14 @@ class _InputMove(NamedTuple):
     is_written: bool
 
 
+# Torch counts writes at this key, or in the kernels of plain tensors, which distributed ones do not reach: as those of
+# lists do, but not these.
+_COUNTING_KEY = torch._C.DispatchKey.ADInplaceOrView
+_UNCOUNTED = frozenset({
+    *(f"aten::_fused_{step}_" for step in ("adam", "adamw", "sgd", "adagrad")),
+    *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
+})  # fmt: skip
+
 # This rank's part of a written argument, the redistributed stand-in that the operator writes to, and the move.
 _Replaced = tuple[torch.Tensor, torch.Tensor, _InputMove]
 
@@ -86,6 +95,8 @@ class Signature:
         # An operator may write to arguments and give new tensors, as batch norm does.
         self._returns_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
         self._reshapes = torch.Tag.inplace_view in schema.op.tags
+        self._written_arguments = tuple(_written_arguments(schema.op)) if written else ()
+        self._raises_versions = bool(written) and _leaves_counting(schema.op)
         self._returns = tuple(_returned_arguments(schema.op))
 
     def run(
@@ -98,8 +109,11 @@ class Signature:
         """Redistributes arguments, runs the operator, copies written stand-ins back, and wraps the results."""
         if self._refusal:
             self._admit(self._op, self._refusal)
-        if self._written and read_guard.readers:
-            self._wait_for_readers(local_args, local_kwargs)
+        if self._written:
+            if read_guard.readers:
+                self._wait_for_readers(local_args, local_kwargs)
+            if watched:
+                count_writes(self._tensors_written(args, kwargs), reshapes=self._reshapes)
         replaced: list[_Replaced] = []
         if self._input_moves:
             moves = iter(self._input_moves)
@@ -113,6 +127,8 @@ class Signature:
         result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
         for own, stand_in, move in replaced:
             own.copy_(redistribute_input(self._op, stand_in, move.target, move.source))
+        if self._raises_versions:
+            torch._C._increment_version(self._tensors_written(args, kwargs))
         if self._reshapes:
             return self._reshaped(result, args, kwargs)
         if self._returns_arguments:
@@ -126,14 +142,28 @@ class Signature:
         tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
         read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
 
+    def _tensors_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The distributed tensors that the operator writes to."""
+        found: list[torch.Tensor] = []
+        for place, name in self._written_arguments:
+            given = args[place] if place < len(args) else kwargs.get(name)
+            if isinstance(given, list | tuple):
+                found.extend(given)
+            elif given is not None:
+                found.append(given)
+        return found
+
     def _reshaped(self, local: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The argument itself with another shape: the operator runs on the outer tensor as well, which has no data."""
         distributed = args[0]
+        memory_of(distributed)  # known by the local tensor that is replaced
         with torch._C._DisableTorchDispatch():
             self._op(*args, **kwargs)
         distributed._spec = self._outputs
         if self._in_mesh:
             distributed._local_tensor = local
+        if self._op is torch.ops.aten.set_.source_Tensor:
+            take_memory(distributed, args[1])
         return distributed
 
     def _redistributed(self, argument: Any, moves: Iterator[_InputMove], given: Any, replaced: list[_Replaced]) -> Any:
@@ -170,6 +200,30 @@ class Signature:
         if isinstance(result, torch.Tensor):
             return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
         return tuple(map(self._replicated, result)) if isinstance(result, list | tuple) else result
+
+
+def alias_of(spec: DTensorSpec, wrap: Wrap) -> Compiled:
+    """Detach under `spec`: a tensor that torch does not know for a view, but that shares memory."""
+
+    def detach(
+        local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> torch.Tensor:
+        made = wrap(local_args[0].detach(), spec)
+        made.__dict__[MEMORY] = memory_of(args[0])
+        return made
+
+    return detach
+
+
+def _leaves_counting(op: OpOverload) -> bool:
+    """Whether torch leaves it to the kernels of plain tensors to count what an operator writes, as of lists."""
+    return not op.has_kernel_for_dispatch_key(_COUNTING_KEY) and op._schema.name not in _UNCOUNTED
+
+
+def _written_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:
+    for place, declared in enumerate(op._schema.arguments):
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            yield place, declared.name
 
 
 def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> Iterator[_InputMove]:

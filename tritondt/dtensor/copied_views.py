@@ -1,58 +1,27 @@
 """Copied views: copies in place of views whose elements had to move, kept up to date with the tensor they view.
 
 On one device a view sees what is written to its base. Where the shards of a view are not the base's own, the view is a
-copy of a subclass whose `_local_tensor` looks whether the base was written to since, and then copies again. What is
-written to a copied view is written to the base as well, where there is an operator for that, and refused elsewhere.
+copy of a subclass, and operators on it look whether the base was written to since, and then copy again. What is written
+to a copied view is written to the base as well, where there is an operator for that, and refused elsewhere.
 
 Copying is a collective call: whether to copy follows from how many operators have written to the base, which all ranks
-count alike. What one rank writes to its local tensor the others cannot know; it is refused when it is found.
+count alike, and only operators and redistributions do it. What one rank writes to its local tensor the others cannot
+know; it is refused when it is found.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from tritondt.dtensor.view_origins import Origin, can_write_back, write_back
+from tritondt.dtensor.writes import MEMORY, ORIGIN, Watch, held_local, memory_of
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import admitted
-
-aten = torch.ops.aten
-
-_ORIGIN = "_tritondt_origin"
-_INFERENCE = -1
-
-# How often a tensor was written to: by operators on it, which all ranks know; then on its local tensor.
-Versions = tuple[int, ...]
-
-# What writes a view's elements into the tensor that it is a view of, with the arguments of the view after both.
-_SCATTER_OF: Mapping[OpOverload, OpOverload] = {
-    aten.select.int: aten.select_scatter.default,
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.diagonal.default: aten.diagonal_scatter.default,
-}
-# Views of all elements in the same order.
-_RESHAPES = frozenset({
-    *(aten.view.default, aten._reshape_alias.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
-})  # fmt: skip
-
-
-class _Origin(NamedTuple):
-    """How a tensor was made as a view, and the versions of the base then: the result at `place` of a call.
-
-    A view of a copied view may share the copy's memory: it is an alias then.
-    """
-
-    base: Any
-    base_local: torch.Tensor
-    versions: Versions
-    op: OpOverload
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-    place: int | None
-    is_alias: bool = False
+from tritondt.ops.rules.views import VIEW_OF
+from tritondt.sharding.placement import placements_text
 
 
 @lru_cache(maxsize=64)
@@ -62,47 +31,45 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     wrap: Any = tensor_class
     dispatch_any: Callable[..., Any] = tensor_class.__torch_dispatch__
 
-    def refreshed(tensor: Any) -> torch.Tensor:
-        """The local tensor, copied again where operators have written to the base: a collective call then."""
-        origin: _Origin = tensor.__dict__[_ORIGIN]
-        base_local = origin.base._local_tensor
-        now = versions(origin.base, base_local)
-        if now[0] == origin.versions[0] != _INFERENCE:
-            if base_local is not origin.base_local or now != origin.versions:
-                raise PropagationError(_unseen_write_text(origin))
-        else:
-            with admitted():
-                results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
-            renewed = results if origin.place is None else results[origin.place]
-            slot.__set__(tensor, renewed._local_tensor)
-            tensor.__dict__[_ORIGIN] = origin._replace(base_local=base_local, versions=now)
+    def current_local(tensor: Any) -> torch.Tensor:
+        """The local tensor; PropagationError where it is out of date."""
+        origin: Origin = tensor.__dict__[ORIGIN]
+        if origin.is_past():
+            raise PropagationError(origin.past_text("the local tensor"))
+        origin.check_local()
         local: torch.Tensor = slot.__get__(tensor)
         return local
+
+    def copy_again(tensor: Any) -> None:
+        """Copies the elements again where operators have written to the base: a collective call then."""
+        origin: Origin = tensor.__dict__[ORIGIN]
+        if not origin.is_past():
+            return
+        refresh(origin.base)
+        counts = origin.watch.count(origin.counted), origin.watch.local_count(origin.base)
+        with admitted():
+            results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
+        renewed = results if origin.place is None else results[origin.place]
+        slot.__set__(tensor, renewed._local_tensor)
+        tensor.__dict__[ORIGIN] = origin._replace(seen=counts[0], seen_local=counts[1])
 
     def dispatch(
         op: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operator and writes back to the bases of written copies; views of a copy become copied views too."""
         given = {} if kwargs is None else kwargs
+        if torch.Tag.inplace_view in op.tags:
+            return _reshape(op, args, given, dispatch_any)
+        for tensor in _tensors((*args, *given.values())):
+            refresh(tensor)
         aliased = list(_aliased(op, args, given))
         written = [item for is_write, item in aliased if is_write]
-        copies = [item for item in written if isinstance(item, view_class)]
-        roots = [_root(item) for item in written if isinstance(item, tensor_class)]
-        for view in copies:
-            # What is written to one of them first would have to be seen in the other.
-            if sum(root is _root(view) for root in roots) > 1 or not _can_write_back(view):
-                raise PropagationError(_refusal(op, view))
+        copies = _written_copies(op, written)
         result = dispatch_any(op, types, args, given)
-        # The writes are counted by whoever called; until then the copies are not to look whether they are.
         for view in copies:
-            _write_back(view, lambda it: wrap(slot.__get__(it), it._spec))
+            write_back(view, lambda it: wrap(slot.__get__(it), it._spec))
         copies_view = not written and any(isinstance(item, view_class) for _, item in aliased)
         return track_base(result, op, args, given, is_alias=True) if copies_view else result
-
-    def untracked(tensor: Any) -> torch.Tensor:
-        """A tensor of the plain class with the present values, which tracks no base."""
-        found: torch.Tensor = wrap(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
-        return found
 
     view_class: type[torch.Tensor] = type(
         f"CopiedView{tensor_class.__name__}",
@@ -111,55 +78,47 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
             "__slots__": (),
             "__module__": tensor_class.__module__,
             "__torch_dispatch__": staticmethod(dispatch),
-            "_local_tensor": property(refreshed, slot.__set__),
-            # What is not a leaf is left for the class itself to refuse.
-            "__deepcopy__": lambda it, memo: wrap.__deepcopy__(untracked(it) if it.is_leaf else it, memo),
-            "__reduce_ex__": lambda it, protocol: untracked(it).__reduce_ex__(protocol),
+            "_local_tensor": property(current_local, _replace_local),
+            "_copy_again": copy_again,
+            "__repr__": lambda it, **options: _past_repr(it) or wrap.__repr__(it, **options),
+            "wait": lambda it: it,
+            # Files have the present values, and no base.
+            "__reduce_ex__": lambda it, protocol: wrap(
+                it._local_tensor, it._spec, requires_grad=it.requires_grad
+            ).__reduce_ex__(protocol),
         },
     )
     return view_class
 
 
-def _can_write_back(view: Any) -> bool:
-    """Whether what is written to a copied view can be written to its base, and to that base's own."""
-    origin: _Origin | None = view.__dict__.get(_ORIGIN)
-    if origin is None:
-        return True
-    known = origin.op in _SCATTER_OF or origin.op in _RESHAPES or origin.op is aten.unbind.int
-    return (origin.is_alias or known) and _can_write_back(origin.base)
+def _replace_local(tensor: Any, local: torch.Tensor) -> None:
+    """Sets another local tensor: the tensor is no view any more."""
+    kind: Any = type(tensor).__base__
+    kind._local_tensor.__set__(tensor, local)
+    if tensor.__dict__.pop(ORIGIN, None) is not None:
+        tensor.__class__ = kind
 
 
-def _write_back(view: Any, untracked: Callable[[Any], Any]) -> None:
-    """Writes the elements of a copied view to its base, and from there on to that base's own."""
-    origin: _Origin = view.__dict__[_ORIGIN]
-    base, given = origin.base, (*origin.args[1:], *origin.kwargs.values())
-    if origin.is_alias:
-        _write_back(base, untracked)
-    elif origin.op in _RESHAPES:
-        with admitted():
-            base.copy_(aten.view.default(untracked(view), base.shape))
-    elif origin.op is aten.unbind.int:
-        base.copy_(aten.select_scatter.default(base, untracked(view), *(given or (0,)), origin.place))
-    else:
-        base.copy_(_SCATTER_OF[origin.op](base, untracked(view), *origin.args[1:], **origin.kwargs))
+def _written_copies(op: OpOverload, written: Sequence[Any]) -> list[Any]:
+    """The copied views among what an operator writes to; PropagationError where it would not reach their bases."""
+    tensors = [item for item in written if hasattr(item, "_spec")]
+    memories = [set(map(id, memory_of(item))) for item in tensors]
+    copies = [item for item in tensors if ORIGIN in item.__dict__]
+    for view in copies:
+        # What is written to one of them first would have to be seen in the other.
+        shared = sum(not memory.isdisjoint(map(id, memory_of(view))) for memory in memories)
+        if shared > 1 or not can_write_back(view):
+            raise PropagationError(view.__dict__[ORIGIN].refusal(op))
+    return copies
 
 
-def _root(tensor: Any) -> Any:
-    """The tensor at the end of the chain of bases."""
-    origin: _Origin | None = tensor.__dict__.get(_ORIGIN)
-    if origin is not None:
-        return _root(origin.base)
-    return tensor if tensor._base is None else _root(tensor._base)
+def refresh(tensor: Any) -> None:
+    """Brings a tensor up to date, for who communicates anyway: nothing but for a copied view whose base was written to.
 
-
-def versions(distributed: Any, local: torch.Tensor) -> Versions:
-    """Numbers of writes to a tensor: by operators on it, and on its local tensor, -1 where nobody counts.
-
-    A view counts operators together with its base, writes to local tensors apart.
+    A collective call.
     """
-    base = distributed._base
-    counted = (distributed, local) if base is None else (distributed, local, base._local_tensor)
-    return tuple(-1 if tensor.is_inference() else tensor._version for tensor in counted)
+    if ORIGIN in tensor.__dict__:
+        tensor._copy_again()
 
 
 def track_base(
@@ -171,20 +130,77 @@ def track_base(
     """
     if _is_kept_as_gradient():
         return results
-    base, several = args[0], isinstance(results, list | tuple)
-    local = base._local_tensor
-    origin = _Origin(base, local, versions(base, local), op, tuple(args), dict(kwargs), None, is_alias)
+    several, base = isinstance(results, list | tuple), _as_it_is(args[0])
+    origin = _origin(base, args[0], op, (base, *args[1:]), kwargs, is_alias=is_alias)
     for place, result in enumerate(results if several else (results,)):
-        if _ORIGIN not in result.__dict__:
-            kind: Any = type(result)
-            result.__class__ = copied_view_class(kind)
-            result.__dict__[_ORIGIN] = origin._replace(place=place if several else None)
+        if ORIGIN not in result.__dict__:
+            _set_origin(result, origin._replace(place=place if several else None))
     return results
+
+
+def share_origin(tensor: Any, new: Any) -> None:
+    """Makes a tensor that was given the memory of a copied view one too."""
+    if ORIGIN in new.__dict__:
+        _set_origin(tensor, new.__dict__[ORIGIN])
+
+
+def _origin(
+    base: Any, counted: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_alias: bool
+) -> Origin:
+    watch = Watch(memory_of(base))
+    counts = watch.count(counted), watch.local_count(base)
+    return Origin(base, counted, watch, *counts, op, tuple(args), dict(kwargs), None, is_alias)
+
+
+def _set_origin(tensor: Any, origin: Origin) -> None:
+    kind: Any = type(tensor)
+    tensor.__class__ = copied_view_class(kind)
+    tensor.__dict__.update({ORIGIN: origin, MEMORY: origin.watch.memory})
+
+
+def _as_it_is(tensor: Any) -> Any:
+    """An alias that keeps shape and memory, whatever the tensor itself is changed into."""
+    kind: Any = type(tensor)
+    origin: Origin | None = tensor.__dict__.get(ORIGIN)
+    alias = (kind if origin is None else kind.__base__)(held_local(tensor), tensor._spec)
+    alias.__dict__[MEMORY] = memory_of(tensor)
+    if origin is not None:
+        _set_origin(alias, origin)
+    return alias
+
+
+def _reshape(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], dispatch_any: Callable[..., Any]) -> Any:
+    """Changes the shape of a copied view in place: the view becomes one of what it was."""
+    tensor, view = args[0], VIEW_OF.get(op)
+    origins = [item.__dict__[ORIGIN] for item in _tensors((*args, *kwargs.values())) if ORIGIN in item.__dict__]
+    if view is None or ORIGIN not in tensor.__dict__:
+        raise PropagationError(
+            f"{op} would put a view by {origins[0].op} of {origins[0].base._spec}, whose elements had to move, and a "
+            f"tensor of other elements into one memory; allowed in place are {', '.join(sorted(map(str, VIEW_OF)))}, "
+            "and anything on a copy: view.clone()"
+        )
+    refresh(tensor)
+    origin, before = tensor.__dict__[ORIGIN], _as_it_is(tensor)
+    dispatch_any(op, (), args, kwargs)
+    _set_origin(tensor, _origin(before, origin.counted, view, (before, *args[1:]), kwargs, is_alias=True))
+    return tensor
 
 
 def _is_kept_as_gradient() -> bool:
     node = torch._C._current_autograd_node()
     return node is not None and node.name().endswith("AccumulateGrad")
+
+
+def _past_repr(tensor: Any) -> str:
+    """The text of a view that is out of date, which shows no elements; empty where it is up to date."""
+    origin: Origin = tensor.__dict__[ORIGIN]
+    if not origin.is_past():
+        return ""
+    spec = tensor._spec
+    return (
+        f"DTensor({placements_text(spec.placements)} of {tuple(spec.shape)} on {spec.mesh}, a view by {origin.op} "
+        "whose base was written to: the next operator on it, called on all ranks, copies its elements again)"
+    )
 
 
 def _aliased(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[bool, Any]]:
@@ -197,16 +213,9 @@ def _aliased(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             yield declared.alias_info.is_write, argument
 
 
-def _refusal(op: OpOverload, tensor: Any) -> str:
-    origin: _Origin = tensor.__dict__[_ORIGIN]
-    return (
-        f"{op} would write to a view by {origin.op} of {origin.base._spec} whose elements had to move, and would not "
-        "reach what it is a view of; write to that, or to a copy: view.clone()"
-    )
-
-
-def _unseen_write_text(origin: _Origin) -> str:
-    return (
-        f"the local tensor of {origin.base._spec} was written to without an operator on it, which its view by "
-        f"{origin.op} cannot see: its elements had to move; take the view again after writing"
-    )
+def _tensors(arguments: Sequence[Any]) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, list | tuple):
+            yield from _tensors(argument)
+        elif isinstance(argument, torch.Tensor):
+            yield argument

@@ -6,13 +6,14 @@ again. So whoever uses it waits, and nobody else pays for the question.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tritondt.comm.work import Work
 from tritondt.dtensor.compiled_call import Wrap
-from tritondt.dtensor.copied_views import versions
+from tritondt.dtensor.copied_views import refresh
+from tritondt.dtensor.writes import MEMORY, Count, LocalCount, Watch, held_local, memory_of
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.spec import DTensorSpec
 
@@ -51,9 +52,12 @@ def pending_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         if op is torch.ops.aten.detach.default and type(args[0]) is pending_type:
             tensor: Any = args[0]
             alias = wrap(slot.__get__(tensor).detach(), tensor._spec)
+            alias.__dict__[MEMORY] = memory_of(tensor)
             mark_pending(alias, tensor.__dict__[_WORK])
             return alias
-        return tensor_class.__torch_dispatch__(op, types, tuple(args), dict(kwargs or {}))
+        # Another subclass among the arguments has its own to say.
+        kind = next((other for other in types if other is not pending_type and issubclass(other, tensor_class)), None)
+        return (kind or tensor_class).__torch_dispatch__(op, types, tuple(args), dict(kwargs or {}))
 
     pending_type = type(
         f"Pending{tensor_class.__name__}",
@@ -79,16 +83,6 @@ def work_of(tensor: torch.Tensor) -> Work | None:
     return tensor.__dict__.get(_WORK)
 
 
-def _local_or_pending(distributed: Any) -> torch.Tensor:
-    """The local tensor, filled or not: what is issued next on its mesh runs after what fills it."""
-    if _WORK not in distributed.__dict__:
-        local: torch.Tensor = distributed._local_tensor
-        return local
-    slot: Any = type(distributed).__base__._local_tensor  # type: ignore[union-attr]
-    whole: torch.Tensor = slot.__get__(distributed)
-    return whole
-
-
 def redistribute_dtensor(
     distributed: Any,
     wrap: Wrap,
@@ -98,12 +92,13 @@ def redistribute_dtensor(
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The tensor under `target`, without history: the result of a `prefetch`, or else of a redistribution now."""
+    refresh(distributed)
     found = _take_prefetched(distributed, target, wire_dtype)
     if found is not None:
         return found if async_op else _waited(found)
     spec: DTensorSpec = distributed._spec
     if async_op:
-        held = _local_or_pending(distributed)
+        held = held_local(distributed)
         local, work = redistribute_local_async(held, spec, target, work_of(distributed), wire_dtype)
         result = wrap(local.view_as(local) if local is held else local, target)
         if work is not None:
@@ -117,8 +112,24 @@ def redistribute_dtensor(
 _PrefetchKey = tuple[DTensorSpec, torch.dtype | None]
 
 
-class _Prefetched(dict[_PrefetchKey, tuple[tuple[int, int], torch.Tensor]]):
-    """Prefetched tensors by target and wire dtype, each with the versions of the source when it was issued.
+class _Issued(NamedTuple):
+    """A prefetched tensor, and the source when it was issued: spec, local tensor, and what was written to it."""
+
+    result: torch.Tensor
+    source: DTensorSpec
+    local: torch.Tensor
+    watch: Watch
+    seen: tuple[Count, LocalCount]
+
+    def holds(self, distributed: Any) -> bool:
+        """Whether the source is still what it was."""
+        if self.source is not distributed._spec or self.local is not held_local(distributed):
+            return False
+        return self.seen == (self.watch.count(distributed), self.watch.local_count(distributed))
+
+
+class _Prefetched(dict[_PrefetchKey, _Issued]):
+    """Prefetched tensors by target and wire dtype.
 
     Copies and files start without.
     """
@@ -132,23 +143,25 @@ class _Prefetched(dict[_PrefetchKey, tuple[tuple[int, int], torch.Tensor]]):
 
 def issue_prefetch(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> None:
     """Issues the redistribution to `target` for the next call that asks for it."""
-    held = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
+    refresh(distributed)
+    prefetched = distributed.__dict__.setdefault(_PREFETCHED, _Prefetched())
     key = target, wire_dtype
-    now = versions(distributed, _local_or_pending(distributed))
-    if key in held and held[key][0] == now:
+    if key in prefetched and prefetched[key].holds(distributed):
         return
-    held[key] = (now, redistribute_dtensor(distributed, wrap, target, async_op=True, wire_dtype=wire_dtype))
+    watch = Watch(memory_of(distributed))
+    count = watch.count(distributed), watch.local_count(distributed)
+    source = distributed._spec, held_local(distributed)
+    result = redistribute_dtensor(distributed, wrap, target, async_op=True, wire_dtype=wire_dtype)
+    prefetched[key] = _Issued(result, *source, watch, count)
 
 
 def _take_prefetched(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
-    held = distributed.__dict__.get(_PREFETCHED)
-    if held is None or (target, wire_dtype) not in held:
+    prefetched = distributed.__dict__.get(_PREFETCHED)
+    if prefetched is None or (target, wire_dtype) not in prefetched:
         return None
-    then, found = held.pop((target, wire_dtype))
-    if then == versions(distributed, _local_or_pending(distributed)):
-        result: torch.Tensor = found
-        return result
-    return None  # written to since: what was moved is of the past
+    issued: _Issued = prefetched.pop((target, wire_dtype))
+    # Written to since, what was moved is of the past.
+    return issued.result if issued.holds(distributed) else None
 
 
 def _waited(distributed: Any) -> torch.Tensor:

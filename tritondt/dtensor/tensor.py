@@ -10,10 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
-from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal
+from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
 from tritondt.dtensor.construct import construct
+from tritondt.dtensor.copied_views import refresh, share_origin
 from tritondt.dtensor.pending import redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
+from tritondt.dtensor.writes import MEMORY, lasting_attributes, memory_of, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
@@ -106,7 +108,8 @@ class DTensor(torch.Tensor):
         """This rank's part; shares memory with the distributed tensor, and waits where that is pending. Not collective.
 
         `grad_placements` are the placements that the part's gradient will have (default: those of this tensor, with
-        Partial as Replicate): Partial where ranks use equal parts differently.
+        Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a view that
+        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first.
         """
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
@@ -150,8 +153,11 @@ class DTensor(torch.Tensor):
         if wire_dtype is not None or grad_wire_dtype is not None:
             wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
         if is_grad_enabled() and source.requires_grad:
+            if target is spec:
+                return cast("DTensor", alias_with_gradient(source, backward_dtype, async_op, wire))
             return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
         if target is spec:
+            refresh(source)
             return source
         forward = None if wire is None else wire.forward
         return cast("DTensor", redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward))
@@ -197,9 +203,12 @@ class DTensor(torch.Tensor):
                 f"x.data of {self._spec} was given a plain tensor of shape {tuple(new.shape)}; give it a distributed "
                 "one (distribute_tensor), or write to the part of this rank with x.to_local().copy_(...)"
             )
+        local, spec = new._local_tensor, new._spec
         _DATA.__set__(self, new)
         # The outer tensor has the new shape now; what makes it one is kept in Python.
-        self._local_tensor, self._spec = new._local_tensor, new._spec
+        take_memory(self, new)
+        self._local_tensor, self._spec = local, spec
+        share_origin(self, new)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The elements that the index picks; lists in it must be alike on every rank."""
@@ -230,18 +239,25 @@ class DTensor(torch.Tensor):
             raise PropagationError(
                 f"deepcopy of {self._spec}, which is the result of an operator; copy a leaf, or x.detach()"
             )
-        local = copy.deepcopy(self._local_tensor.detach(), memo)
-        made = type(self)(local, self._spec, requires_grad=self.requires_grad)
+        local = self._local_tensor
+        copied = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
+        made = memo[id(self)] = type(self)(copied, self._spec, requires_grad=self.requires_grad)
+        memory_of(self) if self._base is None else self.__dict__.setdefault(MEMORY, memory_of(self))
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        memo[id(self)] = made
         if self.grad is not None:
             made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __copy__(self) -> "DTensor":
+        """A tensor with the same memory and attributes, and without history."""
+        made = type(self)(self._local_tensor, self._spec, requires_grad=self.requires_grad)
+        made.__dict__.update({**self.__dict__, MEMORY: memory_of(self)})
         return made
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """This rank's part and, as plain values, the spec, with the function that rebuilds a tensor of both."""
         local, values = self._local_tensor.detach(), spec_values(self._spec)
-        attributes = dict(self.__dict__)
+        attributes = lasting_attributes(self)
         return rebuild_dtensor, (type(self), local, values, self.requires_grad, attributes, self._spec.coordinate)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:

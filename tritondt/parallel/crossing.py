@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.dtensor.autograd import FromLocal, ToLocal
+from tritondt.dtensor.copied_views import refresh
 from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import InputPlan, OutputPlan
 from tritondt.parallel.gradients import add_when_backward_ends, can_wait
@@ -39,6 +40,8 @@ def enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[
             return (_shared_part(x, plan.gradient), *ExposeParameters.apply(parameters, *parameters.tensors))  # type: ignore[no-untyped-call]
         found: Sequence[torch.Tensor] = EnterModule.apply(plan, parameters, x, *parameters.tensors)  # type: ignore[no-untyped-call]
         return found
+    if isinstance(x, DTensor):
+        refresh(x)
     local = x._local_tensor if isinstance(x, DTensor) else x
     part = redistribute_local(local, plan.source, plan.target) if plan.moves else local
     return (part, *[tensor._local_tensor for tensor in parameters.tensors])
@@ -120,6 +123,7 @@ class EnterModule(torch.autograd.Function):
         """Redistributes the input, and exposes the parameters where they lie."""
         ctx.plan, ctx.is_distributed = plan, isinstance(x, DTensor)
         if isinstance(x, DTensor):
+            refresh(x)
             local = x._local_tensor
             part = redistribute_local(local, plan.source, plan.target) if plan.moves else local.detach()
         else:

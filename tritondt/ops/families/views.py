@@ -10,31 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
 from tritondt.errors import LayoutError, PropagationError
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.rules.reshape_layouts import possible_units, reshaped
 from tritondt.ops.rules.view_layouts import cuts_of, expanded, inserted, permuted, real_cuts, with_cuts
-from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, spec_of_view, view_of
+from tritondt.ops.rules.views import VIEW_OF, dim_of, meta_of_view, rule_of, spec_of_view, view_of
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Replicate, placements_code
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
-
-# The view that an operator does in place.
-_VIEW_OF: dict[OpOverload, OpOverload] = {
-    aten.squeeze_.default: aten.squeeze.default,
-    aten.squeeze_.dim: aten.squeeze.dim,
-    aten.squeeze_.dims: aten.squeeze.dims,
-    aten.unsqueeze_.default: aten.unsqueeze.default,
-    aten.transpose_.default: aten.transpose.int,
-    aten.swapdims_.default: aten.transpose.int,
-    aten.swapaxes_.default: aten.transpose.int,
-    aten.t_.default: aten.t.default,
-}
 
 
 @rule_of([aten.view.default, aten._reshape_alias.default])
@@ -204,7 +191,7 @@ def changed_in_place(schema: OpSchema) -> OutputSharding:
 
     Others may know the tensor's memory, which it would leave.
     """
-    view = _VIEW_OF[schema.op]
+    view = VIEW_OF[schema.op]
     decision = propagator.propagate(OpSchema(view, schema.args_schema, schema.kwargs_schema))
     if decision.input_specs is not None:
         call = f"x.redistribute(placements={placements_code(decision.input_specs[0].placements)})"
@@ -212,5 +199,5 @@ def changed_in_place(schema: OpSchema) -> OutputSharding:
     return OutputSharding(decision.output_spec, None, decision.local or view._op)
 
 
-for _op in _VIEW_OF:
+for _op in VIEW_OF:
     propagator.set_rule(_op, changed_in_place)

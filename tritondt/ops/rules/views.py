@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import combinations, product
 from math import lcm
 
+import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import LayoutError, PropagationError
@@ -20,6 +21,20 @@ from tritondt.redistribution.compile import received_bytes
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Placement, Replicate, Shard, placements_code
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+aten = torch.ops.aten
+
+# The view that an operator does in place.
+VIEW_OF: dict[OpOverload, OpOverload] = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.swapdims_.default: aten.transpose.int,
+    aten.swapaxes_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+}
 
 # The layout of the result from that of the argument; LayoutError, with the reason, where there is none.
 ViewLayout = Callable[[Layout], Layout]

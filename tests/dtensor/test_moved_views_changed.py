@@ -1,0 +1,134 @@
+"""Views that moved, changed in shape, looked at by one rank, beside pending tensors, and copied with their base."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.dtensor.test_writes import equal
+from tests.ops.distinct import numbers
+from tests.ops.sharded import distribute
+from tritondt.comm.transports.threads import run_ranks
+
+CHANGES = {
+    "t_": lambda v: v.t_(),
+    "unsqueeze_": lambda v: v.unsqueeze_(0),
+    "squeeze_": lambda v: v.unsqueeze_(1).squeeze_(1),
+    "squeeze_ all": lambda v: v.unsqueeze_(0).squeeze_(),
+    "transpose_": lambda v: v.transpose_(0, 1),
+    "swapdims_": lambda v: v.swapdims_(0, 1),
+    "swapaxes_": lambda v: v.swapaxes_(1, 0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("text", ["S0", "S1"])
+def test_shapes_changed_in_place_on_and_under_moved_views(name, text):
+    def function(x):
+        change = CHANGES[name]
+        view, base = x[1], x[2]
+        inner = base[1]
+        change(view)
+        view.add_(1)
+        x.mul_(2)
+        change(base)
+        base.neg_()
+        inner.add_(5)
+        return view, base, inner
+
+    def body(rank):
+        full, x = numbers(4, 4, 4), distribute(numbers(4, 4, 4), T.Mesh((2,)), text)
+        expected, found = function(full), function(x)
+        for tensor, of in zip((*found, x), (*expected, full), strict=True):
+            equal(tensor, of)
+            assert tensor.stride() == of.stride()
+        under, row = full[:, 0], x[:, 0]
+        full.transpose_(0, 1).add_(1)
+        x.transpose_(0, 1).add_(1)
+        equal(row, under)
+
+    run_ranks(2, body)
+
+
+def test_other_changes_in_place_of_moved_views_are_refused():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        x = distribute(numbers(4, 4), mesh, "S0")
+        view, other = x[1], distribute(numbers(4), mesh, "R")
+        sentence = (
+            r"aten\..* would put a view by aten\.select\.int of .*, whose elements had to move, .* allowed in place are"
+        )
+        for change in (
+            lambda: view.resize_(2),
+            lambda: view.set_(other),  # type: ignore[call-overload]
+            lambda: other.set_(view),  # type: ignore[call-overload]
+            lambda: view.as_strided_((2,), (2,)),
+            lambda: view.resize_as_(other),
+        ):
+            with pytest.raises(T.PropagationError, match=sentence):
+                change()
+        equal(view, numbers(4, 4)[1])
+        equal(other, numbers(4))
+
+    run_ranks(2, body)
+
+
+def test_nothing_is_sent_where_one_rank_looks_at_a_moved_view():
+    def body(rank):
+        x = distribute(numbers(4, 4), T.Mesh((2,)), "S0")
+        view: Any = x[1]
+        x.add_(1)
+        if rank == 0:
+            assert "a view by aten.select.int whose base was written to: the next operator on it" in repr(view)
+            assert view.wait() is view
+            sentence = (
+                "the local tensor would give what a view by aten.select.int of .* copied again by the next operator"
+            )
+            for look in (view.to_local, lambda: copy.deepcopy(view), lambda: pickle.dumps(view)):
+                with pytest.raises(T.PropagationError, match=sentence):
+                    look()
+        equal(view, numbers(4, 4)[1] + 1)
+        torch.testing.assert_close(view.to_local(), numbers(4, 4)[1] + 1, rtol=0, atol=0)
+        assert "local (4,) =" in repr(view)
+
+    run_ranks(2, body)
+
+
+def test_a_moved_view_beside_a_pending_tensor_is_brought_up_to_date_and_written_back():
+    def body(rank):
+        full, x = numbers(4, 4), distribute(numbers(4, 4), T.Mesh((2,)), "S0")
+        expected, view = full[1], x[1]
+        pending: Any = distribute(numbers(4), T.Mesh((2,)), "S0").redistribute(
+            placements=[T.Replicate()], async_op=True
+        )
+        full.add_(1)
+        x.add_(1)
+        torch.mul(numbers(4), expected, out=expected)
+        torch.mul(pending, view, out=view)
+        equal(x, full)
+
+    run_ranks(2, body)
+
+
+def test_deepcopy_keeps_what_a_moved_view_shares_with_its_base():
+    def body(rank):
+        def function(x):
+            view, columns = x[1], x.t()
+            for order in (("base", "view", "t", "part"), ("part", "t", "view", "base")):
+                given = {"base": x, "view": view, "t": columns, "part": view[2:]}
+                made = copy.deepcopy({name: given[name] for name in order})
+                made["base"].mul_(2)
+                made["view"].add_(1)
+                made["part"].neg_()
+                made["t"].add_(3)
+                yield from (made[name] for name in given)
+            yield from (x, view)
+
+        expected, found = function(numbers(4, 4)), function(distribute(numbers(4, 4), T.Mesh((2,)), "S0"))
+        for tensor, of in zip(found, expected, strict=True):
+            equal(tensor, of)
+
+    run_ranks(2, body)
