@@ -112,8 +112,10 @@ def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int |
         return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (source_position,), target)
     meta = TensorMeta(target.shape, whole.stride(), whole.dtype)
     own = DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
+    if own.coordinate is None:
+        return whole.new_empty(0)
     if own.layout is target.layout:
-        return whole.clone(memory_format=torch.contiguous_format) if own.coordinate is not None else whole.new_empty(0)
+        return whole.clone(memory_format=torch.contiguous_format)
     return redistribute_local(whole, own, target)
 
 
