@@ -123,6 +123,11 @@ class OneDeviceRun:
         return True
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: what a write leaves there follows from the order of writing."""
+    return any(length > 1 and step == 0 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def versions(tensors: dict[str, torch.Tensor]) -> dict[str, int | None]:
     """How often each variable was written to; None where that is not counted."""
     return {name: None if tensor.is_inference() else tensor._version for name, tensor in tensors.items()}

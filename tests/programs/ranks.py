@@ -1,5 +1,6 @@
 """A program on the ranks of a mesh: what every rank saw after each statement, and what it holds at the end."""
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 import tritondt as T
+from tests.harness.gloo_ranks import GlooRanks
 from tests.programs.one_device import Environment, versions
 from tests.programs.places import OnMesh
 from tests.programs.statements import Program
@@ -111,4 +113,22 @@ def run_on_threads(programs: Sequence[Program], world_size: int) -> list[list[Tr
 
 def run_in_process(rank: int, programs: Sequence[Program]) -> list[Trace]:
     """The traces of this process's rank."""
-    return [run_on_rank(program) for program in programs]
+    traces = [run_on_rank(program) for program in programs]
+    for trace in traces:
+        trace.steps = [None if step is None else step._replace(error=_portable(step.error)) for step in trace.steps]
+    return traces
+
+
+def _portable(error: BaseException | None) -> BaseException | None:
+    """The error, or its text where another process could not read it."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001  whatever its class does
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def run_on_processes(ranks: GlooRanks, programs: Sequence[Program]) -> list[list[Trace]]:
+    """The traces of all ranks of each program, on real processes."""
+    of_ranks = ranks.run(run_in_process, list(programs), timeout_s=60 + len(programs))
+    return [list(traces) for traces in zip(*of_ranks, strict=True)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from types import CodeType
 from typing import TypeAlias
 
@@ -101,11 +101,6 @@ class Program:
     ranks: tuple[int, ...]
     statements: tuple[Statement, ...]
     refused_by_one_device: frozenset[int] = frozenset()
-
-    @cached_property
-    def codes(self) -> tuple[CodeType, ...]:
-        """The statements, compiled."""
-        return tuple(compiled(statement.source) for statement in self.statements)
 
 
 @lru_cache(maxsize=4096)
