@@ -35,7 +35,11 @@ def main() -> int:
         _on_processes(seeds, leave_out)
         if asked.ranks == "processes"
         else run_families(
-            seeds, asked.jobs, leave_out, minimise=not asked.whole, until=begun + asked.seconds if asked.seconds else None
+            seeds,
+            asked.jobs,
+            leave_out,
+            minimise=not asked.whole,
+            until=begun + asked.seconds if asked.seconds else None,
         )
     )
     for part in parts:

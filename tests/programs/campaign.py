@@ -80,7 +80,7 @@ class Campaign:
         try:
             together = self._run_all(programs, world_size)
         except Exception as error:  # noqa: BLE001  found again below, in a world of the program's own
-            print(f"seeds {programs[0].seed}..{programs[-1].seed}: {error!r}", file=sys.stderr)
+            sys.stderr.write(f"seeds {programs[0].seed}..{programs[-1].seed}: {error!r}\n")
         for place, program in enumerate(programs):
             report = self.check(program) if together is None else compare(program, together[place])
             if report.failures and together is not None:

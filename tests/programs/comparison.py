@@ -1,4 +1,4 @@
-"""Comparison of what ranks did with one device: values, shapes, dtypes, strides, gradients, counted writes, refusals."""
+"""Comparison of what ranks did with one device: values, shapes, dtypes, strides, gradients, writes, refusals."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -7,8 +7,9 @@ import torch
 
 from tests.harness.oracle.arithmetic import coordinates, held_indices, mean_size, ops_of, reduced, take
 from tests.programs.one_device import OneDeviceRun
-from tests.programs.ranks import Observer, Seen, Step, Trace
+from tests.programs.ranks import Holding, Observer, Seen, Step, Trace
 from tests.programs.statements import Program
+from tritondt import Layout
 from tritondt.errors import PeerError, TritondtError
 
 # What distributed tensors may raise where one device raises, besides the library's own errors.
@@ -38,44 +39,65 @@ def compare(program: Program, traces: Sequence[Trace]) -> Report:
     apart = list(_ranks_apart(program, traces))
     if apart:
         return Report(apart, [], len(program.statements), {})
-    steps = traces[0].steps
-    run = OneDeviceRun(program.seed)
-    observer = Observer(run.plain)
-    failures: list[Failure] = []
-    refused: list[str] = []
-    is_cut_short = False
-    expanded: set[str] = set()  # and what was made of them
-    for number, (statement, step) in enumerate(zip(program.statements, steps, strict=True)):
-        if step is None:
-            continue
-        if step.error is not None:
-            if number in program.refused_by_one_device:
-                if not isinstance(step.error, (TritondtError, *_AS_TORCH)):
-                    failures.append(Failure("error", number, "", _text(step.error)))
-            elif isinstance(step.error, TritondtError):
-                refused.append(f"{statement.kind}: {statement.source}: {_text(step.error)}")
-                # What it had already done is done.
-                is_cut_short = is_cut_short or statement.kind in ("backward", "grad")
-            elif not refused:
-                failures.append(Failure("error", number, "", _text(step.error)))
-            observer.after(None)
-            continue
+    return _Comparison(program, traces).report()
+
+
+class _Comparison:
+    """One device, step by step beside what the ranks did: what they refused, it leaves out."""
+
+    def __init__(self, program: Program, traces: Sequence[Trace]) -> None:
+        self._program, self._traces = program, traces
+        self._run = OneDeviceRun(program.seed)
+        self._observer = Observer(self._run.plain)
+        self._failures: list[Failure] = []
+        self._refused: list[str] = []
+        self._are_gradients_known = True
+        self._expanded: set[str] = set()  # what shares memory among its elements, and what was made of that
+
+    def report(self) -> Report:
+        """The report on the program."""
+        for number, step in enumerate(self._traces[0].steps):
+            if step is not None and step.error is not None:
+                self._take_error(number, step.error)
+            elif step is not None and not self._take_step(number):
+                return Report(self._failures, self._refused, number + 1, {})
+        tensors = self._run.plain.tensors()
+        tolerances = {name: self._run.tolerance(name) for name in tensors}
+        if not self._failures:
+            for name, tensor in tensors.items():
+                if self._are_gradients_known or not name.endswith(".grad"):
+                    found = _compare_values(name, tensor.detach(), tolerances[name], self._program, self._traces)
+                    self._failures.extend(found)
+        return Report(self._failures, self._refused, len(self._program.statements), tolerances)
+
+    def _take_error(self, number: int, error: BaseException) -> None:
+        statement = self._program.statements[number]
+        if number in self._program.refused_by_one_device:
+            if not isinstance(error, (TritondtError, *_AS_TORCH)):
+                self._failures.append(Failure("error", number, "", _text(error)))
+        elif isinstance(error, TritondtError):
+            self._refused.append(f"{statement.kind}: {statement.source}: {_text(error)}")
+            if statement.kind in ("backward", "grad"):  # what it had already added up stays
+                self._are_gradients_known = False
+        elif not self._refused:  # else one device might raise as well, for want of what was refused
+            self._failures.append(Failure("error", number, "", _text(error)))
+        self._observer.after(None)
+
+    def _take_step(self, number: int) -> bool:
+        """Whether one device does the statement as well."""
+        statement = self._program.statements[number]
         try:
-            run.run(statement)
+            self._run.run(statement)
         except Exception as error:  # noqa: BLE001  whatever torch raises
-            failures.append(Failure("accepts", number, "", f"one device raises {_text(error)}"))
-            return Report(failures, refused, number + 1, {})
-        expected = observer.after(None)
-        if statement.kind == "grad" or not expanded.isdisjoint(statement.reads):
-            expanded.update(statement.makes)
-        expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
-        failures.extend(_differences(number, expected, [trace.steps[number] for trace in traces], expanded))
-    tolerances = {name: run.tolerance(name) for name in run.plain.tensors()}
-    if not failures:
-        for name, tensor in run.plain.tensors().items():
-            if not (is_cut_short and name.endswith(".grad")):
-                failures.extend(_compare_values(name, tensor.detach(), tolerances[name], program, traces))
-    return Report(failures, refused, len(program.statements), tolerances)
+            self._failures.append(Failure("accepts", number, "", f"one device raises {_text(error)}"))
+            return False
+        expected = self._observer.after(None)
+        if statement.kind == "grad" or not self._expanded.isdisjoint(statement.reads):
+            self._expanded.update(statement.makes)
+        self._expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
+        steps = [trace.steps[number] for trace in self._traces]
+        self._failures.extend(_differences(number, expected, steps, self._expanded))
+        return True
 
 
 def _text(error: BaseException) -> str:
@@ -147,13 +169,7 @@ def _compare_values(
     if any(holding.layout is not layout for holding in of_coordinate.values()):
         yield Failure("ranks", None, name, f"layouts {[holding.layout for holding in of_coordinate.values()]}")
         return
-    ops = ops_of(layout.placements)
-    groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
-    for coordinate in coordinates(program.mesh_shape):
-        local = of_coordinate[coordinate].local
-        assert local is not None, "there is no error"
-        key = tuple(0 if op else index for index, op in zip(coordinate, ops, strict=True))
-        groups.setdefault(key, []).append(local)
+    groups = _terms(program, layout, of_coordinate)
     for coordinate, terms in groups.items():
         indices = held_indices(program.mesh_shape, layout.placements, whole.shape, coordinate, layout.order)
         expected = take(whole.resolve_conj().resolve_neg(), indices)
@@ -161,12 +177,30 @@ def _compare_values(
             shapes = [(tuple(term.shape), term.dtype) for term in terms]
             yield Failure("local", None, name, f"{coordinate} holds {shapes}, expected {tuple(expected.shape)}")
             return
-        value = reduced(terms, {op for op in ops if op}, mean_size(program.mesh_shape, layout.placements))
+        value = reduced(
+            terms, {op for op in ops_of(layout.placements) if op}, mean_size(program.mesh_shape, layout.placements)
+        )
         if torch.equal(value, expected):
             continue
         try:
             torch.testing.assert_close(value, expected, rtol=0, atol=tolerance, equal_nan=True)
         except AssertionError as error:
             text = " ".join(str(error).split())
-            yield Failure("values", None, name, f"{layout.placements} at {coordinate}: {text}; {value} is not {expected}")
+            yield Failure(
+                "values", None, name, f"{layout.placements} at {coordinate}: {text}; {value} is not {expected}"
+            )
             return
+
+
+def _terms(
+    program: Program, layout: Layout, held: dict[tuple[int, ...], Holding]
+) -> dict[tuple[int, ...], list[torch.Tensor]]:
+    """What is to be reduced together, by the first coordinate of those that hold the terms; one where nothing is."""
+    ops = ops_of(layout.placements)
+    groups: dict[tuple[int, ...], list[torch.Tensor]] = {}
+    for coordinate in coordinates(program.mesh_shape):
+        local = held[coordinate].local
+        assert local is not None, "there is no error"
+        key = tuple(0 if op else index for index, op in zip(coordinate, ops, strict=True))
+        groups.setdefault(key, []).append(local)
+    return groups

@@ -19,10 +19,11 @@ from tests.programs.statements import Call, Make, Move, Program, Statement
 DTYPES = ("float32", "float32", "float64", "float64", "int64", "int8", "bool", "complex64", "bfloat16")
 # How often statements of a kind are drawn.
 WEIGHTS: Mapping[str, float] = {
-    "make": 8, "redistribute": 10, "async": 4, "prefetch": 2, "pointwise": 10, "compare": 3, "smooth": 4, "cast": 4, "reduction": 8,
-    "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 7, "join": 4, "norm": 1, "softmax": 2, "loss": 2, "cumulative": 2,
-    "sort": 3, "conv": 1, "factory": 1, "write": 9, "smooth_write": 1, "setitem": 4, "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2,
-    "set_data": 0.7, "reshape_in_place": 1.5, "requires_grad": 1, "backward": 3, "grad": 3, "hook": 1, "compile": 0.05,
+    "make": 8, "redistribute": 10, "async": 4, "prefetch": 2, "pointwise": 10, "compare": 3, "smooth": 4, "cast": 4,
+    "reduction": 8, "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 7, "join": 4, "norm": 1, "softmax": 2,
+    "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9, "smooth_write": 1, "setitem": 4,
+    "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7, "reshape_in_place": 1.5, "requires_grad": 1,
+    "backward": 3, "grad": 3, "hook": 1, "compile": 0.05,
 }  # fmt: skip
 WRITES = frozenset({*WRITING, "backward", "grad", "hook"})
 REFUSED_SHARE = 0.05
@@ -106,7 +107,7 @@ class Generator:
     def _drawn(self, kind: str) -> list[Statement]:
         """Statements of a kind, drawn from what there is."""
         tensors = {name: tensor for name, tensor in self._run.plain.tensors().items() if not name.endswith(".grad")}
-        draw = Draw(self._chosen, tensors, lambda shape, dtype: self._fresh_for(draw, shape, dtype))
+        draw = self._draw(tensors)
         if kind == "make":
             self._fresh(self._random_shape(), self._random_dtype())
             return []
@@ -118,6 +119,10 @@ class Generator:
             return [self._compiled(tensors)]
         templates = (PURE if kind in PURE else WRITING)[kind]
         return [self._call(draw, kind, self._chosen.choice(templates))]
+
+    def _draw(self, tensors: dict[str, torch.Tensor]) -> Draw:
+        draw = Draw(self._chosen, tensors, lambda shape, dtype: self._fresh_for(draw, shape, dtype))
+        return draw
 
     def _fresh_for(self, draw: Draw, shape: Sequence[int], dtype: torch.dtype) -> str:
         name = self._fresh(shape, dtype)
@@ -183,7 +188,7 @@ class Generator:
         reads: list[str] = []
         made: list[str] = []
         for _ in range(self._chosen.randint(1, 4)):
-            draw = Draw(self._chosen, known, lambda shape, dtype: self._fresh_for(draw, shape, dtype))
+            draw = self._draw(known)
             kind = self._chosen.choice(("pointwise", "reduction", "view", "matmul", "smooth"))
             call = self._call(draw, kind, self._chosen.choice([it for it in PURE[kind] if "->" not in it]))
             environment = {"torch": torch, "F": torch.nn.functional, **known}

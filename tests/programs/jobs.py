@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -30,42 +31,69 @@ class _Worker:
     seeds: Sequence[int] = ()
     since: float = 0.0
 
+    def is_late(self) -> bool:
+        """Whether it has had more than enough time."""
+        limit_s = FAMILY_LIMIT_S if len(self.seeds) > 1 else SEED_LIMIT_S
+        return bool(self.seeds) and time.time() - self.since > limit_s
+
 
 def run_families(
-    seeds: Sequence[int], num_jobs: int, leave_out: Sequence[str] = (), *, minimise: bool = True, until: float | None = None
+    seeds: Sequence[int],
+    num_jobs: int,
+    leave_out: Sequence[str] = (),
+    *,
+    minimise: bool = True,
+    until: float | None = None,
 ) -> Iterator[Tally]:
     """The tallies of families of seeds as they come; none is begun after the time `until`."""
-    waiting = [list(seeds[start : start + FAMILY]) for start in range(0, len(seeds), FAMILY)]
-    waiting.reverse()
-    workers: list[_Worker] = []
-    try:
-        workers.extend(_started(leave_out, minimise) for _ in range(min(num_jobs, len(waiting))))
-        while True:
-            if until is not None and time.time() > until:
-                waiting.clear()
-            for worker in workers:
-                if not worker.seeds and waiting:
-                    _give(worker, waiting.pop())
-            busy = [worker for worker in workers if worker.seeds]
-            if not busy:
-                return
-            ready = wait([worker.pipe for worker in busy], timeout=1.0)
-            for worker in busy:
-                if worker.pipe in ready:
-                    worker_tally: Tally = worker.pipe.recv()
-                    worker.seeds = ()
-                    yield worker_tally
-                elif time.time() - worker.since > (FAMILY_LIMIT_S if len(worker.seeds) > 1 else SEED_LIMIT_S):
-                    hung = worker.seeds
-                    _end(worker)
-                    workers[workers.index(worker)] = _started(leave_out, minimise)
-                    if len(hung) > 1:  # to find out which
-                        waiting.extend([seed] for seed in hung)
-                    else:
-                        yield _hang(hung[0], leave_out)
-    finally:
-        for worker in workers:
-            _end(worker)
+    return _Workers(seeds, num_jobs, leave_out, minimise).run(until)
+
+
+class _Workers:
+    """Worker processes, and the families of seeds that none has been given yet."""
+
+    def __init__(self, seeds: Sequence[int], num_jobs: int, leave_out: Sequence[str], minimise: bool) -> None:
+        self._leave_out, self._minimise = leave_out, minimise
+        starts = range(0, len(seeds), FAMILY)
+        self._waiting: Iterator[Sequence[int]] = (seeds[start : start + FAMILY] for start in starts)
+        self._workers = [_started(leave_out, minimise) for _ in range(min(num_jobs, len(starts)))]
+
+    def run(self, until: float | None) -> Iterator[Tally]:
+        """The tallies as they come."""
+        try:
+            while self._are_busy(until):
+                ready = wait([worker.pipe for worker in self._workers if worker.seeds], timeout=1.0)
+                for place, worker in enumerate(self._workers):
+                    if worker.pipe in ready:
+                        tally: Tally = worker.pipe.recv()
+                        worker.seeds = ()
+                        yield tally
+                    elif worker.is_late():
+                        yield from self._replace(place)
+        finally:
+            for worker in self._workers:
+                _end(worker)
+
+    def _are_busy(self, until: float | None) -> bool:
+        """Gives seeds to idle workers; whether any has something to do."""
+        if until is not None and time.time() > until:
+            self._waiting = iter(())
+        for worker in self._workers:
+            given = () if worker.seeds else next(self._waiting, ())
+            if given:
+                worker.seeds, worker.since = given, time.time()
+                worker.pipe.send(given)
+        return any(worker.seeds for worker in self._workers)
+
+    def _replace(self, place: int) -> Iterator[Tally]:
+        """Ends a worker that hangs and starts another; its seeds are run one by one, to find which hangs."""
+        hung = self._workers[place].seeds
+        _end(self._workers[place])
+        self._workers[place] = _started(self._leave_out, self._minimise)
+        if len(hung) == 1:
+            yield _hang(hung[0], self._leave_out)
+        else:
+            self._waiting = chain([[seed] for seed in hung], self._waiting)
 
 
 def _hang(seed: int, leave_out: Sequence[str]) -> Tally:
@@ -80,11 +108,6 @@ def _started(leave_out: Sequence[str], minimise: bool) -> _Worker:
     process = context.Process(target=_serve, args=(theirs, leave_out, minimise), daemon=True)
     process.start()
     return _Worker(process, ours)
-
-
-def _give(worker: _Worker, seeds: Sequence[int]) -> None:
-    worker.seeds, worker.since = seeds, time.time()
-    worker.pipe.send(seeds)
 
 
 def _end(worker: _Worker) -> None:

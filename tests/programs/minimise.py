@@ -141,15 +141,7 @@ def _simpler_statements(statement: Statement) -> Iterator[Statement]:
         if statement.mode:
             yield replace(statement, mode="")
         return
-    for axis, placement in enumerate(statement.placements):
-        simpler = ["R"] if placement != "R" else []
-        simpler += [placement.partition("(")[0]] if placement.startswith("S") and "(" in placement else []
-        for text in simpler:
-            placements = (*statement.placements[:axis], text, *statement.placements[axis + 1 :])
-            yield replace(statement, placements=placements)
-    plain_order = tuple(range(len(statement.placements)))
-    if statement.order not in (None, plain_order):
-        yield replace(statement, order=plain_order)
+    yield from _simpler_layouts(statement)
     if isinstance(statement, Move):
         if statement.async_op:
             yield replace(statement, async_op=False)
@@ -162,3 +154,15 @@ def _simpler_statements(statement: Statement) -> Iterator[Statement]:
         for shorter in sorted({2, length // 2, length - 1}):
             if 0 < shorter < length:
                 yield replace(statement, shape=(*statement.shape[:dim], shorter, *statement.shape[dim + 1 :]))
+
+
+def _simpler_layouts(statement: Make | Move) -> Iterator[Statement]:
+    for axis, placement in enumerate(statement.placements):
+        simpler = ["R"] if placement != "R" else []
+        simpler += [placement.partition("(")[0]] if placement.startswith("S") and "(" in placement else []
+        for text in simpler:
+            placements = (*statement.placements[:axis], text, *statement.placements[axis + 1 :])
+            yield replace(statement, placements=placements)
+    plain_order = tuple(range(len(statement.placements)))
+    if statement.order not in (None, plain_order):
+        yield replace(statement, order=plain_order)

@@ -85,7 +85,9 @@ class OneDeviceRun:
         tensor = self.twin.tensors()[name]
         if not (tensor.is_floating_point() or tensor.is_complex()) or 0 in (*tensor.shape, *tensor.stride()):
             return
-        sizes = [float(magnitude(self.plain[read])) for read in statement.reads if self.plain.names.get(read) is not None]
+        sizes = [
+            float(magnitude(self.plain[read])) for read in statement.reads if self.plain.names.get(read) is not None
+        ]
         scale = max(1.0, magnitude(tensor)) * prod(max(1.0, size) for size in sizes[:3])
         if statement.kind in POLYNOMIAL and self._is_exact(self.plain.tensors()[name], scale):
             return

@@ -10,9 +10,8 @@ def check(place, found, expected, tolerances):
     """Compares all variables with those of one device, on every rank."""
     for name, wanted in expected.items():
         got = found[name]
-        assert (got.shape, got.dtype, got.requires_grad) == (wanted.shape, wanted.dtype, wanted.requires_grad), (
-            f"{name}: {got.shape} {got.dtype} {got.requires_grad}, expected {wanted.shape} {wanted.dtype} {wanted.requires_grad}"
-        )
+        facts = [(it.shape, it.dtype, it.requires_grad) for it in (got, wanted)]
+        assert facts[0] == facts[1], f"{name}: {facts[0]}, expected {facts[1]}"
         steps = [[step for step, length in zip(it.stride(), it.shape) if length > 1] for it in (got, wanted)]
         assert steps[0] == steps[1] or not wanted.numel(), f"{name}: strides {got.stride()}, expected {wanted.stride()}"
         if not wanted.is_inference():
@@ -46,9 +45,15 @@ def printed(program: Program, failure: str = "", tolerances: dict[str, float] | 
     """The program as Python that runs alone; statements that one device refuses must raise in it."""
     title = f"seed {program.seed}: {failure}".rstrip(": ")
     prelude = Path(places.__file__).read_text()
-    first, _, rest = prelude.partition('"""\n\n')
+    _, _, rest = prelude.partition('"""\n\n')
     lines = ["# " + line for line in title.splitlines()]
-    lines += ["import torch.nn.functional as F", rest.rstrip(), "", "from tritondt.comm.transports.threads import run_ranks", ""]
+    lines += [
+        "import torch.nn.functional as F",
+        rest.rstrip(),
+        "",
+        "from tritondt.comm.transports.threads import run_ranks",
+        "",
+    ]
     lines += [f"WORLD_SIZE, MESH_SHAPE, RANKS = {program.world_size}, {program.mesh_shape}, {program.ranks}"]
     lines += [f"TOLERANCES = { {name: value for name, value in (tolerances or {}).items() if value} }", "", ""]
     lines += ["def program(place):"]
@@ -56,7 +61,12 @@ def printed(program: Program, failure: str = "", tolerances: dict[str, float] | 
         source = statement.source.split("\n")
         if number in program.refused_by_one_device:
             lines += ["    try:  # one device refuses", *(f"        {line}" for line in source)]
-            lines += ["    except Exception:", "        pass", "    else:", f'        raise AssertionError("nothing raised by {source[-1]!a}")'.replace("\\'", "'")]
+            lines += [
+                "    except Exception:",
+                "        pass",
+                "    else:",
+                f'        raise AssertionError("nothing raised by {source[-1]!a}")'.replace("\\'", "'"),
+            ]
         else:
             lines += [f"    {line}" for line in source]
     lines += ["    return {name: it for name, it in locals().items() if name != 'place'}", "", ""]
