@@ -102,8 +102,8 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
     """The decision by the strategies offered for each axis; PropagationError where none fits.
 
     What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
-    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out; where
-    the reductions chosen do not go together, or not with the result's dtype, those that give terms.
+    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out;
+    where the reductions do not go together, or not with the result's dtype, those that give terms.
     """
     specs = schema.args_spec
     order = common_order(specs)
