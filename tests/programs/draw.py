@@ -156,12 +156,14 @@ class Draw:
 
     def field_shape(self) -> tuple[int, ...]:
         """Another shape for as many elements: dims merged and split."""
-        left, found = self.x.numel(), []
+        found: list[int] = []
+        left = self.x.numel()
         while left > 1 and len(found) < 4:
             divisors = [value for value in range(2, left + 1) if left % value == 0]
             found.append(self.chosen.choice(divisors))
             left //= found[-1]
-        found.append(left) if left != 1 or self.chosen.random() < 0.2 else None
+        if left != 1 or self.chosen.random() < 0.2:
+            found.append(left)
         if self.chosen.random() < 0.3 and self.x.ndim > 1:
             at = self.chosen.randrange(self.x.ndim - 1)
             found = [*self.x.shape[:at], self.x.shape[at] * self.x.shape[at + 1], *self.x.shape[at + 2 :]]
