@@ -81,7 +81,9 @@ class Generator:
         return self._chosen.choice(self._shapes) if self._chosen.random() < 0.8 else _random_shape(self._chosen)
 
     def _random_dtype(self) -> torch.dtype:
-        found: Any = getattr(torch, self._chosen.choice(self._dtypes if self._chosen.random() < 0.8 else DTYPES))
+        found: torch.dtype = getattr(
+            torch, self._chosen.choice(self._dtypes if self._chosen.random() < 0.8 else DTYPES)
+        )
         return found
 
     def _layout(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[tuple[str, ...], tuple[int, ...] | None]:
@@ -191,7 +193,7 @@ class Generator:
             draw = self._draw(known)
             kind = self._chosen.choice(("pointwise", "reduction", "view", "matmul", "smooth"))
             call = self._call(draw, kind, self._chosen.choice([it for it in PURE[kind] if "->" not in it]))
-            environment = {"torch": torch, "F": torch.nn.functional, **known}
+            environment: dict[str, Any] = {"torch": torch, "F": torch.nn.functional, **known}
             try:
                 exec(call.code, environment)
             except (RuntimeError, IndexError, ValueError, TypeError) as error:

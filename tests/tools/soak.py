@@ -39,7 +39,7 @@ def main() -> int:
             statuses.append(process.wait(timeout=asked.seconds + GRACE_S))
         except subprocess.TimeoutExpired:
             process.kill()
-            sys.stderr.write(f"no end within {asked.seconds + GRACE_S:g} s: {process.args}\n")
+            sys.stderr.write(f"no end within {asked.seconds + GRACE_S:g} s: {process.args!r}\n")
             statuses.append(1)
     return int(any(statuses))
 

@@ -67,7 +67,12 @@ def added_product(schema: OpSchema) -> list[AxisStrategy]:
     ndim = len(equation.partition("->")[2])
     strategies = _product_strategies(equation, factors)
     if schema.is_inplace:  # the summand is the result: cut alike, a dim of length 1 too
-        return [AxisStrategy((strategy.outputs[0], *strategy.inputs), strategy.outputs) for strategy in strategies]
+        return [
+            AxisStrategy((placement, *strategy.inputs), (placement,))
+            for strategy in strategies
+            for placement in strategy.outputs
+            if placement is not None
+        ]
     return [_with_added(strategy, 0, added, ndim) for strategy in strategies]
 
 
