@@ -4,6 +4,8 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 # What `make gpu` runs, all of it without a name: see tests/tools/on_gpu.py.
 PARTS ?=
+# How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
+SOAK_SECONDS := $(if $(filter command line,$(origin SECONDS)),$(SECONDS))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -64,8 +66,13 @@ test: venv $(VENV)/.stamp-nccl ## run the core of the tests: every test with a f
 test-all: test ## and all their other cases, and what takes long
 	$(call run_tests,extended)
 
-soak: venv $(VENV)/.stamp-nccl ## run the many seeds that neither holds
+# With SECONDS, random programs for so long beside the soak tests, then all findings; without, the soak tests to their end.
+soak: venv $(VENV)/.stamp-nccl ## run the many seeds that neither holds; SECONDS=600 for random programs and those, so long
+ifneq ($(SOAK_SECONDS),)
+	@$(BIN)/python -m tests.tools.soak $(SOAK_SECONDS)
+else
 	$(call run_tests,soak)
+endif
 
 nccl: $(VENV)/.stamp-nccl $(VENV)/nccl/2.28.9/.stamp $(VENV)/nccl/2.30.7/.stamp ## fetch more versions of NCCL for the tests (600 MB)
 

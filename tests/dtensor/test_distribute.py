@@ -124,9 +124,10 @@ def test_placements_default_to_replicate_and_a_lone_rank_needs_nobody():
     run_ranks(1, body)
 
 
-def test_ranks_outside_the_mesh_hold_nothing():
+@pytest.mark.parametrize("source", [0, None])
+def test_ranks_outside_the_mesh_hold_nothing(source):
     def body(rank):
-        found = T.distribute_tensor(FULL, T.Mesh((2,), ranks=[2, 0]), [T.Shard(0)])
+        found = T.distribute_tensor(FULL, T.Mesh((2,), ranks=[2, 0]), [T.Shard(0)], src_data_rank=source)
         return tuple(found.to_local().shape), found.shape
 
     assert run_ranks(3, body) == [((3, 5), FULL.shape), ((0,), FULL.shape), ((4, 5), FULL.shape)]

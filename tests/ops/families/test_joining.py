@@ -7,6 +7,7 @@ import tritondt as T
 from tests.ops.distinct import numbers
 from tests.ops.sharded import Case, check, distribute, placements_of, whole
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.sharding.placement import parse_placements
 
 X, Y, Z = numbers(7, 5), numbers(7, 5) + 100, numbers(4, 5) + 200
 
@@ -109,3 +110,30 @@ def test_joining_along_a_dim_that_is_cut_otherwise_is_refused_where_nothing_may_
             torch.cat([x, z])
 
     run_ranks(3, body)
+
+
+def made(shape, dtype, text, mesh):
+    """Ones, as terms or as they are: every reduction of terms has a result of its own."""
+    local = T.zeros(*shape, dtype=dtype, device_mesh=mesh, placements=parse_placements(text)).to_local()
+    return T.DTensor.from_local(torch.ones_like(local), mesh, parse_placements(text), shape=torch.Size(shape))
+
+
+@pytest.mark.parametrize(
+    ("function", "texts", "dtypes"),
+    [
+        (lambda x, y: torch.stack([x, y]), ("P, R", "R, P(min)"), ("float32", "float32")),
+        (lambda x, y: torch.cat([x, y]), ("P(avg), R", "R, R"), ("float32", "int64")),
+        (lambda x, y: torch.cat([x, y]), ("S1, R", "R, P"), ("bool", "int64")),
+        (lambda x, y: x.sum(0, dtype=torch.bool) | (y.sum(0) > 9), ("P, S0", "S0, R"), ("float32", "int64")),
+        (lambda x, y: torch.where(y, x, y), ("P, P", "R, R"), ("int64", "bool")),
+    ],
+)
+def test_reductions_that_do_not_go_together_or_not_with_the_dtype_end_before(function, texts, dtypes):
+    def body(rank):
+        mesh = T.Mesh((2, 2))
+        tensors = [made((3, 4), getattr(torch, name), text, mesh) for name, text in zip(dtypes, texts, strict=True)]
+        found, expected = function(*tensors), function(*(tensor.full_tensor() for tensor in tensors))
+        assert found.dtype is expected.dtype
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
+
+    run_ranks(4, body)

@@ -164,3 +164,15 @@ def test_ints_add_up_exactly():
 def test_a_contraction_of_nothing_is_zero():
     check(torch.mm, Case((3,), (torch.ones(4, 0), torch.ones(0, 3)), ("S1", "S0")), expect="P", exact=True)
     check(torch.mm, Case((3,), (torch.ones(0, 4), torch.ones(4, 3)), ("S0", "R")), expect="S0", exact=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1, 5), (1, 1)])
+@pytest.mark.parametrize("placements", ["S0", "S1"])
+def test_a_product_is_added_to_a_dim_of_length_1_that_is_cut(shape, placements):
+    """On the rank that holds none of it, too: the summand is the result, and stays as it is."""
+    added, left, right = torch.ones(shape), torch.ones(shape[0], 2), torch.ones(2, shape[1])
+    batches = [tensor.expand(2, *tensor.shape).contiguous() for tensor in (added, left, right)]
+    beyond = {"S0": "S1", "S1": "S2"}[placements]
+    check(lambda to, a, b: (to * 1).addmm_(a, b), Case((2,), [added, left, right], [placements, "R", "R"]))
+    check(lambda to, a, b: (to * 1).baddbmm_(a, b), Case((2,), batches, [beyond, "R", "R"]))
+    check(lambda to, a, b: (to * 1).addmm_(a, b), Case((2,), [added, left, right], [placements, "R", "S1"]))

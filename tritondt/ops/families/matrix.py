@@ -65,7 +65,15 @@ def added_product(schema: OpSchema) -> list[AxisStrategy]:
     added, *factors = schema.args_spec
     equation = _ADDED_PRODUCTS[_name(schema.op)]
     ndim = len(equation.partition("->")[2])
-    return [_with_added(strategy, 0, added, ndim) for strategy in _product_strategies(equation, factors)]
+    strategies = _product_strategies(equation, factors)
+    if schema.is_inplace:  # the summand is the result: cut alike, a dim of length 1 too
+        return [
+            AxisStrategy((placement, *strategy.inputs), (placement,))
+            for strategy in strategies
+            for placement in strategy.outputs
+            if placement is not None
+        ]
+    return [_with_added(strategy, 0, added, ndim) for strategy in strategies]
 
 
 @strategy_of([aten.linear.default])

@@ -6,7 +6,7 @@ the tensors enters only through the size of what would move.
 
 from collections.abc import Iterator, Sequence
 
-from tritondt.errors import LayoutError, PropagationError
+from tritondt.errors import LayoutError, PropagationError, ReductionError
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding, OutputSpecs, specs_in
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -102,7 +102,8 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
     """The decision by the strategies offered for each axis; PropagationError where none fits.
 
     What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
-    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out.
+    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out;
+    where the reductions do not go together, or not with the result's dtype, those that give terms.
     """
     specs = schema.args_spec
     order = common_order(specs)
@@ -121,17 +122,30 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
         wanted = _wanted(specs, found, order)
         placements = tuple(zip(*(strategy.outputs for strategy in found), strict=True))
         outputs = output_specs(schema, placements, order)
-    except LayoutError:
-        unsharded = [[strategy for strategy in offered if not _shards(strategy)] for offered in strategies]
-        if not all(unsharded) or unsharded == list(strategies):
+    except (LayoutError, ReductionError) as error:
+        # Reductions of several axes have one op, which the result's dtype must have; cuts of one dim must nest.
+        is_left_out = _reduces if isinstance(error, ReductionError) or _mixes_reductions(found) else _shards
+        fewer = [[strategy for strategy in offered if not is_left_out(strategy)] for offered in strategies]
+        if not all(fewer) or fewer == list(strategies):
             raise
-        return decide(unsharded, schema)
+        return decide(fewer, schema)
     moves = any(before is not after for before, after in zip(specs, wanted, strict=True))
     return OutputSharding(outputs, wanted if moves else None)
 
 
 def _shards(strategy: AxisStrategy) -> bool:
     return any(isinstance(placement, Shard) for placement in strategy.inputs)
+
+
+def _reduces(strategy: AxisStrategy) -> bool:
+    return any(isinstance(placement, Partial) for placement in strategy.outputs)
+
+
+def _mixes_reductions(chosen: Sequence[AxisStrategy]) -> bool:
+    """Whether the results of axes are terms of different reductions, sum and avg excepted."""
+    outputs = (placement for strategy in chosen for placement in strategy.outputs)
+    ops = {placement.reduce_op for placement in outputs if isinstance(placement, Partial)}
+    return len(ops) > 1 and not ops <= {"sum", "avg"}
 
 
 def _wanted(

@@ -1,0 +1,151 @@
+"""A program on one device, twice: as it is, and on a twin whose every rounding is made a few bits worse.
+
+How far the twin comes off is a bound for what another order of additions may change (Monte Carlo arithmetic): it goes
+through all later statements and backward passes as a rounding error does, with no analysis of any operator. Where the
+arithmetic is exact nothing is disturbed, and values are compared exactly.
+"""
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.programs.places import OneDevice
+from tests.programs.statements import Statement, compiled
+
+# Kinds that only move elements, or pick among them: no rounding.
+MOVING = frozenset({
+    "make", "redistribute", "async", "prefetch", "view", "copy", "index", "join", "compare", "sort", "setitem",
+    "set_data", "hook", "detach", "factory", "reshape_in_place", "shape_out",
+})  # fmt: skip
+# Sums of products: exact on whole numbers that are small enough for the dtype.
+POLYNOMIAL = frozenset({
+    "pointwise", "reduction", "matmul", "cumulative", "cast", "write", "foreach", "out", "data", "backward", "grad",
+})  # fmt: skip
+# Every rounding of the twin is this many units of the last place of the largest number that took part.
+NOISE_ULPS = 8.0
+# An error of the library's own order of additions may be so many times that of the twin.
+HEADROOM = 16.0
+
+
+class Environment:
+    """Variables of a program, and what its statements need besides."""
+
+    def __init__(self, place: OneDevice) -> None:
+        self.names: dict[str, Any] = {"torch": torch, "F": F, "place": place}
+        self.variables: list[str] = []
+
+    def run(self, statement: Statement) -> None:
+        """Runs a statement; raises what it raises."""
+        exec(compiled(statement.source), self.names)
+        self.variables.extend(name for name in statement.makes if isinstance(self.names[name], torch.Tensor))
+
+    def forget(self, statement: Statement) -> None:
+        """Takes back what a statement set."""
+        for name in statement.makes:
+            self.names.pop(name, None)
+            if name in self.variables:
+                self.variables.remove(name)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.names[name]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All variables, and the gradients of those that have one."""
+        found = {name: self.names[name] for name in self.variables}
+        grads = {f"{name}.grad": tensor.grad for name, tensor in found.items() if tensor.is_leaf}
+        return found | {name: grad for name, grad in grads.items() if grad is not None}
+
+
+class OneDeviceRun:
+    """The two runs of a program on one device, statement by statement."""
+
+    def __init__(self, seed: int) -> None:
+        self.plain, self.twin = Environment(OneDevice()), Environment(OneDevice())
+        self._noise = torch.Generator().manual_seed(seed)
+
+    def run(self, statement: Statement) -> None:
+        """Runs a statement on both, and disturbs the twin's results; raises what the statement raises."""
+        before = versions(self.plain.tensors())
+        self.plain.run(statement)
+        self.twin.run(statement)
+        if statement.kind in MOVING:
+            return
+        for name in self.changed(statement, before):
+            self._disturb(name, statement)
+
+    def changed(self, statement: Statement, before: dict[str, int | None]) -> list[str]:
+        """What a statement has made or written."""
+        after = versions(self.plain.tensors())
+        return [name for name, version in after.items() if name not in before or version != before[name]]
+
+    def _disturb(self, name: str, statement: Statement) -> None:
+        tensor = self.twin.tensors()[name]
+        if not (tensor.is_floating_point() or tensor.is_complex()) or 0 in (*tensor.shape, *tensor.stride()):
+            return
+        sizes = [
+            float(magnitude(self.plain[read])) for read in statement.reads if self.plain.names.get(read) is not None
+        ]
+        scale = max(1.0, magnitude(tensor)) * prod(max(1.0, size) for size in sizes[:3])
+        if statement.kind in POLYNOMIAL and self._is_exact(self.plain.tensors()[name], scale):
+            return
+        with torch.inference_mode(tensor.is_inference()):
+            noise = torch.randn(tensor.shape, generator=self._noise, dtype=torch.float64).to(tensor.dtype)
+            tensor.data.add_(noise * (NOISE_ULPS * scale * torch.finfo(tensor.dtype).eps))
+
+    def _is_exact(self, tensor: torch.Tensor, scale: float) -> bool:
+        """Whether any order of the additions gives the same whole numbers."""
+        parts = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+        return scale * 64 * torch.finfo(parts.dtype).eps < 1 and bool((parts == parts.round()).all())
+
+    def tolerance(self, name: str) -> float:
+        """The largest error that rounding may have made in a variable; 0 where it must be exact."""
+        plain, twin = self.plain.tensors()[name], self.twin.tensors().get(name)
+        if twin is None or not plain.numel() or plain.dtype != twin.dtype:
+            return 0.0
+        return HEADROOM * difference(plain, twin)
+
+    def is_sound(self, names: Iterable[str]) -> bool:
+        """Whether variables are of moderate size, and no rounding decides them."""
+        for name in names:
+            plain, twin = self.plain.tensors()[name], self.twin.tensors()[name]
+            if plain.shape != twin.shape or plain.numel() > 600:
+                return False
+            if not plain.numel():
+                continue
+            size, apart = magnitude(plain), difference(plain, twin)
+            is_exact_kind = not (plain.is_floating_point() or plain.is_complex())
+            # Not a number, too; bfloat16 has 8 bits of its own.
+            if not size <= (2**40 if plain.dtype is torch.int64 else 1e4) or (is_exact_kind and apart):
+                return False
+            if apart > max(1.0, size) * (0.02 if plain.dtype is torch.bfloat16 else 1e-3):
+                return False
+        return True
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether elements share memory: what a write leaves there follows from the order of writing."""
+    return any(length > 1 and step == 0 for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def versions(tensors: dict[str, torch.Tensor]) -> dict[str, int | None]:
+    """How often each variable was written to; None where that is not counted."""
+    return {name: None if tensor.is_inference() else tensor._version for name, tensor in tensors.items()}
+
+
+def magnitude(tensor: torch.Tensor) -> float:
+    """The largest absolute value, 0 of none."""
+    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+        return 0.0
+    return float(_wide(tensor).abs().max())
+
+
+def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest absolute difference of two tensors of one shape."""
+    return float((_wide(one) - _wide(other)).abs().max()) if one.numel() else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,153 @@
+"""Random programs against one device, and their generator: seeds, printing, and what it finds of planted faults."""
+
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.programs.campaign import Campaign
+from tests.programs.generator import FAMILY, WEIGHTS, random_program
+from tests.programs.jobs import quieten
+from tests.programs.minimise import minimised
+from tests.programs.one_device import OneDeviceRun
+from tests.programs.operators import PURE, WRITING
+from tests.programs.printing import listing, printed
+from tests.programs.statements import Program
+from tritondt.ops import AxisStrategy, propagator, register_op_strategy
+from tritondt.sharding.placement import Replicate, Shard
+
+# Kinds of statements of which faults are known; leave out less as they are mended.
+WITHOUT = ("compile", "foreach", "data", "set_data", "shape_out", "reshape_in_place", "outside")
+PROGRAMS = 12
+SUM = torch.ops.aten.sum.dim_IntList
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    quieten()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.in_ci(8)
+@pytest.mark.parametrize("family", range(160))
+def test_programs_give_what_one_device_gives(family):
+    tally = Campaign(WITHOUT).run(range(family * FAMILY, family * FAMILY + PROGRAMS))
+    assert tally.programs == PROGRAMS
+    told = "\n\n".join(f"{listing(it.minimal)}\n  {it.failure.kind}: {it.failure.text}" for it in tally.findings)
+    assert not tally.findings, told
+    # A program that is refused is not compared.
+    assert tally.refused.total() <= tally.statements / 20, tally.refused
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_seed_gives_one_program():
+    assert random_program(7) == random_program(7)
+    assert random_program(7) != random_program(8)
+    programs = [random_program(seed, ("view",)) for seed in range(32)]
+    kinds = {statement.kind for program in programs for statement in program.statements}
+    assert "view" not in kinds
+    assert len(kinds) > 20
+    assert set(PURE) | set(WRITING) <= set(WEIGHTS)
+    assert any(program.refused_by_one_device for program in programs)
+    assert not any(random_program(seed, ("refused",)).refused_by_one_device for seed in range(30))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_printed_runs_by_itself_to_the_same_values(tmp_path, capsys):
+    program = random_program(3, WITHOUT)
+    run = OneDeviceRun(program.seed)
+    for number, statement in enumerate(program.statements):
+        if number not in program.refused_by_one_device:
+            run.run(statement)
+    path = tmp_path / "program.py"
+    path.write_text(printed(program, "no failure", {name: run.tolerance(name) for name in run.plain.tensors()}))
+    names = runpy.run_path(str(path))
+    assert capsys.readouterr().out == "as on one device\n"
+    assert "tests" not in names["program"].__code__.co_names
+    values = names["program"](names["OneDevice"]())
+    for name in run.plain.variables:
+        torch.testing.assert_close(values[name], run.plain[name], rtol=0, atol=0, equal_nan=True)
+    # It can fail: one device with other values.
+    other = "lambda place: {name: it * 0 + 5 for name, it in program(place).items()}"
+    path.write_text(path.read_text().replace("tensors(program(OneDevice()))", f"tensors(({other})(OneDevice()))"))
+    with pytest.raises(AssertionError, match="expected"):
+        runpy.run_path(str(path))
+
+
+@pytest.fixture
+def _sum_is_wrong() -> Iterator[None]:
+    """A sum over a cut dim that claims to be whole on every rank."""
+
+    def wrong(schema):
+        cut = [AxisStrategy((Shard(dim),), (Replicate(),)) for dim in range(schema.args_spec[0].ndim)]
+        return [AxisStrategy((Replicate(),), (Replicate(),)), *cut]
+
+    register_op_strategy(SUM, wrong)
+    yield
+    propagator.forget(SUM)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("_sum_is_wrong")
+def test_a_planted_wrong_strategy_is_found_and_minimised():
+    campaign = Campaign(WITHOUT)
+    with_sum = (random_program(seed, WITHOUT) for seed in range(1000))
+    programs = (it for it in with_sum if any(".sum(" in statement.source for statement in it.statements))
+    reports = ((program, campaign.check(program)) for program, _ in zip(programs, range(20), strict=False))
+    program, report = next((program, report) for program, report in reports if report.failures)
+    finding = campaign.finding(program, report)
+    assert len(finding.minimal.statements) <= 3, listing(finding.minimal)
+    assert ".sum(" in finding.minimal.statements[-1].source
+    assert len(program.statements) > 3
+    propagator.forget(SUM)
+    assert not campaign.check(finding.minimal).failures
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_minimisation_keeps_only_what_fails():
+    program = random_program(11, WITHOUT)
+    wanted = program.statements[-1]
+
+    def fails(it: Program) -> bool:
+        return bool(it.statements) and it.statements[-1].makes == wanted.makes
+
+    smallest = minimised(program, fails)
+    assert len(smallest.statements) <= 2
+    assert (smallest.mesh_shape, smallest.world_size, smallest.ranks) == ((1,), 1, (0,))
+
+
+def raised_on_one(rank: int) -> None:
+    if rank == 1:
+        raise T.LayoutError("planted")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_refusal_of_one_rank_alone_is_a_failure(monkeypatch):
+    program = next(it for it in map(random_program, range(100)) if it.world_size > 1 and len(it.ranks) > 1)
+    assert not Campaign().check(Program(program.seed, 2, (2,), (0, 1), program.statements[:0])).failures
+    first = program.statements[0]
+    make = "tests.programs.places.OnMesh.make"
+
+    def refuse(self, *arguments):
+        raised_on_one(int(self.mesh.coordinate is not None and sum(self.mesh.coordinate)))
+
+    monkeypatch.setattr(make, refuse)
+    small = Program(program.seed, program.world_size, program.mesh_shape, program.ranks, (first,))
+    assert {failure.kind for failure in Campaign().check(small).failures} == {"ranks"}
+
+
+@pytest.mark.extended
+def test_the_command_line_tells_and_counts(tmp_path):
+    command = [sys.executable, "-m", "tests.programs", "--count", "5", "--jobs", "2", "--json", tmp_path / "found.json"]
+    found = subprocess.run([*command, "--without", ",".join(WITHOUT)], capture_output=True, text=True, timeout=110)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout.startswith("5 programs, ")
+    assert json.loads((tmp_path / "found.json").read_text())["programs"] == 5
+    found = subprocess.run([*command, "--without", "nothing"], capture_output=True, text=True, timeout=110)
+    assert found.returncode == 1
+    assert "--without got nothing; allowed are make, " in found.stderr
