@@ -46,7 +46,7 @@ def implicit_replication() -> Iterator[None]:
 def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
     """The local tensor and the spec of a tensor that is alike on every rank of `mesh`."""
     meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
-    local = plain if mesh.coordinate is not None else plain.new_empty(0)
+    local = plain.detach() if mesh.coordinate is not None else plain.new_empty(0)
     return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
 
 
