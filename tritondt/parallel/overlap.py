@@ -163,10 +163,10 @@ def _misfit(
         if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
             kind = "a DTensor" if isinstance(tensor, DTensor) else f"of layout {tensor.layout}"
             return f"{where} was given {name} that is {kind}; allowed are local strided tensors: call to_local()"
-        if tensor.numel() and has_memory(tensor) and not tensor.data_ptr():
-            return f"{where} was given {name} at address 0; allowed are tensors with memory, not after resize_(0)"
         if tensor.device.type != spec.mesh.device_type:
             return f"{where} was given {name} on {tensor.device}; allowed is {spec.mesh.device_type}, the mesh's"
+        if tensor.numel() and has_memory(tensor) and not tensor.data_ptr():
+            return f"{where} was given {name} at address 0; allowed are tensors with memory, not after resize_(0)"
         if tensor.dtype is not spec.dtype and (name == "x" or not torch.is_autocast_enabled(x.device.type)):
             return f"{where} was given {name} of {tensor.dtype}; allowed is {spec.dtype}, for x, weight and bias alike"
     if tuple(x.shape) != shape:

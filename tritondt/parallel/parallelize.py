@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, MeshError, ParallelizeError
+from tritondt.parallel.forward_pass import sum_together
 from tritondt.parallel.prepare import PREPARING
 from tritondt.parallel.style import ParallelStyle
 from tritondt.parallel.weights import WeightStyle
@@ -71,6 +72,7 @@ def parallelize_module(
             setattr(module.get_submodule(parent), child, made)
         elif made is not found:
             module = made
+    sum_together(module)
     return module
 
 

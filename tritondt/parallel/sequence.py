@@ -22,9 +22,9 @@ class SequenceParallel(WeightStyle):
 
     For layers that treat every position by itself: norms, dropout, activations, nn.Linear, nn.Embedding, and layers of
     your own without layers inside. A plain input is taken for this rank's part of equally long ones; the output is
-    distributed unless `use_local_output`. The gradients of the parameters, terms on every rank, are summed when the
-    backward pass ends, which makes backward a collective call. Raises ParallelizeError for any other layer, and in
-    forward where the layer normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
+    distributed unless `use_local_output`. The gradients of the parameters, terms on every rank, are summed before hooks
+    see them, which makes backward a collective call. Raises ParallelizeError for any other layer, and in forward where
+    the layer normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.parallelize import parallelize_module
