@@ -326,5 +326,7 @@ def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:
     return (
         f"{op} got a distributed tensor {spec} and a plain one of shape {tuple(plain.shape)}; make the plain one "
         "distributed with distribute_tensor(x, mesh, placements), or DTensor.from_local(x, mesh, [Replicate()]) where "
-        "every rank holds the same, or use to_local() on the other"
+        "every rank holds the same, or use to_local() on the other; where all plain ones are alike on every rank, as "
+        "labels and the cos and sin of rotary embeddings are, call it within tritondt.implicit_replication(), or lay "
+        "the model out by parallelize_module(..., plain_tensors='replicated')"
     )

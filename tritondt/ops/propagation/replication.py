@@ -43,6 +43,13 @@ def implicit_replication() -> Iterator[None]:
         _allowed.reset(token)
 
 
+def count_as_replicated(counts: bool) -> bool:
+    """Sets whether plain tensors count as replicated in the calling thread, and gives what held before."""
+    before = _allowed.get()
+    _allowed.set(counts)
+    return before
+
+
 def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
     """The local tensor and the spec of a tensor that is alike on every rank of `mesh`."""
     meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
