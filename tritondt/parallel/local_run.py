@@ -98,9 +98,7 @@ class LocalRun(ABC):
         return args, {**kwargs, first: x}
 
     def _take_in(self, module: nn.Module, x: Any) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor):
-            kind = type(module).__name__
-            raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
+        check_input(module, x)
         input_plan = self._known_input_plan(module, x)
         known = self._look(module)
         local, *found = enter(input_plan, x, known.parameters)
@@ -180,6 +178,13 @@ class LocalRun(ABC):
             _make_room(self._output_plans)
             output_plan = self._output_plans[key] = output_plan_of(self.mesh, found, wanted, tuple(shape), output.dtype)
         return leave(output_plan, output, bias, use_local_output=use_local_output)
+
+
+def check_input(module: nn.Module, x: Any) -> None:
+    """Raises ParallelizeError for a first argument that is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        kind = type(module).__name__
+        raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
 
 
 def run_of(module: nn.Module) -> LocalRun | None:
