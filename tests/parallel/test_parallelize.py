@@ -263,3 +263,63 @@ def test_a_style_of_ones_own_replaces_its_module():
         assert isinstance(parallelize_module(Model(), mesh, Doubled(), src_data_rank=1), nn.Sequential)
 
     on_two_ranks(body)
+
+
+class Untied(ParallelStyle):
+    """A style of one's own, which gives its module parameters of its own."""
+
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh | T.Mesh") -> nn.Module:
+        for name, parameter in list(module.named_parameters()):
+            whole = T.distribute_tensor(parameter.detach(), device_mesh, [T.Shard(0)])
+            module.register_parameter(name, nn.Parameter(whole))
+        return module
+
+
+class Frozen(ParallelStyle):
+    def _apply(self, module: nn.Module, device_mesh: "DeviceMesh | T.Mesh") -> nn.Module:
+        return module.requires_grad_(False)
+
+
+def test_a_style_of_ones_own_leaves_the_check_of_others_on():
+    def body(mesh: T.Mesh) -> None:
+        model = Model(tied=True)
+        message = (
+            "embed.weight and head.weight are one parameter, and the plan cuts the first as S1 and the second as S0"
+        )
+        plan = {"layers.0.norm": Frozen(), "embed": ColwiseParallel(), "head": ColwiseParallel()}
+        with pytest.raises(ParallelizeError, match=message):
+            parallelize_module(model, mesh, plan)
+        assert placements(model) == {}
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        with pytest.raises(ParallelizeError, match="the first as S0 and the second not at all"):
+            parallelize_module(model, mesh, {"layers.0.norm": Frozen(), "embed": RowwiseParallel()})
+        parallelize_module(
+            model, mesh, {"layers.0.norm": Frozen(), "embed": RowwiseParallel(), "head": ColwiseParallel()}
+        )
+        assert model.head.weight is model.embed.weight
+
+    on_two_ranks(body)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (
+            {"head": Untied()},
+            "embed.weight and head.weight were one parameter, and the styles of the plan have made two of it: the "
+            r"first is a plain Tensor now and the second distributed as \(S0\), so that they would be trained",
+        ),
+        ({"embed": RowwiseParallel(), "head": Untied()}, r"the first is distributed as \(S0\) now and the second dist"),
+        (
+            {"embed": RowwiseParallel(), "head": Frozen()},
+            r"the first is distributed as \(S0\) now and the second a pla",
+        ),
+    ],
+)
+def test_ties_that_a_style_of_ones_own_has_cut_are_told(plan, message):
+    def body(mesh: T.Mesh) -> None:
+        with pytest.raises(ParallelizeError, match=message):
+            parallelize_module(Model(tied=True), mesh, plan)
+        parallelize_module(Model(), mesh, plan)
+
+    on_two_ranks(body)

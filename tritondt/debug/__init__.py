@@ -1,6 +1,7 @@
 """Tools that show what moved, which rank holds which elements, and whether values are right."""
 
 from tritondt.debug.comm_mode import CommDebugMode, Count, write_flight_record
+from tritondt.debug.plain_gradients import check_plain_gradients
 from tritondt.debug.sharding_picture import sharding_text, visualize_sharding
 from tritondt.debug.single_device import check_against_single_device
 from tritondt.redistribution.implicit import explicit_redistribution
@@ -9,6 +10,7 @@ __all__ = [
     "CommDebugMode",
     "Count",
     "check_against_single_device",
+    "check_plain_gradients",
     "explicit_redistribution",
     "sharding_text",
     "visualize_sharding",

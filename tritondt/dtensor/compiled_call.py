@@ -36,6 +36,13 @@ class TrackBase(Protocol):
         """The results, as copied views."""
 
 
+class KeepKinds(Protocol):
+    """Lets plain and distributed tensors of one operator each have gradients of their own kind."""
+
+    def __call__(self, tensors: Iterable[Any], /, *, writes_plain: bool) -> None:
+        """None; `writes_plain` says that the operator writes to a plain one."""
+
+
 class Admit(Protocol):
     """Raises PropagationError with a decision's refusal, unless the fallback lets the call run."""
 

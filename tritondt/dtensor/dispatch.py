@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.dtensor.compiled_call import Compiled, Signature, TrackBase, Wrap, WrapAll, alias_of
+from tritondt.dtensor.compiled_call import Compiled, KeepKinds, Signature, TrackBase, Wrap, WrapAll, alias_of
 from tritondt.dtensor.decompose import decompose
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -60,10 +60,11 @@ class Dispatcher:
         wrap: Wrap,
         wrap_all: WrapAll,
         track_base: TrackBase,
+        keep_kinds: KeepKinds,
         propagator: ShardingPropagator,
     ) -> None:
         self._class, self._wrap, self._wrap_all, self._track_base = tensor_class, wrap, wrap_all, track_base
-        self._propagator = propagator
+        self._keep_kinds, self._propagator = keep_kinds, propagator
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_change(self._operators.clear)
@@ -125,15 +126,15 @@ class Dispatcher:
         if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
             return self._run_any(op, *_with_values(args, kwargs))
         if found is None:
-            plain = any(map(self._is_plain, _flat((*args, *kwargs.values()))))
-            if plain and are_replicated(written=self._writes_plain(op, args, kwargs)):
+            mixed = self._keep_gradients(op, args, kwargs)
+            if self._are_replicated(op, args, kwargs):
                 return self._run_any(op, *self._all_distributed(args, kwargs))
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
                 result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            found = self._compile(schema)
+            found = self._with_gradients_kept(op, self._compile(schema)) if mixed else self._compile(schema)
             if is_kept:
                 _keep(operator, key, found)
         run, spec = found
@@ -141,16 +142,53 @@ class Dispatcher:
             return self._wrap(run(*local_args, **local_kwargs), spec)
         return run(local_args, local_kwargs, args, kwargs)
 
+    def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether there are plain arguments with dims, and they count as replicated."""
+        plain = any(map(self._is_plain, _flat((*args, *kwargs.values()))))
+        return plain and are_replicated(written=self._writes(op, args, kwargs, self._is_plain))
+
+    def _may_need_gradient(self, argument: Any) -> bool:
+        """Whether an argument is a tensor of this rank alone of a dtype that has gradients."""
+        if not isinstance(argument, torch.Tensor) or isinstance(argument, self._class):
+            return False
+        return argument.is_floating_point() or argument.is_complex()
+
+    def _keep_gradients(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Lets plain arguments have plain gradients, and distributed ones distributed; whether there are plain ones."""
+        given = tuple(_flat((*args, *kwargs.values())))
+        mixed = any(map(self._may_need_gradient, given))
+        if mixed and torch.is_grad_enabled():
+            writes = op._schema.is_mutable and self._writes(op, args, kwargs, self._may_need_gradient)
+            self._keep_kinds(given, writes_plain=writes)
+        return mixed
+
+    def _with_gradients_kept(self, op: OpOverload, found: _CompiledCall) -> _CompiledCall:
+        """The compiled call of a signature with plain arguments, which are looked at every time."""
+        run, spec = found
+
+        def kept(
+            local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+        ) -> Any:
+            if torch.is_grad_enabled():
+                self._keep_gradients(op, args, kwargs)
+            if spec is None:
+                return run(local_args, local_kwargs, args, kwargs)
+            return self._wrap(run(*local_args, **local_kwargs), spec)
+
+        return kept, None
+
     def _is_plain(self, argument: Any) -> bool:
         """Whether an argument is a tensor of this rank alone, with dims."""
         return isinstance(argument, torch.Tensor) and argument.ndim > 0 and not isinstance(argument, self._class)
 
-    def _writes_plain(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the operator writes to a tensor of this rank alone."""
+    def _writes(
+        self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], is_such: Callable[[Any], bool]
+    ) -> bool:
+        """Whether the operator writes to such a tensor."""
         declared = op._schema.arguments
         given = {argument.name: found for argument, found in zip(declared, args, strict=False)} | dict(kwargs)
         return any(
-            any(map(self._is_plain, _flat((given[argument.name],))))
+            any(map(is_such, _flat((given[argument.name],))))
             for argument in declared
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
         )
@@ -295,5 +333,7 @@ def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:
     return (
         f"{op} got a distributed tensor {spec} and a plain one of shape {tuple(plain.shape)}; make the plain one "
         "distributed with distribute_tensor(x, mesh, placements), or DTensor.from_local(x, mesh, [Replicate()]) where "
-        "every rank holds the same, or use to_local() on the other"
+        "every rank holds the same, or use to_local() on the other; where all plain ones are alike on every rank, as "
+        "labels and the cos and sin of rotary embeddings are, call it within tritondt.implicit_replication(), or lay "
+        "the model out by parallelize_module(..., plain_tensors='replicated')"
     )

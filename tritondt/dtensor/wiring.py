@@ -14,6 +14,7 @@ from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
 from tritondt.dtensor.copied_views import copied_view_class, track_base
 from tritondt.dtensor.dispatch import Dispatcher
+from tritondt.dtensor.mixed_gradients import keep_kinds
 from tritondt.dtensor.pending import pending_class
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.tensor import DTensor, wrap
@@ -30,7 +31,7 @@ def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec
     return list(map(_construct_plain, local_tensors, specs))
 
 
-dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, propagator)
+dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, keep_kinds, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 let_composites_make_tensors(DTensor, wrap)

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.dtensor.autograd import FromLocal, ToLocal
+from tritondt.dtensor.autograd import ToLocal
 from tritondt.dtensor.copied_views import refresh
 from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import InputPlan, OutputPlan
-from tritondt.parallel.gradients import add_when_backward_ends, can_wait
-from tritondt.redistribution.autograd import Redistribute, cotangent_spec, gradient_spec, redistribute
+from tritondt.parallel.gradients import as_distributed, is_differentiated, open_pass, summed_gradients
+from tritondt.redistribution.autograd import Redistribute, cotangent_spec, redistribute
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.spec import DTensorSpec
 
@@ -23,15 +23,40 @@ _PART = "_tritondt_shared_part"
 
 
 class Parameters(NamedTuple):
-    """Distributed parameters of a module, and the specs of their parts' gradients: terms, at the places in `terms`."""
+    """Distributed parameters of a module, and the specs of their parts' gradients: terms, at the places in `terms`.
+
+    `others` are those whose gradients are no terms.
+    """
 
     tensors: list[DTensor]
     gradients: list[DTensorSpec]
     terms: list[int]
+    others: "Parameters | None"
+
+    @classmethod
+    def of(cls, tensors: list[DTensor], gradients: list[DTensorSpec], terms: list[int]) -> "Parameters":
+        """Parameters, and among them the others."""
+        if not terms:
+            return cls(tensors, gradients, terms, None)
+        places = [place for place in range(len(tensors)) if place not in terms]
+        others = cls([tensors[place] for place in places], [gradients[place] for place in places], [], None)
+        return cls(tensors, gradients, terms, others)
 
 
 def enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
     """Local part of the input under `plan.target`, then those of the parameters."""
+    tensors, gradients, terms, others = parameters
+    if others is not None and torch.is_grad_enabled() and (current := open_pass()) is not None:
+        summed = current.parts_of([tensors[place] for place in terms], [gradients[place] for place in terms])
+        if summed is not None:
+            found = list(_enter(plan, x, others))
+            for place, part in zip(terms, summed, strict=True):
+                found.insert(1 + place, part)
+            return found
+    return _enter(plan, x, parameters)
+
+
+def _enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence[torch.Tensor]:
     if plan.as_terms:
         x = redistribute(x, plan.source, plan.target, grad_placements=plan.gradient.placements)
         plan = InputPlan(plan.target, plan.target, plan.gradient, plan.gradient, False, False, False)
@@ -92,24 +117,17 @@ def _exposed(
 
 
 def _gradients(ctx: Any, grads: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Distributed gradients of the parameters, the last inputs of the function of `ctx`.
-
-    Terms of a parameter that all ranks hold are put aside where nobody asks for them at once, or else reduced.
-    """
+    """Distributed gradients of the parameters, the last inputs of the function of `ctx`; terms are summed."""
     parameters: Parameters = ctx.parameters
-    nodes = ctx.next_functions[-len(grads) :] if parameters.terms else ()
-    found: list[Any] = list(grads)
-    for place, grad in enumerate(grads):
-        if grad is None:
-            continue
-        parameter, spec = parameters.tensors[place], parameters.gradients[place]
-        if place not in parameters.terms:
-            found[place] = _as_distributed(grad, spec)
-        elif not _is_differentiated(grad) and can_wait(parameter, nodes[place][0]):
-            add_when_backward_ends(parameter, grad, spec)
-            found[place] = None
-        else:
-            found[place] = _as_distributed(grad, spec).redistribute(placements=parameter.placements)
+    found = [
+        grad if grad is None or place in parameters.terms else as_distributed(grad, parameters.gradients[place])
+        for place, grad in enumerate(grads)
+    ]
+    if parameters.terms:
+        specs = [parameters.gradients[place] for place in parameters.terms]
+        sums = summed_gradients([grads[place] for place in parameters.terms], specs)
+        for place, summed in zip(parameters.terms, sums, strict=True):
+            found[place] = summed
     return found
 
 
@@ -143,24 +161,13 @@ class EnterModule(torch.autograd.Function):
             elif plan.moves:
                 of_input = _distributed_gradient(grad, plan)
             else:
-                of_input = _as_distributed(grad, plan.gradient)
+                of_input = as_distributed(grad, plan.gradient)
         return None, None, of_input, *_gradients(ctx, grads)
 
 
-def _is_differentiated(grad: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and grad.requires_grad
-
-
-def _as_distributed(grad: torch.Tensor, spec: DTensorSpec) -> Any:
-    """Distributed tensor of a gradient's part, which may be differentiated again."""
-    if _is_differentiated(grad):
-        return FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
-    return DTensor(grad, spec)
-
-
 def _distributed_gradient(grad: torch.Tensor, plan: InputPlan) -> torch.Tensor:
-    if _is_differentiated(grad):
-        wrapped = _as_distributed(grad, plan.gradient)
+    if is_differentiated(grad):
+        wrapped = as_distributed(grad, plan.gradient)
         result: torch.Tensor = wrapped.redistribute(placements=plan.gradient_of_source.placements)
         return result
     local = redistribute_local(grad, plan.gradient, plan.gradient_of_source)
@@ -171,7 +178,7 @@ def _plain_gradient(grad: torch.Tensor, plan: InputPlan) -> torch.Tensor:
     target = plan.gradient_of_source
     if target is plan.gradient:
         return grad
-    if _is_differentiated(grad):
+    if is_differentiated(grad):
         result: torch.Tensor = Redistribute.apply(grad, plan.gradient, target, cotangent_spec(plan.source))  # type: ignore[no-untyped-call]
         return result
     return redistribute_local(grad, plan.gradient, target)
@@ -223,7 +230,7 @@ class LeaveModule(torch.autograd.Function):
             distributed = (
                 grad if grad._spec.layout is wanted.layout else grad.redistribute(placements=wanted.placements)
             )
-            if _is_differentiated(distributed):
+            if is_differentiated(distributed):
                 grad = ToLocal.apply(distributed, DTensor, cotangent_spec(plan.target))  # type: ignore[no-untyped-call]
             else:
                 grad = distributed._local_tensor
@@ -234,7 +241,7 @@ class LeaveModule(torch.autograd.Function):
             return None, None, None, of_bias
         if plan.gradient_of_source is wanted:
             return None, None, grad, of_bias
-        if _is_differentiated(grad):
+        if is_differentiated(grad):
             terms = cotangent_spec(plan.source)
             return None, None, Redistribute.apply(grad, wanted, plan.gradient_of_source, terms), of_bias  # type: ignore[no-untyped-call]
         return None, None, redistribute_local(grad, wanted, plan.gradient_of_source), of_bias

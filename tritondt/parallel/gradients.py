@@ -1,79 +1,138 @@
 """Reduction of gradients that come as terms of a sum to the layout of their parameters, all in one exchange.
 
 A parameter that every rank holds whole, but uses on its own part of the sequence, has terms of its gradient on each.
-They are kept as local tensors while the backward pass runs; when it ends they are added up and made gradients.
+The parameters of all modules that run in one forward pass are inputs of one autograd function: its backward runs once
+the terms of all are there, adds them up and only then hands gradients on. Whoever looks at gradients, be that hooks on
+tensors, on what accumulates them, or DistributedDataParallel, sees sums.
 """
 
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
+from tritondt.dtensor.autograd import FromLocal
 from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import activation_spec
+from tritondt.redistribution.autograd import gradient_spec
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import Partial, Replicate
 from tritondt.sharding.spec import DTensorSpec
 
 
-class _Pass:
-    """One backward pass: replicated parameters with this rank's terms of their gradients, and the specs of the terms.
+class Terms(NamedTuple):
+    """A replicated parameter, and the spec under which its gradient comes: terms of a sum."""
 
-    In the order in which autograd came to their modules, that of the forward pass reversed: the same on all ranks. Kept
-    alive by the callback that ends the pass; goes with the pass where that fails.
-    """
-
-    def __init__(self) -> None:
-        self.terms: dict[int, tuple[DTensor, torch.Tensor, DTensorSpec]] = {}
-
-    def end(self) -> None:
-        """Accumulates the sums into the parameters' gradients."""
-        groups: dict[object, list[tuple[DTensor, torch.Tensor, DTensorSpec]]] = {}
-        for entry in self.terms.values():
-            groups.setdefault((entry[2].mesh, entry[2].dtype), []).append(entry)
-        self.terms = {}
-        with torch.no_grad():
-            for entries in groups.values():
-                sums = _sums([grad for _, grad, _ in entries], entries[0][2])
-                for (parameter, _, _), summed in zip(entries, sums, strict=True):
-                    before: Any = parameter.grad
-                    parameter.grad = summed if before is None else before.add_(summed)
+    parameter: DTensor
+    spec: DTensorSpec
 
 
-_passes: "WeakValueDictionary[int, _Pass]" = WeakValueDictionary()
+class SumGradients(torch.autograd.Function):
+    """Replicated parameters as local tensors that ranks use differently."""
+
+    @staticmethod
+    def forward(ctx: Any, specs: Sequence[DTensorSpec], *tensors: DTensor) -> tuple[torch.Tensor, ...]:
+        """Aliases of the local parts; without a gradient where none is needed."""
+        ctx.specs = specs
+        ctx.set_materialize_grads(False)
+        found = tuple(tensor._local_tensor.detach() for tensor in tensors)
+        needed = ctx.needs_input_grad[1:]
+        ctx.mark_non_differentiable(*[part for part, needs in zip(found, needed, strict=True) if not needs])
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Sums over the ranks; None for what this pass did not use."""
+        return None, *summed_gradients(grads, ctx.specs)
 
 
-def can_wait(parameter: torch.Tensor, node: Any) -> bool:
-    """Whether nobody sees the parameter's gradient before the backward pass ends.
-
-    `node` is what accumulates it. torch.autograd.grad wants it at once, and so do hooks.
-    """
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or type(node).__name__ != "AccumulateGrad":
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # how torch says that this is torch.autograd.grad
-        return False
-
-
-def add_when_backward_ends(parameter: DTensor, grad: torch.Tensor, spec: DTensorSpec) -> None:
-    """Keeps this rank's terms of a gradient, which are added up when the current backward pass ends."""
-    task = torch._C._current_graph_task_id()
-    found = _passes.get(task)
-    if found is None:
-        found = _passes[task] = _Pass()
-        torch.autograd.Variable._execution_engine.queue_callback(found.end)
-    known = found.terms.get(id(parameter))
-    found.terms[id(parameter)] = (parameter, grad if known is None else known[1] + grad, spec)
+def summed_gradients(terms: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec]) -> list[Any]:
+    """Distributed gradients, replicated, of this rank's terms; those of one mesh and dtype in one exchange."""
+    found: list[Any] = [None] * len(terms)
+    groups: dict[object, list[int]] = {}
+    for place, (term, spec) in enumerate(zip(terms, specs, strict=True)):
+        if term is None:
+            continue
+        if is_differentiated(term):
+            found[place] = as_distributed(term, spec).redistribute(placements=gradient_spec(spec).placements)
+        else:
+            groups.setdefault((spec.mesh, spec.dtype), []).append(place)
+    for places in groups.values():
+        given: list[Any] = [terms[place] for place in places]
+        for place, summed in zip(places, _sums(given, specs[places[0]]), strict=True):
+            found[place] = DTensor(summed, gradient_spec(specs[place]))
+    return found
 
 
 def _sums(terms: list[torch.Tensor], spec: DTensorSpec) -> list[torch.Tensor]:
-    """Gradients of one dtype on one mesh of one axis, reduced as one flat tensor."""
-    mesh, dtype = spec.mesh, spec.dtype
+    """Sums of terms of one dtype on one mesh of one axis, reduced as one flat tensor."""
     flat = torch.cat([term.reshape(-1) for term in terms])
-    source, target = (activation_spec(mesh, placement, flat.shape, dtype) for placement in (Partial(), Replicate()))
+    source, target = (activation_spec(spec.mesh, kind, flat.shape, spec.dtype) for kind in (Partial(), Replicate()))
     pieces = redistribute_local(flat, source, target).split([term.numel() for term in terms])
-    return [
-        DTensor(piece.view(term.shape), activation_spec(mesh, Replicate(), term.shape, dtype))
-        for piece, term in zip(pieces, terms, strict=True)
-    ]
+    return [piece.view(term.shape) for piece, term in zip(pieces, terms, strict=True)]
+
+
+def is_differentiated(grad: torch.Tensor) -> bool:
+    """Whether a gradient will have a gradient itself."""
+    return torch.is_grad_enabled() and grad.requires_grad
+
+
+def as_distributed(grad: torch.Tensor, spec: DTensorSpec) -> Any:
+    """Distributed tensor of a gradient's part, which may be differentiated again."""
+    if is_differentiated(grad):
+        return FromLocal.apply(grad, DTensor, spec, gradient_spec(spec))  # type: ignore[no-untyped-call]
+    return DTensor(grad, spec)
+
+
+class ForwardPass:
+    """One forward pass of a tree of modules: the local parts of its replicated parameters, made on first use.
+
+    `terms` lists the parameters then. Those with hooks of their own are left out: a hook would be called with None
+    where the pass does not use its parameter.
+    """
+
+    def __init__(self, owner: object, terms: Callable[[], Iterable[Terms]], before: "ForwardPass | None") -> None:
+        self.owner, self.before = owner, before
+        self._terms = terms
+        self._parts: dict[int, tuple[DTensor, DTensorSpec, torch.Tensor]] | None = None
+
+    def parts_of(self, parameters: Sequence[DTensor], specs: Sequence[DTensorSpec]) -> list[torch.Tensor] | None:
+        """Local parts whose gradients are summed together; None where the pass does not know all, as they are now."""
+        if self._parts is None:
+            self._parts = self._made()
+        found = []
+        for parameter, spec in zip(parameters, specs, strict=True):
+            known = self._parts.get(id(parameter))
+            if known is None or known[1] != spec or known[2].requires_grad != parameter.requires_grad:
+                return None
+            found.append(known[2])
+        return found
+
+    def _made(self) -> dict[int, tuple[DTensor, DTensorSpec, torch.Tensor]]:
+        listed = {id(terms.parameter): terms for terms in self._terms() if not terms.parameter._backward_hooks}
+        parameters, specs = ([terms[place] for terms in listed.values()] for place in (0, 1))
+        parts: Sequence[torch.Tensor] = SumGradients.apply(specs, *parameters)  # type: ignore[no-untyped-call]
+        return {id(known[0]): known for known in zip(parameters, specs, parts, strict=True)}  # type: ignore[misc]
+
+
+_open: ContextVar[ForwardPass | None] = ContextVar("forward pass of parallelized modules", default=None)
+
+
+def open_pass() -> ForwardPass | None:
+    """The forward pass that runs in this thread."""
+    return _open.get()
+
+
+def begin_pass(owner: object, terms: Callable[[], Iterable[Terms]]) -> None:
+    """Begins the pass of a tree of modules; nothing within that of another tree, which this one is part of."""
+    found = _open.get()
+    if found is None or found.owner is owner:
+        _open.set(ForwardPass(owner, terms, found))
+
+
+def end_pass(owner: object) -> None:
+    """Ends the pass that `owner` began last."""
+    found = _open.get()
+    if found is not None and found.owner is owner:
+        _open.set(found.before)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from tritondt.sharding.spec import DTensorSpec
 
 # What was found on entering and is needed on leaving, kept in the module while its forward runs.
 _CALL = "_tritondt_call"
+# The hooks of a module, kept in the module.
+_RUN = "_tritondt_run"
 # Kinds of inputs, parameters and outputs that a module keeps what it decided about.
 _MAX_KINDS = 256
 
@@ -49,6 +51,9 @@ class LocalRun(ABC):
     one call lies in the module.
     """
 
+    # Of this process: while it stays, so do the modules that have hooks.
+    num_installed: ClassVar[int] = 0
+
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._input_plans: dict[object, InputPlan] = {}
@@ -78,6 +83,8 @@ class LocalRun(ABC):
         """Registers the hooks next to the forward: hooks of others see what crosses the boundary."""
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True, always_call=True)
+        module.__dict__[_RUN] = self
+        LocalRun.num_installed += 1
 
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -91,9 +98,7 @@ class LocalRun(ABC):
         return args, {**kwargs, first: x}
 
     def _take_in(self, module: nn.Module, x: Any) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor):
-            kind = type(module).__name__
-            raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
+        check_input(module, x)
         input_plan = self._known_input_plan(module, x)
         known = self._look(module)
         local, *found = enter(input_plan, x, known.parameters)
@@ -121,7 +126,7 @@ class LocalRun(ABC):
             found: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
             tensors, specs = list(found.values()), [value._spec for value in found.values()]
             everything = list(held.values())
-            parameters = Parameters(
+            parameters = Parameters.of(
                 tensors,
                 [
                     spec if gradient is None else spec.with_placements((gradient,))
@@ -131,6 +136,10 @@ class LocalRun(ABC):
             )
             self._known = _Known(everything, [id(value) for value in everything], specs, list(found), parameters)
         return self._known
+
+    def parameters(self, module: nn.Module) -> Parameters:
+        """Distributed parameters of the module as they are now."""
+        return self._look(module).parameters
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> torch.Tensor | None:
         """Output hook; runs with None where the forward, or a hook before it, raised."""
@@ -169,6 +178,19 @@ class LocalRun(ABC):
             _make_room(self._output_plans)
             output_plan = self._output_plans[key] = output_plan_of(self.mesh, found, wanted, tuple(shape), output.dtype)
         return leave(output_plan, output, bias, use_local_output=use_local_output)
+
+
+def check_input(module: nn.Module, x: Any) -> None:
+    """Raises ParallelizeError for a first argument that is no tensor."""
+    if not isinstance(x, torch.Tensor):
+        kind = type(module).__name__
+        raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
+
+
+def run_of(module: nn.Module) -> LocalRun | None:
+    """Hooks of a module; None for one that is not run on local tensors."""
+    found: LocalRun | None = module.__dict__.get(_RUN)
+    return found
 
 
 def call_of(module: nn.Module) -> tuple[InputPlan, Any] | None:

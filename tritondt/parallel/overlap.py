@@ -22,6 +22,7 @@ from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
 from tritondt.parallel.chunked_matmul import AllGatherMatmul, ChunkSchedule, MatmulReduceScatter, rows_of
 from tritondt.planning.pipelining import best_shares
 from tritondt.redistribution.autograd import redistribute
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Partial, Shard
 from tritondt.sharding.spec import DTensorSpec
 
@@ -164,6 +165,8 @@ def _misfit(
             return f"{where} was given {name} that is {kind}; allowed are local strided tensors: call to_local()"
         if tensor.device.type != spec.mesh.device_type:
             return f"{where} was given {name} on {tensor.device}; allowed is {spec.mesh.device_type}, the mesh's"
+        if tensor.numel() and has_memory(tensor) and not tensor.data_ptr():
+            return f"{where} was given {name} at address 0; allowed are tensors with memory, not after resize_(0)"
         if tensor.dtype is not spec.dtype and (name == "x" or not torch.is_autocast_enabled(x.device.type)):
             return f"{where} was given {name} of {tensor.dtype}; allowed is {spec.dtype}, for x, weight and bias alike"
     if tuple(x.shape) != shape:

@@ -11,10 +11,12 @@ from typing import NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
-from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, MeshError, ParallelizeError
+from tritondt.parallel.forward_pass import sum_together
+from tritondt.parallel.plain_tensors import PlainTensors, check_plain_tensors, replicate_plain_tensors
 from tritondt.parallel.prepare import PREPARING
 from tritondt.parallel.style import ParallelStyle
+from tritondt.parallel.ties import User, check_applied, check_planned, ties_of
 from tritondt.parallel.weights import WeightStyle
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement
@@ -34,16 +36,19 @@ def parallelize_module(
     parallelize_plan: ParallelStyle | Mapping[str, ParallelStyle] | None = None,
     *,
     src_data_rank: int | None = 0,
+    plain_tensors: PlainTensors = "refused",
 ) -> nn.Module:
     """The module, laid over a mesh of one axis in place, style by style, as `parallelize_plan` says.
 
     The plan is a style for the module itself, or styles by dotted name, in which every part may hold the wildcards of
     fnmatch ("layers.*.attention.w[qkv]"; "" is the module itself). Parameters take the values of rank `src_data_rank`
-    of the mesh, or every rank's own with None. The mesh defaults to that of the `with mesh:` around the call. A
-    collective call of all ranks of the mesh.
+    of the mesh, or every rank's own with None. With plain_tensors="replicated" plain tensors beside distributed ones
+    count within the module's forward as in `tritondt.implicit_replication()`: alike on every rank. The mesh defaults to
+    that of the `with mesh:` around the call. A collective call of all ranks of the mesh.
 
     Raises ParallelizeError, before anything is changed, for a name that matches nothing, a module that its style does
-    not know and tied parameters that would be cut differently; also for a module that is parallelized already.
+    not know and tied parameters that would be cut differently; also for a module that is parallelized already, and
+    after it is changed for tied parameters that styles of your own have made two.
     MeshError for a mesh of several axes. Source: torch.distributed.tensor.parallel.parallelize_module.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -55,13 +60,15 @@ def parallelize_module(
     >>> run_ranks(2, placements_on)[0]
     [(S0,), (S0,), (S1,), (R,)]
     """
+    check_plain_tensors(plain_tensors)
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
     _check_mesh(mesh)
     if parallelize_plan is None:
         warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=2)
         return module
     assignments = _assignments(module, parallelize_plan)
-    _check_ties(module, assignments)
+    ties = ties_of(module)
+    _check_ties(ties, assignments)
     for name, found, style in assignments:
         style.src_data_rank = src_data_rank
         with _named(name, found):
@@ -71,6 +78,10 @@ def parallelize_module(
             setattr(module.get_submodule(parent), child, made)
         elif made is not found:
             module = made
+    check_applied(ties)
+    sum_together(module)
+    if plain_tensors == "replicated":
+        replicate_plain_tensors(module)
     return module
 
 
@@ -140,29 +151,15 @@ def _nothing_text(root: nn.Module, pattern: str, part: str, reached: Sequence[tu
     )
 
 
-def _check_ties(root: nn.Module, assignments: Sequence[Assignment]) -> None:
-    """Refuses a parameter of two modules that would not be cut alike in both."""
+def _check_ties(ties: Sequence[Sequence[User]], assignments: Sequence[Assignment]) -> None:
+    """Refuses a parameter of two modules that would not be cut alike in both, as far as our styles say."""
     placements: dict[int, dict[str, Placement]] = {}
+    unknown: set[int] = set()
     for name, module, style in assignments:
         if isinstance(style, WeightStyle):
             with _named(name, module):
                 placements[id(module)] = style.parameter_placements(module)
         elif not isinstance(style, PREPARING):
-            return  # what a style of somebody else does with parameters is not known
-    users: dict[int, list[tuple[str, str]]] = {}
-    for name, module in root.named_modules():
-        for key, parameter in module._parameters.items():
-            if parameter is not None and not isinstance(parameter, DTensor):
-                planned = str(placements[id(module)].get(key)) if id(module) in placements else "not at all"
-                users.setdefault(id(parameter), []).append((f"{name}.{key}".lstrip("."), planned))
-    for shared in users.values():
-        first, other = shared[0], next((user for user in shared if user[1] != shared[0][1]), None)
-        if other is not None:
-            raise ParallelizeError(
-                f"{first[0]} and {other[0]} are one parameter, and the plan cuts the first {_cut_text(first[1])} and "
-                f"the second {_cut_text(other[1])}; allowed are styles that cut both alike, or copies that are not tied"
-            )
-
-
-def _cut_text(planned: str) -> str:
-    return planned if planned == "not at all" else f"as {planned}"
+            # What a style of somebody else does with parameters is seen when it is applied.
+            unknown.update(map(id, module.modules()))
+    check_planned(ties, placements, unknown)

@@ -1,11 +1,14 @@
 """SequenceParallel: a module with all parameters on every rank, run on each rank's own part of the sequence."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
+from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.parallel.boundary import InputPlan, input_plan_of
-from tritondt.parallel.local_run import LocalRun
+from tritondt.parallel.local_run import LocalRun, check_input
 from tritondt.parallel.weights import WeightStyle
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -22,9 +25,9 @@ class SequenceParallel(WeightStyle):
 
     For layers that treat every position by itself: norms, dropout, activations, nn.Linear, nn.Embedding, and layers of
     your own without layers inside. A plain input is taken for this rank's part of equally long ones; the output is
-    distributed unless `use_local_output`. The gradients of the parameters, terms on every rank, are summed when the
-    backward pass ends, which makes backward a collective call. Raises ParallelizeError for any other layer, and in
-    forward where the layer normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
+    distributed unless `use_local_output`. The gradients of the parameters, terms on every rank, are summed before hooks
+    see them, which makes backward a collective call. Raises ParallelizeError for any other layer, and in forward where
+    the layer normalizes over `sequence_dim`. Source: torch.distributed.tensor.parallel.SequenceParallel.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.parallelize import parallelize_module
@@ -52,7 +55,8 @@ class SequenceParallel(WeightStyle):
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Hooks that take own positions in and hand own positions out."""
-        return PositionRun(mesh, self.sequence_dim, self.use_local_output)
+        kind = RandomRun if isinstance(module, nn.Dropout) else PositionRun
+        return kind(mesh, self.sequence_dim, self.use_local_output)
 
 
 class PositionRun(LocalRun):
@@ -86,3 +90,23 @@ class PositionRun(LocalRun):
         dim = cut.dim
         shape = (*output.shape[:dim], input_plan.target.shape[dim], *output.shape[dim + 1 :])
         return self.hand_out(output, cut, cut, shape, use_local_output=False)
+
+
+class RandomRun(PositionRun):
+    """A layer that draws random numbers, run on distributed tensors, whose numbers follow from the place in the whole.
+
+    On local ones every rank, seeded alike, would draw the same for its own positions.
+    """
+
+    def _take_in(self, module: nn.Module, x: Any) -> torch.Tensor:
+        check_input(module, x)
+        plan = self._known_input_plan(module, x)
+        if not isinstance(x, DTensor):
+            source = plan.source
+            x = DTensor.from_local(
+                x, self.mesh, source.placements, shape=source.shape, stride=source.tensor_meta.stride
+            )
+        return x.redistribute(placements=plan.target.placements) if plan.moves else x
+
+    def _give_out(self, module: nn.Module, output: Any) -> torch.Tensor | None:
+        return output.to_local() if isinstance(output, DTensor) and self.use_local_output else None

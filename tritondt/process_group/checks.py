@@ -20,6 +20,11 @@ def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.devi
             raise TransportError(
                 f"{text} was given a tensor of the layout {tensor.layout}; NCCL carries torch.strided only"
             )
+        if tensor.numel() and not tensor.data_ptr():
+            raise LocalTensorError(
+                f"{text} was given a tensor of shape {tuple(tensor.shape)} at address 0; its storage is empty, as "
+                "after resize_(0), or it is of a subclass without memory: pass a tensor that holds its values"
+            )
         if tensor.is_conj() or tensor.is_neg():
             raise LocalTensorError(f"{text} was given a view that only says conjugated or negated; pass .clone() of it")
         if not tensor.is_contiguous():

@@ -156,6 +156,19 @@ def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
         raise TransportError(f"a local tensor must be strided, got {local.layout}; call to_dense() first")
     if local.device.type != spec.mesh.device_type:
         raise TransportError(f"{spec.mesh} takes local tensors on {spec.mesh.device_type}, got one on {local.device}")
+    check_address(local, spec)
+
+
+def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Raises LocalTensorError where a tensor has elements and no address to read them from."""
+    if local.numel() and has_memory(local) and not local.data_ptr():
+        is_plain = type(local) in (torch.Tensor, torch.nn.Parameter)
+        why = "whose storage is empty, as after resize_(0)" if is_plain else f"a {type(local).__name__}, without memory"
+        raise LocalTensorError(
+            f"{spec} takes a local tensor with memory on rank {spec.mesh.identity.rank}; found one of "
+            f"{tuple(local.shape)} {local.dtype} at address 0, {why}; allowed is a plain tensor that holds its values: "
+            "x.to_local() of a distributed one"
+        )
 
 
 def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:

@@ -13,11 +13,13 @@ import torch
 from tritondt import events
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
+from tritondt.errors import LocalTensorError
 from tritondt.kernels.memory import allocate
 from tritondt.planning.exchange import Route, exchange_across, renumber_peers
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.storage import blocks
 from tritondt.redistribution.compile import identity_element
+from tritondt.redistribution.run import check_address
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
@@ -45,6 +47,8 @@ def distribute_from(
     sends = target.layout.position(target.coordinate) in positions
     if local.is_conj() or local.is_neg():
         local = local.resolve_conj().resolve_neg()
+    if sends:
+        _check_or_refuse(local, target)
     whole = local if in_place and sends else allocate(target.local_shape, target.dtype, torch.device(mesh.device_type))
     found = _compile_send(
         source, positions, target, local.stride() if sends else None, in_place and sends, whole.device
@@ -59,6 +63,15 @@ def distribute_from(
         senders = f"{source} of {len(positions)} of {len(mesh.ranks)} ranks"
         events.emit_step("send", senders, str(target.layout), target.shape, communicator.traffic, before, seconds)
     return whole
+
+
+def _check_or_refuse(local: torch.Tensor, target: DTensorSpec) -> None:
+    """Raises LocalTensorError for a tensor without memory, once the ranks that wait for this one know."""
+    try:
+        check_address(local, target)
+    except LocalTensorError as error:
+        world.current().communicator(target.mesh.ranks, target.mesh.device_type).refuse(error)
+        raise
 
 
 @lru_cache(maxsize=1024)

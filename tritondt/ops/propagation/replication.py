@@ -51,10 +51,17 @@ def implicit_replication() -> Iterator[None]:
         _allowed.reset(token)
 
 
+def count_as_replicated(counts: bool) -> bool:
+    """Sets whether plain tensors count as replicated in the calling thread, and gives what held before."""
+    before = _allowed.get()
+    _allowed.set(counts)
+    return before
+
+
 def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
     """The local tensor and the spec of a tensor that is alike on every rank of `mesh`."""
     meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
-    local = plain if mesh.coordinate is not None else plain.new_empty(0)
+    local = plain.detach() if mesh.coordinate is not None else plain.new_empty(0)
     return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
 
 

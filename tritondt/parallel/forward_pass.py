@@ -1,0 +1,58 @@
+"""Forward passes of trees of modules, in which the gradients of replicated parameters are summed together."""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from tritondt.parallel.gradients import Terms, begin_pass, end_pass
+from tritondt.parallel.local_run import LocalRun, run_of
+
+_PASS = "_tritondt_forward_pass"
+
+
+class ForwardPassHooks:
+    """Hooks around the forward of the root of a tree of modules; copied with it."""
+
+    def __init__(self) -> None:
+        # Weak, for modules that are taken out of the tree.
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._num_installed = -1
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_modules": [], "_num_installed": -1}
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Begins a pass; under torch.compile modules sum by themselves."""
+        if not is_dynamo_compiling() and torch.is_grad_enabled():
+            begin_pass(self, lambda: self._terms(module))
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends the pass, also where the forward raised."""
+        if not is_dynamo_compiling():
+            end_pass(self)
+
+    def _terms(self, root: nn.Module) -> Iterator[Terms]:
+        """Parameters of the tree whose gradients come as terms, in the order of its modules."""
+        if self._num_installed != LocalRun.num_installed:
+            self._num_installed = LocalRun.num_installed
+            self._modules = [weakref.ref(module) for module in root.modules() if run_of(module) is not None]
+        for reference in self._modules:
+            module = reference()
+            run = None if module is None else run_of(module)
+            if module is not None and run is not None:
+                parameters = run.parameters(module)
+                for place in parameters.terms:
+                    yield Terms(parameters.tensors[place], parameters.gradients[place])
+
+
+def sum_together(root: nn.Module) -> None:
+    """Lets the modules below `root` sum their gradients together, once for a root."""
+    runs = [run_of(module) for module in root.modules() if module is not root]
+    if any(run is not None for run in runs) and _PASS not in root.__dict__:
+        hooks = root.__dict__[_PASS] = ForwardPassHooks()
+        root.register_forward_pre_hook(hooks.before, prepend=True)
+        root.register_forward_hook(hooks.after, always_call=True)
