@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
-from tritondt.comm.monitor import flight_folder
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.flight_folder import FlightFolder, TemporaryFlightFolder, own_folder, prune
 
@@ -24,7 +24,7 @@ OTHER_USER = 4711
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that stands for /tmp."""
-    monkeypatch.setattr(flight_folder.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
@@ -63,13 +63,13 @@ def test_only_this_user_can_write_the_folder(temporary: Path) -> None:
 def test_every_user_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert prepared(TemporaryFlightFolder(WORLD))[1] == []
     before = own_folder()
-    monkeypatch.setattr(flight_folder.os, "geteuid", lambda: OTHER_USER)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
     assert own_folder() != before
 
 
 def test_a_folder_of_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     user = os.geteuid()
-    monkeypatch.setattr(flight_folder.os, "geteuid", lambda: OTHER_USER)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER_USER)
     own_folder().mkdir(0o777)
     flight, told = prepared(TemporaryFlightFolder(WORLD))
     assert_nothing_is_written(flight, told, f"is of user {user}; it must be of user {OTHER_USER}")
@@ -97,7 +97,7 @@ def test_no_temporary_folder_at_all_is_not_fatal(monkeypatch: pytest.MonkeyPatch
     def missing() -> str:
         raise FileNotFoundError("No usable temporary directory found")
 
-    monkeypatch.setattr(flight_folder.tempfile, "gettempdir", missing)
+    monkeypatch.setattr(tempfile, "gettempdir", missing)
     flight, told = prepared(TemporaryFlightFolder(WORLD))
     assert_nothing_is_written(flight, told, "No usable temporary directory found")
 
