@@ -101,7 +101,7 @@ class _Checked:
 
 
 def test_metas_are_those_of_fake_tensors(monkeypatch):
-    checked = _Checked(selection.propagate_tensor_meta)
+    checked = _Checked(tensor_meta.propagate_tensor_meta)
     monkeypatch.setattr(selection, "propagate_tensor_meta", checked)
 
     def body(rank):

@@ -291,7 +291,7 @@ def test_ranks_that_are_threads_have_default_generators_of_their_own():
         x = ones((2,), "S0")
 
         def drawn():
-            return torch.rand_like(x).full_tensor()
+            return whole(torch.rand_like(x))
 
         torch.manual_seed(7)
         first, second = drawn(), drawn()
@@ -305,7 +305,7 @@ def test_ranks_that_are_threads_have_default_generators_of_their_own():
         drawn()
         y.sum().backward()
         assert x.grad is not None
-        torch.testing.assert_close(x.grad.full_tensor(), y.full_tensor(), rtol=0, atol=0)
+        torch.testing.assert_close(whole(x.grad), whole(y), rtol=0, atol=0)
         return torch.rand(2).tolist()
 
     torch.manual_seed(11)

@@ -105,7 +105,7 @@ def _kept_from_traces() -> tuple[Any, ...]:
     modules = [module for name, module in sys.modules.items() if name.startswith(("torch._refs", "torch._decomp"))]
     forms = global_decomposition_table["post_autograd"].values()
     left = list(chain(forms, *(vars(module).values() for module in modules)))
-    reached, found = set[Any](), []
+    reached, found = set[Any](), list[Any]()
     while left:
         function = left.pop()
         if isfunction(function) and function not in reached:
