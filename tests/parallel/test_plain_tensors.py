@@ -81,7 +81,7 @@ def test_plain_tensors_of_a_model_count_as_replicated_where_its_plan_says_so() -
             run(X, LABELS).backward()
             compare(run, expected)
         # Outside of the model, and after a failure within it, they are refused as ever.
-        weight = cast(torch.Tensor, model.wo.weight)
+        weight = model.get_parameter("wo.weight")
         with pytest.raises(IndexError):
             model(X, LABELS + 7)
         with pytest.raises(T.MixedTensorsError, match="got a distributed tensor"):

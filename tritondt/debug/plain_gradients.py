@@ -70,5 +70,5 @@ def _digest(parameter: torch.Tensor) -> int:
         return 0
     if isinstance(grad, DTensor):
         grad = grad.full_tensor()
-    content = grad.detach().to_dense().contiguous().cpu().view(-1).view(torch.uint8).numpy()
+    content = grad.detach().to_dense().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest(), "little", signed=True)

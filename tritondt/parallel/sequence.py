@@ -106,7 +106,10 @@ class RandomRun(PositionRun):
             x = DTensor.from_local(
                 x, self.mesh, source.placements, shape=source.shape, stride=source.tensor_meta.stride
             )
-        return x.redistribute(placements=plan.target.placements) if plan.moves else x
+        if plan.moves:
+            x = x.redistribute(placements=plan.target.placements)
+        found: torch.Tensor = x
+        return found
 
     def _give_out(self, module: nn.Module, output: Any) -> torch.Tensor | None:
         return output.to_local() if isinstance(output, DTensor) and self.use_local_output else None
