@@ -51,23 +51,28 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, distributed: Any, wrap: Wrap, gradient: DTensorSpec) -> torch.Tensor:
         """An alias of the local tensor; `gradient` is the spec under which the gradient will come."""
-        ctx.wrap, ctx.gradient = wrap, gradient
+        ctx.wrap, ctx.gradient, ctx.source = wrap, gradient, distributed._spec
         ctx.set_materialize_grads(False)
         local: torch.Tensor = distributed._local_tensor
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """The gradient under the spec that forward was given."""
+        """The gradient under the spec that forward was given, times the axis sizes for a mean.
+
+        A term of a mean of n has 1/n of the mean's gradient, as `FromLocal` gives it.
+        """
         if grad is None:
             return None, None, None
+        check_linear(ctx.source)
         gradient = ctx.gradient
         wrapped: torch.Tensor
         if torch.is_grad_enabled() and grad.requires_grad:
             wrapped = FromLocal.apply(grad, ctx.wrap, gradient, gradient_spec(gradient))  # type: ignore[no-untyped-call]
         else:
             wrapped = ctx.wrap(grad, gradient)
-        return wrapped, None, None
+        num_terms = mean_size(ctx.source, gradient)
+        return (wrapped if num_terms == 1 else wrapped * num_terms), None, None
 
 
 class Redistributed(torch.autograd.Function):

@@ -1,12 +1,12 @@
 """Products of matrices and vectors: every index may be sharded, and a sharded contraction leaves terms of a sum."""
 
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, term_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.einop import einop_strategies
@@ -43,7 +43,7 @@ def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
 @strategy_of([*_overloads(_PRODUCTS)], schema_info=NUMBERS_BY_TYPE)
 def product(schema: OpSchema) -> list[AxisStrategy]:
     """Any index is cut alike in all tensors that have it; terms of one factor times the other whole are terms."""
-    return _product_strategies(_PRODUCTS[_name(schema.op)], schema.args_spec)
+    return [*einop_strategies(_PRODUCTS[_name(schema.op)]), *term_strategies(schema, [ADDITIVE.at(0), ADDITIVE.at(1)])]
 
 
 def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
@@ -62,10 +62,11 @@ def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 )
 def added_product(schema: OpSchema) -> list[AxisStrategy]:
     """The strategies of `product`; the summand is cut like the product, and a term where the product is terms."""
-    added, *factors = schema.args_spec
+    added = schema.args_spec[0]
     equation = _ADDED_PRODUCTS[_name(schema.op)]
     ndim = len(equation.partition("->")[2])
-    return [_with_added(strategy, 0, added, ndim) for strategy in _product_strategies(equation, factors)]
+    cut = [_with_added(strategy, 0, added, ndim) for strategy in einop_strategies(equation)]
+    return [*cut, *term_strategies(schema, [ADDITIVE.at(0, 1), ADDITIVE.at(0, 2)])]
 
 
 @strategy_of([aten.linear.default])
@@ -74,24 +75,15 @@ def linear(schema: OpSchema) -> list[AxisStrategy]:
     features, weight, *bias = schema.args_spec
     batch = _BATCH_LETTERS[: features.ndim - 1]
     outer = "n" if weight.ndim == 2 else ""
-    strategies = _product_strategies(f"{batch}k,{outer}k->{batch}{outer}", [features, weight])
+    strategies = einop_strategies(f"{batch}k,{outer}k->{batch}{outer}")
     for added in bias:
         strategies = [_with_added(strategy, 2, added, len(batch + outer)) for strategy in strategies]
-    return strategies
+    of_bias = range(2, 2 + len(bias))
+    return [*strategies, *term_strategies(schema, [ADDITIVE.at(0, *of_bias), ADDITIVE.at(1, *of_bias)])]
 
 
 def _name(op: OpOverload) -> str:
     return op._schema.name.removeprefix("aten::").removesuffix("_")
-
-
-def _product_strategies(equation: str, factors: Sequence[DTensorSpec]) -> list[AxisStrategy]:
-    found = einop_strategies(equation)
-    whole: list[Placement] = [Replicate()] * len(factors)
-    for partial in partial_ops(factors):
-        for place in range(len(factors)):
-            inputs = (*whole[:place], partial, *whole[place + 1 :])
-            found.append(AxisStrategy(inputs, (partial,)))
-    return found
 
 
 def _with_added(strategy: AxisStrategy, place: int, added: DTensorSpec, ndim: int) -> AxisStrategy:

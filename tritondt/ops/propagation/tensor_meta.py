@@ -10,11 +10,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorExc
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
+aten = torch.ops.aten
+
 # One for every output, None where it is no tensor; a lone output stands by itself.
 TensorMetas: TypeAlias = "TensorMeta | Sequence[TensorMeta | None] | None"
 
 # What torch.library.custom_op says of an operator for which nobody has registered a fake.
 _NOT_FAKED = "no fake impl registered"
+
+
+# Results are made like the argument at a place; torch's fakes (2.13) promote it with the target, which kernels do not.
+_DTYPE_OF = {
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), 0),
+    **dict.fromkeys((aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default), 1),
+    aten.soft_margin_loss_backward.default: 1,
+}
 
 
 class _Faker:
@@ -45,9 +55,18 @@ _faker = _Faker()
 
 def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
     """Metas of the operator's results for tensors of the arguments' global shapes."""
+    if not schema.found_metas:
+        schema.found_metas.append(_found_metas(schema))
+    metas: TensorMetas = schema.found_metas[0]
+    return metas
+
+
+def _found_metas(schema: OpSchema) -> TensorMetas:
     result = _faker.run(schema)
     if isinstance(result, torch.Tensor):
-        return meta_of(result)
+        meta = meta_of(result)
+        place = _DTYPE_OF.get(schema.op)
+        return meta if place is None else meta._replace(dtype=schema.args_spec[place].dtype)
     if isinstance(result, list | tuple):
         return [meta_of(item) if isinstance(item, torch.Tensor) else None for item in result]
     return None
