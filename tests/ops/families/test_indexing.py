@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tritondt as T
-from tests.ops.sharded import Case, check, distribute
+from tests.ops.sharded import Case, check, distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.placement import parse_placements
 

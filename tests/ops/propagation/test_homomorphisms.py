@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.term_calls import CALLS, CONVERSIONS, ELEMENTWISE
-from tests.ops.terms import Comparison
+from tests.ops.terms import Comparison, ops_of
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.ops.propagation import homomorphisms
 from tritondt.sharding.placement import REDUCE_OPS, Partial
@@ -13,28 +13,21 @@ aten = torch.ops.aten
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reduce_ops"),
+    ("dtype", "reduce_op"),
     [
-        (torch.float32, ("sum", "avg", "max")),
-        (torch.float32, ("product", "min")),
-        (torch.int8, ("sum", "max", "min", "product")),
-        (torch.complex64, ("sum", "avg", "product")),
-        (torch.bool, ("max", "min")),
-        (torch.bfloat16, ("sum", "max")),
-        (torch.float16, ("avg", "product")),
-        (torch.uint8, ("sum", "max")),
-        (torch.int64, ("sum", "product")),
+        *((dtype, op) for dtype in (torch.float32, torch.int8, torch.complex64, torch.bool) for op in ops_of(dtype)),
+        *((dtype, "sum") for dtype in (torch.bfloat16, torch.uint8, torch.int64)),
+        *((torch.bfloat16, "max"), (torch.float16, "avg"), (torch.int64, "product")),
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")
-def test_terms_pass_only_where_both_orders_give_the_same(dtype, reduce_ops):
-    found = Comparison(CALLS, dtype, reduce_ops)
+@pytest.mark.filterwarnings("ignore:Casting complex values to real", "ignore:ComplexHalf support is experimental")
+def test_terms_pass_only_where_both_orders_give_the_same(dtype, reduce_op):
+    found = Comparison(CALLS, dtype, [reduce_op])
     assert found.wrong == []
     # What must stay without communication, among others.
-    for reduce_op in reduce_ops:
-        for name in ("t", "cat", "clone", "gather", f"to {dtype}"):
-            assert (name, reduce_op) in found.passed
+    for name in ("t", "cat", "clone", "gather", f"to {dtype}"):
+        assert name in found.passed
 
 
 @pytest.mark.parametrize(
@@ -47,7 +40,7 @@ def test_terms_pass_only_where_both_orders_give_the_same(dtype, reduce_ops):
         ("to torch.int16", torch.int32, "sum"),
         ("mul by 3", torch.int8, "sum"),
         ("div by 2", torch.float32, "sum"),
-        ("add torch.bool", torch.float32, "sum"),
+        ("add torch.int16", torch.float32, "sum"),
         ("conj", torch.complex64, "product"),
         ("mm", torch.bfloat16, "sum"),
         ("masked_fill 2", torch.float32, "avg"),
@@ -55,13 +48,13 @@ def test_terms_pass_only_where_both_orders_give_the_same(dtype, reduce_ops):
     ],
 )
 def test_what_passes_sends_nothing(name, dtype, reduce_op):
-    assert (name, reduce_op) in Comparison({name: CALLS[name]}, dtype, [reduce_op]).passed
+    assert name in Comparison({name: CALLS[name]}, dtype, [reduce_op]).passed
 
 
 @pytest.mark.parametrize(
     ("dtype", "names"),
     [
-        (torch.float32, ("to torch.bfloat16 of P(sum)", "to torch.float16 of P(avg)", "add torch.bool of P(max)")),
+        (torch.float32, ("to torch.bfloat16 of P(sum)", "to torch.float16 of P(avg)")),
         (torch.int8, ("to torch.int32 of P(sum)", "div by 2 of P(sum)", "to torch.bool of P(min)")),
     ],
 )
@@ -73,7 +66,7 @@ def test_a_rule_without_its_condition_on_dtypes_is_found(dtype, names, monkeypat
         assert any(text.startswith(name) for text in wrong), name
 
 
-@pytest.mark.parametrize(("name", "op"), [("relu", aten.relu.default), ("square", aten.square.default)])
+@pytest.mark.parametrize(("name", "op"), [("relu", aten.relu.default), ("abs", aten.abs.default)])
 def test_a_rule_for_the_wrong_operator_is_found(name, op):
     def everything_passes(schema):
         return [AxisStrategy((Partial(reduce_op),), (Partial(reduce_op),)) for reduce_op in REDUCE_OPS]
