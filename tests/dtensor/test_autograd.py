@@ -67,7 +67,8 @@ def test_to_local_and_back_is_the_identity_for_gradients_too(text):
 
     def body(rank):
         mesh = T.Mesh(mesh_shape)
-        x = distribute(FULL[:3], mesh, text).requires_grad_()
+        x = distribute(FULL[:3], mesh, text)
+        x.requires_grad_()
         back = T.DTensor.from_local(x.to_local(), mesh, x.placements, shape=x.shape)
         y = redistributed(back, ", ".join("R" for _ in mesh_shape))
         (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
@@ -85,7 +86,7 @@ def test_the_terms_of_a_maximum_have_no_gradient():
         x = T.DTensor.from_local(term, mesh, [T.Partial("max")])
         with pytest.raises(T.ReductionError, match="is a reduction by max, which has no gradient here"):
             redistributed(x, "R").sum().backward()
-        highest = x.detach().requires_grad_()
+        highest = cast(T.DTensor, x.detach().requires_grad_())
         with pytest.raises(T.ReductionError, match="is a reduction by max, which has no gradient here"):
             highest.to_local().sum().backward()
 

@@ -1,6 +1,6 @@
 """A call of every operator that lets terms of some reduction pass, and of neighbours that must not, by family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,18 +31,19 @@ def _mask(w, *shape):
     return w(*shape, dtype=INDEX) > 0
 
 
+def _each(text: str, make: Callable[[torch.dtype], Call], dtypes: Sequence[torch.dtype]) -> dict[str, Call]:
+    return {f"{text} {dtype}": make(dtype) for dtype in dtypes}
+
+
 CONVERSIONS: Mapping[str, Call] = {
-    **{f"to {dtype}": lambda x, w, dtype=dtype: x.to(dtype) for dtype in _DTYPES},
-    **{
-        f"copy_ to {dtype}": lambda x, w, dtype=dtype: torch.zeros_like(x, dtype=dtype).copy_(x)
-        for dtype in _FEW_DTYPES
-    },
-    **{f"cat with {dtype}": lambda x, w, dtype=dtype: torch.cat([x, w(4, 4, dtype=dtype)]) for dtype in _FEW_DTYPES},
-    **{f"add {dtype}": lambda x, w, dtype=dtype: x + w(4, 4, dtype=dtype) for dtype in _FEW_DTYPES},
-    **{f"mul {dtype}": lambda x, w, dtype=dtype: x * w(4, 4, dtype=dtype) for dtype in _FEW_DTYPES},
-    **{f"sum to {dtype}": lambda x, w, dtype=dtype: x.sum(1, dtype=dtype) for dtype in _FEW_DTYPES},
-    **{f"prod to {dtype}": lambda x, w, dtype=dtype: x.prod(1, dtype=dtype) for dtype in _FEW_DTYPES},
-    **{f"cumsum to {dtype}": lambda x, w, dtype=dtype: x.cumsum(1, dtype=dtype) for dtype in _FEW_DTYPES},
+    **_each("to", lambda dtype: lambda x, w: x.to(dtype), _DTYPES),
+    **_each("copy_ to", lambda dtype: lambda x, w: w(4, 4, dtype=dtype).copy_(x), _FEW_DTYPES),
+    **_each("cat with", lambda dtype: lambda x, w: torch.cat([x, w(4, 4, dtype=dtype)]), _FEW_DTYPES),
+    **_each("add", lambda dtype: lambda x, w: x + w(4, 4, dtype=dtype), _FEW_DTYPES),
+    **_each("mul", lambda dtype: lambda x, w: x * w(4, 4, dtype=dtype), _FEW_DTYPES),
+    **_each("sum to", lambda dtype: lambda x, w: x.sum(1, dtype=dtype), _FEW_DTYPES),
+    **_each("prod to", lambda dtype: lambda x, w: x.prod(1, dtype=dtype), _FEW_DTYPES),
+    **_each("cumsum to", lambda dtype: lambda x, w: x.cumsum(1, dtype=dtype), _FEW_DTYPES),
     "view of bits": lambda x, w: x.view(_BITS[x.element_size()]),
 }
 ELEMENTWISE: Mapping[str, Call] = {

@@ -49,8 +49,8 @@ def _rows(schema: OpSchema) -> list[AxisStrategy]:
         equation = f"{','.join(terms)}->{','.join(results)}"
     reduced = "n" if schema.argument(loss.place, "reduction", _MEAN) == _NONE else ""
     equation = equation.replace("#", reduced)
-    terms = equation_terms(schema, equation, [LINEAR.at(0)]) if loss.is_gradient else []
-    return [*equation_strategies(equation, tensors), *terms]
+    passing = [LINEAR.at(0)] if loss.is_gradient else []
+    return [*equation_strategies(equation, tensors), *equation_terms(schema, equation, passing)]
 
 
 def _of_all_rows(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:

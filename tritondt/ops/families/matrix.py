@@ -1,12 +1,12 @@
 """Products of matrices and vectors: every index may be sharded, and a sharded contraction leaves terms of a sum."""
 
 import string
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.homomorphisms import ADDITIVE, term_strategies
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, Passing, partials_of, term_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.einop import einop_strategies
@@ -66,7 +66,7 @@ def added_product(schema: OpSchema) -> list[AxisStrategy]:
     equation = _ADDED_PRODUCTS[_name(schema.op)]
     ndim = len(equation.partition("->")[2])
     cut = [_with_added(strategy, 0, added, ndim) for strategy in einop_strategies(equation)]
-    return [*cut, *term_strategies(schema, [ADDITIVE.at(0, 1), ADDITIVE.at(0, 2)])]
+    return [*cut, *term_strategies(schema, _of_factors(schema, (1, 2), (0,)))]
 
 
 @strategy_of([aten.linear.default])
@@ -78,8 +78,13 @@ def linear(schema: OpSchema) -> list[AxisStrategy]:
     strategies = einop_strategies(f"{batch}k,{outer}k->{batch}{outer}")
     for added in bias:
         strategies = [_with_added(strategy, 2, added, len(batch + outer)) for strategy in strategies]
-    of_bias = range(2, 2 + len(bias))
-    return [*strategies, *term_strategies(schema, [ADDITIVE.at(0, *of_bias), ADDITIVE.at(1, *of_bias)])]
+    return [*strategies, *term_strategies(schema, _of_factors(schema, (0, 1), range(2, 2 + len(bias))))]
+
+
+def _of_factors(schema: OpSchema, factors: Sequence[int], added: Sequence[int]) -> list[Passing]:
+    """The factors that have terms, each with what is added, which alone is reduced: it is smaller than the product."""
+    specs = schema.args_spec
+    return [ADDITIVE.at(factor, *added) for factor in factors if partials_of([specs[factor]])]
 
 
 def _name(op: OpOverload) -> str:
