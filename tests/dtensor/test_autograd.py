@@ -60,6 +60,25 @@ def test_from_local_of_terms_and_replicas(text, divisor):
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("text", ["P", "P(avg)", "P, P(avg)", "P(avg), S0", "R", "S0"])
+def test_to_local_and_back_is_the_identity_for_gradients_too(text):
+    """d/dx of sum(x^3), twice, with x taken apart into terms or pieces and put together again."""
+    mesh_shape = (2,) * (1 + text.count(","))
+
+    def body(rank):
+        mesh = T.Mesh(mesh_shape)
+        x = distribute(FULL[:3], mesh, text)
+        x.requires_grad_()
+        back = T.DTensor.from_local(x.to_local(), mesh, x.placements, shape=x.shape)
+        y = redistributed(back, ", ".join("R" for _ in mesh_shape))
+        (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        torch.testing.assert_close(whole(first), 3 * FULL[:3] ** 2)
+        (second,) = torch.autograd.grad((first * first).sum(), x)
+        torch.testing.assert_close(whole(second), 36 * FULL[:3] ** 3)
+
+    run_ranks(2 ** len(mesh_shape), body)
+
+
 def test_the_terms_of_a_maximum_have_no_gradient():
     def body(rank):
         mesh = T.Mesh((2,))
@@ -67,6 +86,9 @@ def test_the_terms_of_a_maximum_have_no_gradient():
         x = T.DTensor.from_local(term, mesh, [T.Partial("max")])
         with pytest.raises(T.ReductionError, match="is a reduction by max, which has no gradient here"):
             redistributed(x, "R").sum().backward()
+        highest = cast(T.DTensor, x.detach().requires_grad_())
+        with pytest.raises(T.ReductionError, match="is a reduction by max, which has no gradient here"):
+            highest.to_local().sum().backward()
 
     run_ranks(2, body)
 

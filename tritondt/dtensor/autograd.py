@@ -8,7 +8,7 @@ import torch
 from tritondt.comm.packing.wire_dtype import Wire
 from tritondt.dtensor.compiled_call import Wrap
 from tritondt.dtensor.pending import redistribute_dtensor
-from tritondt.redistribution.autograd import check_linear, cotangent_spec, gradient_spec, mean_size
+from tritondt.redistribution.autograd import check_linear, cotangent_spec, gradient_spec, mean_size, num_terms_of
 from tritondt.sharding.spec import DTensorSpec
 
 
@@ -23,17 +23,21 @@ class FromLocal(torch.autograd.Function):
         spec: DTensorSpec,
         gradient: DTensorSpec,
         values: torch.Tensor | None = None,
+        num_terms: int = 1,
     ) -> torch.Tensor:
-        """Wraps an alias of `local`, or `values` instead; `gradient` is the spec under which the gradient is wanted."""
-        ctx.wrap, ctx.spec, ctx.gradient = wrap, spec, gradient
+        """Wraps an alias of `local`, or `values` instead; `gradient` is the spec under which the gradient is wanted.
+
+        `num_terms` ranks hold a local tensor that is the same for all, and each gets its part of the gradient.
+        """
+        ctx.wrap, ctx.spec, ctx.gradient, ctx.num_terms = wrap, spec, gradient, num_terms
         ctx.set_materialize_grads(False)  # torch would make plain zeros where there is no gradient
         return wrap(local.detach() if values is None else values, spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         """The local part of the gradient under the wanted spec, divided by the axis sizes for a mean."""
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         check_linear(ctx.spec)
         back = grad.redistribute(placements=ctx.gradient.placements, order=ctx.gradient.order)
         local: torch.Tensor
@@ -42,8 +46,8 @@ class FromLocal(torch.autograd.Function):
             local = ToLocal.apply(back, ctx.wrap, cotangent_spec(ctx.spec))  # type: ignore[no-untyped-call]
         else:
             local = back._local_tensor
-        divisor = mean_size(ctx.spec, ctx.gradient)
-        return (local if divisor == 1 else local / divisor), None, None, None, None
+        divisor = mean_size(ctx.spec, ctx.gradient) * ctx.num_terms
+        return (local if divisor == 1 else local / divisor), None, None, None, None, None
 
 
 class ToLocal(torch.autograd.Function):
@@ -52,23 +56,29 @@ class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, distributed: Any, wrap: Wrap, gradient: DTensorSpec) -> torch.Tensor:
         """An alias of the local tensor; `gradient` is the spec under which the gradient will come."""
-        ctx.wrap, ctx.gradient = wrap, gradient
+        ctx.wrap, ctx.gradient, ctx.source = wrap, gradient, distributed._spec
         ctx.set_materialize_grads(False)
         local: torch.Tensor = distributed._local_tensor
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """The gradient under the spec that forward was given."""
+        """The gradient under the spec that forward was given, times the axis sizes for a mean.
+
+        A term of a mean of n has 1/n of the mean's gradient, as `FromLocal` gives it.
+        """
         if grad is None:
             return None, None, None
+        check_linear(ctx.source)
         gradient = ctx.gradient
         wrapped: torch.Tensor
         if torch.is_grad_enabled() and grad.requires_grad:
-            wrapped = FromLocal.apply(grad, ctx.wrap, gradient, gradient_spec(gradient))  # type: ignore[no-untyped-call]
+            num_terms = num_terms_of(ctx.source, gradient)
+            wrapped = FromLocal.apply(grad, ctx.wrap, gradient, gradient_spec(gradient), None, num_terms)  # type: ignore[no-untyped-call]
         else:
             wrapped = ctx.wrap(grad, gradient)
-        return wrapped, None, None
+        factor = mean_size(ctx.source, gradient)
+        return (wrapped if factor == 1 else wrapped * factor), None, None
 
 
 class Redistributed(torch.autograd.Function):

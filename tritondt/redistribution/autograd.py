@@ -135,6 +135,15 @@ def mean_size(spec: DTensorSpec, gradient: DTensorSpec) -> int:
     )
 
 
+def num_terms_of(spec: DTensorSpec, gradient: DTensorSpec) -> int:
+    """Number of ranks whose terms of one element under `spec` have one gradient, which `gradient` replicates."""
+    return prod(
+        size
+        for size, placement, of_gradient in zip(spec.mesh.shape, spec.placements, gradient.placements, strict=True)
+        if placement.is_partial() and of_gradient.is_replicate()
+    )
+
+
 @lru_cache(maxsize=4096)
 def cotangent_spec(source: DTensorSpec) -> DTensorSpec:
     """Spec of the factor of the input's gradient: every rank has a factor of its own, so the terms add up."""

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.errors import LayoutError, ReductionError
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import OPS_OF_KIND, ElementKind, Partial, Placement, placements_text
+from tritondt.sharding.placement import OPS_OF_KIND, ElementKind, Partial, Placement, ReduceOp, placements_text
 from tritondt.sharding.strides import dense_strides
 
 _interned: "WeakValueDictionary[object, DTensorSpec]" = WeakValueDictionary()
@@ -223,6 +223,15 @@ def element_kind(dtype: torch.dtype) -> ElementKind:
     if dtype.is_floating_point:
         return "float"
     return "bool" if dtype is torch.bool else "int"
+
+
+def has_reduction(reduce_op: ReduceOp, dtype: torch.dtype) -> bool:
+    """Whether elements of a dtype can be reduced by an op: bool has no sum, complex no max.
+
+    >>> has_reduction("max", torch.bool), has_reduction("sum", torch.bool)
+    (True, False)
+    """
+    return dtype in _REDUCIBLE and reduce_op in OPS_OF_KIND[element_kind(dtype)]
 
 
 def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> None:

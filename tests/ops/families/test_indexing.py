@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tritondt as T
-from tests.ops.sharded import Case, check, distribute
+from tests.ops.sharded import Case, check, distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.placement import parse_placements
 
@@ -192,6 +192,40 @@ def test_filling_terms():
     check(lambda x, m: x.masked_fill(m, 2.0), Case((2,), (X, mask), ("P(avg)", "R")), expect="P(avg)")
     check(lambda x, m: x.clone().masked_fill_(m, 3), Case((2,), (X, mask), ("S1", "R")), expect="S1")
     check(lambda x, m: x.clone().masked_fill_(m, 2.0), case, expect="P")
+
+
+def test_a_mask_of_the_lowest_float_is_no_mean_of_terms():
+    lowest = torch.finfo(torch.float32).min
+    case = Case((2,), (X.float(), X > 0), ("P(avg)", "R"))
+    check(lambda x, m: x.masked_fill(m, lowest), case, expect="R")
+    check(lambda x, m: x.masked_fill(m, float("-inf")), case, expect="P(avg)")
+
+
+@pytest.mark.parametrize("texts", [("R", "S0", "S0"), ("S0", "R", "R"), ("S0", "S0", "S0"), ("P(max)", "S0", "S0")])
+def test_bools_are_added_though_they_have_no_sum(texts):
+    into, index = torch.tensor([True, False, False, False]), torch.tensor([0, 2, 2, 1])
+    values = torch.tensor([False, True, False, False])
+
+    def distributed(tensor, mesh, text):
+        # Every term of an or is the whole.
+        if text.startswith("P"):
+            return T.DTensor.from_local(tensor.clone(), mesh, parse_placements(text))
+        return distribute(tensor, mesh, text)
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        layouts = zip((into, index, values), texts, strict=True)
+        tensors = [distributed(tensor, mesh, text) for tensor, text in layouts]
+        for function in (
+            lambda x, i, v: x.index_add(0, i, v),
+            lambda x, i, v: x.scatter_add(0, i, v),
+            lambda x, i, v: x.index_put((i,), v, accumulate=True),
+            lambda x, i, v: x.clone().index_add_(0, i, v),
+            lambda x, i, v: x.clone().scatter_add_(0, i, v),
+        ):
+            assert torch.equal(whole(function(*tensors)), function(into, index, values))
+
+    run_ranks(2, body)
 
 
 def test_gradient_of_the_largest_along_a_dim():

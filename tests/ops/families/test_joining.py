@@ -101,6 +101,20 @@ def test_joining_different_dtypes_and_modes():
         check(lambda x, y: torch.stack([x, y]), Case((3,), (X, Y), ("S0", "S0")), exact=True, expect="S1")
 
 
+@pytest.mark.parametrize("join", [torch.cat, torch.stack])
+def test_terms_of_reductions_that_do_not_commute_are_reduced_before_they_meet(join):
+    factors, heights = torch.tensor([2.0, -3.0]), torch.tensor([-5.0, -1.0])
+
+    def body(rank):
+        mesh, (row, column) = T.Mesh((2, 2)), divmod(rank, 2)
+        product = T.DTensor.from_local(factors[row : row + 1], mesh, [T.Partial("product"), T.Replicate()])
+        highest = T.DTensor.from_local(heights[column : column + 1], mesh, [T.Replicate(), T.Partial("max")])
+        for tensors, expected in (([product, highest], [-6.0, -1.0]), ([highest, product], [-1.0, -6.0])):
+            assert whole(join(tensors)).flatten().tolist() == expected
+
+    run_ranks(4, body)
+
+
 def test_joining_along_a_dim_that_is_cut_otherwise_is_refused_where_nothing_may_move():
     def body(rank):
         mesh = T.Mesh((3,))

@@ -207,6 +207,27 @@ def test_binary_cross_entropy(mesh_shape, placements, reduction):
     )
 
 
+@pytest.mark.parametrize("loss", [F.huber_loss, F.soft_margin_loss, F.mse_loss, F.smooth_l1_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_a_target_of_another_dtype_gives_the_dtype_that_one_device_gives(loss, reduction):
+    x, number = torch.tensor([1.0, 2.0, -5.0, 0.5]).half(), torch.tensor(1.5)
+    for case in (
+        Case((2,), (x, number), ("S0", "R")),
+        Case((2,), (x, number.expand(4).clone()), ("S0", "S0")),
+        Case((2,), (x.float(), number.half()), ("S0", "R")),
+    ):
+        check(lambda x, y: loss(x, y, reduction=reduction), case, strides=False)
+
+
+@pytest.mark.parametrize("loss", [F.soft_margin_loss, F.mse_loss, F.smooth_l1_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_gradient_has_the_dtype_of_what_it_belongs_to(loss, reduction):
+    x, y = torch.tensor([1.0, 2.0, -5.0, 0.5]).half(), torch.tensor([1.5, -1.0, 1.0, 2.0])
+    case = Case((2,), (x, y), ("S0", "S0"))
+    check(lambda x, y: loss(x, y.detach(), reduction=reduction), case, gradients=True)
+
+
 def test_a_mean_divides_by_the_global_count_where_shards_are_uneven():
     case = Case((3,), (X, Y), ("S0(sizes=1/5/0)", "S0(sizes=1/5/0)"))
     check(F.mse_loss, case, gradients=True, expect="P")

@@ -1,15 +1,21 @@
 """Equations: which cuts they offer, what results then, and what is no equation."""
 
 import pytest
+import torch
 
 import tritondt as T
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.ops.rules.equations import equation_strategies, parse_equation
+from tritondt.ops import OpSchema
+from tritondt.ops.propagation.homomorphisms import LINEAR
+from tritondt.ops.rules.equations import equation_strategies, equation_terms, parse_equation
 from tritondt.sharding.placement import parse_placements
 
 
-def offered(equation, shapes, placements=None, linear_in=()):
-    """What an equation offers for tensors of these shapes, as text; None for a tensor that was not given."""
+def offered(equation, shapes, placements=None, op=None, passing=()):
+    """What an equation offers for tensors of these shapes, as text; None for a tensor that was not given.
+
+    With `op`, what lets terms pass through a call of it.
+    """
 
     def body(rank):
         mesh = T.Mesh((1,))
@@ -18,7 +24,10 @@ def offered(equation, shapes, placements=None, linear_in=()):
             None if shape is None else T.DTensorSpec(mesh, parse_placements(text), T.TensorMeta.contiguous(shape))
             for shape, text in zip(shapes, texts, strict=True)
         ]
-        found = equation_strategies(equation, specs, linear_in)
+        if op is None:
+            found = equation_strategies(equation, specs)
+        else:
+            found = equation_terms(OpSchema(op, tuple(specs)), equation, passing)
         return [f"{', '.join(map(str, inputs))} -> {', '.join(map(str, outputs))}" for inputs, outputs, _ in found]
 
     return run_ranks(1, body)[0]
@@ -46,10 +55,12 @@ def test_leading_dims_broadcast_and_dots_are_whole():
     assert offered("*..->", [(5, 2, 2)])[0] == "S0 -> P(sum)"
 
 
-def test_terms_pass_where_it_is_linear():
-    found = offered("nc.,.->nc.", [(2, 3, 4), (4,)], ["P", "R"], linear_in=[(0,)])
-    assert found[-2:] == ["P(sum), R -> P(sum)", "R, R -> R"]
-    assert len(offered("nc.,.->nc.", [(2, 3, 4), (4,)], ["R", "R"], linear_in=[(0,)])) == len(found) - 1
+def test_terms_pass_where_the_operator_commutes_with_their_reduction():
+    op, shapes = torch.ops.aten.mul.Tensor, [(2, 3, 4), (4,)]
+    assert offered("nc.,.->nc.", shapes, ["P", "R"], op, [LINEAR.at(0)]) == ["P(sum), R -> P(sum)"]
+    assert offered("nc.,+.->nc.", shapes, ["P", "R"], op, [LINEAR.at(0)]) == ["P(sum), P(sum) -> P(sum)"]
+    assert offered("nc.,.->nc.", shapes, ["P(max)", "R"], op, [LINEAR.at(0)]) == []
+    assert offered("nc.,.->nc.", shapes, ["R", "R"], op, [LINEAR.at(0)]) == []
 
 
 @pytest.mark.parametrize(

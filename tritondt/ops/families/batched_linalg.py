@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tritondt.ops.propagation.homomorphisms import LINEAR
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
@@ -60,7 +61,7 @@ def _register() -> None:
 
         register_equation(name, equation)
     for name, (text, place) in _SOLUTIONS.items():
-        register_equation(name, text, linear_in=[(place,)])
+        register_equation(name, text, passing=[LINEAR.at(place)])
     register_equation("_linalg_solve_ex", _solve)
 
 

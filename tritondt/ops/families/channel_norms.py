@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import LINEAR, term_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
@@ -123,14 +123,13 @@ def _local_gradient(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 @strategy_of([aten.native_batch_norm_backward.default], localize=_local_gradient)
 def batch_norm_gradient(schema: OpSchema) -> list[AxisStrategy]:
     """Gradients of scale and shift come whole while training; otherwise every rank has terms of them."""
-    gradient, image, *others = schema.args_spec
+    _, image, *others = schema.args_spec
     whole: tuple[Placement, ...] = (Replicate(),) * len(others)
     of_channels: Placement = Replicate() if _is_training(schema) else Partial()
     found = [_channels_cut(schema, 2, 2)]
     for dim in _summed_dims(image):
         found.append(AxisStrategy((Shard(dim), Shard(dim), *whole), (Shard(dim), of_channels, of_channels)))
-    for partial in partial_ops([gradient]):
-        found.append(AxisStrategy((partial, Replicate(), *whole), (partial,) * 3))
+    found += term_strategies(schema, [LINEAR.at(0)])
     return [*found, AxisStrategy((Replicate(), Replicate(), *whole), (Replicate(),) * 3)]
 
 
@@ -166,6 +165,5 @@ def group_norm_gradient(schema: OpSchema) -> list[AxisStrategy]:
     """Parameters have terms of their gradients wherever there are images."""
     others: tuple[Placement, ...] = (Replicate(),) * (len(schema.args_spec) - 4)
     found = [AxisStrategy(((Shard(0),) * 4) + others, (Shard(0), Partial(), Partial()))]
-    for partial in partial_ops(schema.args_spec[:1]):
-        found.append(AxisStrategy((partial, *(Replicate(),) * (len(schema.args_spec) - 1)), (partial,) * 3))
+    found += term_strategies(schema, [LINEAR.at(0)])
     return [*found, AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(),) * 3)]

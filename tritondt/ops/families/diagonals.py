@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tritondt.errors import LayoutError
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, SELECTIVE, Homomorphism, term_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
@@ -13,7 +13,7 @@ from tritondt.ops.rules.equations import with_local_sizes
 from tritondt.ops.rules.view_layouts import cuts_of, real_cuts, with_cuts
 from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, view_of
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.placement import Partial, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -43,11 +43,11 @@ def _places_beside(first: int, second: int, ndim: int) -> Mapping[int, int]:
     return {dim: place for place, dim in enumerate(kept)}
 
 
-def _linear(schema: OpSchema) -> list[AxisStrategy]:
-    """Strategies with all tensors terms of one sum, and with all whole."""
+def _uncut(schema: OpSchema, homomorphism: Homomorphism = SELECTIVE) -> list[AxisStrategy]:
+    """Strategies with all tensors terms of one reduction, and with all whole."""
     count = len(schema.args_spec)
-    found: list[Placement] = [*partial_ops(schema.args_spec), Replicate()]
-    return [AxisStrategy((placement,) * count, (placement,)) for placement in found]
+    whole = AxisStrategy((Replicate(),) * count, (Replicate(),))
+    return [*term_strategies(schema, [homomorphism.at(*range(count))]), whole]
 
 
 def _sized(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
@@ -59,7 +59,7 @@ def diagonal_gradient(schema: OpSchema) -> list[AxisStrategy]:
     """The dims beside the diagonal are cut as the gradient's are."""
     ndim = schema.args_spec[0].ndim + 1
     places = _places_beside(dim_of(schema, 3, "dim1", ndim=ndim), dim_of(schema, 4, "dim2", ndim=ndim), ndim)
-    return [*(AxisStrategy((Shard(place),), (Shard(dim),)) for dim, place in places.items()), *_linear(schema)]
+    return [*(AxisStrategy((Shard(place),), (Shard(dim),)) for dim, place in places.items()), *_uncut(schema)]
 
 
 @strategy_of([aten.diag_embed.default])
@@ -67,7 +67,7 @@ def embedded_diagonal(schema: OpSchema) -> list[AxisStrategy]:
     """The dims beside the diagonal are cut as the argument's are."""
     ndim = schema.args_spec[0].ndim + 1
     places = _places_beside(dim_of(schema, 2, "dim1", -2, ndim), dim_of(schema, 3, "dim2", -1, ndim), ndim)
-    return [*(AxisStrategy((Shard(place),), (Shard(dim),)) for dim, place in places.items()), *_linear(schema)]
+    return [*(AxisStrategy((Shard(place),), (Shard(dim),)) for dim, place in places.items()), *_uncut(schema)]
 
 
 @strategy_of([aten.diagonal_scatter.default])
@@ -76,7 +76,7 @@ def written_diagonal(schema: OpSchema) -> list[AxisStrategy]:
     ndim = schema.args_spec[0].ndim
     places = _places_beside(dim_of(schema, 3, "dim1", 0), dim_of(schema, 4, "dim2", 1), ndim)
     cut = [AxisStrategy((Shard(dim), Shard(place)), (Shard(dim),)) for dim, place in places.items()]
-    return [*cut, *_linear(schema)]
+    return [*cut, *_uncut(schema)]
 
 
 def _matrix_dims(schema: OpSchema) -> list[int]:
@@ -106,7 +106,7 @@ def triangles(schema: OpSchema) -> list[AxisStrategy]:
     """Every dim may be cut: a piece of a triangle is a triangle elsewhere."""
     leading = range(max(schema.args_spec[0].ndim - 2, 0))
     dims = [*leading, *_matrix_dims(schema)]
-    return [*(AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in dims), *_linear(schema)]
+    return [*(AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in dims), *_uncut(schema)]
 
 
 def _local_trace(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
@@ -122,7 +122,7 @@ def _local_trace(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 @strategy_of([aten.trace.default], localize=_local_trace)
 def trace(schema: OpSchema) -> list[AxisStrategy]:
     """The trace is a sum, of which every rank has a term."""
-    return [*(AxisStrategy((Shard(dim),), (Partial(),)) for dim in _matrix_dims(schema)), *_linear(schema)]
+    return [*(AxisStrategy((Shard(dim),), (Partial(),)) for dim in _matrix_dims(schema)), *_uncut(schema, ADDITIVE)]
 
 
 def _local_select_scatter(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
@@ -149,7 +149,7 @@ def written_index(schema: OpSchema) -> list[AxisStrategy]:
     for other in range(ndim):
         if other != dim:
             found.append(AxisStrategy((Shard(other), Shard(other - (other > dim))), (Shard(other),)))
-    return [*found, *_linear(schema)]
+    return [*found, *_uncut(schema)]
 
 
 @strategy_of([aten.unfold_backward.default], localize=_sized)
@@ -158,7 +158,7 @@ def gradient_of_windows(schema: OpSchema) -> list[AxisStrategy]:
     ndim = schema.args_spec[0].ndim - 1
     dim = dim_of(schema, 2, "dim", ndim=ndim)
     cut = [AxisStrategy((Shard(other),), (Shard(other),)) for other in range(ndim) if other != dim]
-    return [*cut, *_linear(schema)]
+    return [*cut, *_uncut(schema, ADDITIVE)]
 
 
 @rule_of([aten.unfold.default])

@@ -5,7 +5,7 @@ Of a sharded vocabulary every rank looks up the rows that it holds, and the resu
 
 import torch
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import LINEAR, SELECTIVE, term_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.positions import check_indices, positions_among
@@ -37,22 +37,22 @@ def _local_lookup(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 @strategy_of([aten.embedding.default], localize=_local_lookup)
 def embedding(schema: OpSchema) -> list[AxisStrategy]:
     """The result is sharded as the indices are or by feature; a cut vocabulary leaves a term on every rank."""
-    weight, indices = schema.args_spec
+    _, indices = schema.args_spec
     found = [
         AxisStrategy((Replicate(), Replicate()), (Replicate(),)),
         AxisStrategy((Shard(1), Replicate()), (Shard(indices.ndim),)),
         AxisStrategy((Shard(0), Replicate()), (Partial(),)),
     ]
     found += [AxisStrategy((Replicate(), Shard(dim)), (Shard(dim),)) for dim in range(indices.ndim)]
-    return found + [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([weight])]
+    return [*found, *term_strategies(schema, [SELECTIVE.at(0)])]
 
 
 @strategy_of([aten.embedding_dense_backward.default])
 def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
     """Every rank has a term of the table's gradient where positions are sharded."""
-    gradient, indices = schema.args_spec
+    _, indices = schema.args_spec
     found = [AxisStrategy((Shard(indices.ndim), Replicate()), (Shard(1),))]
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([gradient])]
+    found += term_strategies(schema, [LINEAR.at(0)])
     scale_grad_by_freq = schema.argument(4, "scale_grad_by_freq", False)
     if not scale_grad_by_freq:  # frequencies are counted over all positions
         found += [AxisStrategy((Shard(dim), Shard(dim)), (Partial(),)) for dim in range(indices.ndim)]

@@ -11,21 +11,17 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import LayoutError, PropagationError
-from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.homomorphisms import partials_of, passing_strategies
+from tritondt.ops.propagation.pointwise import elementwise_strategies, passing_of
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding
 from tritondt.ops.propagation.selection import common_order, decide, select_for_axis, written_positions
+from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
 from tritondt.sharding.placement import Partial, Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import strides_in_order_of
 
-# Groups of lists that may be Partial together, the result being Partial alike; see `pointwise.linear_groups`.
-_LINEAR: dict[str, Sequence[Sequence[int]]] = {
-    **dict.fromkeys(("neg", "mul", "div", "clone", "zero"), ((0,),)),
-    **dict.fromkeys(("copy", "lerp"), ((0, 1),)),
-}
-_ADDITIVE = ("add", "sub")
 # These are no elementwise operators.
 _OTHERS = ("norm", "powsum", "max", "mm")
 
@@ -102,8 +98,9 @@ def _decided(schema: OpSchema, place: int, specs: tuple[DTensorSpec, ...], lone:
     single = _at(schema, place)
     if alike and _keeps_meta(single, first, lone):
         return _Position(specs, first)
-    groups = _linear_groups(schema.op, len(specs))
-    strategies = pointwise_strategies(specs, linear_in=groups, num_outputs=int(not writes))
+    strategies = elementwise_strategies(specs, int(not writes))
+    if partials_of(specs):
+        strategies += _term_strategies(single, specs)
     if writes:
         position = _moved_to_written(specs, strategies, single)
         if position is not None:
@@ -168,16 +165,14 @@ def _base_name(op: OpOverload) -> str:
     return op._schema.name.removeprefix("aten::_foreach_").removesuffix("_")
 
 
-def _linear_groups(op: OpOverload, num_lists: int) -> list[Sequence[int]]:
-    """Groups of lists that may be Partial together."""
-    name = _base_name(op)
-    if name in _ADDITIVE:
-        # What is added as a number belongs to one term only.
-        return [range(num_lists)] if num_lists > 1 else []
-    groups = list(_LINEAR.get(name, ()))
-    if name == "mul" and num_lists > 1 and op._schema.returns:
-        groups.append((1,))
-    return groups
+def _term_strategies(single: OpSchema, specs: Sequence[DTensorSpec]) -> list[AxisStrategy]:
+    """Strategies in which terms pass, as through the operator on tensors; a written tensor keeps its dtype."""
+    passing = passing_of(single.op, _base_name(single.op), len(specs))
+    if not single.op._schema.returns:
+        return passing_strategies(specs, passing, (specs[0].dtype,), 0)
+    metas = propagate_tensor_meta(single)
+    assert isinstance(metas, list), f"{single.op} gives a list"
+    return passing_strategies(specs, passing, [meta.dtype for meta in metas if meta is not None], len(metas))
 
 
 def _register() -> None:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tritondt.ops.propagation.fallback import replicate_all
-from tritondt.ops.propagation.pointwise import broadcast_placement, partial_ops, pointwise_strategies
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, LINEAR, SELECTIVE, filling, term_strategies
+from tritondt.ops.propagation.pointwise import broadcast_placement, elementwise_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
@@ -34,14 +35,10 @@ def _replicated(schema: OpSchema) -> AxisStrategy:
     schema_info=RuntimeSchemaInfo(static_argnum=2),
 )
 def masked_fill(schema: OpSchema) -> list[AxisStrategy]:
-    """Fills by zero keep the terms of a sum, and fills by any value those of a mean or an extreme."""
+    """Fills by zero keep all terms, and fills by any value those of a mean or an extreme."""
     spec, _ = schema.args_spec
-    found = pointwise_strategies(schema.args_spec)
-    allowed = ("avg", "max", "min") if schema.argument(2, "value") else ("sum", "avg", "max", "min", "product")
-    for placement in dict.fromkeys(spec.placements):
-        if isinstance(placement, Partial) and placement.reduce_op in allowed:
-            found.append(AxisStrategy((placement, Replicate()), (placement,)))
-    return found
+    fills = filling(schema.argument(2, "value"), spec)
+    return [*elementwise_strategies(schema.args_spec), *term_strategies(schema, [fills.at(0)])]
 
 
 def _indexed_dim(schema: OpSchema) -> int:
@@ -62,7 +59,7 @@ def gather(schema: OpSchema) -> list[AxisStrategy]:
     ]
     if index.ndim:
         found.append(AxisStrategy((Replicate(), Shard(along)), (Shard(along),)))
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([source])]
+    found += term_strategies(schema, [SELECTIVE.at(0)])
     return [*found, _replicated(schema)]
 
 
@@ -74,7 +71,7 @@ def index_select(schema: OpSchema) -> list[AxisStrategy]:
     found = [AxisStrategy((Shard(dim), Replicate()), (Shard(dim),)) for dim in range(source.ndim) if dim != along]
     if index.ndim and source.ndim:
         found.append(AxisStrategy((Replicate(), Shard(0)), (Shard(along),)))
-    found += [AxisStrategy((partial, Replicate()), (partial,)) for partial in partial_ops([source])]
+    found += term_strategies(schema, [SELECTIVE.at(0)])
     return [*found, _replicated(schema)]
 
 
@@ -99,7 +96,7 @@ def scatter(schema: OpSchema) -> list[AxisStrategy]:
     if adds and index.ndim and specs[2].shape[along] == index.shape[along]:
         found.append(AxisStrategy((Partial(), Shard(along), Shard(along)), (Partial(),)))
     if adds:
-        found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in partial_ops([specs[2]])]
+        found += term_strategies(schema, [ADDITIVE.at(0, 2)])
     return [*found, _replicated(schema)]
 
 
@@ -113,7 +110,7 @@ def index_add(schema: OpSchema) -> list[AxisStrategy]:
     ]
     if index.ndim and source.ndim:
         found.append(AxisStrategy((Partial(), Shard(0), Shard(along)), (Partial(),)))
-    found += [AxisStrategy((partial, Replicate(), partial), (partial,)) for partial in partial_ops([source])]
+    found += term_strategies(schema, [ADDITIVE.at(0, 2)])
     return [*found, _replicated(schema)]
 
 
@@ -165,9 +162,8 @@ def index(schema: OpSchema) -> Strategies:
         return AxisStrategy((of_source, *of_indices), (of_picked,))
 
     advanced = _Advanced(schema)
-    whole = (Replicate(),) * len(advanced.indices)
     found = advanced.of_kept(reading) + advanced.of_indices(reading, Replicate())
-    found += [reading(partial, whole, partial) for partial in partial_ops([schema.args_spec[0]])]
+    found += term_strategies(schema, [SELECTIVE.at(0)])
     return [*found, _replicated(schema)]
 
 
@@ -186,7 +182,7 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
         return AxisStrategy((of_target, *of_indices, of_values), (of_target,))
 
     if _fills_by_mask(schema):
-        return pointwise_strategies(schema.args_spec)
+        return elementwise_strategies(schema.args_spec)
     if _has_mask(schema):
         return [_replicated(schema)]
     advanced = _Advanced(schema)
@@ -199,9 +195,8 @@ def index_put(schema: OpSchema) -> list[AxisStrategy]:
         return [_replicated(schema)]
     found = advanced.of_kept(writing)
     if schema.argument(3, "accumulate", False):
-        whole = (Replicate(),) * len(advanced.indices)
         found += advanced.of_indices(writing, Partial())
-        found += [writing(partial, whole, partial) for partial in partial_ops([values])]
+        found += term_strategies(schema, [ADDITIVE.at(0, 1 + len(advanced.indices))])
     return [*found, _replicated(schema)]
 
 
@@ -235,8 +230,8 @@ def _gradient_of_distances(schema: OpSchema) -> str:
 register_equation("searchsorted.Tensor", _in_sorted)
 register_equation("bucketize.Tensor", "*,.->*")
 register_equation("isin.Tensor_Tensor", lambda schema: f"*,{_whole(schema.args_spec[1])}->*")
-register_equation("take", lambda schema: f"{_whole(schema.args_spec[0])},*->*", linear_in=[(0,)])
+register_equation("take", lambda schema: f"{_whole(schema.args_spec[0])},*->*", passing=[SELECTIVE.at(0)])
 register_equation("_cdist_forward", "*p.,*r.->*pr")
 register_equation("_euclidean_dist", "*p.,*r.->*pr")
-register_equation("_cdist_backward", _gradient_of_distances, linear_in=[(0,)])
-register_equation("_trilinear", _in_turn, linear_in=[(0,), (1,), (2,)])
+register_equation("_cdist_backward", _gradient_of_distances, passing=[LINEAR.at(0)])
+register_equation("_trilinear", _in_turn, passing=[ADDITIVE.at(0), ADDITIVE.at(1), ADDITIVE.at(2)])

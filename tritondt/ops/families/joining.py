@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tritondt.ops.propagation.homomorphisms import SELECTIVE, term_strategies
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding
 from tritondt.ops.propagation.selection import decide
 from tritondt.ops.rules.view_layouts import cuts_of, real_cuts, shard_of_sizes, tiled
 from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, view_of
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.placement import Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -30,7 +31,7 @@ def concatenation(schema: OpSchema) -> OutputSharding:
         for other in range(ndim)
         if other != dim
     ]
-    offered += [*_whole(specs), *_terms(specs)]
+    offered += [*_whole(specs), *_terms(schema)]
     return decide([[*_along(specs, dim, axis), *offered] for axis in range(schema.mesh.ndim)], schema)
 
 
@@ -38,10 +39,9 @@ def _whole(specs: Sequence[DTensorSpec]) -> list[AxisStrategy]:
     return [AxisStrategy((Replicate(),) * len(specs), (Replicate(),))]
 
 
-def _terms(specs: Sequence[DTensorSpec]) -> list[AxisStrategy]:
-    """Strategies with all tensors terms of one reduction, which treats every element alike."""
-    found = dict.fromkeys(p for spec in specs for p in spec.placements if isinstance(p, Partial))
-    return [AxisStrategy((partial,) * len(specs), (partial,)) for partial in found]
+def _terms(schema: OpSchema) -> list[AxisStrategy]:
+    """Strategies with all tensors terms of one reduction."""
+    return term_strategies(schema, [SELECTIVE.at(*range(len(schema.args_spec)))])
 
 
 def _along(specs: Sequence[DTensorSpec], dim: int, axis: int) -> Iterator[AxisStrategy]:
@@ -93,7 +93,7 @@ def stacking(schema: OpSchema) -> list[AxisStrategy]:
     specs = schema.args_spec
     dim, count = dim_of(schema, 1, "dim", ndim=specs[0].ndim + 1), len(specs)
     sharded = [AxisStrategy((Shard(of),) * count, (Shard(of if of < dim else of + 1),)) for of in range(specs[0].ndim)]
-    return [*sharded, *_whole(specs), *_terms(specs)]
+    return [*sharded, *_whole(specs), *_terms(schema)]
 
 
 @rule_of([aten.repeat.default])

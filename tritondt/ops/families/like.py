@@ -2,7 +2,8 @@
 
 import torch
 
-from tritondt.ops.propagation.pointwise import pointwise_strategies
+from tritondt.ops.propagation.homomorphisms import SELECTIVE, term_strategies
+from tritondt.ops.propagation.pointwise import elementwise_passing, elementwise_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.sharding.placement import Partial, Replicate
@@ -19,19 +20,15 @@ def unchanged(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _unchanged(schema: OpSchema) -> list[AxisStrategy]:
-    placements = dict.fromkeys(schema.args_spec[0].placements)
-    return [AxisStrategy((placement,), (placement,), exact=True) for placement in placements]
+    placements = dict.fromkeys(p for p in schema.args_spec[0].placements if not isinstance(p, Partial))
+    found = [AxisStrategy((placement,), (placement,), exact=True) for placement in placements]
+    return [*found, *term_strategies(schema, [SELECTIVE.at(0)])]
 
 
 @strategy_of([aten._to_copy.default])
 def converted(schema: OpSchema) -> list[AxisStrategy]:
-    """The result has the argument's placements; sums and means only between dtypes that add alike up to rounding."""
-    (spec,) = schema.args_spec
-    dtype = schema.kwargs_schema.get("dtype") or spec.dtype
-    keeps_terms = dtype is spec.dtype or (dtype.is_floating_point and spec.dtype.is_floating_point)
-    placements = [p for p in dict.fromkeys(spec.placements) if keeps_terms or not isinstance(p, Partial)]
-    found = [AxisStrategy((placement,), (placement,), exact=True) for placement in placements]
-    return [*found, AxisStrategy((Replicate(),), (Replicate(),))]
+    """The result has the argument's placements; terms only where their dtype converts to the other one by one."""
+    return [*_unchanged(schema), AxisStrategy((Replicate(),), (Replicate(),))]
 
 
 @strategy_of(
@@ -59,14 +56,14 @@ def zeroed(schema: OpSchema) -> list[AxisStrategy]:
 
 @strategy_of([aten.copy_.default])
 def copied(schema: OpSchema) -> list[AxisStrategy]:
-    """The values go to the target's placements; terms of a sum may be copied to terms of a sum."""
-    return pointwise_strategies(schema.args_spec, linear_in=[(0, 1)])
+    """The values go to the target's placements; terms of a reduction may be copied to terms of it."""
+    return [*elementwise_strategies(schema.args_spec), *term_strategies(schema, elementwise_passing(schema))]
 
 
 @strategy_of([aten.fill_.Scalar, aten.fill_.Tensor], schema_info=NUMBERS_BY_TYPE)
 def filled(schema: OpSchema) -> list[AxisStrategy]:
     """The tensor keeps its placements, terms excepted."""
-    return pointwise_strategies(schema.args_spec)
+    return elementwise_strategies(schema.args_spec)
 
 
 def _with_local_sizes(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
@@ -92,5 +89,6 @@ def new(schema: OpSchema) -> list[AxisStrategy]:
     spec = schema.args_spec[0]
     if tuple(schema.args_schema[1]) == spec.shape:
         # Autograd copies gradients into what it has made so: terms are to stay terms.
-        return _unchanged(schema) if schema.op is aten.new_empty_strided.default else _like(schema)
+        kept = _unchanged(schema) if schema.op is aten.new_empty_strided.default else []
+        return [*kept, *_like(schema)]
     return [AxisStrategy((placement,), (Replicate(),), exact=True) for placement in dict.fromkeys(spec.placements)]

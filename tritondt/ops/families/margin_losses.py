@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
+from tritondt.ops.propagation.homomorphisms import LINEAR
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
-from tritondt.ops.rules.equations import declared_tensors, equation_strategies
+from tritondt.ops.rules.equations import declared_tensors, equation_strategies, equation_terms
 
 aten = torch.ops.aten
 
@@ -47,7 +48,9 @@ def _rows(schema: OpSchema) -> list[AxisStrategy]:
         results = ["" if term == "#" else "." for term in loss.results.split(",")]
         equation = f"{','.join(terms)}->{','.join(results)}"
     reduced = "n" if schema.argument(loss.place, "reduction", _MEAN) == _NONE else ""
-    return equation_strategies(equation.replace("#", reduced), tensors, [(0,)] if loss.is_gradient else [])
+    equation = equation.replace("#", reduced)
+    passing = [LINEAR.at(0)] if loss.is_gradient else []
+    return [*equation_strategies(equation, tensors), *equation_terms(schema, equation, passing)]
 
 
 def _of_all_rows(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, Passing, partials_of, term_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.einop import einop_strategies
@@ -43,7 +43,7 @@ def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
 @strategy_of([*_overloads(_PRODUCTS)], schema_info=NUMBERS_BY_TYPE)
 def product(schema: OpSchema) -> list[AxisStrategy]:
     """Any index is cut alike in all tensors that have it; terms of one factor times the other whole are terms."""
-    return _product_strategies(_PRODUCTS[_name(schema.op)], schema.args_spec)
+    return [*einop_strategies(_PRODUCTS[_name(schema.op)]), *term_strategies(schema, [ADDITIVE.at(0), ADDITIVE.at(1)])]
 
 
 def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
@@ -62,18 +62,16 @@ def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 )
 def added_product(schema: OpSchema) -> list[AxisStrategy]:
     """The strategies of `product`; the summand is cut like the product, and a term where the product is terms."""
-    added, *factors = schema.args_spec
+    added = schema.args_spec[0]
     equation = _ADDED_PRODUCTS[_name(schema.op)]
     ndim = len(equation.partition("->")[2])
-    strategies = _product_strategies(equation, factors)
+    cut = einop_strategies(equation)
     if schema.is_inplace:  # the summand is the result: cut alike, a dim of length 1 too
-        return [
-            AxisStrategy((placement, *strategy.inputs), (placement,))
-            for strategy in strategies
-            for placement in strategy.outputs
-            if placement is not None
-        ]
-    return [_with_added(strategy, 0, added, ndim) for strategy in strategies]
+        placed = [(placement, strategy) for strategy in cut for placement in strategy.outputs if placement is not None]
+        strategies = [AxisStrategy((placement, *strategy.inputs), (placement,)) for placement, strategy in placed]
+    else:
+        strategies = [_with_added(strategy, 0, added, ndim) for strategy in cut]
+    return [*strategies, *term_strategies(schema, _of_factors(schema, (1, 2), (0,)))]
 
 
 @strategy_of([aten.linear.default])
@@ -82,24 +80,20 @@ def linear(schema: OpSchema) -> list[AxisStrategy]:
     features, weight, *bias = schema.args_spec
     batch = _BATCH_LETTERS[: features.ndim - 1]
     outer = "n" if weight.ndim == 2 else ""
-    strategies = _product_strategies(f"{batch}k,{outer}k->{batch}{outer}", [features, weight])
+    strategies = einop_strategies(f"{batch}k,{outer}k->{batch}{outer}")
     for added in bias:
         strategies = [_with_added(strategy, 2, added, len(batch + outer)) for strategy in strategies]
-    return strategies
+    return [*strategies, *term_strategies(schema, _of_factors(schema, (0, 1), range(2, 2 + len(bias))))]
+
+
+def _of_factors(schema: OpSchema, factors: Sequence[int], added: Sequence[int]) -> list[Passing]:
+    """The factors that have terms, each with what is added, which alone is reduced: it is smaller than the product."""
+    specs = schema.args_spec
+    return [ADDITIVE.at(factor, *added) for factor in factors if partials_of([specs[factor]])]
 
 
 def _name(op: OpOverload) -> str:
     return op._schema.name.removeprefix("aten::").removesuffix("_")
-
-
-def _product_strategies(equation: str, factors: Sequence[DTensorSpec]) -> list[AxisStrategy]:
-    found = einop_strategies(equation)
-    whole: list[Placement] = [Replicate()] * len(factors)
-    for partial in partial_ops(factors):
-        for place in range(len(factors)):
-            inputs = (*whole[:place], partial, *whole[place + 1 :])
-            found.append(AxisStrategy(inputs, (partial,)))
-    return found
 
 
 def _with_added(strategy: AxisStrategy, place: int, added: DTensorSpec, ndim: int) -> AxisStrategy:

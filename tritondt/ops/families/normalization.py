@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tritondt.ops.propagation.pointwise import partial_ops, pointwise_strategies
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, LINEAR, SHIFT, term_strategies
+from tritondt.ops.propagation.pointwise import elementwise_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.reductions import accumulation_dtype, completion, is_sharded, largest_and_sum
@@ -85,9 +86,9 @@ def _local_softmax_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp |
 @strategy_of(_BACKWARD, localize=_local_softmax_backward)
 def softmax_gradients(schema: OpSchema) -> list[AxisStrategy]:
     """Gradient and result have the same placements; the operator is linear in the gradient."""
-    gradient, output = schema.args_spec
+    _, output = schema.args_spec
     found = [AxisStrategy((Shard(dim),) * 2, (Shard(dim),)) for dim in range(output.ndim)]
-    found += [AxisStrategy((p, Replicate()), (p,)) for p in partial_ops([gradient])]
+    found += term_strategies(schema, [LINEAR.at(0)])
     return [*found, AxisStrategy((Replicate(),) * 2, (Replicate(),))]
 
 
@@ -118,18 +119,13 @@ def layer_norm_backward(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _norm_backward(schema: OpSchema, num_rowwise: int, num_parameter_gradients: int) -> list[AxisStrategy]:
-    gradient, *others = schema.args_spec
-    num_parameters = len(others) + 1 - num_rowwise
+    num_parameters = len(schema.args_spec) - num_rowwise
     found = []
     for inputs in _rows_and_parameters(num_rowwise, num_parameters, _num_row_dims(schema, 2)):
         rows = inputs[0]
         of_parameters: Placement = Partial() if isinstance(rows, Shard) else Replicate()
         found.append(AxisStrategy(tuple(inputs), (rows, *(of_parameters,) * num_parameter_gradients)))
-    linear = [
-        AxisStrategy((p, *(Replicate(),) * len(others)), (p,) * (1 + num_parameter_gradients))
-        for p in partial_ops([gradient])
-    ]
-    return [*linear, *found]
+    return [*term_strategies(schema, [LINEAR.at(0)]), *found]
 
 
 _FUSED_RMS_NORM = getattr(aten, "_fused_rms_norm", None)
@@ -161,8 +157,5 @@ def _local_shift(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 @strategy_of([aten.add_.Scalar], schema_info=NUMBERS_BY_TYPE, localize=_local_shift)
 def shifted(schema: OpSchema) -> list[AxisStrategy]:
     """Pending reductions pass too: an RMS norm without a fused kernel adds its epsilon to a pending mean."""
-    found = pointwise_strategies(schema.args_spec)
-    for placement in dict.fromkeys(schema.args_spec[0].placements):
-        if isinstance(placement, Partial) and placement.reduce_op != "product":
-            found.append(AxisStrategy((placement,), (placement,)))
-    return found
+    # Of a sum only one term gets the number.
+    return [*elementwise_strategies(schema.args_spec), *term_strategies(schema, [ADDITIVE.at(0), SHIFT.at(0)])]

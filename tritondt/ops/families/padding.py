@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from tritondt.errors import LayoutError
+from tritondt.ops.propagation.homomorphisms import filling
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.rules.view_layouts import cuts_of, real_cuts, shard_of_sizes, with_cuts
-from tritondt.ops.rules.views import meta_of_view, rule_of, view_of
+from tritondt.ops.rules.views import meta_of_view, require_passing, rule_of, view_of
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Partial, Replicate, Shard
+from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -24,16 +25,7 @@ def padded(schema: OpSchema) -> OutputSharding:
     """The decision about padding: cuts stay, with longer first and last pieces; terms of a sum are padded by 0 only."""
     (spec,) = schema.args_spec
     meta_of_view(schema)
-    if schema.argument(2, "value", 0) and any(isinstance(p, Partial) for p in spec.placements):
-        whole = spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
-        decision = padded_terms(schema.with_specs((whole,)))
-        return OutputSharding(decision.output_spec, (whole,), decision.local)
-    return padded_terms(schema)
-
-
-def padded_terms(schema: OpSchema) -> OutputSharding:
-    """The decision where nothing is pending, or the padding is zero."""
-    (spec,) = schema.args_spec
+    require_passing(schema, filling(schema.argument(2, "value", 0), spec), spec.dtype)
     pads, value = schema.argument(1, "pad"), schema.argument(2, "value", 0)
     ends = [(0, 0)] * spec.ndim
     for place in range(len(pads) // 2):

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import partial_ops, pointwise_strategies
+from tritondt.ops.propagation.homomorphisms import LINEAR, term_strategies
+from tritondt.ops.propagation.pointwise import elementwise_strategies
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.random import distributions
@@ -154,7 +155,7 @@ def filled(schema: OpSchema) -> list[AxisStrategy]:
 @strategy_of([*_named(_BY_ELEMENT)], schema_info=NUMBERS_BY_TYPE, localize=_drawn_by_element)
 def drawn_by_element(schema: OpSchema) -> list[AxisStrategy]:
     """The arguments are the probabilities, means or deviations of the elements."""
-    return pointwise_strategies(schema.args_spec)
+    return elementwise_strategies(schema.args_spec)
 
 
 def _dropping(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
@@ -179,11 +180,11 @@ def _dropping(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 @strategy_of([aten.native_dropout.default], schema_info=NUMBERS_BY_TYPE, localize=_dropping)
 def dropout(schema: OpSchema) -> list[AxisStrategy]:
     """Result and mask are cut alike; terms of a sum stay terms, for which all of them get one mask."""
-    terms = [AxisStrategy((partial,), (partial, Replicate())) for partial in partial_ops(schema.args_spec)]
-    return [*pointwise_strategies(schema.args_spec, num_outputs=2), *terms]
+    terms = term_strategies(schema, [LINEAR.at(0)], whole_results=(1,))
+    return [*elementwise_strategies(schema.args_spec, num_outputs=2), *terms]
 
 
 @strategy_of([aten.native_dropout_backward.default], schema_info=NUMBERS_BY_TYPE)
 def dropout_backward(schema: OpSchema) -> list[AxisStrategy]:
     """The gradient times the mask: linear in the gradient."""
-    return pointwise_strategies(schema.args_spec, linear_in=[(0,)])
+    return [*elementwise_strategies(schema.args_spec), *term_strategies(schema, [LINEAR.at(0)])]

@@ -10,7 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import (
+    ADDITIVE,
+    ALL,
+    ANY,
+    LARGEST,
+    MULTIPLICATIVE,
+    NONE,
+    SELECTIVE,
+    SMALLEST,
+    Homomorphism,
+    term_strategies,
+)
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
@@ -23,23 +34,22 @@ aten = torch.ops.aten
 
 
 class _Pending(NamedTuple):
-    """The pending form of a reduction over a sharded dim, and the pending arguments that pass through it."""
+    """The pending form of a reduction over a sharded dim, and the homomorphism by which terms pass through it."""
 
     reduce_op: ReduceOp
-    passing: tuple[ReduceOp, ...] = ()
+    homomorphism: Homomorphism
 
 
-_SUM = _Pending("sum", ("sum", "avg"))
-_COUNT = _Pending("sum")
-_PRODUCT = _Pending("product", ("product",))
-_LARGEST, _SMALLEST = _Pending("max", ("max",)), _Pending("min", ("min",))
+_SUM, _COUNT, _PRODUCT = _Pending("sum", ADDITIVE), _Pending("sum", NONE), _Pending("product", MULTIPLICATIVE)
 
 _PENDING: dict[OpOverload, _Pending] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), _SUM),
     **dict.fromkeys((aten.count_nonzero.default, aten.count_nonzero.dim_IntList), _COUNT),
     **dict.fromkeys((aten.prod.default, aten.prod.dim_int), _PRODUCT),
-    **dict.fromkeys((aten.amax.default, aten.max.default, aten.any.default, aten.any.dim, aten.any.dims), _LARGEST),
-    **dict.fromkeys((aten.amin.default, aten.min.default, aten.all.default, aten.all.dim, aten.all.dims), _SMALLEST),
+    **dict.fromkeys((aten.amax.default, aten.max.default), _Pending("max", LARGEST)),
+    **dict.fromkeys((aten.amin.default, aten.min.default), _Pending("min", SMALLEST)),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _Pending("max", ANY)),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _Pending("min", ALL)),
 }
 _MEANS = (aten.mean.default, aten.mean.dim)
 # A kernel for these refuses a row without elements, which a rank's piece of a row may well be.
@@ -72,31 +82,11 @@ def _local_pending(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 @strategy_of(list(_PENDING), localize=_local_pending)
 def pending(schema: OpSchema) -> list[AxisStrategy]:
     """Every rank has a term of the result where a reduced dim is sharded."""
-    (spec,) = schema.args_spec
     how = _PENDING[schema.op]
     dims, _ = reduced(schema)
     found = rows(schema) + [AxisStrategy((Shard(dim),), (Partial(how.reduce_op),)) for dim in dims]
-    for placement in dict.fromkeys(spec.placements):
-        if isinstance(placement, Partial) and placement.reduce_op in how.passing and _keeps_terms(schema):
-            found.append(AxisStrategy((placement,), (placement,)))
-    return [*found, whole()]
+    return [*found, *term_strategies(schema, [how.homomorphism.at(0)]), whole()]
 
-
-def _keeps_terms(schema: OpSchema) -> bool:
-    """Whether terms may be converted as the operator converts its argument, up to rounding."""
-    (spec,) = schema.args_spec
-    if schema.op in _EXTREMES:
-        return True
-    if _PENDING[schema.op].reduce_op in ("max", "min"):  # any and all: only for bools is max or, and min and
-        return spec.dtype is torch.bool
-    dtype = schema.kwargs_schema.get("dtype")
-    if dtype is None:
-        return spec.dtype in _SUMMED_AS_THEY_ARE or spec.dtype.is_floating_point or spec.dtype.is_complex
-    return dtype is spec.dtype or (dtype.is_floating_point and spec.dtype.is_floating_point)
-
-
-# Shorter ints become int64 first, and terms of 32 bits that wrap around are others in 64.
-_SUMMED_AS_THEY_ARE = (torch.int64,)
 
 _NEEDS_WHOLE_ROWS = [
     *(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default),
@@ -116,8 +106,8 @@ def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
     declared = [argument.name for argument in schema.op._schema.arguments]
     dims = reduced_dims(schema.argument(declared.index("dim"), "dim", -1), spec.ndim)
     found = [AxisStrategy((Shard(dim),), (Shard(dim),) * num_outputs) for dim in range(spec.ndim) if dim not in dims]
-    if schema.op is aten.cumsum.default and schema.kwargs_schema.get("dtype") in (None, spec.dtype):
-        found += [AxisStrategy((p,), (p,)) for p in partial_ops([spec])]
+    if schema.op is aten.cumsum.default:
+        found += term_strategies(schema, [ADDITIVE.at(0)])
     return [*found, whole(num_outputs)]
 
 
@@ -127,7 +117,7 @@ def flip(schema: OpSchema) -> list[AxisStrategy]:
     (spec,) = schema.args_spec
     dims = [dim % max(spec.ndim, 1) for dim in schema.args_schema[1]]
     found = [AxisStrategy((Shard(dim),), (Shard(dim),)) for dim in range(spec.ndim) if dim not in dims]
-    found += [AxisStrategy((p,), (p,)) for p in dict.fromkeys(spec.placements) if isinstance(p, Partial)]
+    found += term_strategies(schema, [SELECTIVE.at(0)])
     return [*found, whole()]
 
 

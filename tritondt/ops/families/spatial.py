@@ -2,10 +2,11 @@
 
 import torch
 
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, LINEAR, SELECTIVE
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
-from tritondt.ops.rules.equations import declared_tensors, equation_strategies, register_equation
+from tritondt.ops.rules.equations import declared_tensors, equation_strategies, equation_terms, register_equation
 
 aten = torch.ops.aten
 
@@ -17,14 +18,17 @@ _POOLED = {
     **dict.fromkeys(("avg_pool3d_backward", "_adaptive_avg_pool3d_backward"), "*...,*...->*..."),
     **dict.fromkeys(("max_pool2d_with_indices_backward", "adaptive_max_pool2d_backward"), "*..,*..,*..->*.."),
     **dict.fromkeys(("max_pool3d_with_indices_backward", "adaptive_max_pool3d_backward"), "*...,*...,*...->*..."),
-    **{f"{kind}_pad{n}d": f"*{'.' * n}->*{'.' * n}" for kind in ("reflection", "replication") for n in (1, 2, 3)},
     **{
         f"{kind}_pad{n}d_backward": f"*{'.' * n},*{'.' * n}->*{'.' * n}"
         for kind in ("reflection", "replication")
         for n in (1, 2, 3)
     },
-    "im2col": "*...->*..",
     "col2im": "*..->*...",
+}
+# Elements in other places, some of them several times.
+_ARRANGED = {
+    **{f"{kind}_pad{n}d": f"*{'.' * n}->*{'.' * n}" for kind in ("reflection", "replication") for n in (1, 2, 3)},
+    "im2col": "*...->*..",
     **dict.fromkeys(("pixel_shuffle", "pixel_unshuffle"), "*...->*..."),
 }
 _MAXIMA = {
@@ -43,24 +47,30 @@ _UPSAMPLED = {
 
 def _register() -> None:
     for name, equation in _POOLED.items():
-        register_equation(name, equation, linear_in=[(0,)])
+        register_equation(name, equation, passing=[LINEAR.at(0)])
+    for name, equation in _ARRANGED.items():
+        register_equation(name, equation, passing=[SELECTIVE.at(0)])
     for name, equation in _MAXIMA.items():
         register_equation(name, equation)
     for name, num_dims in _UPSAMPLED.items():
         equation = f"nc{'.' * num_dims}->nc{'.' * num_dims}"
-        register_equation(name, equation, linear_in=[(0,)])
-        register_equation(f"{name}_backward", equation, linear_in=[(0,)], sizes="input_size")
-    register_equation(
-        "channel_shuffle", lambda schema: "n{0}->n{0}".format("." * (schema.args_spec[0].ndim - 1)), linear_in=[(0,)]
-    )
+        register_equation(name, equation, passing=[LINEAR.at(0)])
+        register_equation(f"{name}_backward", equation, passing=[LINEAR.at(0)], sizes="input_size")
+    register_equation("channel_shuffle", _of_channels, passing=[SELECTIVE.at(0)])
     for n in (2, 3):
         image, grid = f"nc{'.' * n}", f"n{'.' * (n + 1)}"
-        register_equation(f"grid_sampler_{n}d", f"{image},{grid}->{image}", linear_in=[(0,)])
-        register_equation(f"grid_sampler_{n}d_backward", f"{image},{image},{grid}->{image},{grid}", linear_in=[(0,)])
+        register_equation(f"grid_sampler_{n}d", f"{image},{grid}->{image}", passing=[LINEAR.at(0)])
+        gradients = f"{image},{image},{grid}->{image},{grid}"
+        register_equation(f"grid_sampler_{n}d_backward", gradients, passing=[LINEAR.at(0)])
     propagator.set_strategy(aten.convolution.default, convolution, localize=empty_shard_result)
     propagator.set_strategy(
         aten.convolution_backward.default, convolution_backward, localize=_local_convolution_backward
     )
+
+
+def _of_channels(schema: OpSchema) -> str:
+    rest = "." * (schema.args_spec[0].ndim - 1)
+    return f"n{rest}->n{rest}"
 
 
 def convolution(schema: OpSchema) -> list[AxisStrategy]:
@@ -73,7 +83,8 @@ def convolution(schema: OpSchema) -> list[AxisStrategy]:
         inner = "."
     weight = inner + outer if is_transposed else outer + inner
     equation = f"n{inner}{image},{weight}{image},+{outer}->n{outer}{image}"
-    return equation_strategies(equation, tensors, [(0,), (1,)])
+    terms = equation_terms(schema, equation, [ADDITIVE.at(0), ADDITIVE.at(1)])
+    return [*equation_strategies(equation, tensors), *terms]
 
 
 def convolution_backward(schema: OpSchema) -> list[AxisStrategy]:
@@ -86,7 +97,8 @@ def convolution_backward(schema: OpSchema) -> list[AxisStrategy]:
     weight = inner + outer if is_transposed else outer + inner
     arguments = f"n{outer}{image},n{inner}{image},{weight}{image}"
     equation = f"{arguments}->n{inner}{image},{weight}{image},{outer}"
-    return equation_strategies(equation, declared_tensors(schema), [(0,)])
+    terms = equation_terms(schema, equation, [ADDITIVE.at(0)])
+    return [*equation_strategies(equation, declared_tensors(schema)), *terms]
 
 
 def _local_convolution_backward(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from tritondt.errors import LayoutError, PropagationError
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, CONJUGATE, NONE
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.rules.reshape_layouts import possible_units, reshaped
 from tritondt.ops.rules.view_layouts import cuts_of, expanded, inserted, permuted, real_cuts, with_cuts
-from tritondt.ops.rules.views import VIEW_OF, dim_of, meta_of_view, rule_of, spec_of_view, view_of
+from tritondt.ops.rules.views import VIEW_OF, dim_of, meta_of_view, require_passing, rule_of, spec_of_view, view_of
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Partial, Replicate, placements_code
+from tritondt.sharding.placement import placements_code
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -147,7 +148,8 @@ def expansion(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.view_as_real.default])
 def as_pairs(schema: OpSchema) -> OutputSharding:
-    """A view with a new last dim of real and imaginary part; terms stay terms."""
+    """A view with a new last dim of real and imaginary part, which add one by one."""
+    require_passing(schema, ADDITIVE, schema.args_spec[0].dtype.to_real())
 
     def local(spec: DTensorSpec) -> LocalOp:
         return lambda numbers: torch.view_as_real(numbers.resolve_conj())
@@ -157,7 +159,8 @@ def as_pairs(schema: OpSchema) -> OutputSharding:
 
 @rule_of([aten.view_as_complex.default])
 def as_numbers(schema: OpSchema) -> OutputSharding:
-    """A view without the last dim, of real and imaginary part, which must be whole."""
+    """A view without the last dim, of real and imaginary part, which must be whole and add one by one."""
+    require_passing(schema, ADDITIVE, schema.args_spec[0].dtype.to_complex())
 
     def view_layout(layout: Layout) -> Layout:
         cuts = cuts_of(layout)
@@ -168,9 +171,17 @@ def as_numbers(schema: OpSchema) -> OutputSharding:
     return view_of(schema, view_layout)
 
 
-@rule_of([aten._conj.default, aten._neg_view.default])
+@rule_of([aten._conj.default])
 def conjugated(schema: OpSchema) -> OutputSharding:
+    """A view with the argument's layout."""
+    require_passing(schema, CONJUGATE, schema.args_spec[0].dtype)
+    return view_of(schema, lambda layout: layout)
+
+
+@rule_of([aten._neg_view.default])
+def negated(schema: OpSchema) -> OutputSharding:
     """A view with the argument's layout; terms of a sum stay terms."""
+    require_passing(schema, ADDITIVE, schema.args_spec[0].dtype)
     return view_of(schema, lambda layout: layout)
 
 
@@ -181,9 +192,8 @@ def as_bits(schema: OpSchema) -> OutputSharding:
     if schema.argument(1, "dtype").itemsize != spec.dtype.itemsize:
         raise PropagationError(f"{schema} views elements as others of another size; copy them: x.to(dtype)")
     meta = meta_of_view(schema)
-    source = spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
-    output = DTensorSpec(spec.mesh, source.placements, meta, source.order)
-    return OutputSharding(output) if source is spec else OutputSharding(output, (source,), copies_view=True)
+    require_passing(schema, NONE, meta.dtype)
+    return OutputSharding(DTensorSpec(spec.mesh, spec.placements, meta, spec.order))
 
 
 def changed_in_place(schema: OpSchema) -> OutputSharding:

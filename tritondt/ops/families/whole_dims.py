@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, LINEAR, SELECTIVE
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.ops.rules.whole_dims import dims_named, register_whole_dims
 
@@ -9,16 +10,16 @@ for _name in ("cummax", "cummin"):
     register_whole_dims(_name)
 for _name in ("kthvalue", "median.dim", "nanmedian.dim", "mode", "hash_tensor"):
     register_whole_dims(_name, reduces=True)
-register_whole_dims("roll", "dims", linear_in=[(0,)])
-register_whole_dims("rot90", "dims", linear_in=[(0,)])
+register_whole_dims("roll", "dims", passing=[SELECTIVE.at(0)])
+register_whole_dims("rot90", "dims", passing=[SELECTIVE.at(0)])
 register_whole_dims("glu")
-register_whole_dims("glu_backward", linear_in=[(0,)])
-register_whole_dims("linalg_cross", linear_in=[(0,), (1,)])
+register_whole_dims("glu_backward", passing=[LINEAR.at(0)])
+register_whole_dims("linalg_cross", passing=[ADDITIVE.at(0), ADDITIVE.at(1)])
 for _name in ("index_fill.int_Scalar", "index_fill.int_Tensor"):
     register_whole_dims(_name, whole=("index", "value"))
 register_whole_dims("index_copy", whole=("index",))
 register_whole_dims("index_reduce", whole=("index",))
-register_whole_dims("slice_scatter", linear_in=[(0, 1)])
+register_whole_dims("slice_scatter", passing=[SELECTIVE.at(0, 1)])
 
 
 def _all_but_one(schema: OpSchema) -> Sequence[int]:
@@ -29,4 +30,4 @@ def _all_but_one(schema: OpSchema) -> Sequence[int]:
 
 register_whole_dims("renorm", _all_but_one)
 for _name in ("_fft_c2c", "_fft_r2c", "_fft_c2r"):
-    register_whole_dims(_name, linear_in=[(0,)])
+    register_whole_dims(_name, passing=[LINEAR.at(0)])

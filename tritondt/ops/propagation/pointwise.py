@@ -1,6 +1,6 @@
 """Elementwise operators with broadcasting.
 
-A dim may be sharded wherever an argument is; a Partial passes through what is linear in it.
+A dim may be sharded wherever an argument is; terms pass as `_PASSING` says.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,28 +9,36 @@ from functools import lru_cache
 import torch
 from torch._ops import OpOverload
 
+from tritondt.ops.propagation.homomorphisms import (
+    ADDITIVE,
+    CONJUGATE,
+    LINEAR,
+    SELECTIVE,
+    Passing,
+    term_strategies,
+)
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.placement import Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
 
-# Of sums and means: every term on its own. The others in the line must be replicated, or numbers.
-_LINEAR_IN_FIRST: frozenset[OpOverload] = frozenset({
-    *(aten.neg.default, aten.neg_.default),
-    *(aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar),
-    *(aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar),
-    *(aten.real.default, aten.imag.default, aten.positive.default, aten.conj_physical.default),
-})  # fmt: skip
-_LINEAR_IN_SECOND: frozenset[OpOverload] = frozenset({aten.mul.Tensor})
-# All together: terms of the one add to terms of the other.
-_ADDITIVE: frozenset[OpOverload] = frozenset({
-    *(aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor),
-})  # fmt: skip
-_TOGETHER: Mapping[OpOverload, tuple[tuple[int, ...], ...]] = {
-    aten.where.self: ((1, 2),),
-    **dict.fromkeys((aten.lerp.Scalar, aten.lerp_.Scalar, aten.complex.default), ((0, 1),)),
+# Of an operator and of its forms that write to an argument or take lists: which arguments may be terms together.
+_PASSING: Mapping[str, tuple[Passing, ...]] = {
+    **dict.fromkeys(("neg", "real", "imag"), (ADDITIVE.at(0),)),
+    **dict.fromkeys(("positive", "clone", "zero"), (SELECTIVE.at(0),)),
+    "conj_physical": (CONJUGATE.at(0),),
+    "mul": (ADDITIVE.at(0), ADDITIVE.at(1)),
+    "div": (LINEAR.at(0),),
+    "copy": (SELECTIVE.at(0, 1),),
+    "where": (SELECTIVE.at(1, 2),),
+    "lerp": (LINEAR.at(0, 1),),
+    "complex": (ADDITIVE.at(0, 1),),
 }
+# All together: terms of the one add to terms of the other. A number that is added belongs to one term only.
+_ADDING = ("add", "sub")
+# Quotients are rounded to ints.
+_ROUNDING = ("Tensor_mode", "Scalar_mode")
 
 # Treat every element alike, though torch 2.13 does not tag them.
 _UNTAGGED = frozenset({
@@ -83,41 +91,31 @@ def broadcast_placement(spec: DTensorSpec, from_end: int, length: int) -> Placem
     return Shard(dim) if dim >= 0 and spec.shape[dim] == length else Replicate()
 
 
-def partial_ops(specs: Sequence[DTensorSpec]) -> list[Partial]:
-    """The sums and means that any argument holds terms of."""
-    found = (p for spec in specs for p in spec.placements if isinstance(p, Partial) and p.reduce_op in ("sum", "avg"))
-    return list(dict.fromkeys(found))
+def passing_of(op: OpOverload, name: str, num_tensors: int) -> Sequence[Passing]:
+    """The arguments of an elementwise operator `name` that may be terms, the result being terms alike.
+
+    What is written to becomes the result, and is terms with it.
+    """
+    writes = op._schema.arguments[0].alias_info is not None and op._schema.arguments[0].alias_info.is_write
+    if name in _ADDING:
+        return (ADDITIVE.at(*range(num_tensors)),) if num_tensors > 1 else ()
+    if name.endswith("_backward") and op._schema.arguments[0].name.startswith("grad"):
+        return (LINEAR.at(0),)
+    if op._overloadname in _ROUNDING:
+        return ()
+    known = _PASSING.get(name, ())
+    return [one for one in known if one.places[-1] < num_tensors and (one.places[0] == 0 or not writes)]
 
 
-def pointwise_strategies(
-    specs: Sequence[DTensorSpec], *, linear_in: Sequence[Sequence[int]] = (), num_outputs: int = 1
-) -> list[AxisStrategy]:
-    """Strategies of an elementwise operator; `linear_in` lists groups of arguments that may be Partial together."""
-    found = elementwise_strategies(specs, num_outputs)
-    for partial in partial_ops(specs):
-        for group in linear_in:
-            inputs = tuple(partial if place in group else Replicate() for place in range(len(specs)))
-            found.append(AxisStrategy(inputs, (partial,) * num_outputs))
-    return found
-
-
-def linear_groups(op: OpOverload, num_tensors: int) -> list[Sequence[int]]:
-    """Groups of arguments of `op` that may be Partial together, the result being Partial alike."""
-    groups: list[Sequence[int]] = list(_TOGETHER.get(op, ()))
-    if op._schema.name.endswith("_backward") and op._schema.arguments[0].name.startswith("grad"):
-        groups.append((0,))
-    # A number that is added belongs to one term only: with a single tensor nothing passes through.
-    if op in _ADDITIVE and num_tensors > 1:
-        groups.append(range(num_tensors))
-    if op in _LINEAR_IN_FIRST:
-        groups.append((0,))
-    if op in _LINEAR_IN_SECOND and num_tensors > 1:
-        groups.append((1,))
-    return groups
+def elementwise_passing(schema: OpSchema) -> Sequence[Passing]:
+    """The arguments of an elementwise call that may be terms."""
+    namespace, _, name = schema.op._schema.name.partition("::")
+    if namespace != "aten" or schema.is_out_variant:
+        return ()
+    return passing_of(schema.op, name.removesuffix("_"), len(schema.args_spec))
 
 
 def pointwise_strategy(schema: OpSchema) -> list[AxisStrategy]:
     """The strategies that `propagator` uses for every pointwise operator."""
-    specs = schema.args_spec
-    groups = linear_groups(schema.op, len(specs))
-    return pointwise_strategies(specs, linear_in=groups, num_outputs=len(schema.op._schema.returns))
+    found = elementwise_strategies(schema.args_spec, len(schema.op._schema.returns))
+    return [*found, *term_strategies(schema, elementwise_passing(schema))]

@@ -6,11 +6,11 @@ the tensors enters only through the size of what would move.
 
 from collections.abc import Iterator, Sequence
 
-from tritondt.errors import LayoutError, PropagationError, ReductionError
+from tritondt.errors import LayoutError, PropagationError
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding, OutputSpecs, specs_in
-from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
+from tritondt.ops.propagation.tensor_meta import TensorMetas, propagate_tensor_meta
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
-from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.spec import DTensorSpec, TensorMeta, has_reduction
 
 Placements = tuple[Placement, ...]
 
@@ -102,10 +102,13 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
     """The decision by the strategies offered for each axis; PropagationError where none fits.
 
     What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
-    it back. Where the cuts chosen on several axes do not nest in one dim, those that shard an argument are left out;
-    where the reductions do not go together, or not with the result's dtype, those that give terms.
+    it back. Strategies that leave terms of a reduction which their dtype does not have are left out; so are those that
+    shard an argument where the cuts chosen on several axes do not nest in one dim, and those that take terms where
+    reductions by different ops would meet in one tensor.
     """
     specs = schema.args_spec
+    metas = propagate_tensor_meta(schema)
+    strategies = [_reducible(offered, specs, metas) for offered in strategies]
     order = common_order(specs)
     fixed = written_positions(schema)
     chosen = [
@@ -121,12 +124,11 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
     try:
         wanted = _wanted(specs, found, order)
         placements = tuple(zip(*(strategy.outputs for strategy in found), strict=True))
-        outputs = output_specs(schema, placements, order)
-    except (LayoutError, ReductionError) as error:
-        # Reductions of several axes have one op, which the result's dtype must have; cuts of one dim must nest.
-        is_left_out = _reduces if isinstance(error, ReductionError) or _mixes_reductions(found) else _shards
+        outputs = _output_specs(schema, metas, placements, order)
+    except LayoutError:
+        is_left_out = _takes_terms if _mixes_reductions(found) else _shards
         fewer = [[strategy for strategy in offered if not is_left_out(strategy)] for offered in strategies]
-        if not all(fewer) or fewer == list(strategies):
+        if not all(fewer) or fewer == strategies:
             raise
         return decide(fewer, schema)
     moves = any(before is not after for before, after in zip(specs, wanted, strict=True))
@@ -137,15 +139,32 @@ def _shards(strategy: AxisStrategy) -> bool:
     return any(isinstance(placement, Shard) for placement in strategy.inputs)
 
 
-def _reduces(strategy: AxisStrategy) -> bool:
-    return any(isinstance(placement, Partial) for placement in strategy.outputs)
+def _takes_terms(strategy: AxisStrategy) -> bool:
+    return any(isinstance(placement, Partial) for placement in strategy.inputs)
 
 
 def _mixes_reductions(chosen: Sequence[AxisStrategy]) -> bool:
-    """Whether the results of axes are terms of different reductions, sum and avg excepted."""
-    outputs = (placement for strategy in chosen for placement in strategy.outputs)
-    ops = {placement.reduce_op for placement in outputs if isinstance(placement, Partial)}
-    return len(ops) > 1 and not ops <= {"sum", "avg"}
+    """Whether the strategies chosen for the axes make one tensor terms of reductions that do not commute."""
+    tensors = (*zip(*(s.inputs for s in chosen), strict=True), *zip(*(s.outputs for s in chosen), strict=True))
+    found = ({p.reduce_op for p in of_axes if isinstance(p, Partial)} for of_axes in tensors)
+    return any(len(ops) > 1 and ops != {"sum", "avg"} for ops in found)
+
+
+def _reducible(
+    offered: Sequence[AxisStrategy], specs: Sequence[DTensorSpec], metas: TensorMetas
+) -> Sequence[AxisStrategy]:
+    """The strategies whose terms are of dtypes that have their reduction; a bool has no sum."""
+    several = [metas] if isinstance(metas, TensorMeta) else metas or []
+    dtypes = [*(spec.dtype for spec in specs), *(None if meta is None else meta.dtype for meta in several)]
+
+    def fits(strategy: AxisStrategy) -> bool:
+        placed = (*strategy.inputs, *strategy.outputs)
+        return all(
+            not isinstance(placement, Partial) or dtype is None or has_reduction(placement.reduce_op, dtype)
+            for placement, dtype in zip(placed, dtypes, strict=False)
+        )
+
+    return [strategy for strategy in offered if fits(strategy)]
 
 
 def _wanted(
@@ -159,11 +178,13 @@ def _wanted(
     return tuple(wanted)
 
 
-def output_specs(
-    schema: OpSchema, placements: Sequence[tuple[Placement | None, ...]], order: tuple[int, ...] | None
+def _output_specs(
+    schema: OpSchema,
+    metas: TensorMetas,
+    placements: Sequence[tuple[Placement | None, ...]],
+    order: tuple[int, ...] | None,
 ) -> OutputSpecs:
     """The outputs' specs under the placements of each; PropagationError where their number is not the operator's."""
-    metas = propagate_tensor_meta(schema)
     if metas is None:
         return None
     alone = isinstance(metas, TensorMeta)

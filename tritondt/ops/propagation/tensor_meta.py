@@ -4,7 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch._prims_common import compute_elementwise_output_strides
@@ -14,6 +14,8 @@ from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, 
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
+aten = torch.ops.aten
+
 # One for every output, None where it is no tensor; a lone output stands by itself.
 TensorMetas: TypeAlias = "TensorMeta | Sequence[TensorMeta | None] | None"
 
@@ -22,6 +24,14 @@ _NOT_FAKED = "no fake impl registered"
 _ASKS_FOR_VALUES = "cannot be called on meta tensors"
 # What operators raise for arguments that do not fit; NotImplementedError is a RuntimeError.
 _ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+
+
+# Results are made like the argument at a place; torch's fakes (2.13) promote it with the target, which kernels do not.
+_DTYPE_OF = {
+    **dict.fromkeys((aten.huber_loss.default, aten.soft_margin_loss.default), 0),
+    **dict.fromkeys((aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default), 1),
+    aten.soft_margin_loss_backward.default: 1,
+}
 
 
 class _Faker:
@@ -52,6 +62,19 @@ _faker = _Faker()
 
 def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
     """Metas of the operator's results for tensors of the arguments' global shapes."""
+    if not schema.found_metas:
+        schema.found_metas.append(_found_metas(schema))
+    metas: TensorMetas = schema.found_metas[0]
+    return metas
+
+
+def _found_metas(schema: OpSchema) -> TensorMetas:
+    metas = _computed_metas(schema)
+    place = _DTYPE_OF.get(schema.op)
+    return metas if place is None else cast(TensorMeta, metas)._replace(dtype=schema.args_spec[place].dtype)
+
+
+def _computed_metas(schema: OpSchema) -> TensorMetas:
     # Modes, as those of a graph that is traced, would see what is tried here, and autocast acts on no meta tensor.
     if torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled(schema.mesh.device_type):
         return _metas_of(_faker.run(schema))

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from tritondt.errors import PropagationError
-from tritondt.ops.propagation.pointwise import linear_groups, pointwise_strategies
+from tritondt.ops.propagation.homomorphisms import ADDITIVE, term_strategies
+from tritondt.ops.propagation.pointwise import elementwise_passing, elementwise_strategies
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding
 from tritondt.ops.propagation.selection import decide
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -92,5 +93,6 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     ['(S0,)', '(S0,)']
     """
     specs = op_schema.args_spec
-    groups = [range(len(specs))] if linearity else linear_groups(op_schema.op, len(specs))
-    return decide([pointwise_strategies(specs, linear_in=groups)] * op_schema.mesh.ndim, op_schema)
+    passing = [ADDITIVE.at(*range(len(specs)))] if linearity else elementwise_passing(op_schema)
+    offered = [*elementwise_strategies(specs), *term_strategies(op_schema, passing)]
+    return decide([offered] * op_schema.mesh.ndim, op_schema)

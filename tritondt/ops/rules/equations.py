@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
-from tritondt.ops.propagation.pointwise import partial_ops
+from tritondt.ops.propagation.homomorphisms import Passing, term_strategies
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
@@ -68,29 +68,33 @@ def _term(text: str) -> Term:
     return Term(indices, "*" in text, text.startswith("+"))
 
 
-def equation_strategies(
-    equation: str, tensors: Sequence[DTensorSpec | None], linear_in: Sequence[Sequence[int]] = ()
-) -> list[AxisStrategy]:
-    """Strategies of an equation: one per index that may be cut, those of pending sums, and the replicated one last.
+def equation_strategies(equation: str, tensors: Sequence[DTensorSpec | None]) -> list[AxisStrategy]:
+    """Strategies of an equation: one per index that may be cut, and the replicated one last.
 
-    `tensors` are those that the operator declares, None where one was not given; `linear_in` lists groups of their
-    places that may be Partial together, with the tensors that are added.
+    `tensors` are those that the operator declares, None where one was not given.
     """
     inputs, outputs = parse_equation(equation)
     given = [(term, spec) for term, spec in zip(inputs, tensors, strict=True) if spec is not None]
     found = [_of_letter(letter, given, outputs) for letter in _letters(given)]
     found += _of_leading_dims(given, outputs)
     whole: tuple[Placement, ...] = (Replicate(),) * len(given)
-    for partial in partial_ops([spec for _, spec in given]):
-        for group in linear_in:
-            pending = tuple(
-                partial if place in group or term.is_added else Replicate()
-                for place, (term, spec) in enumerate(zip(inputs, tensors, strict=True))
-                if spec is not None
-            )
-            if pending != whole:
-                found.append(AxisStrategy(pending, (partial,) * len(outputs)))
     return [*found, AxisStrategy(whole, (Replicate(),) * len(outputs))]
+
+
+def equation_terms(schema: OpSchema, equation: str, passing: Sequence[Passing]) -> list[AxisStrategy]:
+    """Strategies in which terms pass a call with this equation: places are those of the tensors that it declares.
+
+    What is added is terms where the result is.
+    """
+    inputs, _ = parse_equation(equation)
+    given = [place for place, spec in enumerate(declared_tensors(schema)) if spec is not None]
+    added = [place for place in given if inputs[place].is_added]
+    of_call = []
+    for homomorphism, places in passing:
+        together = [number for number, place in enumerate(given) if place in places or place in added]
+        if together:
+            of_call.append(homomorphism.at(*together))
+    return term_strategies(schema, of_call)
 
 
 def _letters(given: Sequence[tuple[Term, DTensorSpec]]) -> list[str]:
@@ -152,13 +156,13 @@ def register_equation(
     name: str,
     equation: str | Callable[[OpSchema], str],
     *,
-    linear_in: Sequence[Sequence[int]] = (),
+    passing: Sequence[Passing] = (),
     sizes: str | None = None,
 ) -> None:
     """Registers the operator `aten.name` by its equation, or by a function that gives the equation of a call.
 
-    `sizes` names the argument that holds the sizes of the first result, which are other ones on a rank. What this torch
-    does not have is left out.
+    `passing` says which of its tensors may be terms. `sizes` names the argument that holds the sizes of the first
+    result, which are other ones on a rank. What this torch does not have is left out.
     """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(aten, packet, None), overload or "default", None)
@@ -167,7 +171,7 @@ def register_equation(
 
     def strategy(schema: OpSchema) -> list[AxisStrategy]:
         text = equation if isinstance(equation, str) else equation(schema)
-        return equation_strategies(text, declared_tensors(schema), linear_in)
+        return [*equation_strategies(text, declared_tensors(schema)), *equation_terms(schema, text, passing)]
 
     def localize(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
         return empty_shard_result(schema, outputs) or (None if sizes is None else with_local_sizes(op, sizes, outputs))

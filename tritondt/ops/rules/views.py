@@ -14,12 +14,13 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import LayoutError, PropagationError
+from tritondt.ops.propagation.homomorphisms import Homomorphism, partials_of
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, RuleFunction
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
 from tritondt.redistribution.compile import received_bytes
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Placement, Replicate, Shard, placements_code
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_code
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten
@@ -46,7 +47,7 @@ MAX_TRIED = 256
 
 
 class _NoLayoutError(Exception):
-    """A view that has no layout unless its argument is moved to `source`, which `refusal`, if any, refuses."""
+    """A call that has no layout unless its argument is moved to `source`, which `refusal`, if any, refuses."""
 
     def __init__(self, source: DTensorSpec, refusal: str) -> None:
         super().__init__(source)
@@ -70,6 +71,16 @@ def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]
         return rule
 
     return register
+
+
+def require_passing(schema: OpSchema, homomorphism: Homomorphism, result: torch.dtype) -> None:
+    """Makes the rule run again on reduced terms where terms of its first argument do not pass as `homomorphism`."""
+    spec = schema.args_spec[0]
+    held = partials_of([spec])
+    if all(homomorphism.passes(partial.reduce_op, [spec], [result]) for partial in held):
+        return
+    reduced = spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+    raise _NoLayoutError(reduced, "")
 
 
 def dim_of(schema: OpSchema, position: int, name: str, default: int = 0, ndim: int | None = None) -> int:

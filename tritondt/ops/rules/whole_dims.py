@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.pointwise import broadcast_placement, partial_ops
+from tritondt.ops.propagation.homomorphisms import Passing, term_strategies
+from tritondt.ops.propagation.pointwise import broadcast_placement
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
@@ -43,11 +44,11 @@ def along_strategies(
     *,
     reduces: bool = False,
     whole: Sequence[str] = (),
-    linear_in: Sequence[Sequence[int]] = (),
+    passing: Sequence[Passing] = (),
 ) -> list[AxisStrategy]:
     """Strategies that cut a dim other than `dims` in all tensors that have it, counted from the end.
 
-    Tensors that `whole` names are not cut; `linear_in` lists groups of places that may be Partial together. Results
+    Tensors that `whole` names are not cut; `passing` says which may be terms. Results
     lack `dims` where they are reduced and `keepdim` is not given.
     """
     names = [a.name for a in schema.op._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
@@ -65,10 +66,7 @@ def along_strategies(
         )
         found.append(AxisStrategy(inputs, (Shard(place),) * num_outputs))
     everywhere: tuple[Placement, ...] = (Replicate(),) * len(given)
-    for partial in partial_ops([spec for _, spec in given]):
-        for group in linear_in:
-            inputs = tuple(partial if place in group else Replicate() for place in range(len(given)))
-            found.append(AxisStrategy(inputs, (partial,) * num_outputs))
+    found += term_strategies(schema, passing)
     return [*found, AxisStrategy(everywhere, (Replicate(),) * num_outputs)]
 
 
@@ -83,7 +81,7 @@ def register_whole_dims(
     *,
     reduces: bool = False,
     whole: Sequence[str] = (),
-    linear_in: Sequence[Sequence[int]] = (),
+    passing: Sequence[Passing] = (),
     sizes: str | None = None,
 ) -> None:
     """Registers `aten.name` and its in-place form by the dims along which they work.
@@ -94,7 +92,7 @@ def register_whole_dims(
     find = dims_named(dims) if isinstance(dims, str) else dims
 
     def strategy(schema: OpSchema) -> list[AxisStrategy]:
-        return along_strategies(schema, find(schema), reduces=reduces, whole=whole, linear_in=linear_in)
+        return along_strategies(schema, find(schema), reduces=reduces, whole=whole, passing=passing)
 
     for op in _overloads(name):
 
