@@ -22,7 +22,7 @@ from torch._library.simple_registry import singleton as registered_fakes
 from torch._ops import OpOverload
 from torch._subclasses.fake_impls import has_meta, op_implementations_checks
 
-from tritondt.ops.propagation.pointwise import is_pointwise
+from tritondt.ops.propagation.elementwise import is_pointwise
 
 aten = torch.ops.aten
 

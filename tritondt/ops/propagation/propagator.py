@@ -12,8 +12,9 @@ from typing import Any
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
+from tritondt.ops.propagation.elementwise import is_pointwise
 from tritondt.ops.propagation.fallback import Fallback
-from tritondt.ops.propagation.pointwise import is_pointwise, pointwise_strategy
+from tritondt.ops.propagation.pointwise import pointwise_strategy
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
     LocalizeFunction,
