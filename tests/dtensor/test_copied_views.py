@@ -11,6 +11,7 @@ import tritondt as T
 from tests.ops.distinct import numbers
 from tests.ops.sharded import distribute
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.debug import CommDebugMode
 from tritondt.ops import set_fallback
 
 
@@ -113,6 +114,33 @@ def test_what_is_written_to_a_view_that_moved_reaches_its_tensor(name, text):
         WRITES[name](full)
         WRITES[name](x)
         torch.testing.assert_close(x.full_tensor(), full, rtol=0, atol=0)
+
+    run_ranks(4, body)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_a_view_itself_wrote_it_has(requires_grad):
+    """Its own write leaves it up to date: looking at it sends nothing, until something else writes to the base."""
+
+    def body(rank):
+        x = distribute(numbers(12, 2), T.Mesh((4,)), "S0").requires_grad_(requires_grad).clone()
+        view = x[5]
+        expected = numbers(12, 2)[5]
+        for _ in range(2):
+            view.mul_(2).sub_(1)
+            expected = expected * 2 - 1
+            with CommDebugMode() as comm:
+                local = view.to_local()
+                assert "view by" not in repr(view)
+            assert comm.get_total_counts() == 0
+            assert view.placements == (T.Replicate(),)
+            torch.testing.assert_close(local.detach(), expected, rtol=0, atol=0)
+            torch.testing.assert_close(view.detach().full_tensor(), expected, rtol=0, atol=0)
+            torch.testing.assert_close(x.detach().full_tensor()[5], expected, rtol=0, atol=0)
+        x.detach().add_(1)
+        with pytest.raises(T.PropagationError, match="copied again by the next operator on the view"):
+            view.to_local()
+        torch.testing.assert_close(view.detach().full_tensor(), expected + 1, rtol=0, atol=0)
 
     run_ranks(4, body)
 

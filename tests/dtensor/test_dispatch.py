@@ -144,7 +144,10 @@ def test_mixed_tensors_are_refused_with_the_fix():
         assert str(caught.value) == (
             "aten.add.Tensor got a distributed tensor (S0) of (4, 6) float32 and a plain one of shape (4, 6); make the "
             "plain one distributed with distribute_tensor(x, mesh, placements), or DTensor.from_local(x, mesh, "
-            "[Replicate()]) where every rank holds the same, or use to_local() on the other"
+            "[Replicate()]) where every rank holds the same, or use to_local() on the other; where all plain ones are "
+            "alike on every rank, as labels and the cos and sin of rotary embeddings are, call it within "
+            "tritondt.implicit_replication(), or lay the model out by parallelize_module(..., "
+            "plain_tensors='replicated')"
         )
 
     alone(body)

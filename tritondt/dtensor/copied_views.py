@@ -44,14 +44,16 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         """Copies the elements again where operators have written to the base: a collective call then."""
         origin: Origin = tensor.__dict__[ORIGIN]
         if not origin.is_past():
+            if origin.may_rise:
+                tensor.__dict__[ORIGIN] = origin._replace(seen=origin.watch.count(origin.counted), may_rise=False)
             return
         refresh(origin.base)
-        counts = origin.watch.count(origin.counted), origin.watch.local_count(origin.base)
+        renewed_origin = origin.up_to_date()
         with admitted():
             results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
         renewed = results if origin.place is None else results[origin.place]
         slot.__set__(tensor, renewed._local_tensor)
-        tensor.__dict__[ORIGIN] = origin._replace(seen=counts[0], seen_local=counts[1])
+        tensor.__dict__[ORIGIN] = renewed_origin
 
     def dispatch(
         op: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,6 +70,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         result = dispatch_any(op, types, args, given)
         for view in copies:
             write_back(view, lambda it: wrap(slot.__get__(it), it._spec))
+            view.__dict__[ORIGIN] = view.__dict__[ORIGIN].up_to_date(may_rise=True)
         copies_view = not written and any(isinstance(item, view_class) for _, item in aliased)
         return track_base(result, op, args, given, is_alias=True) if copies_view else result
 

@@ -43,10 +43,18 @@ class Origin(NamedTuple):
     kwargs: Mapping[str, Any]
     place: int | None
     is_alias: bool = False
+    # Whether the last write came from the view, whose version, shared with the base, autograd raises after the operator.
+    may_rise: bool = False
 
     def is_past(self) -> bool:
         """Whether operators have written to the base since, which all ranks know; alike on all ranks."""
-        return self.watch.count(self.counted) != self.seen
+        count = self.watch.count(self.counted)
+        return count != self.seen and not (self.may_rise and count == (self.seen[0] + 1, self.seen[1]))
+
+    def up_to_date(self, *, may_rise: bool = False) -> "Origin":
+        """The origin of elements that are the base's present ones."""
+        seen, seen_local = self.watch.count(self.counted), self.watch.local_count(self.base)
+        return self._replace(seen=seen, seen_local=seen_local, may_rise=may_rise)
 
     def check_local(self) -> None:
         """Raises PropagationError where the base's local tensor was written to since: other ranks cannot know."""
