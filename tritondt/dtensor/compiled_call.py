@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
+from tritondt.ops.propagation.placeholders import placeholder_numbers
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
 from tritondt.redistribution.implicit import redistribute_input
@@ -77,6 +78,7 @@ class Signature:
         self._track_base = track_base if decision.copies_view else None
         self._outputs, self._data_dependent = decision.output_spec, decision.data_dependent
         self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
+        self._numbers = () if self._in_mesh else placeholder_numbers(schema)
         targets = decision.input_specs
         self._input_moves = () if targets is None else tuple(_input_moves(schema, targets, written))
         # One list: of several results each may be missing, as the gradient of what needs none.
@@ -144,6 +146,8 @@ class Signature:
         move = next(moves)
         if move.source is move.target:
             return argument
+        if not self._in_mesh and argument.numel():  # a number as a plain tensor, which no rank outside the mesh has
+            argument = argument.new_empty(0)
         stand_in = redistribute_input(self._op, argument, move.source, move.target)
         if move.is_written:
             replaced.append((argument, stand_in, move))
@@ -152,21 +156,27 @@ class Signature:
     def _wrapped(self, result: Any, specs: OutputSpecs) -> Any:
         if isinstance(specs, DTensorSpec):
             return self._wrap(_empty(specs) if result is None else result, specs)
+        if not self._in_mesh:
+            return self._placeholders(specs)
         if specs is None:
             return result
-        if self._returns_list and self._in_mesh:
+        if self._returns_list:
             return self._wrap_all(result, cast(Sequence[DTensorSpec], specs))
-        if not self._in_mesh:
-            return tuple(None if spec is None else self._wrap(_empty(spec), spec) for spec in specs)
         pairs = zip(result, specs, strict=True)
         return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
 
+    def _placeholders(self, specs: Sequence[DTensorSpec | None] | None) -> Any:
+        """Results on a rank outside the mesh: empty tensors, and numbers that stand for those it cannot know."""
+        if specs is None:
+            return self._numbers[0] if len(self._numbers) == 1 else self._numbers or None
+        numbers = self._numbers * len(specs) if self._returns_list else self._numbers
+        return tuple(
+            number if spec is None else self._wrap(_empty(spec), spec)
+            for number, spec in zip(numbers, specs, strict=True)
+        )
+
     def _replicated(self, result: Any) -> Any:
-        """Results of which every rank has all; a rank outside the mesh knows no shapes and gets empty tensors."""
-        if not self._in_mesh:
-            count = len(self._op._schema.returns)
-            result = tuple(torch.empty((0,), device=self._mesh.device_type) for _ in range(count))
-            result = result[0] if count == 1 else result
+        """Results of which every rank has all."""
         if isinstance(result, torch.Tensor):
             return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
         return tuple(map(self._replicated, result)) if isinstance(result, list | tuple) else result

@@ -23,7 +23,8 @@ def _norm(x: torch.Tensor, p: float | None = 2, dim: Any = None, keepdim: bool =
 
 
 def _allclose(x: torch.Tensor, y: torch.Tensor, *tolerances: Any, **options: Any) -> bool:
-    return bool(torch.isclose(x, y, *tolerances, **options).all().item())
+    near = torch.isclose(x, y, *tolerances, **options)
+    return torch.equal(near, torch.ones_like(near))
 
 
 def _block_diagonal(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.decompositions import DECOMPOSITIONS, written_by_functional
+from tritondt.ops.propagation.placeholders import placeholder_specs
 from tritondt.ops.propagation.replication import is_called_by_autograd
 from tritondt.ops.propagation.schema import OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
@@ -127,6 +128,8 @@ def replicate_all(schema: OpSchema) -> OutputSharding:
     try:
         metas = propagate_tensor_meta(schema)
     except _SHAPES_UNKNOWN:
+        if schema.mesh.coordinate is None:
+            return OutputSharding(placeholder_specs(schema), moved, copies_view=copies_view)
         return OutputSharding(None, moved, data_dependent=True, copies_view=copies_view)
     outputs: OutputSpecs = None
     if isinstance(metas, TensorMeta):

@@ -31,7 +31,7 @@ class _Faker:
                 # Torch's cache of what fake operators give is never emptied: 3 entries, 4 kB, a new shape.
                 self._mode.cache_enabled = False
             with self._mode, torch.inference_mode(False), torch.no_grad():
-                args, kwargs = _fake(schema.args_schema), _fake(dict(schema.kwargs_schema))
+                args, kwargs = fake_arguments(schema)
                 try:
                     return schema.op(*args, **kwargs)
                 except RuntimeError as error:
@@ -56,6 +56,11 @@ def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     """Shape, stride and dtype of a tensor."""
     return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+
+def fake_arguments(schema: OpSchema) -> tuple[Any, Any]:
+    """Arguments of a call with tensors of the global shapes, fake ones under a fake mode."""
+    return _fake(schema.args_schema), _fake(dict(schema.kwargs_schema))
 
 
 def _fake(argument: Any) -> Any:
