@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
 from tritondt.dtensor.compiled_call import Compiled, Signature, TrackBase, Wrap, WrapAll
-from tritondt.dtensor.decompose import decompose
+from tritondt.dtensor.decompose import decompose, fit_outs
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_replicated, as_replicated
@@ -132,6 +132,8 @@ class Dispatcher:
                 result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
+            if schema.is_out_variant and fit_outs(schema, args, kwargs):
+                return self._run_any(op, args, kwargs)
             found = self._compile(schema)
             if is_kept:
                 _keep(operator, key, found)

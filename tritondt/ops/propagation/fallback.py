@@ -29,7 +29,7 @@ Mode = Literal["raise", "replicate"]
 MODES: tuple[Mode, ...] = ("raise", "replicate")
 
 # Values tell the shapes, or nobody has said how to find them without values.
-_SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
+SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 # Those of torch._refs go by way of operators (prims) that have no strategy.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
 
@@ -127,7 +127,7 @@ def replicate_all(schema: OpSchema) -> OutputSharding:
     copies_view = schema.is_view and moved is not None
     try:
         metas = propagate_tensor_meta(schema)
-    except _SHAPES_UNKNOWN:
+    except SHAPES_UNKNOWN:
         if schema.mesh.coordinate is None:
             return OutputSharding(placeholder_specs(schema), moved, copies_view=copies_view)
         return OutputSharding(None, moved, data_dependent=True, copies_view=copies_view)

@@ -24,7 +24,8 @@ class _Faker:
         self._mode: FakeTensorMode | None = None
         self._turn = threading.Lock()
 
-    def run(self, schema: OpSchema) -> Any:
+    def run(self, schema: OpSchema) -> tuple[Any, Any]:
+        """Results, and the keyword arguments as they are afterwards."""
         with self._turn:
             if self._mode is None:
                 self._mode = FakeTensorMode()
@@ -33,7 +34,7 @@ class _Faker:
             with self._mode, torch.inference_mode(False), torch.no_grad():
                 args, kwargs = fake_arguments(schema)
                 try:
-                    return schema.op(*args, **kwargs)
+                    return schema.op(*args, **kwargs), kwargs
                 except RuntimeError as error:
                     if _NOT_FAKED in str(error):
                         raise UnsupportedOperatorException(schema.op) from error
@@ -45,12 +46,24 @@ _faker = _Faker()
 
 def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
     """Metas of the operator's results for tensors of the arguments' global shapes."""
-    result = _faker.run(schema)
+    result, _ = _faker.run(schema)
     if isinstance(result, torch.Tensor):
         return meta_of(result)
     if isinstance(result, list | tuple):
         return [meta_of(item) if isinstance(item, torch.Tensor) else None for item in result]
     return None
+
+
+def keyword_shapes(schema: OpSchema) -> dict[str, Any]:
+    """Shapes of a call's keyword arguments that are tensors, or lists of them, after the call."""
+    _, kwargs = _faker.run(schema)
+    return {name: _shapes(found) for name, found in kwargs.items() if _shapes(found) is not None}
+
+
+def _shapes(found: Any) -> Any:
+    if isinstance(found, list | tuple):
+        return [_shapes(item) for item in found]
+    return tuple(found.shape) if isinstance(found, torch.Tensor) else None
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
