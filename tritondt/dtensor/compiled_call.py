@@ -11,6 +11,7 @@ from tritondt.ops.propagation.placeholders import placeholder_numbers
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
 from tritondt.redistribution.implicit import redistribute_input
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec
 
@@ -32,8 +33,10 @@ class WrapAll(Protocol):
 class TrackBase(Protocol):
     """Makes results of a view that had to be copied track the view's first argument."""
 
-    def __call__(self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
-        """The results, as copied views."""
+    def __call__(
+        self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /, *, is_local: bool = False
+    ) -> Any:
+        """The results, as copied views; `is_local` where no rank sends anything to copy them again."""
 
 
 class Admit(Protocol):
@@ -180,6 +183,27 @@ class Signature:
         if isinstance(result, torch.Tensor):
             return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
         return tuple(map(self._replicated, result)) if isinstance(result, list | tuple) else result
+
+
+def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: TrackBase) -> Compiled:
+    """A view in another shape, compiled: a copied view where this rank's strides allow no view, though the whole's do.
+
+    The strides of a local tensor are this rank's alone: from_local takes any, and what has moved is row-major.
+    """
+    shape = spec.local_shape
+
+    def run(
+        local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        local: torch.Tensor = local_args[0]
+        try:
+            return wrap(local.view(shape), spec)
+        except RuntimeError:
+            copy = wrap(local.reshape(shape), spec)
+        # A graph that torch traces knows no memory, and writes to what it views by itself.
+        return track_base(copy, op, args, kwargs, is_local=True) if has_memory(local) else copy
+
+    return run
 
 
 def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> Iterator[_InputMove]:

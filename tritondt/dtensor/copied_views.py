@@ -42,7 +42,8 @@ _RESHAPES = frozenset({
 class _Origin(NamedTuple):
     """How a tensor was made as a view, and the versions of the base then: the result at `place` of a call.
 
-    A view of a copied view may share the copy's memory: it is an alias then.
+    A view of a copied view may share the copy's memory: it is an alias then. One that `is_local` is copied from this
+    rank's part of the base alone.
     """
 
     base: Any
@@ -53,6 +54,7 @@ class _Origin(NamedTuple):
     kwargs: Mapping[str, Any]
     place: int | None
     is_alias: bool = False
+    is_local: bool = False
 
 
 @lru_cache(maxsize=64)
@@ -67,10 +69,11 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         origin: _Origin = tensor.__dict__[_ORIGIN]
         base_local = origin.base._local_tensor
         now = versions(origin.base, base_local)
-        if now[0] == origin.versions[0] != _INFERENCE:
-            if base_local is not origin.base_local or now != origin.versions:
-                raise PropagationError(_unseen_write_text(origin))
-        else:
+        is_known = now[0] == origin.versions[0] != _INFERENCE
+        is_stale = base_local is not origin.base_local or now != origin.versions
+        if is_known and is_stale and not origin.is_local:
+            raise PropagationError(_unseen_write_text(origin))
+        if is_stale or not is_known:
             with admitted():
                 results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
             renewed = results if origin.place is None else results[origin.place]
@@ -163,9 +166,17 @@ def versions(distributed: Any, local: torch.Tensor) -> Versions:
 
 
 def track_base(
-    results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_alias: bool = False
+    results: Any,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_alias: bool = False,
+    is_local: bool = False,
 ) -> Any:
     """The results of a view of the first argument as copied views; `is_alias` where they share its memory.
+
+    `is_local` says that copying them again is no collective call.
 
     A gradient that autograd keeps stays what it is: of whose view it is nobody can say.
     """
@@ -173,7 +184,7 @@ def track_base(
         return results
     base, several = args[0], isinstance(results, list | tuple)
     local = base._local_tensor
-    origin = _Origin(base, local, versions(base, local), op, tuple(args), dict(kwargs), None, is_alias)
+    origin = _Origin(base, local, versions(base, local), op, tuple(args), dict(kwargs), None, is_alias, is_local)
     for place, result in enumerate(results if several else (results,)):
         if _ORIGIN not in result.__dict__:
             kind: Any = type(result)

@@ -15,7 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.dtensor.compiled_call import Compiled, Signature, TrackBase, Wrap, WrapAll
+from tritondt.dtensor.compiled_call import Compiled, Signature, TrackBase, Wrap, WrapAll, viewed_or_copied
 from tritondt.dtensor.decompose import decompose, fit_outs
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -208,6 +208,8 @@ class Dispatcher:
         runs_as_it_is = schema.mesh.coordinate is not None and not written
         runs_as_it_is &= not decision.needs_redistribute and not decision.copies_view
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
+            if decision.is_viewed:
+                return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
         return Signature(schema, decision, local, written, *made_by).run, None

@@ -203,3 +203,13 @@ def test_a_formula_of_torch_that_writes_to_plain_tensors_is_refused() -> None:
 
     with set_fallback("replicate"):
         run_ranks(2, body)
+
+
+def test_operators_of_higher_derivatives_are_taken_apart():
+    def product(x, y):
+        leaves = x.clone().requires_grad_(), y.clone().requires_grad_()
+        first = torch.autograd.grad(torch.fmod(leaves[0] ** 2, leaves[1] ** 2).sum(), leaves, create_graph=True)
+        return torch.autograd.grad((first[0] * first[1]).sum(), leaves)
+
+    case = Case((2,), (torch.tensor([5.5, 3.25, 1.0]), torch.tensor([2.0, 2.5, 0.75])), ("S0", "S0"))
+    check(product, case)

@@ -154,6 +154,8 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     own = DECOMPOSITIONS.get(op)
     if own is not None:
         return own
+    if op.namespace == "prims":  # derivatives of higher order call them; each names torch's function of the same kind
+        return getattr(op, "impl_aten", None)
     if any(argument.alias_info is not None for argument in op._schema.arguments):
         return written_by_functional(op)
     # Loading them takes a second, which programs whose operators all have strategies save.
