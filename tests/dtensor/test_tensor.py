@@ -327,8 +327,9 @@ def test_memory_shared_with_other_processes_is_that_of_the_part():
         assert x.is_shared()
         assert x.to_local().is_shared()
         torch.testing.assert_close(x.full_tensor(), FULL, rtol=0, atol=0)
-        module = nn.Module()
+        module: Any = nn.Module()
         module.weight = nn.Parameter(x.clone())
-        assert module.share_memory().weight.is_shared()
+        module.share_memory()
+        assert module.weight.is_shared()
 
     on_two(body)

@@ -219,7 +219,7 @@ class DTensor(torch.Tensor):
         """A plain tensor as a replicated one on this tensor's mesh."""
         return DTensor(*as_replicated(plain, self._spec.mesh))
 
-    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> "DTensor":  # type: ignore[override]
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> "DTensor":
         """The tensor itself where it and this rank's part lie in memory as asked, a copy otherwise. Not collective."""
         found = cast(DTensor, _CONTIGUOUS(self, memory_format=memory_format))
         if found is not self or work_of(self) is not None:  # what is being received lies in order
@@ -237,7 +237,7 @@ class DTensor(torch.Tensor):
         Nothing is sent, for text is made on single ranks: PropagationError where the number is no rank's own.
         """
         if self.ndim or not format_spec:
-            return super().__format__(format_spec)
+            return object.__format__(self, format_spec)
         check_is_own(self._spec, format_spec)
         return format(self.item(), format_spec)
 
@@ -248,7 +248,7 @@ class DTensor(torch.Tensor):
 
     def is_shared(self) -> bool:
         """Whether this rank's part lies in memory that processes share."""
-        return self._local_tensor.is_shared()
+        return bool(self._local_tensor.is_shared())
 
     def tolist(self) -> Any:
         """Raises PropagationError: a list would need all elements on this rank."""

@@ -215,10 +215,10 @@ def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_follows():
         compare((flat, pairs), (numbers(24) * 2 + 2, numbers(24).view(8, 3) * 2 + 2), exact=True)
         # This rank's part shares memory with what was given: no other rank has to know that it was written to.
         held.zero_()
-        compare(flat, torch.zeros(24), exact=True)
-        gradient = x.clone().copy_(x).requires_grad_()
-        (gradient.view(24) * numbers(24)).sum().backward()
-        compare(gradient.grad, numbers(4, 6), exact=True)
+        compare(flat, numbers(24) * 0, exact=True)
+        leaf = T.DTensor.from_local(numbers(4, 12)[:, 3 * rank : 3 * rank + 3], mesh, [T.Shard(1)]).requires_grad_()
+        (leaf.view(24) * distribute(numbers(24), mesh, "R")).sum().backward()
+        compare(leaf.grad, numbers(4, 6), exact=True)
 
     run_ranks(2, body)
 
