@@ -324,3 +324,32 @@ def test_from_local_without_a_check_shares_memory_and_sends_nothing():
         assert T.DTensor.from_local(local, T.Mesh((2,)), [T.Replicate()]).to_local() is local
 
     run_ranks(2, body)
+
+
+def test_the_number_of_a_replicated_tensor_is_formatted_and_that_of_another_refused():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        loss = distribute(torch.tensor(2.5), mesh, "R")
+        assert f"{loss:.4f}" == "2.5000"
+        assert f"{loss}" == repr(loss)
+        with pytest.raises(T.PropagationError, match=r"'.4f' of \(P\(sum\)\) .*on every rank: \{x\.item\(\):\.4f\}"):
+            format(distribute(torch.tensor(2.5), mesh, "P"), ".4f")
+        with pytest.raises(TypeError, match="unsupported format string"):
+            format(distribute(FULL, mesh, "S0"), ".4f")
+
+    run_ranks(2, body)
+
+
+def test_memory_shared_with_other_processes_is_that_of_the_part():
+    def body(x):
+        assert not x.is_shared()
+        assert x.share_memory_() is x
+        assert x.is_shared()
+        assert x.to_local().is_shared()
+        torch.testing.assert_close(x.full_tensor(), FULL, rtol=0, atol=0)
+        module: Any = nn.Module()
+        module.weight = nn.Parameter(x.clone())
+        module.share_memory()
+        assert module.weight.is_shared()
+
+    on_two(body)

@@ -8,9 +8,11 @@ from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
 from tritondt.dtensor.writes import MEMORY, count_writes, memory_of, take_memory, watched
+from tritondt.ops.propagation.placeholders import placeholder_numbers
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
 from tritondt.redistribution.implicit import redistribute_input
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec
 
@@ -32,8 +34,10 @@ class WrapAll(Protocol):
 class TrackBase(Protocol):
     """Makes results of a view that had to be copied track the view's first argument."""
 
-    def __call__(self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /) -> Any:
-        """The results, as copied views."""
+    def __call__(
+        self, results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], /, *, is_local: bool = False
+    ) -> Any:
+        """The results, as copied views; `is_local` where no rank sends anything to copy them again."""
 
 
 class KeepKinds(Protocol):
@@ -93,6 +97,7 @@ class Signature:
         self._track_base = track_base if decision.copies_view else None
         self._outputs, self._data_dependent = decision.output_spec, decision.data_dependent
         self._mesh, self._in_mesh = schema.mesh, schema.mesh.coordinate is not None
+        self._numbers = () if self._in_mesh else placeholder_numbers(schema)
         targets = decision.input_specs
         self._input_moves = () if targets is None else tuple(_input_moves(schema, targets, written))
         # One list: of several results each may be missing, as the gradient of what needs none.
@@ -181,6 +186,8 @@ class Signature:
         move = next(moves)
         if move.source is move.target:
             return argument
+        if not self._in_mesh and argument.numel():  # a number as a plain tensor, which no rank outside the mesh has
+            argument = argument.new_empty(0)
         stand_in = redistribute_input(self._op, argument, move.source, move.target)
         if move.is_written:
             replaced.append((argument, stand_in, move))
@@ -189,21 +196,27 @@ class Signature:
     def _wrapped(self, result: Any, specs: OutputSpecs) -> Any:
         if isinstance(specs, DTensorSpec):
             return self._wrap(_empty(specs) if result is None else result, specs)
+        if not self._in_mesh:
+            return self._placeholders(specs)
         if specs is None:
             return result
-        if self._returns_list and self._in_mesh:
+        if self._returns_list:
             return self._wrap_all(result, cast(Sequence[DTensorSpec], specs))
-        if not self._in_mesh:
-            return tuple(None if spec is None else self._wrap(_empty(spec), spec) for spec in specs)
         pairs = zip(result, specs, strict=True)
         return tuple(item if spec is None or item is None else self._wrap(item, spec) for item, spec in pairs)
 
+    def _placeholders(self, specs: Sequence[DTensorSpec | None] | None) -> Any:
+        """Results on a rank outside the mesh: empty tensors, and numbers that stand for those it cannot know."""
+        if specs is None:
+            return self._numbers[0] if len(self._numbers) == 1 else self._numbers or None
+        numbers = self._numbers * len(specs) if self._returns_list else self._numbers
+        return tuple(
+            number if spec is None else self._wrap(_empty(spec), spec)
+            for number, spec in zip(numbers, specs, strict=True)
+        )
+
     def _replicated(self, result: Any) -> Any:
-        """Results of which every rank has all; a rank outside the mesh knows no shapes and gets empty tensors."""
-        if not self._in_mesh:
-            count = len(self._op._schema.returns)
-            result = tuple(torch.empty((0,), device=self._mesh.device_type) for _ in range(count))
-            result = result[0] if count == 1 else result
+        """Results of which every rank has all."""
         if isinstance(result, torch.Tensor):
             return self._wrap(result, DTensorSpec(self._mesh, [Replicate()] * self._mesh.ndim, meta_of(result)))
         return tuple(map(self._replicated, result)) if isinstance(result, list | tuple) else result
@@ -231,6 +244,27 @@ def _written_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:
     for place, declared in enumerate(op._schema.arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
             yield place, declared.name
+
+
+def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: TrackBase) -> Compiled:
+    """A view in another shape, compiled: a copied view where this rank's strides allow no view, though the whole's do.
+
+    The strides of a local tensor are this rank's alone: from_local takes any, and what has moved is row-major.
+    """
+    shape = spec.local_shape
+
+    def run(
+        local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        local: torch.Tensor = local_args[0]
+        try:
+            return wrap(local.view(shape), spec)
+        except RuntimeError:
+            copy = wrap(local.reshape(shape), spec)
+        # A graph that torch traces knows no memory, and writes to what it views by itself.
+        return track_base(copy, op, args, kwargs, is_local=True) if has_memory(local) else copy
+
+    return run
 
 
 def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> Iterator[_InputMove]:

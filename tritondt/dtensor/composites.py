@@ -61,8 +61,11 @@ class _Kernel:
             return self._op.redispatch(left, *args, **kwargs)
         if self._reads:
             tensor, values, *rest = args
-            args = tensor, values.full_tensor() if isinstance(values, self._class) else values, *rest  # type: ignore[attr-defined]
-            return self._decompose(args, kwargs)
+            if isinstance(values, self._class):
+                # How many results there are is known outside the mesh too, as far as the shape tells.
+                outside = torch.ones(values.shape, dtype=values.dtype)
+                values = values.full_tensor() if mesh.coordinate is not None else outside  # type: ignore[attr-defined]
+            return self._decompose((tensor, values, *rest), kwargs)
         if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
             return self._decompose(args, kwargs)
         with implicit_replication():

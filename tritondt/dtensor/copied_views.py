@@ -24,6 +24,44 @@ from tritondt.ops.rules.views import VIEW_OF
 from tritondt.sharding.placement import placements_text
 
 
+def _freshness(
+    slot: Any, dispatch_any: Callable[..., Any]
+) -> tuple[Callable[[Any], torch.Tensor], Callable[[Any], None]]:
+    """How a copied view gives its local tensor to whoever looks, and how operators bring it up to date first."""
+
+    def renew(tensor: Any, origin: Origin) -> None:
+        """Copies the elements again: a collective call unless the origin `is_local`."""
+        renewed_origin = origin.up_to_date()
+        with admitted():
+            results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
+        renewed = results if origin.place is None else results[origin.place]
+        slot.__set__(tensor, held_local(renewed))
+        tensor.__dict__[ORIGIN] = renewed_origin
+
+    def current_local(tensor: Any) -> torch.Tensor:
+        """The local tensor; PropagationError where it is out of date, and copying it again would send."""
+        origin: Origin = tensor.__dict__[ORIGIN]
+        if origin.is_local and origin.is_past_here() and not _is_past(origin.base):
+            renew(tensor, origin)
+        elif origin.is_past():
+            raise PropagationError(origin.past_text("the local tensor"))
+        else:
+            origin.check_local()
+        local: torch.Tensor = slot.__get__(tensor)
+        return local
+
+    def copy_again(tensor: Any) -> None:
+        """Copies the elements again where operators have written to the base: a collective call then."""
+        origin: Origin = tensor.__dict__[ORIGIN]
+        if origin.is_past() or (origin.is_local and origin.is_past_here()):
+            refresh(origin.base)
+            renew(tensor, origin)
+        elif origin.may_rise:
+            tensor.__dict__[ORIGIN] = origin._replace(seen=origin.watch.count(origin.counted), may_rise=False)
+
+    return current_local, copy_again
+
+
 @lru_cache(maxsize=64)
 def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     """The subclass of `tensor_class` for copied views."""
@@ -31,29 +69,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
     wrap: Any = tensor_class
     dispatch_any: Callable[..., Any] = tensor_class.__torch_dispatch__
 
-    def current_local(tensor: Any) -> torch.Tensor:
-        """The local tensor; PropagationError where it is out of date."""
-        origin: Origin = tensor.__dict__[ORIGIN]
-        if origin.is_past():
-            raise PropagationError(origin.past_text("the local tensor"))
-        origin.check_local()
-        local: torch.Tensor = slot.__get__(tensor)
-        return local
-
-    def copy_again(tensor: Any) -> None:
-        """Copies the elements again where operators have written to the base: a collective call then."""
-        origin: Origin = tensor.__dict__[ORIGIN]
-        if not origin.is_past():
-            if origin.may_rise:
-                tensor.__dict__[ORIGIN] = origin._replace(seen=origin.watch.count(origin.counted), may_rise=False)
-            return
-        refresh(origin.base)
-        renewed_origin = origin.up_to_date()
-        with admitted():
-            results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
-        renewed = results if origin.place is None else results[origin.place]
-        slot.__set__(tensor, renewed._local_tensor)
-        tensor.__dict__[ORIGIN] = renewed_origin
+    current_local, copy_again = _freshness(slot, dispatch_any)
 
     def dispatch(
         op: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -115,6 +131,11 @@ def _written_copies(op: OpOverload, written: Sequence[Any]) -> list[Any]:
     return copies
 
 
+def _is_past(tensor: Any) -> bool:
+    origin: Origin | None = tensor.__dict__.get(ORIGIN)
+    return origin is not None and origin.is_past()
+
+
 def refresh(tensor: Any) -> None:
     """Brings a tensor up to date, for who communicates anyway: nothing but for a copied view whose base was written to.
 
@@ -125,16 +146,23 @@ def refresh(tensor: Any) -> None:
 
 
 def track_base(
-    results: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_alias: bool = False
+    results: Any,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_alias: bool = False,
+    is_local: bool = False,
 ) -> Any:
     """The results of a view of the first argument as copied views; `is_alias` where they share its memory.
 
-    A gradient that autograd keeps stays what it is: of whose view it is nobody can say.
+    `is_local` says that copying them again is no collective call. A gradient that autograd keeps stays what it is: of
+    whose view it is nobody can say.
     """
     if _is_kept_as_gradient():
         return results
     several, base = isinstance(results, list | tuple), _as_it_is(args[0])
-    origin = _origin(base, args[0], op, (base, *args[1:]), kwargs, is_alias=is_alias)
+    origin = _origin(base, args[0], op, (base, *args[1:]), kwargs, is_alias=is_alias, is_local=is_local)
     for place, result in enumerate(results if several else (results,)):
         if ORIGIN not in result.__dict__:
             _set_origin(result, origin._replace(place=place if several else None))
@@ -148,11 +176,18 @@ def share_origin(tensor: Any, new: Any) -> None:
 
 
 def _origin(
-    base: Any, counted: Any, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_alias: bool
+    base: Any,
+    counted: Any,
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    is_alias: bool,
+    is_local: bool = False,
 ) -> Origin:
     watch = Watch(memory_of(base))
     counts = watch.count(counted), watch.local_count(base)
-    return Origin(base, counted, watch, *counts, op, tuple(args), dict(kwargs), None, is_alias)
+    return Origin(base, counted, watch, *counts, op, tuple(args), dict(kwargs), None, is_alias, is_local)
 
 
 def _set_origin(tensor: Any, origin: Origin) -> None:

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
+from tritondt.errors import PropagationError
+from tritondt.ops.propagation.decompositions import written_by_functional
+from tritondt.ops.propagation.fallback import SHAPES_UNKNOWN, decomposition_of, is_replicated
+from tritondt.ops.propagation.outputs import out_shapes, resize_outs
 from tritondt.ops.propagation.replication import implicit_replication
 from tritondt.ops.propagation.schema import OpSchema
 
@@ -18,7 +21,29 @@ def decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         if _is_composite(schema.op):
             return _decompose_composite(schema.op, args, kwargs)
         decomposition = None if is_replicated(schema) else decomposition_of(schema.op)
+        if decomposition is None and schema.is_out_variant and not _shapes_are_known(schema):
+            # The operator itself would give this rank's part of out another shape, and nobody would know.
+            decomposition = written_by_functional(schema.op)
         return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
+
+
+def fit_outs(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor that a call writes its results to had another shape than they have, and has been given that."""
+    try:
+        shapes = out_shapes(schema)
+    except SHAPES_UNKNOWN:
+        raise PropagationError(
+            f"{schema} writes results to out whose shapes only values tell; call it without out"
+        ) from None
+    return resize_outs(schema, shapes, args, kwargs)
+
+
+def _shapes_are_known(schema: OpSchema) -> bool:
+    try:
+        out_shapes(schema)
+    except SHAPES_UNKNOWN:
+        return False
+    return True
 
 
 def _is_composite(op: OpOverload) -> bool:

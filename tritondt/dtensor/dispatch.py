@@ -15,8 +15,18 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.dtensor.compiled_call import Compiled, KeepKinds, Signature, TrackBase, Wrap, WrapAll, alias_of
-from tritondt.dtensor.decompose import decompose
+from tritondt.dtensor.compiled_call import (
+    Compiled,
+    KeepKinds,
+    Signature,
+    TrackBase,
+    Wrap,
+    WrapAll,
+    alias_of,
+    viewed_or_copied,
+)
+from tritondt.dtensor.decompose import decompose, fit_outs
+from tritondt.dtensor.text import mixed_text
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_replicated, as_replicated
@@ -134,6 +144,8 @@ class Dispatcher:
                 result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
+            if schema.is_out_variant and fit_outs(schema, args, kwargs):
+                return self._run_any(op, args, kwargs)
             found = self._with_gradients_kept(op, self._compile(schema)) if mixed else self._compile(schema)
             if is_kept:
                 _keep(operator, key, found)
@@ -247,6 +259,8 @@ class Dispatcher:
         if runs_as_it_is and isinstance(decision.output_spec, DTensorSpec):
             if schema.op is torch.ops.aten.detach.default:
                 return alias_of(decision.output_spec, self._wrap), None
+            if decision.is_viewed:
+                return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
         return Signature(schema, decision, local, written, *made_by).run, None
@@ -276,7 +290,7 @@ class Dispatcher:
             return argument._spec  # type: ignore[attr-defined]
         if isinstance(argument, torch.Tensor):
             if argument.ndim:
-                raise MixedTensorsError(_mixed_text(op, beside, argument))
+                raise MixedTensorsError(mixed_text(op, beside, argument))
             meta = TensorMeta((), (), argument.dtype)
             return DTensorSpec(beside.mesh, [Replicate()] * beside.mesh.ndim, meta)
         if isinstance(argument, list | tuple):
@@ -326,14 +340,4 @@ def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
 def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
     return chain.from_iterable(
         _flat(argument) if isinstance(argument, list | tuple) else (argument,) for argument in arguments
-    )
-
-
-def _mixed_text(op: OpOverload, spec: DTensorSpec, plain: torch.Tensor) -> str:
-    return (
-        f"{op} got a distributed tensor {spec} and a plain one of shape {tuple(plain.shape)}; make the plain one "
-        "distributed with distribute_tensor(x, mesh, placements), or DTensor.from_local(x, mesh, [Replicate()]) where "
-        "every rank holds the same, or use to_local() on the other; where all plain ones are alike on every rank, as "
-        "labels and the cos and sin of rotary embeddings are, call it within tritondt.implicit_replication(), or lay "
-        "the model out by parallelize_module(..., plain_tensors='replicated')"
     )

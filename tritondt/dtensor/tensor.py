@@ -1,6 +1,5 @@
 """DTensor: a tensor distributed over a mesh of ranks, each of which holds a part."""
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -13,16 +12,18 @@ from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
 from tritondt.dtensor.construct import construct
 from tritondt.dtensor.copied_views import refresh, share_origin
+from tritondt.dtensor.copies import deep_copy, shallow_copy
 from tritondt.dtensor.pending import redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
-from tritondt.dtensor.writes import MEMORY, lasting_attributes, memory_of, take_memory
+from tritondt.dtensor.text import check_is_own, text_of
+from tritondt.dtensor.writes import lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
-from tritondt.sharding.placement import Placement, Replicate, placements_text
+from tritondt.sharding.placement import Placement, Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
 from tritondt.sharding.spec_values import spec_values
 
@@ -217,15 +218,46 @@ class DTensor(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Writes to the elements that the index picks; lists in it must be alike on every rank."""
+        if isinstance(value, DTensor) and value.ndim and value.shape[0] == 1:
+            # Torch takes leading dims of length 1 off by a view, which would be refused where one is cut.
+            leading = next((dim for dim, length in enumerate(value.shape) if length != 1), value.ndim)
+            value = value.squeeze(tuple(range(leading)))
         _set_item(self, with_tensors(index, self._replicated), value)
 
     def _replicated(self, plain: torch.Tensor) -> "DTensor":
         """A plain tensor as a replicated one on this tensor's mesh."""
         return DTensor(*as_replicated(plain, self._spec.mesh))
 
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> "DTensor":
+        """The tensor itself where it and this rank's part lie in memory as asked, a copy otherwise. Not collective."""
+        found = cast(DTensor, _CONTIGUOUS(self, memory_format=memory_format))
+        if found is not self or work_of(self) is not None:  # what is being received lies in order
+            return found
+        in_order = self._local_tensor.is_contiguous(memory_format=memory_format)
+        return self if in_order else cast(DTensor, self.clone(memory_format=memory_format))
+
     def numpy(self, *, force: bool = False) -> Any:
         """Raises PropagationError: no array holds a distributed tensor."""
         raise PropagationError(f"numpy() of a distributed tensor {self._spec}; use {_PLAIN.format('numpy')}")
+
+    def __format__(self, format_spec: str) -> str:
+        """The number of a tensor without dims as `format_spec` says; the tensor's text where that says nothing.
+
+        Nothing is sent, for text is made on single ranks: PropagationError where the number is no rank's own.
+        """
+        if self.ndim or not format_spec:
+            return object.__format__(self, format_spec)
+        check_is_own(self._spec, format_spec)
+        return format(self.item(), format_spec)
+
+    def share_memory_(self) -> "DTensor":
+        """The tensor itself, with this rank's part moved to memory that processes share. Not collective."""
+        self._local_tensor.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether this rank's part lies in memory that processes share."""
+        return bool(self._local_tensor.is_shared())
 
     def tolist(self) -> Any:
         """Raises PropagationError: a list would need all elements on this rank."""
@@ -233,26 +265,11 @@ class DTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DTensor":
         """A leaf with memory of its own; parts that share memory share it in the copy as well."""
-        if id(self) in memo:
-            return cast("DTensor", memo[id(self)])
-        if not self.is_leaf:
-            raise PropagationError(
-                f"deepcopy of {self._spec}, which is the result of an operator; copy a leaf, or x.detach()"
-            )
-        local = self._local_tensor
-        copied = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
-        made = memo[id(self)] = type(self)(copied, self._spec, requires_grad=self.requires_grad)
-        memory_of(self) if self._base is None else self.__dict__.setdefault(MEMORY, memory_of(self))
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
-        return made
+        return cast("DTensor", deep_copy(self, memo))
 
     def __copy__(self) -> "DTensor":
         """A tensor with the same memory and attributes, and without history."""
-        made = type(self)(self._local_tensor, self._spec, requires_grad=self.requires_grad)
-        made.__dict__.update({**self.__dict__, MEMORY: memory_of(self)})
-        return made
+        return cast("DTensor", shallow_copy(self))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """This rank's part and, as plain values, the spec, with the function that rebuilds a tensor of both."""
@@ -314,20 +331,10 @@ class DTensor(torch.Tensor):
         _GRAD.__delete__(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        spec, local = self._spec, self._local_tensor
-        order = "" if spec.order == tuple(range(spec.mesh.ndim)) else f", order={spec.order}"
-        grad = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else ""
-        grad = grad or (", requires_grad=True" if self.requires_grad else "")
-        title = "Parameter containing:\n" if getattr(self, "_is_param", False) else ""
-        shown = repr(local.detach())
-        # Torch's own text, which leaves out the middle of more than 1,000 elements.
-        gap = "\n" if "\n" in shown else " "
-        return (
-            f"{title}DTensor({placements_text(spec.placements)}{order} of {tuple(self.shape)} on {spec.mesh}, local "
-            f"{tuple(local.shape)} ={gap}{shown}{grad})"
-        )
+        return text_of(self)
 
 
+_CONTIGUOUS: Any = torch.Tensor.contiguous
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _get_item: Any = torch.Tensor.__getitem__

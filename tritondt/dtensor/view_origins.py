@@ -30,7 +30,8 @@ class Origin(NamedTuple):
     """How a tensor was made as a view, and what had been written to its base then: the result at `place` of a call.
 
     `base`, the first of `args`, is an alias that keeps the shape and the memory that the viewed tensor had; `counted`
-    is that tensor. A view of a copied view may share the copy's memory: it is an alias then.
+    is that tensor. A view of a copied view may share the copy's memory: it is an alias then. One that `is_local` is
+    copied from this rank's part of the base alone.
     """
 
     base: Any
@@ -43,7 +44,8 @@ class Origin(NamedTuple):
     kwargs: Mapping[str, Any]
     place: int | None
     is_alias: bool = False
-    # Whether the last write came from the view, whose version, shared with the base, autograd raises after the operator.
+    is_local: bool = False
+    # Whether the last write came from the view: autograd raises its version, which the base shares, after the operator.
     may_rise: bool = False
 
     def is_past(self) -> bool:
@@ -55,6 +57,10 @@ class Origin(NamedTuple):
         """The origin of elements that are the base's present ones."""
         seen, seen_local = self.watch.count(self.counted), self.watch.local_count(self.base)
         return self._replace(seen=seen, seen_local=seen_local, may_rise=may_rise)
+
+    def is_past_here(self) -> bool:
+        """Whether anything has written to the base since, of which other ranks may not know."""
+        return self.is_past() or self.watch.local_count(self.base) != self.seen_local
 
     def check_local(self) -> None:
         """Raises PropagationError where the base's local tensor was written to since: other ranks cannot know."""

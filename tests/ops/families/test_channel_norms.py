@@ -53,3 +53,15 @@ def test_group_norm(mesh, of_image, of_others):
     case = Case(mesh, (IMAGES, SCALE, SHIFT), (of_image, of_others, of_others))
     check(lambda x, scale, shift: F.group_norm(x, 2, scale, shift), case, gradients=True)
     check(lambda x, scale, shift: F.group_norm(x, 2), case, gradients=False)
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 3, 3), (2, 4, 0, 3)])
+def test_gradients_of_images_without_elements(shape):
+    def gradients(x, weight, bias):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+        F.group_norm(leaves[0], 2, *leaves[1:]).sum().backward()
+        # nan is compared as the number that it is not.
+        return [leaf.grad.nan_to_num(7) for leaf in leaves]
+
+    case = Case((2,), (torch.ones(shape), torch.ones(4), torch.ones(4)), ("S0", "R", "R"))
+    check(gradients, case, exact=True)

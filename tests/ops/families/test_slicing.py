@@ -60,3 +60,22 @@ def test_gradients_of_slices_come_back_as_what_was_sliced():
         assert placements_of(grad) == (T.Shard(0),), "a default cut stays one"
 
     run_ranks(4, body)
+
+
+@pytest.mark.parametrize(("length", "size"), [(32, 3), (64, 7)])
+def test_pieces_of_which_several_have_no_layout_move_together(length, size):
+    case = Case((2, 2), (torch.arange(float(length)),), ("S0(repeats=8), S0(repeats=8)",))
+    check(lambda x: list(x.split(size)), case, exact=True)
+
+
+def test_a_value_with_leading_dims_of_length_one_is_written_wherever_it_is_cut():
+    def written(x, number, row):
+        x = x.clone()
+        x[0, 1] = number
+        x[1] = row
+        x[2:3] = row
+        return x
+
+    tensors = (torch.zeros(4, 3), torch.ones(1), torch.full((1, 1, 3), 2.0))
+    for text in ("S0, S0, S0", "R, S0, S1", "S1, S0, S2", "S0, R, S0"):
+        check(written, Case((2,), tensors, tuple(text.split(", "))), exact=True)

@@ -1,14 +1,12 @@
 """Views: values, strides, aliasing, gradients, and what passes through the reshapes of a model."""
 
-import re
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tritondt as T
 from tests.ops.distinct import numbers
-from tests.ops.sharded import Case, check, distribute, whole
+from tests.ops.sharded import Case, check, compare, distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 
 VIEWS = [
@@ -202,20 +200,25 @@ def test_composites_under_inference_mode_run_as_views():
     check(function, Case((2,), (numbers(4, 12),), ("S0",)), exact=True)
 
 
-def test_a_local_tensor_that_cannot_be_viewed_says_so():
+def test_a_local_tensor_that_cannot_be_viewed_is_copied_and_follows():
     def body(rank):
         mesh = T.Mesh((2,))
         held = numbers(4, 6)[:, 3 * rank : 3 * rank + 3]
         x = T.DTensor.from_local(held, mesh, [T.Shard(1)], shape=(4, 6), stride=(6, 1))
-        sentence = (
-            f"rank {rank} holds a local tensor of shape (4, 3) and stride (6, 1), which cannot be viewed as (12,), "
-            "though the strides of the whole would allow it; copy it first: "
-            "x.clone(memory_format=torch.contiguous_format)"
-        )
-        with pytest.raises(T.PropagationError, match=re.escape(sentence)):
-            x.view(24)
-        copied = x.clone(memory_format=torch.contiguous_format).view(24)
-        torch.testing.assert_close(whole(copied), numbers(24), rtol=0, atol=0)
+        flat, pairs = x.view(24), x.flatten(0, 1).reshape(8, 3)
+        compare((flat, pairs), (numbers(24), numbers(24).view(8, 3)), exact=True)
+        assert x.is_contiguous()
+        assert x.contiguous().to_local().is_contiguous()
+        flat.add_(1)
+        compare((x, pairs), (numbers(4, 6) + 1, numbers(24).view(8, 3) + 1), exact=True)
+        x.mul_(2)
+        compare((flat, pairs), (numbers(24) * 2 + 2, numbers(24).view(8, 3) * 2 + 2), exact=True)
+        # This rank's part shares memory with what was given: no other rank has to know that it was written to.
+        held.zero_()
+        compare(flat, numbers(24) * 0, exact=True)
+        leaf = T.DTensor.from_local(numbers(4, 12)[:, 3 * rank : 3 * rank + 3], mesh, [T.Shard(1)]).requires_grad_()
+        (leaf.view(24) * distribute(numbers(24), mesh, "R")).sum().backward()
+        compare(leaf.grad, numbers(4, 6), exact=True)
 
     run_ranks(2, body)
 
@@ -234,3 +237,14 @@ def test_ranks_outside_the_mesh_follow():
 def test_linear_on_three_dims_keeps_the_cut_of_the_sequence():
     x, weight = torch.randn(3, 7, 4, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
     check(F.linear, Case((2, 2), (x, weight), ("S0, S1", "R, R")), gradients=True, expect="S0, S1")
+
+
+def test_heads_of_attention_whose_query_moved_are_merged():
+    query, key = torch.randn(2, 4, 12, 8), torch.randn(2, 2, 12, 8)
+
+    def merged(query, key):
+        found = F.scaled_dot_product_attention(query, key, key, enable_gqa=True)
+        return found.transpose(1, 2).contiguous().view(2, 12, -1)
+
+    for text in ("S2, S0", "S1, S2", "S3, R"):
+        check(merged, Case((2,), (query, key), tuple(text.split(", "))), gradients=True)

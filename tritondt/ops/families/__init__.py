@@ -21,6 +21,7 @@ from tritondt.ops.families import (  # noqa: F401
     padding,
     random,
     reductions,
+    resizing,
     slicing,
     spatial,
     views,

@@ -11,11 +11,18 @@ import torch
 
 from tritondt.ops.propagation.homomorphisms import LINEAR, term_strategies
 from tritondt.ops.propagation.registration import strategy_of
-from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
+from tritondt.ops.propagation.schema import (
+    AxisStrategy,
+    LocalOp,
+    OpSchema,
+    OutputSharding,
+    OutputSpecs,
+    Strategies,
+)
 from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.reductions import accumulation_dtype, completion, is_sharded
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten
 
@@ -160,9 +167,38 @@ def group_norm(schema: OpSchema) -> list[AxisStrategy]:
     return [AxisStrategy((placement, *whole), (placement,) * 3) for placement in (Shard(0), Replicate())]
 
 
+def _gradients_of_nothing(schema: OpSchema) -> OutputSharding:
+    """The decision about the gradients of images without elements, for which torch's fake form divides by zero."""
+    image, mesh = schema.args_spec[1], schema.mesh
+    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
+    placements = [p if isinstance(p, Shard) else Replicate() for p in image.placements]
+    declared = [argument.name for argument in schema.op._schema.arguments]
+    of_channels = TensorMeta.contiguous((schema.argument(declared.index("C"), "C"),), image.dtype)
+    specs = (
+        DTensorSpec(mesh, placements, TensorMeta.contiguous(image.shape, image.dtype), image.order),
+        DTensorSpec(mesh, whole, of_channels),
+        DTensorSpec(mesh, whole, of_channels),
+    )
+    wanted = schema.argument(declared.index("output_mask"), "output_mask")
+    outputs = [spec if is_wanted else None for spec, is_wanted in zip(specs, wanted, strict=True)]
+
+    # Of images without pixels the mean is nan, and so is what is multiplied with it.
+    values = (0.0, float("nan") if image.shape[0] else 0.0, 0.0)
+
+    def constants(gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            None if spec is None else gradient.new_full(spec.local_shape, value, dtype=spec.dtype)
+            for spec, value in zip(outputs, values, strict=True)
+        )
+
+    return OutputSharding(outputs, None, constants)
+
+
 @strategy_of([aten.native_group_norm_backward.default], localize=_with_local_batch)
-def group_norm_gradient(schema: OpSchema) -> list[AxisStrategy]:
+def group_norm_gradient(schema: OpSchema) -> Strategies:
     """Parameters have terms of their gradients wherever there are images."""
+    if not schema.args_spec[1].layout.numel:
+        return _gradients_of_nothing(schema)
     others: tuple[Placement, ...] = (Replicate(),) * (len(schema.args_spec) - 4)
     found = [AxisStrategy(((Shard(0),) * 4) + others, (Shard(0), Partial(), Partial()))]
     found += term_strategies(schema, [LINEAR.at(0)])

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 @rule_of([aten.view.default, aten._reshape_alias.default])
 def viewed(schema: OpSchema) -> OutputSharding:
-    """A view of local sizes; PropagationError where a local tensor's strides allow none."""
+    """A view of local sizes."""
     return _reshaped(schema, copying=False)
 
 
@@ -53,28 +53,13 @@ def _reshaped(schema: OpSchema, *, copying: bool, is_refused: bool = True) -> Ou
         return possible_units(layout, meta.shape, dim)
 
     spec = spec_of_view(schema, meta, lambda layout: reshaped(layout, meta.shape), units, is_refused=is_refused)
-    return OutputSharding(spec, None, _local_reshape(spec) if copying else _local_view(schema, spec))
+    local = _local_reshape(spec)
+    return OutputSharding(spec, None, local) if copying else OutputSharding(spec, None, local, is_viewed=True)
 
 
 def _local_reshape(spec: DTensorSpec) -> LocalOp:
     shape = spec.local_shape
     return lambda local, *_: local.reshape(shape)
-
-
-def _local_view(schema: OpSchema, spec: DTensorSpec) -> LocalOp:
-    shape, op = spec.local_shape, schema.op
-
-    def view(local: torch.Tensor, *_: Any) -> torch.Tensor:
-        try:
-            return local.view(shape)
-        except RuntimeError:
-            held = f"rank {spec.mesh.identity.rank} holds a local tensor of shape {tuple(local.shape)}"
-            raise PropagationError(
-                f"{op} to {spec}: {held} and stride {local.stride()}, which cannot be viewed as {shape}, though the "
-                "strides of the whole would allow it; copy it first: x.clone(memory_format=torch.contiguous_format)"
-            ) from None
-
-    return view
 
 
 @rule_of([aten.permute.default])

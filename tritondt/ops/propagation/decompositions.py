@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
+from tritondt.ops.propagation.outputs import resize_out, same_without
 
 aten = torch.ops.aten
 
@@ -23,7 +24,8 @@ def _norm(x: torch.Tensor, p: float | None = 2, dim: Any = None, keepdim: bool =
 
 
 def _allclose(x: torch.Tensor, y: torch.Tensor, *tolerances: Any, **options: Any) -> bool:
-    return bool(torch.isclose(x, y, *tolerances, **options).all().item())
+    near = torch.isclose(x, y, *tolerances, **options)
+    return torch.equal(near, torch.ones_like(near))
 
 
 def _block_diagonal(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -149,7 +151,7 @@ def written_by_functional(op: OpOverload) -> Decomposition | None:
     target = declared[place]
     if not aliases.is_write or (target.is_out is name.endswith("_")):
         return None
-    functional = _same_without(op, name.removesuffix("_"), target.name if target.is_out else None)
+    functional = same_without(op, name.removesuffix("_"), {target.name} if target.is_out else ())
     if functional is None:
         return None
 
@@ -157,22 +159,12 @@ def written_by_functional(op: OpOverload) -> Decomposition | None:
         given = {key: value for key, value in kwargs.items() if key != target.name} if target.is_out else kwargs
         into: torch.Tensor = kwargs[target.name] if target.is_out else args[0]
         result = functional(*args, **given)
-        if result.shape != into.shape:
+        if result.shape != into.shape and target.is_out:
+            resize_out(op, into, tuple(result.shape), (*args, *given.values()))
+        elif result.shape != into.shape:
             raise PropagationError(
                 f"{op} gives shape {tuple(result.shape)}, and writes it to one of {tuple(into.shape)}"
             )
         return into.copy_(result)
 
     return write
-
-
-def _same_without(op: OpOverload, name: str, left_out: str | None) -> OpOverload | None:
-    """The operator `name` that takes what `op` takes, but for one argument, and writes nothing."""
-    packet = getattr(getattr(torch.ops, op.namespace), name, None)
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name != left_out]
-    for overload in () if packet is None else packet.overloads():
-        found: OpOverload = getattr(packet, overload)
-        arguments = found._schema.arguments
-        if [(a.name, str(a.type)) for a in arguments] == wanted and not any(a.alias_info for a in arguments):
-            return found
-    return None

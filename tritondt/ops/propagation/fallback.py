@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 from tritondt import identity
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.decompositions import DECOMPOSITIONS, written_by_functional
+from tritondt.ops.propagation.placeholders import placeholder_specs
 from tritondt.ops.propagation.replication import is_called_by_autograd
 from tritondt.ops.propagation.schema import OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
@@ -30,7 +31,7 @@ Mode = Literal["raise", "replicate"]
 MODES: tuple[Mode, ...] = ("raise", "replicate")
 
 # Values tell the shapes, or nobody has said how to find them without values.
-_SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
+SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 # Those of torch._refs go by way of operators (prims) that have no strategy.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
 
@@ -152,7 +153,9 @@ def replicate_all(schema: OpSchema) -> OutputSharding:
     copies_view = schema.is_view and moved is not None
     try:
         metas = propagate_tensor_meta(schema)
-    except _SHAPES_UNKNOWN:
+    except SHAPES_UNKNOWN:
+        if schema.mesh.coordinate is None:
+            return OutputSharding(placeholder_specs(schema), moved, copies_view=copies_view)
         return OutputSharding(None, moved, data_dependent=True, copies_view=copies_view)
     outputs: OutputSpecs = None
     if isinstance(metas, TensorMeta):
@@ -177,6 +180,8 @@ def decomposition_of(op: OpOverload) -> Callable[..., Any] | None:
     own = DECOMPOSITIONS.get(op)
     if own is not None:
         return own
+    if op.namespace == "prims":  # derivatives of higher order call them; each names torch's function of the same kind
+        return getattr(op, "impl_aten", None)
     if any(argument.alias_info is not None for argument in op._schema.arguments):
         return written_by_functional(op)
     # Loading them takes a second, which programs whose operators all have strategies save.

@@ -170,7 +170,8 @@ class ShardingPropagator:
         _check_offered(offered, schema)
         decision = decide([offered] * schema.mesh.ndim, schema)
         localize = self.op_to_localize.get(schema.op)
-        if localize is None:
+        # A rank outside the mesh runs nothing: it has no coordinate of which local sizes would follow.
+        if localize is None or schema.mesh.coordinate is None:
             return decision
         running = schema if decision.input_specs is None else schema.with_specs(decision.input_specs)
         return replace(decision, local=localize(running, decision.output_spec))

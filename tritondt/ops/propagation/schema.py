@@ -152,7 +152,8 @@ class OutputSharding:
     replaces the operator on local tensors where it needs local sizes or offsets. `copies_view` says that the
     outputs are views that had to move: copies, which are to be copied again when the first argument is written to.
     `data_dependent` says that only the values tell the outputs' shapes: without specs, every tensor among them is
-    whole on every rank. `refusal` says why the call is refused, unless the fallback lets it run as decided.
+    whole on every rank. `is_viewed` says that `local` views the local tensor as the output's local shape, which its
+    strides may not allow. `refusal` says why the call is refused, unless the fallback lets it run as decided.
     """
 
     output_spec: OutputSpecs
@@ -160,6 +161,7 @@ class OutputSharding:
     local: LocalOp | None = None
     copies_view: bool = False
     data_dependent: bool = False
+    is_viewed: bool = False
     refusal: str = ""
 
     @property

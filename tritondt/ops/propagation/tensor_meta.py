@@ -41,16 +41,17 @@ class _Faker:
         self._mode: FakeTensorMode | None = None
         self._turn = threading.Lock()
 
-    def run(self, schema: OpSchema) -> Any:
+    def run(self, schema: OpSchema) -> tuple[Any, Any]:
+        """Results, and the keyword arguments as they are afterwards."""
         with self._turn:
             if self._mode is None:
                 self._mode = FakeTensorMode()
                 # Torch's cache of what fake operators give is never emptied: 3 entries, 4 kB, a new shape.
                 self._mode.cache_enabled = False
             with self._mode, torch.inference_mode(False), torch.no_grad():
-                args, kwargs = _stand_in(schema.args_schema, _fake), _stand_in(schema.kwargs_schema, _fake)
+                args, kwargs = fake_arguments(schema)
                 try:
-                    return schema.op(*args, **kwargs)
+                    return schema.op(*args, **kwargs), kwargs
                 except RuntimeError as error:
                     if _NOT_FAKED in str(error):
                         raise UnsupportedOperatorException(schema.op) from error
@@ -77,7 +78,7 @@ def _found_metas(schema: OpSchema) -> TensorMetas:
 def _computed_metas(schema: OpSchema) -> TensorMetas:
     # Modes, as those of a graph that is traced, would see what is tried here, and autocast acts on no meta tensor.
     if torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled(schema.mesh.device_type):
-        return _metas_of(_faker.run(schema))
+        return _metas_of(_faker.run(schema)[0])
     if is_elementwise(schema.op):
         meta = _elementwise_meta(schema)
         if meta is not None:
@@ -89,7 +90,7 @@ def _run(schema: OpSchema) -> Any:
     result = NotImplemented
     if runs_on_meta(schema.op, frozenset(spec.dtype for spec in schema.args_spec)):
         result = _run_on_meta(schema)
-    return _faker.run(schema) if result is NotImplemented else result
+    return _faker.run(schema)[0] if result is NotImplemented else result
 
 
 def _run_in_a_thread(schema: OpSchema) -> Any:
@@ -108,6 +109,18 @@ def _metas_of(result: Any) -> TensorMetas:
     if isinstance(result, list | tuple):
         return [meta_of(item) if isinstance(item, torch.Tensor) else None for item in result]
     return None
+
+
+def keyword_shapes(schema: OpSchema) -> dict[str, Any]:
+    """Shapes of a call's keyword arguments that are tensors, or lists of them, after the call."""
+    _, kwargs = _faker.run(schema)
+    return {name: _shapes(found) for name, found in kwargs.items() if _shapes(found) is not None}
+
+
+def _shapes(found: Any) -> Any:
+    if isinstance(found, list | tuple):
+        return [_shapes(item) for item in found]
+    return tuple(found.shape) if isinstance(found, torch.Tensor) else None
 
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
@@ -150,6 +163,11 @@ def _run_on_meta(schema: OpSchema) -> Any:
             if _ASKS_FOR_VALUES in str(error):
                 return NotImplemented
             raise
+
+
+def fake_arguments(schema: OpSchema) -> tuple[Any, Any]:
+    """Arguments of a call with tensors of the global shapes, fake ones under a fake mode."""
+    return _stand_in(schema.args_schema, _fake), _stand_in(schema.kwargs_schema, _fake)
 
 
 def _fake(spec: DTensorSpec) -> torch.Tensor:

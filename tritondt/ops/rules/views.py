@@ -62,8 +62,14 @@ def rule_of(ops: Iterable[OpOverload]) -> Callable[[RuleFunction], RuleFunction]
             try:
                 return rule(schema)
             except _NoLayoutError as missing:
-                specs, refusal = (missing.source, *schema.args_spec[1:]), missing.refusal
-            decision = rule(schema.with_specs(specs))
+                source, refusal = missing.source, missing.refusal
+            try:
+                decision = rule(schema.with_specs((source, *schema.args_spec[1:])))
+            except _NoLayoutError:
+                # One of several results has no layout there either, as of a split: all of them have one of the whole.
+                source = source.with_placements([Replicate() if isinstance(p, Shard) else p for p in source.placements])
+                decision = rule(schema.with_specs((source, *schema.args_spec[1:])))
+            specs = (source, *schema.args_spec[1:])
             return replace(decision, input_specs=specs, copies_view=schema.is_view, refusal=refusal)
 
         for op in ops:

@@ -1,0 +1,34 @@
+"""Copies of distributed tensors, deep and shallow, by rank: nothing is sent."""
+
+import copy
+from typing import Any
+
+from tritondt.dtensor.writes import MEMORY, memory_of
+from tritondt.errors import PropagationError
+
+
+def deep_copy(distributed: Any, memo: dict[int, Any]) -> Any:
+    """A leaf with memory of its own; tensors of one `memo` that share memory share it in their copies as well."""
+    if id(distributed) in memo:
+        return memo[id(distributed)]
+    if not distributed.is_leaf:
+        raise PropagationError(
+            f"deepcopy of {distributed._spec}, which is the result of an operator; copy a leaf, or x.detach()"
+        )
+    kind, local = type(distributed), distributed._local_tensor
+    copied = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
+    made = memo[id(distributed)] = kind(copied, distributed._spec, requires_grad=distributed.requires_grad)
+    attributes, memory = distributed.__dict__, memory_of(distributed)
+    if distributed._base is not None:
+        attributes.setdefault(MEMORY, memory)
+    made.__dict__.update(copy.deepcopy(attributes, memo))
+    if distributed.grad is not None:
+        made.grad = copy.deepcopy(distributed.grad, memo)
+    return made
+
+
+def shallow_copy(distributed: Any) -> Any:
+    """A tensor with the same memory and attributes, and without history."""
+    made = type(distributed)(distributed._local_tensor, distributed._spec, requires_grad=distributed.requires_grad)
+    made.__dict__.update({**distributed.__dict__, MEMORY: memory_of(distributed)})
+    return made

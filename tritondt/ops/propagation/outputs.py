@@ -1,0 +1,90 @@
+"""Tensors that a call writes its results to (`out=`): their shapes, and another shape where they have none that fits.
+
+As on one device a tensor of another shape is resized, with a warning where it had elements. Its placements stay.
+"""
+
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
+
+from tritondt.errors import PropagationError
+from tritondt.ops.propagation.schema import OpSchema
+from tritondt.ops.propagation.tensor_meta import keyword_shapes
+from tritondt.sharding.placement import Replicate
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+
+def out_shapes(schema: OpSchema) -> dict[str, Any]:
+    """The shapes of the results by the name of the `out` argument that takes each, in a list where that is one.
+
+    DynamicOutputShapeException where only values tell the shapes.
+    """
+    if torch.Tag.generated in schema.op.tags:
+        # What torch has generated runs the functional operator, whose results fakes then take for empty.
+        functional = functional_of(schema.op)
+        if functional is not None and torch.Tag.dynamic_output_shape in functional.tags:
+            raise DynamicOutputShapeException(schema.op)
+    outs = {argument.name for argument in schema.op._schema.arguments if argument.is_out}
+    given = {name: _empty(value) if name in outs else value for name, value in schema.kwargs_schema.items()}
+    found = keyword_shapes(replace(schema, kwargs_schema=given))
+    return {name: shape for name, shape in found.items() if name in outs}
+
+
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The operator that gives new tensors where `op` writes to its `out` arguments."""
+    outs = {argument.name for argument in op._schema.arguments if argument.is_out}
+    return same_without(op, op._schema.name.partition("::")[2], outs)
+
+
+def same_without(op: OpOverload, name: str, left_out: Collection[str]) -> OpOverload | None:
+    """The operator `name` that takes what `op` takes, but for some arguments, and writes nothing."""
+    packet = getattr(getattr(torch.ops, op.namespace), name, None)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in left_out]
+    for overload in () if packet is None else packet.overloads():
+        found: OpOverload = getattr(packet, overload)
+        arguments = found._schema.arguments
+        if [(a.name, str(a.type)) for a in arguments] == wanted and not any(a.alias_info for a in arguments):
+            return found
+    return None
+
+
+def _empty(spec: Any) -> Any:
+    """The spec of a tensor without elements, which takes any shape."""
+    if isinstance(spec, list | tuple):
+        return [_empty(item) for item in spec]
+    return DTensorSpec(spec.mesh, [Replicate()] * spec.mesh.ndim, TensorMeta((0,), (1,), spec.dtype))
+
+
+def resize_outs(schema: OpSchema, shapes: Mapping[str, Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a tensor that a call writes its results to had another shape; these are resized."""
+    inputs = [*args, *(value for name, value in kwargs.items() if name not in shapes)]
+    resized = False
+    for name, shape in shapes.items():
+        several = isinstance(kwargs[name], list | tuple)
+        outs, wanted = (kwargs[name], shape) if several else ([kwargs[name]], [shape])
+        for out, of in zip(outs, wanted, strict=True):
+            if tuple(out.shape) != of:
+                resize_out(schema.op, out, of, inputs)
+                resized = True
+    return resized
+
+
+def resize_out(op: OpOverload, out: torch.Tensor, shape: tuple[int, ...], inputs: Iterable[Any]) -> None:
+    """Gives one tensor that a call writes to another shape, without its elements.
+
+    PropagationError, on all ranks, for a view, for what is read as well, and where its placements do not fit the shape.
+    """
+    begin = f"{op} gives shape {shape}, and out has {tuple(out.shape)}"
+    if out._base is not None:
+        raise PropagationError(f"{begin}; a view cannot be resized: give an out of that shape, or an empty one")
+    if any(argument is out for argument in inputs):
+        raise PropagationError(f"{begin}; what is read as well cannot be resized: give another tensor as out")
+    if out.numel():
+        warnings.warn(f"{begin} with elements, which are lost: it is resized, as on one device", stacklevel=2)
+        out.resize_([0] * max(len(shape), 1))
+    out.resize_(shape)
