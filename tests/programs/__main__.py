@@ -12,9 +12,9 @@ from pathlib import Path
 from tests.harness.gloo_ranks import GlooRanks
 from tests.programs.campaign import Campaign, Finding, Tally
 from tests.programs.generator import FAMILY, WEIGHTS, random_program
-from tests.programs.jobs import quieten, run_families
+from tests.programs.jobs import run_families
 from tests.programs.printing import listing, printed
-from tests.programs.ranks import Trace, run_on_processes
+from tests.programs.ranks import Trace, quieten, run_on_processes
 from tests.programs.statements import Program
 
 SWITCHES = (*WEIGHTS, "partial", "outside", "no_grad", "inference_mode", "enable_grad", "refused")

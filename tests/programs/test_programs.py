@@ -12,11 +12,11 @@ import torch
 import tritondt as T
 from tests.programs.campaign import Campaign
 from tests.programs.generator import FAMILY, WEIGHTS, random_program
-from tests.programs.jobs import quieten
 from tests.programs.minimise import minimised
 from tests.programs.one_device import OneDeviceRun
 from tests.programs.operators import PURE, WRITING
 from tests.programs.printing import listing, printed
+from tests.programs.ranks import quieten
 from tests.programs.statements import Program
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.sharding.placement import Replicate, Shard
