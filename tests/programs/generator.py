@@ -23,7 +23,7 @@ WEIGHTS: Mapping[str, float] = {
     "reduction": 8, "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 7, "join": 4, "norm": 1, "softmax": 2,
     "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9, "smooth_write": 1, "setitem": 4,
     "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7, "reshape_in_place": 1.5, "requires_grad": 1,
-    "backward": 3, "grad": 3, "hook": 1, "compile": 0.05,
+    "backward": 3, "grad": 3, "hook": 1, "compile": 2,
 }  # fmt: skip
 WRITES = frozenset({*WRITING, "backward", "grad", "hook"})
 REFUSED_SHARE = 0.05

@@ -1,9 +1,7 @@
 """Campaigns side by side: worker processes that are given families of seeds, and ended when one hangs."""
 
-import logging
 import multiprocessing
 import time
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +9,10 @@ from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import torch
-
 from tests.programs.campaign import Campaign, Finding, Tally
 from tests.programs.comparison import Failure
 from tests.programs.generator import FAMILY, random_program
+from tests.programs.ranks import quieten
 
 # A family takes some 5 seconds, and a minimisation some 30; on a busy machine, many times that.
 FAMILY_LIMIT_S = 600.0
@@ -121,10 +118,3 @@ def _serve(pipe: Connection, leave_out: Sequence[str], minimise: bool) -> None:
     campaign = Campaign(leave_out, minimise=minimise)
     while True:
         pipe.send(campaign.run(pipe.recv()))
-
-
-def quieten() -> None:
-    """Leaves out what torch says of programs that are wrong on purpose, and of deprecated forms; one thread."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -39,7 +39,9 @@ class Environment:
 
     def run(self, statement: Statement) -> None:
         """Runs a statement; raises what it raises."""
-        exec(compiled(statement.source), self.names)
+        # torch.compile keeps what it made by the code of a function, and puts it among the names where that ran first.
+        find = compiled.__wrapped__ if statement.kind == "compile" else compiled
+        exec(find(statement.source), self.names)
         self.variables.extend(name for name in statement.makes if isinstance(self.names[name], torch.Tensor))
 
     def forget(self, statement: Statement) -> None:

@@ -1,6 +1,8 @@
 """A program on the ranks of a mesh: what every rank saw after each statement, and what it holds at the end."""
 
+import logging
 import pickle
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -113,6 +115,7 @@ def run_on_threads(programs: Sequence[Program], world_size: int) -> list[list[Tr
 
 def run_in_process(rank: int, programs: Sequence[Program]) -> list[Trace]:
     """The traces of this process's rank."""
+    quieten()
     traces = [run_on_rank(program) for program in programs]
     for trace in traces:
         trace.steps = [None if step is None else step._replace(error=_portable(step.error)) for step in trace.steps]
@@ -132,3 +135,10 @@ def run_on_processes(ranks: GlooRanks, programs: Sequence[Program]) -> list[list
     """The traces of all ranks of each program, on real processes."""
     of_ranks = ranks.run(run_in_process, list(programs), timeout_s=60 + len(programs))
     return [list(traces) for traces in zip(*of_ranks, strict=True)]
+
+
+def quieten() -> None:
+    """Leaves out what torch says of programs that are wrong on purpose, and of deprecated forms; one thread."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

@@ -12,16 +12,16 @@ import torch
 import tritondt as T
 from tests.programs.campaign import Campaign
 from tests.programs.generator import FAMILY, WEIGHTS, random_program
-from tests.programs.jobs import quieten
 from tests.programs.minimise import minimised
 from tests.programs.one_device import OneDeviceRun
 from tests.programs.operators import PURE, WRITING
 from tests.programs.printing import listing, printed
+from tests.programs.ranks import quieten
 from tests.programs.statements import Program
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.sharding.placement import Replicate, Shard
 
-# Kinds of statements of which faults are known; leave out less as they are mended.
+# compile needs processes. Of the others faults are known: leave out less as they are mended.
 WITHOUT = ("compile", "foreach", "data", "set_data", "shape_out", "reshape_in_place", "outside")
 PROGRAMS = 12
 SUM = torch.ops.aten.sum.dim_IntList

@@ -15,7 +15,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     random.Random(int(_SEED)).shuffle(items)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what would begin after the time."""
-    if time.time() > float(_UNTIL):
-        pytest.skip("the time is over")
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leaves out what would begin after the time: who says that a test was run has run it."""
+    return True if time.time() > float(_UNTIL) else None
