@@ -12,9 +12,10 @@ def run(prog_name: str | None = None) -> None:
     try:
         importlib.import_module("tritondt.cli.main").main(prog_name=prog_name)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in _PACKAGES:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _PACKAGES:
             raise
-        sys.exit(f"{error.name} is missing, which tritondt's commands need: pip install {' '.join(_PACKAGES)}")
+        sys.exit(f"{missing} is missing, which tritondt's commands need: pip install {' '.join(_PACKAGES)}")
 
 
 # The ranks that the demo starts import this file again, under another name.
