@@ -51,7 +51,7 @@ def sum_of(ranks: list[int]) -> float:
 def split(rank: int) -> tuple[list[float], list[Any]]:
     with bound_to_a_device():
         half: Any = dist.split_group(split_ranks=HALVES, group_desc="halves")
-        first = dist.split_group(split_ranks=[[1, 2]], timeout=timedelta(seconds=40))
+        first: Any = dist.split_group(split_ranks=[[1, 2]], timeout=timedelta(seconds=40))
     first = None if first == dist.GroupMember.NON_GROUP_MEMBER else first  # what 2.15 gives to those outside
     sums = [sum_over(half), *([] if first is None else [sum_over(first)]), sum_over(None)]
     again = dist.new_group([0, 3])

@@ -131,7 +131,7 @@ def linspace(
     start, end = _number_of(start), _number_of(end)
 
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
-        return torch.linspace(start, end, *(size or (0,)), **options)
+        return torch.linspace(start, end, size[0] if size else 0, **options)
 
     return _make(make, (steps,), dtype, layout, requires_grad, device_mesh, placements, order, whole=True)
 
@@ -160,7 +160,7 @@ def logspace(
     start, end = _number_of(start), _number_of(end)
 
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
-        return torch.logspace(start, end, *(size or (0,)), base, **options)
+        return torch.logspace(start, end, size[0] if size else 0, base, **options)
 
     return _make(make, (steps,), dtype, layout, requires_grad, device_mesh, placements, order, whole=True)
 

@@ -25,7 +25,7 @@ def _backend_base() -> Any:
     return c10d.Backend
 
 
-_BackendBase = _backend_base()
+_BackendBase: Any = _backend_base()
 
 
 class Group(_Base):  # type: ignore[misc]
