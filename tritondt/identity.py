@@ -70,6 +70,12 @@ def current() -> Identity:
     found = _known.get(id(group))
     if found is not None and found[0]() is group:
         return found[1]
+    if dist.get_backend(group) == "threaded":
+        raise WorldError(
+            "torch.distributed is initialised on 'threaded', where ranks are threads of torch's tests "
+            "(MultiThreadedTestCase); a world needs a process for each rank, and tests on threads run as "
+            "tritondt.comm.transports.threads.run_ranks(size, body)"
+        )
     with _lock:
         identity = Identity(new_generation(), dist.get_rank(), dist.get_world_size())
         _known.clear()

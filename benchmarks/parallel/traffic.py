@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -54,12 +55,21 @@ def count_ours(step: Run) -> Traffic:
     return Traffic(sum(event.sent_bytes for event in moved), dict(calls))
 
 
+def can_count_theirs() -> bool:
+    """Whether torch's profiler tells the dtypes of inputs, from which bytes follow: from 2.12 on."""
+    return "input_dtypes" in inspect.signature(profiler.FunctionEvent.__init__).parameters
+
+
 def count_theirs(step: Run) -> Traffic:
     """The collectives of one step, and what this rank sends of them where they run as rings.
 
     The profiler sees them all; a dispatch mode, such as CommDebugMode, misses those inside foreach optimizers.
-    AssertionError where one is none of those whose bytes are known here.
+    AssertionError where one is none of those whose bytes are known here; RuntimeError before torch 2.12.
     """
+    if not can_count_theirs():
+        raise RuntimeError(
+            f"torch's bytes are counted by the dtypes that its profiler tells from 2.12 on; this is {torch.__version__}"
+        )
     with profiler.profile(record_shapes=True, use_kineto=False) as profile:
         step()
     size, sent_bytes, calls = dist.get_world_size(), 0, Counter[str]()

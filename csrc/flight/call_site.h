@@ -1,6 +1,7 @@
 #pragma once
 
 #include <Python.h>
+#include <frameobject.h>  // 3.10 declares PyFrame_GetBack and f_lasti there, 3.11 in Python.h
 
 #include <cstdint>
 #include <string>

@@ -174,7 +174,7 @@ void Communicator::abort() {
   for (const std::int64_t start = monotonic_ns();
        !lock.owns_lock() && monotonic_ns() - start < kAbortPatienceNs;) {
     pause_since(start);
-    lock.try_lock();
+    static_cast<void>(lock.try_lock());  // owns_lock() tells
   }
   api_->check(end_comm(), api_->ncclCommAbort.name());
 }

@@ -1,4 +1,4 @@
-"""empty, zeros, ones, full, rand and randn: every rank makes its own part, and the parts are of one tensor."""
+"""Factories: every rank makes its own part, and the parts are of one tensor."""
 
 from math import prod
 from typing import Any
@@ -45,6 +45,32 @@ def test_constants(mesh_shape, text, order):
     run_ranks(prod(mesh_shape), body)
 
 
+@pytest.mark.parametrize(
+    ("mesh_shape", "text"), [((3,), "S0"), ((2,), "R"), ((2, 2), "P, S0"), ((2,), "S0(sizes=0/7)")]
+)
+def test_ranges_are_those_of_torch_to_the_bit(mesh_shape, text):
+    def body(rank):
+        mesh = T.Mesh(mesh_shape)
+        layout: dict[str, Any] = {"device_mesh": mesh, "placements": parse_placements(text)}
+        for found, expected in (
+            (T.linspace(-0.3, 1.7, 7, **layout), torch.linspace(-0.3, 1.7, 7)),
+            (T.linspace(torch.tensor(2), 9, steps=7, dtype=torch.int32, **layout), torch.linspace(2, 9, 7).int()),
+            (T.linspace(0, T.full((), 3.0, device_mesh=mesh), 7, **layout), torch.linspace(0, 3, 7)),
+            (T.linspace(0, 1j, 7, **layout), torch.linspace(0, 1j, 7)),
+            (T.logspace(-1, 2, 7, **layout), torch.logspace(-1, 2, 7)),
+            (T.logspace(0, 3, 7, 2, dtype=torch.float64, **layout), torch.logspace(0, 3, 7, 2, dtype=torch.float64)),
+        ):
+            assert found._spec.layout is T.Layout(mesh_shape, parse_placements(text), (7,))
+            assert tuple(found.to_local().shape) == found._spec.local_shape
+            torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
+        assert T.linspace(0, 1, 0, device_mesh=mesh).shape == (0,)
+        assert T.linspace(0, 1, 5, device_mesh=mesh, requires_grad=True).requires_grad
+        with pytest.raises(T.LocalTensorError, match=r"a bound of shape \(2,\); a tensor must have no dims"):
+            T.logspace(torch.zeros(2), 1, 5, device_mesh=mesh)
+
+    run_ranks(prod(mesh_shape), body)
+
+
 def test_nothing_is_sent():
     sent = []
 
@@ -52,6 +78,7 @@ def test_nothing_is_sent():
         mesh = T.Mesh((2, 2))
         for text in ("S0, S1", "P, P(avg)", "P(max), S0", "R, R"):
             T.ones(7, 5, device_mesh=mesh, placements=parse_placements(text))
+        T.linspace(0, 1, 9, device_mesh=mesh, placements=parse_placements("S0, P"))
 
     unsubscribe = events.subscribe(lambda step: sent.append(step.sent_bytes + step.num_sent))
     try:

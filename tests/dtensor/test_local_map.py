@@ -25,6 +25,11 @@ def test_names_and_parameters_are_those_of_torch():
             assert found[parameter.name].default == parameter.default, (name, parameter)
 
 
+def test_types_of_local_tensors_are_refused():
+    with pytest.raises(T.LayoutError, match="was given spmd_types=True; types of local tensors are not checked"):
+        local_map(spmd_types=True)
+
+
 @pytest.mark.parametrize("text", ["S0", "S0(sizes=4/1)", "S0(sizes=0/5)", "S1", "R"])
 def test_results_are_cut_as_the_ranks_hold_them(text):
     placements = T.parse_placements(text.split("(")[0])

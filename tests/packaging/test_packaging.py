@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -66,11 +67,17 @@ def origins(code: str, folder: Path, **variables: str) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy: building in the checkout would take up leftovers of build/."""
-    checkout = tmp_path_factory.mktemp("checkout") / "tritondt"
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout: building in it would take up leftovers of build/."""
+    folder = tmp_path_factory.mktemp("checkout") / "tritondt"
     leftovers = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__")
-    shutil.copytree(REPOSITORY, checkout, symlinks=True, ignore=leftovers)
+    shutil.copytree(REPOSITORY, folder, symlinks=True, ignore=leftovers)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, for which the extension that is compiled in place is lent."""
     lend_compiled_extension(checkout)
     wheels = tmp_path_factory.mktemp("wheels")
     options = ["--quiet", "--disable-pip-version-check", "--no-build-isolation", "--no-deps"]
@@ -115,6 +122,26 @@ def test_wheel_holds_every_module_and_no_second_kernels(wheel: Path) -> None:
     assert {"tritondt/py.typed", "tritondt/_C.pyi", "tritondt/kernels/gpu/tuning.json"} <= files
     assert {Path(name).parts[0] for name in files} == {"tritondt"}
     assert not [name for name in files if name.endswith((".cpp", ".h"))]
+
+
+@pytest.mark.extended
+def test_wheel_brings_the_command(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
+        assert archive.read(name).decode().split("\n")[:2] == ["[console_scripts]", "tritondt = tritondt.__main__:run"]
+
+
+@pytest.mark.extended
+def test_source_distribution_holds_all_that_a_build_reads(checkout: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=checkout, check=True)
+    (built,) = tmp_path.glob("tritondt-*.tar.gz")
+    with tarfile.open(built) as archive:
+        found = {name.partition("/")[2] for name in archive.getnames()}
+    needed = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc/*/*.cpp", "csrc/*/*.h", "tritondt/**/*.py")
+    kernels = ("kernels/**/*.py", "kernels/**/*.json", "tritondt/*.pyi", "tritondt/py.typed")
+    paths = {path.relative_to(REPOSITORY) for pattern in (*needed, *kernels) for path in REPOSITORY.glob(pattern)}
+    assert {str(path) for path in paths} <= found
 
 
 @pytest.mark.extended

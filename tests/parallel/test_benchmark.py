@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tests.conftest import HAS_CLI
@@ -19,6 +20,10 @@ def run(*arguments: str):
 
 
 def test_a_tiny_run_has_equal_losses_and_counts():
+    from benchmarks.parallel.traffic import can_count_theirs  # noqa: PLC0415  imports the extra `cli`
+
+    if not can_count_theirs():
+        pytest.skip(f"the profiler of torch {torch.__version__} does not tell the dtypes of inputs; 2.12 does")
     result = run("--rounds", "2", "--seconds", "0", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout.splitlines()[-1])

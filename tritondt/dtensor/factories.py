@@ -1,4 +1,4 @@
-"""Factories of distributed tensors: empty, of one value, or random; every rank makes only its own part."""
+"""Factories of distributed tensors: empty, of one value, evenly spaced, or random; nothing is sent."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import LayoutError
+from tritondt.errors import LayoutError, LocalTensorError
 from tritondt.ops.random.distributions import normal, uniform
 from tritondt.ops.random.generator import words_of
 from tritondt.redistribution.run import redistribute_local
@@ -105,6 +105,66 @@ def full(
     return _make(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
 
 
+def linspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of `steps` evenly spaced numbers from `start` to `end`, to the bit those of torch.linspace.
+
+    `start` and `end` are numbers, or tensors of no dims, alike on all ranks; a DTensor among them makes the call
+    collective. Every rank makes all numbers and keeps its part. Other arguments and errors as in `empty`.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> layout = {"placements": [T.Shard(0)]}
+    >>> run_ranks(2, lambda rank: linspace(0, 4, 5, device_mesh=T.Mesh((2,)), **layout).to_local().tolist())
+    [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    """
+    start, end = _number_of(start), _number_of(end)
+
+    def make(size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.linspace(start, end, size[0] if size else 0, **options)
+
+    return _make(make, (steps,), dtype, layout, requires_grad, device_mesh, placements, order, whole=True)
+
+
+def logspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
+    placements: Sequence[Placement] | None = None,
+    order: Sequence[int | str] | None = None,
+) -> DTensor:
+    """A tensor of `base` to the power of `steps` evenly spaced numbers; arguments and errors as in `linspace`.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> layout = {"placements": [T.Shard(0)]}
+    >>> run_ranks(2, lambda rank: logspace(0, 3, 4, 2.0, device_mesh=T.Mesh((2,)), **layout).to_local().tolist())
+    [[1.0, 2.0], [4.0, 8.0]]
+    """
+    start, end = _number_of(start), _number_of(end)
+
+    def make(size: Sequence[int], **options: Any) -> torch.Tensor:
+        return torch.logspace(start, end, size[0] if size else 0, base, **options)
+
+    return _make(make, (steps,), dtype, layout, requires_grad, device_mesh, placements, order, whole=True)
+
+
 def rand(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -161,7 +221,10 @@ def _make(
     placements: Sequence[Placement] | None,
     order: Sequence[int | str] | None,
     distribution: Callable[[Sequence[torch.Tensor], torch.dtype], torch.Tensor] | None = None,
+    *,
+    whole: bool = False,
 ) -> DTensor:
+    """The tensor whose parts `make` makes by their shapes, or which, if `whole`, is cut from all that it makes."""
     if layout is not torch.strided:
         raise LayoutError(f"a distributed tensor is strided, got layout={layout}; leave the layout out")
     mesh = canonical_mesh(mesh_or_current(device_mesh))
@@ -171,9 +234,18 @@ def _make(
     wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
     # Terms are made of what is whole; the engine does it without a message.
     target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(shape, dtype), order)
-    spec = target.with_placements([Replicate() if isinstance(p, Partial) else p for p in target.placements])
+    spec = target.with_placements([Replicate() if whole or isinstance(p, Partial) else p for p in target.placements])
     if distribution is not None and spec.coordinate is not None:
         local = distribution(words_of(spec, device, None, 1 + dtype.is_complex), dtype)
     else:
         local = make(spec.local_shape, dtype=dtype, device=device)
     return DTensor(redistribute_local(local, spec, target), target, requires_grad=requires_grad)
+
+
+def _number_of(given: Any) -> Any:
+    """The number that a tensor without dims holds; what is no tensor stays."""
+    if not isinstance(given, torch.Tensor):
+        return given
+    if given.dim():
+        raise LocalTensorError(f"a range was given a bound of shape {tuple(given.shape)}; a tensor must have no dims")
+    return given.item()

@@ -28,6 +28,7 @@ def local_map(
     device_mesh: "DeviceMesh | Mesh | None" = None,
     *,
     redistribute_inputs: bool = False,
+    spmd_types: bool = False,
 ) -> Callable[..., Any]:
     """Makes a function of local tensors one of distributed tensors; a decorator where `func` is left out.
 
@@ -36,8 +37,9 @@ def local_map(
     `in_placements` are those that the arguments must have, one entry for each, None where any will do; with
     `redistribute_inputs` they are brought there, a collective call, else LayoutError. `in_grad_placements` are those of
     the gradients that come out of `func`. Without a distributed argument `func` is called as it is. Results may be cut
-    unevenly: where an argument is, the ranks exchange the lengths, a few bytes, in a collective call. Raises MeshError,
-    LayoutError, LocalTensorError.
+    unevenly: where an argument is, the ranks exchange the lengths, a few bytes, in a collective call. `spmd_types`, by
+    which torch has the package spmd_types check `func`, may only be False. Raises MeshError, LayoutError,
+    LocalTensorError.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -50,6 +52,8 @@ def local_map(
     >>> [(str(found.placements), tuple(found.shape)) for found in run_ranks(2, product)]
     [('(S0,)', (4, 3)), ('(S0,)', (4, 3))]
     """
+    if spmd_types:
+        raise LayoutError("local_map was given spmd_types=True; types of local tensors are not checked, leave it out")
     if func is None:
         return partial(
             local_map,

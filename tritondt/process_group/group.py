@@ -16,6 +16,18 @@ CUDA = torch.device("cuda")
 _Base: Any = dist.ProcessGroup
 
 
+def _backend_base() -> Any:
+    """torch's class of backends where Python may make one (2.15), else object."""
+    try:
+        c10d.Backend(0, 1)
+    except TypeError:  # "No constructor defined!"
+        return object
+    return c10d.Backend
+
+
+_BackendBase: Any = _backend_base()
+
+
 class Group(_Base):  # type: ignore[misc]
     """One rank's part in a group, without operations; `options` are torch's DistributedBackendOptions."""
 
@@ -29,8 +41,13 @@ class Group(_Base):  # type: ignore[misc]
         self._store, self._num_splits = options.store, 0
         self._router = Router(options, self._configured_types)
         # What C++ asks a group for and does not forward to this class, it asks of these.
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # 2.15 asks it for rank, size and hooks
         self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)
-        self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, None)
+        self._nccl_backend = NcclBackend(options.group_rank, options.group_size)
+        # torch 2.15 asks every part, which None cannot answer, and has what Python may derive one from; before, C++
+        # takes no part of Python's, and asks for none.
+        registered = self._nccl_backend if isinstance(self._nccl_backend, c10d.Backend) else None
+        self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, registered)
 
     def _configured_types(self) -> tuple[str, ...]:
         """The types of devices that the group is for: "cuda:tritondt" names one."""
@@ -81,7 +98,7 @@ class Group(_Base):  # type: ignore[misc]
         return store
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._router.gloo if torch.device(device).type == "cpu" else NcclBackend()
+        return self._router.gloo if torch.device(device).type == "cpu" else self._nccl_backend
 
     def _get_sequence_number_for_group(self) -> int:
         return self._router.num_operations
@@ -102,13 +119,20 @@ class Group(_Base):  # type: ignore[misc]
         self._router.close()
 
 
-class NcclBackend:
+class NcclBackend(_BackendBase):  # type: ignore[misc]
     """Answers to what torch.distributed asks about the part of a group that is on GPUs."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(*((rank, size) if _BackendBase is not object else ()))
 
     supports_splitting = True
     supports_coalescing = True
     supports_time_estimate = False
     supports_shrinking = False
+
+    def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
+        """The backend's name in torch.distributed."""
+        return NAME
 
     def name(self) -> str:
         """The backend's name in torch.distributed."""

@@ -1,0 +1,76 @@
+"""Frameworks over the backend; each test is skipped where its framework is not installed."""
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.gloo_ranks import GlooRanks
+from tests.process_group.collectives import own
+
+RanksOf = Callable[[str, int], GlooRanks]
+
+
+def launched(rank: int, size: int) -> Any:
+    """What torchrun tells a process."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
+    told = {name: str(value) for name, value in names.items()} | {"TORCHELASTIC_RUN_ID": "none"}
+    return mock.patch.dict(os.environ, told)
+
+
+def gradient_of(model: Any, rank: int, backward: Callable[[torch.Tensor], None]) -> list[float]:
+    backward(model(own(rank, 2)).sum())
+    (weight,) = model.parameters()
+    return list(weight.grad.flatten().tolist())
+
+
+def on_accelerate(rank: int) -> tuple[str, list[int], list[float]]:
+    accelerate: Any = importlib.import_module("accelerate")
+
+    with launched(rank, 2):
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = accelerator.prepare(torch.nn.Linear(2, 1, bias=False))
+        gathered = accelerator.gather(torch.tensor([rank])).tolist()
+        return dist.get_backend(), gathered, gradient_of(model, rank, accelerator.backward)
+
+
+def on_fabric(rank: int) -> tuple[str, list[int], list[float]]:
+    lightning: Any = importlib.import_module("lightning.fabric")
+
+    with launched(rank, 2):
+        strategy = lightning.strategies.DDPStrategy(process_group_backend="tritondt")
+        fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        model = fabric.setup(torch.nn.Linear(2, 1, bias=False))
+        gathered: Any = fabric.all_gather(torch.tensor([rank]))
+        return dist.get_backend(), gathered.flatten().tolist(), gradient_of(model, rank, fabric.backward)
+
+
+@pytest.mark.parametrize(("package", "body"), [("accelerate", on_accelerate), ("lightning", on_fabric)])
+def test_a_framework_takes_the_group_that_is_there(
+    package: str, body: Callable[[int], object], ranks_of: RanksOf
+) -> None:
+    pytest.importorskip(package)
+    mean = ((own(0, 2) + own(1, 2)) / 2).tolist()
+    assert ranks_of("gloo", 2).run(body) == [("tritondt", [0, 1], mean)] * 2
+
+
+def wait_for_all(rank: int) -> str:
+    group: Any = dist.group.WORLD
+    group.monitored_barrier()
+    try:
+        dist.monitored_barrier()
+    except ValueError as refused:
+        return str(refused)
+    return ""
+
+
+def test_a_monitored_barrier_is_a_method_of_the_group(ranks_of: RanksOf) -> None:
+    """torch's function takes groups of Gloo alone, by name, before 2.14."""
+    refusal = "" if torch.__version__ >= "2.14" else "monitored_barrier is only implemented for GLOO backend."
+    assert ranks_of("gloo", 2).run(wait_for_all) == [refusal] * 2
