@@ -35,7 +35,7 @@ $(VENV)/.stamp-package: constraints.txt pyproject.toml setup.py
 	@$(PIP_INSTALL) setuptools pybind11
 	@echo "installing tritondt, editable, with the tools for tests and checks"
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[cli,test,dev,triton]'
-	@touch $@
+	@touch $@ $(VENV)/.stamp-extension
 
 # The editable install has built the extension; after that, only a change in csrc/ builds it again.
 $(VENV)/.stamp-extension: $(VENV)/.stamp-package $(CSRC)
