@@ -66,6 +66,6 @@ def test_other_tensors_go_the_way_they_went():
         for is_inference in (False, True):
             with torch.inference_mode(is_inference):
                 assert F.one_hot(indices, 4).shape == (3, 4)
-                assert torch.linalg.matrix_rank(torch.ones(3, 3)).fake_mode is mode  # type: ignore[attr-defined]
+                assert torch.linalg.matrix_rank(torch.ones(3, 3)).fake_mode is mode
     found = torch.func.vmap(lambda x: torch.linalg.matrix_power(x, 2))(HEADS[..., :3, :])
     torch.testing.assert_close(found, torch.linalg.matrix_power(HEADS[..., :3, :], 2))

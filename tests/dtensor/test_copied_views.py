@@ -123,8 +123,8 @@ def test_what_a_view_itself_wrote_it_has(requires_grad):
     """Its own write leaves it up to date: looking at it sends nothing, until something else writes to the base."""
 
     def body(rank):
-        x = distribute(numbers(12, 2), T.Mesh((4,)), "S0").requires_grad_(requires_grad).clone()
-        view = x[5]
+        x: Any = distribute(numbers(12, 2), T.Mesh((4,)), "S0").requires_grad_(requires_grad).clone()
+        view: Any = x[5]
         expected = numbers(12, 2)[5]
         for _ in range(2):
             view.mul_(2).sub_(1)

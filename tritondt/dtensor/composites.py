@@ -56,7 +56,7 @@ class _Kernel:
         if mesh is None:
             left = keys & _BELOW
             # What is handed to Python has to come through the kernel that this one stands before.
-            if left.highestPriorityTypeId() is DispatchKey.Python:
+            if left.highestPriorityTypeId() == DispatchKey.Python:  # before torch 2.13 no two keys are one object
                 return self._decompose(args, kwargs)
             return self._op.redispatch(left, *args, **kwargs)
         if self._reads:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor as torch_tensor
-from torch.nn.modules import linear_cross_entropy
 
 import tritondt as T
 from benchmarks.ops.op_coverage.placing import local_part
@@ -49,7 +48,8 @@ class Ours:
     name = "tritondt"
 
     def __init__(self) -> None:
-        _let_threads_pass(linear_cross_entropy)
+        if hasattr(torch.nn.modules, "linear_cross_entropy"):  # torch 2.13 has it
+            _let_threads_pass(torch.nn.modules.linear_cross_entropy)
 
     def run(self, num_ranks: int, body: Callable[[int], Any]) -> list[Any]:
         """On threads that take turns; a rank that waits in vain is told so."""

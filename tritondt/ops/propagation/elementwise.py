@@ -5,13 +5,15 @@ from functools import lru_cache
 import torch
 from torch._ops import OpOverload
 
-# Treat every element alike, though torch 2.13 does not tag them.
+# Treat every element alike, though torch 2.13, or an older one, does not tag them.
 _UNTAGGED = frozenset({
     *("_add_relu", "_conj_copy", "_masked_scale", "_prelu_kernel", "_prelu_kernel_backward", "_standard_gamma_grad"),
     *("complex", "copy", "elu_backward", "floor_divide", "hardshrink_backward", "hardsigmoid_backward", "hardswish"),
     *("hardswish_backward", "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward"),
     *("log_sigmoid_backward", "polar", "rrelu_with_noise_backward", "rsub", "softplus_backward"),
     *("softshrink_backward", "isin.Tensor_Scalar", "isin.Scalar_Tensor", "masked_fill.Tensor", "fill"),
+    # Tagged from 2.11 and 2.12 on.
+    *("ldexp", "ldexp_", "leaky_relu", "leaky_relu_"),
 })  # fmt: skip
 
 
