@@ -58,6 +58,7 @@ def expected_bytes(summary):
         (1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)}),
     ],
 )
+@pytest.mark.extended
 def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, expected_shares, style):
     sizes = model.Model(heads=heads, layers=2, width=24, sequence=sequence)
     experiment = Experiment(sizes, steps=4, batch=3, seed=0)

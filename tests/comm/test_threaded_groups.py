@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
 from torch.testing._internal.common_utils import run_tests
@@ -28,6 +30,7 @@ run_tests()
 """
 
 
+@pytest.mark.extended
 def test_a_world_of_threads_of_torch_is_refused_on_every_rank() -> None:
     repository = Path(__file__).parents[2]
     command = [sys.executable, "-c", PROGRAM]

@@ -84,7 +84,9 @@ def is_of_lists(op: OpOverload) -> bool:
 
 
 # Without arguments that have values of their own, such as places, half of all operators can be called.
-@pytest.mark.parametrize(("text", "wanted", "at_least"), [("R", None, 400), ("S0", is_of_lists, 60)])
+@pytest.mark.parametrize(
+    ("text", "wanted", "at_least"), [pytest.param("R", None, 400, marks=pytest.mark.extended), ("S0", is_of_lists, 60)]
+)
 def test_what_is_written_is_counted_as_on_one_device(text, wanted, at_least):
     def plain():
         return torch.rand(4) + 0.1

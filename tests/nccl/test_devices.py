@@ -54,6 +54,7 @@ def what_a_rank_has(rank: int) -> tuple[str | None, float]:
     return os.environ.get("CHOSEN"), float(total)
 
 
+@pytest.mark.extended
 def test_fresh_ranks_are_processes_of_their_own() -> None:
     """Those of a GPU are."""
     with GlooRanks(1, {"CHOSEN": "here"}, fresh=True) as ranks:

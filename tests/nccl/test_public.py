@@ -105,7 +105,9 @@ def printed_by_example(*arguments: str) -> list[str]:
     return sorted("".join(output for output, _ in outcomes).splitlines())
 
 
-@pytest.mark.parametrize("version", [21801, 22807, 23203])
+@pytest.mark.parametrize(
+    "version", [pytest.param(21801, marks=pytest.mark.extended), pytest.param(22807, marks=pytest.mark.extended), 23203]
+)
 def test_the_example_runs_on_two_ranks(version: int) -> None:
     found = printed_by_example("--double", str(build(version)))
     assert found == sorted(line for line, since in PRINTED.items() if since <= version)

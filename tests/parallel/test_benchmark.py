@@ -19,6 +19,7 @@ def run(*arguments: str):
     return CliRunner().invoke(tensor_parallel, [*TINY, *arguments])
 
 
+@pytest.mark.extended
 def test_a_tiny_run_has_equal_losses_and_counts():
     from benchmarks.parallel.traffic import can_count_theirs  # noqa: PLC0415  imports the extra `cli`
 

@@ -259,6 +259,7 @@ def train_replicas(rank: int, options: dict[str, Any]) -> None:
                 optimizer.step()
 
 
+@pytest.mark.extended
 def test_replicas_of_parallelized_modules_train_as_one_process() -> None:
     with GlooRanks(4) as ranks:
         for options in ({}, {"find_unused_parameters": True, "gradient_as_bucket_view": True}):

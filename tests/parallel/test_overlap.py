@@ -332,6 +332,7 @@ def a_step(rank: int) -> list[tuple[torch.Tensor, ...]]:
     return found  # type: ignore[return-value]
 
 
+@pytest.mark.extended
 def test_on_processes():
     with GlooRanks(2) as ranks:
         for overlapped, serial in ranks.run(a_step):

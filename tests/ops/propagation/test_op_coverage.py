@@ -66,6 +66,7 @@ def test_a_pattern_without_operators_is_refused():
     assert "--ops 'nothing*' names no operator" in result.output
 
 
+@pytest.mark.extended
 def test_what_only_gathers_is_told_with_its_reason():
     from benchmarks.ops.op_coverage.__main__ import main  # noqa: PLC0415
 
