@@ -97,7 +97,10 @@ def commands_of(python: str, torch: str, folder: Path, uv: str | None) -> list[l
 
 def environment_of(python: str, torch: str) -> Path:
     """The interpreter of a pair's virtual environment, which is made where it is not there."""
-    folder = REPOSITORY / "build" / "versions" / f"{Path(python).name}-torch-{torch}"
+    # By the version: two interpreters may be called by one name.
+    ask = [python, "-c", "import platform; print(platform.python_version())"]
+    version = subprocess.check_output(ask, text=True).strip()
+    folder = REPOSITORY / "build" / "versions" / f"python-{version}-torch-{torch}"
     stamp = folder / "made"
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
