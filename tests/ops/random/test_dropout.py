@@ -1,6 +1,6 @@
 """Random operators: the numbers of one device whatever the layout, and only from generators that are in step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -9,17 +9,9 @@ import torch
 import torch.nn.functional as F
 
 import tritondt as T
-from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.placement import parse_placements
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[GlooRanks]:
-    """Four ranks, each with a default generator of its own."""
-    with GlooRanks(4) as ranks:
-        yield ranks
 
 
 def ones(mesh_shape, text, shape=(64, 32)) -> Any:

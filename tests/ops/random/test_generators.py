@@ -1,6 +1,5 @@
 """Generators that random operators draw from: used, advanced, rewound, and compared among ranks."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,18 +8,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
-from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.ops.random.generator import shard_index
 from tritondt.sharding.placement import parse_placements
-
-
-@pytest.fixture(scope="module")
-def processes() -> Iterator[GlooRanks]:
-    """Four ranks, each with a default generator of its own."""
-    with GlooRanks(4) as ranks:
-        yield ranks
 
 
 def ones(mesh_shape, text, shape=(64, 32)) -> Any:

@@ -141,9 +141,8 @@ def _elementwise_meta(schema: OpSchema) -> TensorMeta | None:
         written = schema.args_spec[0]
         return written.tensor_meta if found is args[0] and written.shape == shape else None
     whole = [_on_meta(spec).expand(shape) for spec in schema.args_spec]
-    if all(
-        tensor.is_contiguous() for tensor in whole
-    ):  # as they are for torch whatever the stride of a dim of length 1
+    # For torch a tensor is contiguous whatever the stride of a dim of length 1.
+    if all(tensor.is_contiguous() for tensor in whole):
         return TensorMeta.contiguous(tuple(shape), found.dtype)
     return TensorMeta(tuple(shape), tuple(compute_elementwise_output_strides(*whole)), found.dtype)
 
