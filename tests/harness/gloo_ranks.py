@@ -10,6 +10,7 @@ for a rank ends after `timeout_s`, with the traceback of each rank that failed.
 
 import atexit
 import ctypes
+import faulthandler
 import fcntl
 import importlib
 import json
@@ -128,18 +129,19 @@ class GlooRanks:
             if pipe is not None:
                 _write(pipe, order)
         deadline = time.monotonic() + timeout_s
-        outcomes = [self._outcome(pipe, deadline) for pipe in self._answers]
+        outcomes = [self._outcome(rank, deadline) for rank in range(self.size)]
         late = [rank for rank, outcome in enumerate(outcomes) if outcome is _LATE]
         if late:
             self.kill()
             raise RanksError(f"ranks {late} did not end {body.__qualname__} within {timeout_s} s; others: {outcomes}")
         return outcomes
 
-    def _outcome(self, pipe: int, deadline: float) -> Any:
+    def _outcome(self, rank: int, deadline: float) -> Any:
         try:
-            found = _read(pipe, deadline)
+            found = _read(self._answers[rank], deadline)
         except EOFError:
-            return Failure("died", "the process has died", "the process has died")
+            text = f"the process has died with status {self.status(rank)}"
+            return Failure("died", text, text)
         return _LATE if found is None else pickle.loads(found)
 
     def end(self, rank: int) -> None:
@@ -284,6 +286,7 @@ def _leave_network() -> None:
 
 def serve(rank: int, orders: int, answers: int, preparation: tuple[str, str] | None, backend: str) -> None:
     """The life of a rank: runs what comes in, answers, and ends when the pipe does."""
+    faulthandler.enable()  # the stacks of one that crashes are in what its test printed
     dist.init_process_group(backend)
     if preparation is not None:
         module, name = preparation
@@ -309,7 +312,8 @@ def _run(order: bytes, rank: int) -> Any:
     try:
         body = getattr(importlib.import_module(module), name)
         return body(rank, *arguments)
-    except UncaughtError:
+    except (UncaughtError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001  whatever a rank raises is what its test looks at
+    # Whatever a rank raises is what its test looks at, pytest's own outcomes too, which are no Exception.
+    except BaseException as error:  # noqa: BLE001
         return Failure(type(error).__name__, str(error), traceback.format_exc())
