@@ -8,6 +8,7 @@ What is shown is that the transport's code makes the right calls in the right or
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -158,12 +159,20 @@ class FakeStreams:
     def __init__(self, library: FakeNccl) -> None:
         self._library, self._host, self._on = library, _Host(), threading.local()
         self._capture = FakeCapture()
+        self._made: weakref.WeakSet[FakeStream] = weakref.WeakSet()
 
     def current(self) -> Any:
         return getattr(self._on, "stream", None) or self._host
 
     def make(self) -> FakeStream:
-        return FakeStream(self._library, self._capture)
+        made = FakeStream(self._library, self._capture)
+        self._made.add(made)
+        return made
+
+    def synchronize(self) -> None:
+        """Returns when no stream has anything left to run; raises what one met."""
+        for stream in list(self._made):
+            stream.synchronize()
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:

@@ -98,10 +98,11 @@ class HostDevice:
         threading.Timer(seconds, Gate(stream._stream).open).start()
 
     def synchronize(self) -> None:
-        """Operators have run when they return."""
+        self._fakes.synchronize()
 
     def kernels(self, run: Run) -> list[Kernel]:
         run()
+        self.synchronize()
         return []
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.nccl import devices
+from tests.nccl.conftest import SettingOf
 from tritondt import environment
 from tritondt.comm.nccl.streams import CudaStreams
 
@@ -107,3 +108,18 @@ def test_a_thread_that_ignores_captures_is_relaxed(monkeypatch: pytest.MonkeyPat
     driver.status = 999
     with pytest.raises(T.TransportError, match=r"^cuThreadExchangeStreamCaptureMode was called and returned 999; it"):
         streams.ignore_captures()
+
+
+def wait_for_what_is_held_up(rank: int) -> bool:
+    device = devices.device_of("host")
+    stream = device.streams.make()
+    device.hold_up(stream, 0.3)
+    event = stream.record_event()
+    assert not event.query()
+    device.synchronize()
+    return event.query()
+
+
+def test_nothing_is_left_to_run_on_the_double_once_it_is_synchronized(setting_of: SettingOf) -> None:
+    """A benchmark frees what its last calls write; a stream that still wrote it ended a later test's process."""
+    assert setting_of("host", 2).ranks.run(wait_for_what_is_held_up) == [True, True]
