@@ -3,8 +3,8 @@
     with GlooRanks(4) as ranks:
         results = ranks.run(body, argument)     # body(rank, argument), a function that its module names
 
-One new interpreter imports torch and then forks into the ranks, because importing it once in each takes most
-of a minute for eight ranks on two busy cores. Functions and results travel pickled through pipes, and every wait
+They are forked from a process that has imported torch, because importing it once in each takes most of a minute for
+eight ranks on two busy cores. Functions and results travel pickled through pipes, and every wait
 for a rank ends after `timeout_s`, with the traceback of each rank that failed.
 """
 
@@ -20,21 +20,19 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import pytest
 import torch.distributed as dist
 
+from tests.harness.fork_server import REPOSITORY, fork_server
 from tritondt.comm import world
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 class Failure(NamedTuple):
@@ -79,29 +77,19 @@ class GlooRanks:
         self.size = size
         preparation = None if prepare is None else (prepare.__module__, prepare.__qualname__)
         orders, answers = [os.pipe() for _ in range(size)], [os.pipe() for _ in range(size)]
-        theirs = [(order[0], answer[1]) for order, answer in zip(orders, answers, strict=True)]
+        theirs = [end for order, answer in zip(orders, answers, strict=True) for end in (order[0], answer[1])]
         self._orders: list[int | None] = [order[1] for order in orders]
         self._answers = [answer[0] for answer in answers]
         self._statuses: dict[int, int] = {}
-        self._parent = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from tests.harness import gloo_ranks; gloo_ranks.fork_ranks()",
-                json.dumps([own_network, fresh, preparation, backend, theirs]),
-            ],
-            stdout=subprocess.PIPE,
-            text=True,
-            pass_fds=[end for ends in theirs for end in ends],
-            env=_variables(size, environment or {}),
-            cwd=REPOSITORY,
+        self._reports, reports = os.pipe()
+        what = {"own_network": own_network, "fresh": fresh, "preparation": preparation, "backend": backend}
+        fork_server().fork(
+            "tests.harness.gloo_ranks:fork_ranks", _variables(size, environment or {}), what, [reports, *theirs]
         )
-        for end in (end for ends in theirs for end in ends):
+        for end in (reports, *theirs):
             os.close(end)
-        assert self._parent.stdout is not None, "the parent of the ranks is started with a pipe"
-        self._reports = self._parent.stdout
+        self.pids: list[int] = self._report()
         atexit.register(self.kill)
-        self.pids: list[int] = json.loads(self._report())
 
     def __enter__(self) -> "GlooRanks":
         return self
@@ -169,15 +157,18 @@ class GlooRanks:
             left = max(deadline - time.monotonic(), 0)
             if not select.select([self._reports], [], [], left)[0]:
                 return None
-            ended, status = json.loads(self._report())
+            ended, status = self._report()
             self._statuses[ended] = status
         return self._statuses[rank]
 
-    def _report(self) -> str:
-        line: str = self._reports.readline()
-        if not line:
-            raise RanksError(f"the parent of the ranks died with status {self._parent.wait()}")
-        return line
+    def _report(self) -> list[int]:
+        try:
+            found = _read(self._reports, None)
+        except EOFError:
+            raise RanksError("the parent of the ranks has died") from None
+        assert found is not None, "a wait without a deadline ended"
+        told: list[int] = json.loads(found)
+        return told
 
     def kill(self) -> None:
         """Ends the processes at once."""
@@ -186,9 +177,10 @@ class GlooRanks:
             if rank not in self._statuses:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._parent.wait()
-        self._reports.close()
-        for pipe in (*self._orders, *self._answers):
+        with suppress(EOFError):
+            while True:  # until all have been waited for by their parent, which ends then
+                _read(self._reports, None)
+        for pipe in (*self._orders, *self._answers, self._reports):
             if pipe is not None:
                 os.close(pipe)
         self._orders, self._answers, self.pids = [], [], []
@@ -237,24 +229,23 @@ def _read_bytes(pipe: int, count: int, deadline: float | None) -> bytes | None:
     return bytes(content)
 
 
-def fork_ranks() -> None:
+def fork_ranks(descriptors: list[int], what: dict[str, Any]) -> None:
     """The parent of the ranks: forks them, says who they are, and how each has ended."""
-    own_network, fresh, preparation, backend, ends = json.loads(sys.argv[1])
-    if not fresh:
-        for module in ("pytest", "torch.distributed.tensor"):  # what tests import, the latter in assert_close
-            importlib.import_module(module)
-    if own_network:
+    reports, *theirs = descriptors
+    dist.set_debug_level_from_env()
+    if what["own_network"]:
         _leave_network()
     ranks: dict[int, int] = {}
-    for rank, (orders, answers) in enumerate(ends):
+    for rank, (orders, answers) in enumerate(zip(theirs[::2], theirs[1::2], strict=True)):
         pid = os.fork()
         if pid == 0:
-            for end in (end for other in ends if other != [orders, answers] for end in other):
+            for end in {*descriptors} - {orders, answers}:
                 os.close(end)
-            os.dup2(2, 1)  # what a test prints must not mix with the parent's reports
             os.environ["RANK"] = str(rank)
-            served = (rank, orders, answers, preparation, backend)
-            if fresh:
+            served = (rank, orders, answers, what["preparation"], what["backend"])
+            if what["fresh"]:
+                for end in (orders, answers):
+                    os.set_inheritable(end, True)
                 program = (
                     "import json, sys; from tests.harness import gloo_ranks; gloo_ranks.serve(*json.loads(sys.argv[1]))"
                 )
@@ -262,17 +253,16 @@ def fork_ranks() -> None:
             serve(*served)
             return
         ranks[pid] = rank
-    for end in (end for both in ends for end in both):
+    for end in theirs:
         os.close(end)
-    _tell(list(ranks))
+    _tell(reports, list(ranks))
     while ranks:
         pid, status = os.wait()
-        _tell([ranks.pop(pid), os.waitstatus_to_exitcode(status)])
+        _tell(reports, [ranks.pop(pid), os.waitstatus_to_exitcode(status)])
 
 
-def _tell(numbers: list[int]) -> None:
-    sys.stdout.write(json.dumps(numbers) + "\n")
-    sys.stdout.flush()
+def _tell(reports: int, numbers: list[int]) -> None:
+    _write(reports, json.dumps(numbers).encode())
 
 
 def _leave_network() -> None:
@@ -312,8 +302,8 @@ def _run(order: bytes, rank: int) -> Any:
     try:
         body = getattr(importlib.import_module(module), name)
         return body(rank, *arguments)
-    except (UncaughtError, KeyboardInterrupt):
+    except UncaughtError:
         raise
-    # Whatever a rank raises is what its test looks at, pytest's own outcomes too, which are no Exception.
-    except BaseException as error:  # noqa: BLE001
+    # Whatever a rank raises is what its test looks at, what pytest.raises raises too, which is no Exception.
+    except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001
         return Failure(type(error).__name__, str(error), traceback.format_exc())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.gloo_ranks import REPOSITORY
+from tests.harness.fork_server import REPOSITORY
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
