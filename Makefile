@@ -18,7 +18,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu versions wheel format clean
+.PHONY: help venv compiled demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu versions wheel format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,17 @@ $(VENV)/nccl/%/.stamp: | $(VENV)/.stamp-package
 	@echo "fetching NCCL $* into $(VENV)/nccl/$*"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(VENV)/nccl/$* nvidia-nccl-cu12==$*
 	@touch $@
+
+# Needs no Python package, so that CI compiles it while those are fetched; the tests compile what is missing. Each part
+# is for tests that skip, or say why, where it cannot be compiled.
+compiled: ## compile what tests use beside the package: the double of NCCL, it and csrc under sanitizers
+	@newest=$$($(PYTHON) -c 'from tests.doubles.fake_nccl.abi import NEWEST; print(NEWEST)') && \
+	nice $(MAKE) --no-print-directory --file tests/doubles/fake_nccl/Makefile $(CURDIR)/build/fake_nccl/$$newest/libnccl.so.2
+	@for sanitizer in thread address; do \
+	    nice $(MAKE) --no-print-directory --file tests/csrc/sanitize/Makefile $(CURDIR)/build/sanitize/$$sanitizer/driver && \
+	    nice $(MAKE) --no-print-directory --file tests/doubles/fake_nccl/Makefile $(CURDIR)/build/sanitize/fake_nccl/$$sanitizer/driver \
+	    || echo "what runs under the $$sanitizer sanitizer was not compiled; its tests compile it, or skip"; \
+	done
 
 demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
 	$(BIN)/python -m tritondt demo

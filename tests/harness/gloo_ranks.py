@@ -81,6 +81,7 @@ class GlooRanks:
         self._orders: list[int | None] = [order[1] for order in orders]
         self._answers = [answer[0] for answer in answers]
         self._statuses: dict[int, int] = {}
+        self._ending: list[int] | None = None
         self._reports, reports = os.pipe()
         what = {"own_network": own_network, "fresh": fresh, "preparation": preparation, "backend": backend}
         fork_server().fork(
@@ -138,17 +139,22 @@ class GlooRanks:
         if pipe is not None:
             os.close(pipe)
 
+    def begin_close(self) -> None:
+        """Lets all processes that are alive end, which `close` waits for: several sets of ranks end side by side."""
+        if self._ending is None:
+            self._ending = [rank for rank in range(len(self.pids)) if self.status(rank, timeout_s=0) is None]
+            for rank in self._ending:
+                self.end(rank)
+
     def close(self) -> None:
         """Ends the processes; raises RanksError where one that was alive does not end well by itself."""
         if not self.pids:
             return
-        alive = [rank for rank in range(self.size) if self.status(rank, timeout_s=0) is None]
-        for rank in alive:
-            self.end(rank)
-        statuses = {rank: self.status(rank) for rank in alive}
+        self.begin_close()
+        statuses = {rank: self.status(rank, timeout_s=60) for rank in self._ending or ()}
         self.kill()
-        if any(statuses.values()):
-            raise RanksError(f"ranks ended with these statuses, None being those that did not in 20 s: {statuses}")
+        if any(status != 0 for status in statuses.values()):
+            raise RanksError(f"ranks ended with these statuses, None being those that did not in 60 s: {statuses}")
 
     def status(self, rank: int, timeout_s: float = 20.0) -> int | None:
         """The exit status of a rank, negative for a signal, None where it does not end in time."""

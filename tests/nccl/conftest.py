@@ -47,6 +47,8 @@ def setting_of() -> Iterator[SettingOf]:
 
     yield find
     for ranks in started.values():
+        ranks.begin_close()
+    for ranks in started.values():
         ranks.close()
 
 

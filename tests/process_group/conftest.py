@@ -23,6 +23,8 @@ def ranks_of() -> Iterator[Callable[[str, int], GlooRanks]]:
 
     yield find
     for ranks in started.values():
+        ranks.begin_close()
+    for ranks in started.values():
         ranks.close()
 
 
