@@ -147,11 +147,13 @@ void Communicator::wait_signals(const std::vector<Expected>& expected, Signal si
                                 cudaStream_t stream) {
   const Turn turn(*this);
   const Place place = known_place();
+  api_->ncclWaitSignal.require();
   std::vector<ncclWaitSignalDesc_t> descriptions;
   for (const auto& [peer, num_signals] : expected) {
     check_message({peer, 0, 0}, place);
     descriptions.push_back({num_signals, static_cast<int>(peer), signal.index, signal.context});
   }
+  if (descriptions.empty()) return;  // NCCL refuses a wait for nothing
   call(api_->ncclWaitSignal, static_cast<int>(descriptions.size()), descriptions.data(), comm(),
        stream);
 }
