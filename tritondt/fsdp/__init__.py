@@ -10,7 +10,16 @@ of data and tensor axes, gathered where a module runs.
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from tritondt.fsdp.extensions import DTensorExtensions, register_fsdp_extensions
 from tritondt.fsdp.fully_shard import fully_shard
 from tritondt.fsdp.module import FSDPModule, UnshardHandle
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle", "fully_shard"]
+__all__ = [
+    "DTensorExtensions",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_extensions",
+]
