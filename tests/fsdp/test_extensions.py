@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 import tritondt as T
 from tests.fsdp.models import Block, Net, loss_of, plan, train
 from tests.harness.gloo_ranks import GlooRanks
-from tritondt.errors import MeshError
+from tritondt.errors import FullyShardError, MeshError
 from tritondt.fsdp import DTensorExtensions, fully_shard, register_fsdp_extensions
 from tritondt.parallel import parallelize_module
 
@@ -103,6 +103,14 @@ def state_there_and_back(rank: int, use_orig_params: bool) -> None:
         torch.testing.assert_close(held.full_tensor(), value, rtol=0, atol=0)
     changed = {name: copy.deepcopy(value).add_(1) for name, value in state.items()}
     model.load_state_dict(changed)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for refused in (
+        lambda: model.clip_grad_norm_(1.0),  # type: ignore[operator]
+        lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        lambda: FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, {}),
+    ):
+        with pytest.raises(FullyShardError, match="it counts what a rank holds for the whole"):
+            refused()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), single[name] + 1, rtol=0, atol=0)
 

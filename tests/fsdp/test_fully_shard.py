@@ -39,6 +39,7 @@ def test_trains_as_one_process_does(kind: str, options: dict[str, Any]) -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_parameters_are_distributed_over_both_axes() -> None:
     def body(rank: int) -> Any:
         model, _, _ = sharded("fsdp+tp", rank)
@@ -67,6 +68,7 @@ def test_a_block_is_one_exchange_each_way() -> None:
     assert run_ranks(4, body) == [11] * 4
 
 
+@pytest.mark.extended
 def test_gradients_are_kept_until_they_are_wanted() -> None:
     single = Net()
     for step in range(2):
@@ -127,6 +129,7 @@ def test_writes_are_seen_by_what_stays_whole() -> None:
     assert run_ranks(2, body) == [12.0, 12.0]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_blocks(reentrant: bool) -> None:
     single = Net()
@@ -158,6 +161,7 @@ def test_recomputed_blocks(reentrant: bool) -> None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_two_forwards_before_a_backward() -> None:
     single = Net()
     (loss_of(single, 0) + loss_of(single, 1)).backward()
@@ -172,6 +176,7 @@ def test_two_forwards_before_a_backward() -> None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_narrow_parameters_and_messages(reduce_dtype: torch.dtype | None) -> None:
     single = Net().to(torch.bfloat16)
@@ -192,6 +197,7 @@ def test_narrow_parameters_and_messages(reduce_dtype: torch.dtype | None) -> Non
         torch.testing.assert_close(gradient, expected.float(), rtol=0.1, atol=0.02)
 
 
+@pytest.mark.extended
 def test_outputs_in_a_dtype_of_their_own() -> None:
     def body(rank: int) -> torch.dtype:
         policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
@@ -202,6 +208,7 @@ def test_outputs_in_a_dtype_of_their_own() -> None:
     assert run_ranks(2, body) == [torch.float32] * 2
 
 
+@pytest.mark.extended
 def test_unshard_and_reshard() -> None:
     def body(rank: int) -> Any:
         model = fully_shard(nn.Linear(3, 5), mesh=T.Mesh((2,)))
@@ -215,6 +222,7 @@ def test_unshard_and_reshard() -> None:
     assert run_ranks(2, body) == [((torch.Tensor, (5, 3)), True)] * 2
 
 
+@pytest.mark.extended
 def test_prefetch_lists_change_nothing_but_the_order() -> None:
     def body(rank: int) -> Any:
         model, num_parts, part = sharded("fsdp", rank)
@@ -316,6 +324,7 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
         assert text in refused(call)[0], refused(call)[0]
 
 
+@pytest.mark.extended
 def test_other_dims_are_cut_where_the_caller_says() -> None:
     def body(rank: int) -> Any:
         torch.manual_seed(0)

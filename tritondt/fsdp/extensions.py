@@ -12,13 +12,13 @@ from torch.distributed._shard.sharded_tensor import Shard as HeldShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import _flat_param, _init_utils
+from torch.distributed.fsdp import FullyShardedDataParallel, _flat_param, _init_utils
 from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
 from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as TorchExtensions
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import LayoutError, MeshError
+from tritondt.errors import FullyShardError, LayoutError, MeshError
 from tritondt.fsdp.meshes import data_mesh
 from tritondt.fsdp.parameter import ShardedParameter, User
 from tritondt.sharding.mesh import canonical_mesh
@@ -163,9 +163,36 @@ def register_fsdp_extensions() -> None:
     if _init_utils.DTensorExtensions is DTensorExtensions:  # type: ignore[attr-defined]
         return
     _init_utils.DTensorExtensions = DTensorExtensions  # type: ignore[attr-defined]
+    wrapper: Any = FullyShardedDataParallel
+    for name, place in (("clip_grad_norm_", 0), ("_optim_state_dict_impl", 0), ("_optim_state_dict_to_load_impl", 1)):
+        setattr(wrapper, name, _without_distributed_parameters(wrapper, name, place))
     handle: Any = _flat_param.FlatParamHandle
     _flat_param._same_storage = _same_storage_with(_flat_param._same_storage)  # type: ignore[no-untyped-call]
     handle._use_unsharded_views = _with_distributed_parameters(handle._use_unsharded_views)
+
+
+def _without_distributed_parameters(wrapper: Any, name: str, place: int) -> Any:
+    """Method `name` of FullyShardedDataParallel, refused where it would take what a rank holds for the whole.
+
+    The module is its argument number `place`, or the keyword `model`.
+    """
+    before = getattr(wrapper, name)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        model = args[place] if len(args) > place else kwargs["model"]
+        for module in FullyShardedDataParallel.fsdp_modules(model):
+            handle: Any = module._handle
+            if handle is not None and any(
+                isinstance(each, DTensorSpec) for each in handle.flat_param._param_extensions
+            ):
+                raise FullyShardError(
+                    f"FullyShardedDataParallel.{name} of {type(model).__name__}, whose parameters are cut over a "
+                    "tensor axis: it counts what a rank holds for the whole; use tritondt.fsdp.fully_shard, with "
+                    "torch.nn.utils.clip_grad_norm_ and optimizer.state_dict()"
+                )
+        return before(*args, **kwargs)
+
+    return checked if name == "clip_grad_norm_" else staticmethod(checked)
 
 
 def _same_storage_with(before: Any) -> Any:
