@@ -236,7 +236,8 @@ def test_prefetch_lists_change_nothing_but_the_order() -> None:
     torch.testing.assert_close([sum(each) / 4 for each in zip(*found, strict=True)], expected, rtol=0, atol=1e-5)
 
 
-def test_state_dicts_travel_between_layouts() -> None:
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_travel_between_layouts(assign: bool) -> None:
     values = {name: value + 1 for name, value in Net().state_dict().items()}
 
     def body(rank: int) -> Any:
@@ -247,7 +248,7 @@ def test_state_dicts_travel_between_layouts() -> None:
             )
             for name, held in model.state_dict().items()
         }
-        model.load_state_dict(state, assign=rank >= 0)
+        model.load_state_dict(state, assign=assign)
         with torch.no_grad():
             return whole_state(model), loss_of(model, 0).item()
 
@@ -256,6 +257,26 @@ def test_state_dicts_travel_between_layouts() -> None:
     for state, loss in run_ranks(4, body):
         torch.testing.assert_close(state, values, rtol=0, atol=0)
         torch.testing.assert_close(loss, loss_of(single, 0).item(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.extended
+def test_modules_of_one_call_run_one_after_the_other_or_alone() -> None:
+    def body(rank: int) -> Any:
+        torch.manual_seed(0)
+        first, second = nn.Linear(3, 5), nn.Linear(5, 2)
+        fully_shard([first, second], mesh=T.Mesh((2,)))
+        shards = [first.weight, second.weight]
+        first(torch.ones(1, 3)).sum().backward()
+        second(first(torch.ones(1, 3))).sum().backward()
+        assert first.weight is shards[0]
+        assert second.weight is shards[1]
+        return [each.grad.full_tensor() for each in shards]  # type: ignore[union-attr, operator]
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(3, 5), nn.Linear(5, 2)
+    (first(torch.ones(1, 3)).sum() + second(first(torch.ones(1, 3))).sum()).backward()
+    for gradients in run_ranks(2, body):
+        torch.testing.assert_close(gradients, [first.weight.grad, second.weight.grad], rtol=1e-5, atol=1e-6)
 
 
 def refused(call: Any) -> list[str]:
@@ -294,7 +315,12 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
         parallelize_module(model, mesh, {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh)
 
+    def converted(rank: int) -> None:
+        model = fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)))
+        model.to(torch.bfloat16)(torch.ones(1, 2))
+
     cases: list[tuple[Any, str]] = [
+        (converted, "convert the module before fully_shard"),
         (twice, "this FSDPLinear was sharded by fully_shard already"),
         (tied, "shared with a module that was sharded before, as weight"),
         (too_late, r"parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])"),

@@ -162,14 +162,15 @@ class FlatParameters:
         for parameter, place in zip(self.parameters, self.layout.of_rank(self.rank), strict=True):
             user = parameter.users[0]
             found = user.module._parameters[user.key]
-            if found is not parameter.sharded and found is not parameter.whole:
-                if found is None or getattr(found, "_spec", None) is not parameter.spec:
-                    kind = type(found).__name__ if found is None else getattr(found, "_spec", tuple(found.shape))
+            if found is not parameter.whole:
+                if getattr(found, "_spec", None) is not parameter.spec:
+                    kind = "None" if found is None else getattr(found, "_spec", f"one of shape {tuple(found.shape)}")
                     raise FullyShardError(
-                        f"{parameter.name} was replaced by {kind}; the module was sharded with {parameter.spec}, and "
-                        "takes parameters of this layout"
+                        f"{parameter.name} was sharded as {parameter.spec} and is {kind} now; allowed are parameters "
+                        "of this layout and dtype: load a state dict of distributed tensors, and convert the module "
+                        "before fully_shard"
                     )
-                parameter.sharded = found
+                parameter.sharded = found  # type: ignore[assignment]
             local = parameter.sharded._local_tensor  # type: ignore[attr-defined]
             held = self.shard[place.offset : place.offset + prod(place.shape)].view(place.shape)
             if local.data_ptr() != held.data_ptr() and local.numel():

@@ -71,7 +71,7 @@ class ShardedParameter:
         """Makes the parameter of forward, on memory that is there while it is gathered."""
         found: torch.Tensor = local
         if self.computed is not None:
-            meta = TensorMeta(self.computed.shape, self.computed.tensor_meta.stride, local.dtype)
+            meta = TensorMeta.contiguous(self.computed.shape, local.dtype)
             self.computed = DTensorSpec(self.computed.mesh, self.computed.placements, meta, self.computed.order)
             found = DTensor(local, self.computed)
         self.whole = nn.Parameter(found, self.requires_grad)

@@ -49,7 +49,8 @@ class ShardedState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self.tree.forget_failure()
         self.tree.enter(self)
-        self._to_run = self._to_run or set(map(id, self.modules))
+        if id(module) not in self._to_run:
+            self._to_run = set(map(id, self.modules))
         if self.group is not None:
             self.group.issue_gather()
             self.group.wait()
@@ -159,8 +160,10 @@ class ShardedState:
         if self.group is not None:
             with torch.no_grad():
                 self.group.finish_reductions()
-            if self.reshard_after_backward and not self.is_held:
-                self.group.free()
+            if not self.is_held:
+                self.group.register(whole=False)
+                if self.reshard_after_backward:
+                    self.group.free()
 
     # Gathers by request ----------------------------------------------------------------------------------------------
 
