@@ -161,6 +161,28 @@ def test_recomputed_blocks(reentrant: bool) -> None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_a_backward_that_raised_leaves_no_gradients_behind() -> None:
+    single = Net()
+    loss_of(single, 1).backward()
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ArithmeticError("a hook of the program")
+
+    def body(rank: int) -> Any:
+        model, num_parts, part = sharded("fsdp", rank)
+        layer = model.get_submodule("blocks.0.norm")
+        hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(fails) and None)
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 0, num_parts, part).backward()
+        hook.remove()
+        loss_of(model, 1, num_parts, part).backward()
+        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+
+    for gradients in run_ranks(4, body):
+        for name, parameter in single.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.extended
 def test_two_forwards_before_a_backward() -> None:
     single = Net()
@@ -362,6 +384,23 @@ def test_other_dims_are_cut_where_the_caller_says() -> None:
     for placements, gradient in run_ranks(4, body):
         assert placements == (T.Shard(1),)
         torch.testing.assert_close(gradient, torch.full((3, 5), 2.0), rtol=0, atol=0)
+
+
+@pytest.mark.extended
+def test_ignored_parameters_stay_plain_and_sums_are_divided_as_wanted() -> None:
+    def body(rank: int) -> Any:
+        model = nn.Linear(3, 5)
+        bias = model.bias
+        fully_shard(model, mesh=T.Mesh((4,)), ignored_params={bias})
+        model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+        model(torch.ones(2, 3)).sum().backward()
+        gradient: Any = model.weight.grad
+        return model.bias is bias, bias.grad, gradient.full_tensor()
+
+    for is_kept, of_bias, of_weight in run_ranks(4, body):
+        assert is_kept
+        torch.testing.assert_close(of_bias, torch.full((5,), 2.0), rtol=0, atol=0)
+        torch.testing.assert_close(of_weight, torch.full((5, 3), 4.0), rtol=0, atol=0)
 
 
 def by_columns(parameter: nn.Parameter) -> T.Shard | None:

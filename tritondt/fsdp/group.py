@@ -71,3 +71,9 @@ class ParameterGroup:
         under_way, self._under_way = self._under_way, []
         for reduced, rank in under_way:
             finish(reduced, rank)
+
+    def drop_gradients(self) -> None:
+        """Drops gradients that were not reduced, and those under way."""
+        self._under_way = []
+        for parameter in self.parameters:
+            parameter.whole.grad = None

@@ -165,6 +165,12 @@ class ShardedState:
                 if self.reshard_after_backward:
                     self.group.free()
 
+    def abandon_backward(self) -> None:
+        """Drops the gradients of a pass that raised, those that earlier ones have kept excepted."""
+        self._num_forwards = 0
+        if self.group is not None:
+            self.group.drop_gradients()
+
     # Gathers by request ----------------------------------------------------------------------------------------------
 
     def _prefetch(self, given: "list[ShardedState] | None", found: ShardedModule | None) -> None:

@@ -17,6 +17,9 @@ class ShardedModule(Protocol):
     def end_backward(self) -> None:
         """Ends a backward pass."""
 
+    def abandon_backward(self) -> None:
+        """Ends a backward pass that raised."""
+
 
 def is_in_backward() -> bool:
     """Whether autograd runs a backward pass on the calling thread."""
@@ -88,6 +91,8 @@ class ShardedTree:
             state.end_backward()
 
     def forget_failure(self) -> None:
-        """Forgets a backward pass that raised, and so did not end."""
-        if not is_in_backward():
+        """Forgets a backward pass that raised, and so did not end, with the gradients that it has left behind."""
+        if self._awaits_end and not is_in_backward():
             self._awaits_end = False
+            for state in self.states:
+                state.abandon_backward()
