@@ -77,7 +77,7 @@ def layout(kind: str, rank: int) -> tuple[nn.Module, dict[str, Any], int, int]:
     return model, {"mesh": whole, "dp_mesh_dims": DataAxes("dp", "replicate")}, 4, rank
 
 
-def sharded(kind: str, rank: int, **options: Any) -> tuple[nn.Module, int, int]:
+def sharded(kind: str, rank: int, **options: Any) -> tuple[Any, int, int]:
     model, arguments, num_parts, part = layout(kind, rank)
     for block in model.get_submodule("blocks").children():
         fully_shard(block, **arguments, **options)

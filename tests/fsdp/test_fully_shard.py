@@ -1,6 +1,6 @@
 """fully_shard on rank threads: the losses, weights and state dicts of one process, whatever the layout."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +19,10 @@ from tritondt.parallel import ColwiseParallel, parallelize_module
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp+tp", "hsdp+tp"])
@@ -62,7 +66,7 @@ def test_a_block_is_one_exchange_each_way() -> None:
         loss_of(model, 0, num_parts, part).backward()
         with CommDebugMode() as traffic:
             loss_of(model, 0, num_parts, part).backward()
-        return traffic.get_total_counts() if hasattr(traffic, "get_total_counts") else len(traffic.steps)
+        return traffic.get_total_counts()
 
     # Four gathers, three again in backward, and four reductions.
     assert run_ranks(4, body) == [11] * 4
@@ -82,7 +86,7 @@ def test_gradients_are_kept_until_they_are_wanted() -> None:
         missing = all(parameter.grad is None for parameter in model.parameters())
         model.set_requires_gradient_sync(True)
         loss_of(model, 1, num_parts, part).backward()
-        return missing, {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+        return missing, gradients_of(model)
 
     for missing, gradients in run_ranks(4, body):
         assert missing
@@ -105,12 +109,10 @@ class Chosen(nn.Module):
 
 def test_a_parameter_that_some_ranks_use_has_the_mean_and_an_unused_one_none() -> None:
     def body(rank: int) -> Any:
-        model = fully_shard(Chosen(), mesh=T.Mesh((2,)))
+        model: Any = fully_shard(Chosen(), mesh=T.Mesh((2,)))
         model(torch.ones(1, 3), rank).sum().backward()
-        return [
-            None if layer.weight.grad is None else layer.weight.grad.full_tensor()  # type: ignore[union-attr, operator]
-            for layer in model.layers  # type: ignore[union-attr]
-        ]
+        gradients = [layer.weight.grad for layer in model.layers]
+        return [None if gradient is None else gradient.full_tensor() for gradient in gradients]
 
     for first, second, third in run_ranks(2, body):
         torch.testing.assert_close(first, torch.full((3, 3), 0.5), rtol=0, atol=0)
@@ -141,8 +143,7 @@ def test_recomputed_blocks(reentrant: bool) -> None:
             self.block = block
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = checkpoint(self.block, x, use_reentrant=reentrant)  # type: ignore[assignment]
-            return found
+            return cast(torch.Tensor, checkpoint(self.block, x, use_reentrant=reentrant))
 
     def body(rank: int) -> Any:
         model, arguments, num_parts, part = layout("fsdp", rank)
@@ -151,10 +152,7 @@ def test_recomputed_blocks(reentrant: bool) -> None:
             blocks._modules[str(number)] = Recomputing(fully_shard(block, **arguments))
         fully_shard(model, **arguments)
         loss_of(model, 0, num_parts, part).backward()
-        return {
-            name.replace(".block.", "."): parameter.grad.full_tensor()  # type: ignore[union-attr]
-            for name, parameter in model.named_parameters()
-        }
+        return {name.replace(".block.", "."): gradient for name, gradient in gradients_of(model).items()}
 
     for gradients in run_ranks(4, body):
         for name, parameter in single.named_parameters():
@@ -176,7 +174,7 @@ def test_a_backward_that_raised_leaves_no_gradients_behind() -> None:
             loss_of(model, 0, num_parts, part).backward()
         hook.remove()
         loss_of(model, 1, num_parts, part).backward()
-        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+        return gradients_of(model)
 
     for gradients in run_ranks(4, body):
         for name, parameter in single.named_parameters():
@@ -191,7 +189,7 @@ def test_two_forwards_before_a_backward() -> None:
     def body(rank: int) -> Any:
         model, num_parts, part = sharded("fsdp", rank)
         (loss_of(model, 0, num_parts, part) + loss_of(model, 1, num_parts, part)).backward()
-        return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+        return gradients_of(model)
 
     for gradients in run_ranks(4, body):
         for name, parameter in single.named_parameters():
@@ -210,7 +208,7 @@ def test_narrow_parameters_and_messages(reduce_dtype: torch.dtype | None) -> Non
         out = model(batch(0)[0].chunk(num_parts)[part])
         loss_of(model, 0, num_parts, part).backward()
         weight = model.get_parameter("head.weight")
-        return out.dtype, weight.dtype, weight.grad.full_tensor()  # type: ignore[union-attr]
+        return out.dtype, weight.dtype, weight.grad.full_tensor()
 
     expected = single.get_parameter("head.weight").grad
     assert expected is not None
@@ -233,12 +231,12 @@ def test_outputs_in_a_dtype_of_their_own() -> None:
 @pytest.mark.extended
 def test_unshard_and_reshard() -> None:
     def body(rank: int) -> Any:
-        model = fully_shard(nn.Linear(3, 5), mesh=T.Mesh((2,)))
+        model: Any = fully_shard(nn.Linear(3, 5), mesh=T.Mesh((2,)))
         shard = model.weight
-        handle = model.unshard(async_op=True)  # type: ignore[operator]
+        handle = model.unshard(async_op=True)
         handle.wait()
         whole = type(model.weight.data), tuple(model.weight.shape)
-        model.reshard()  # type: ignore[operator]
+        model.reshard()
         return whole, model.weight is shard
 
     assert run_ranks(2, body) == [((torch.Tensor, (5, 3)), True)] * 2
@@ -249,7 +247,7 @@ def test_prefetch_lists_change_nothing_but_the_order() -> None:
     def body(rank: int) -> Any:
         model, num_parts, part = sharded("fsdp", rank)
         blocks: Any = list(model.get_submodule("blocks").children())
-        model.set_modules_to_forward_prefetch(blocks[:2])  # type: ignore[operator]
+        model.set_modules_to_forward_prefetch(blocks[:2])
         blocks[2].set_modules_to_backward_prefetch(blocks[:2])
         return train(model, num_parts, part)
 
@@ -287,12 +285,12 @@ def test_modules_of_one_call_run_one_after_the_other_or_alone() -> None:
         torch.manual_seed(0)
         first, second = nn.Linear(3, 5), nn.Linear(5, 2)
         fully_shard([first, second], mesh=T.Mesh((2,)))
-        shards = [first.weight, second.weight]
+        shards: list[Any] = [first.weight, second.weight]
         first(torch.ones(1, 3)).sum().backward()
         second(first(torch.ones(1, 3))).sum().backward()
         assert first.weight is shards[0]
         assert second.weight is shards[1]
-        return [each.grad.full_tensor() for each in shards]  # type: ignore[union-attr, operator]
+        return [each.grad.full_tensor() for each in shards]
 
     torch.manual_seed(0)
     first, second = nn.Linear(3, 5), nn.Linear(5, 2)
@@ -356,7 +354,7 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
             "shards stay on the device of the mesh",
         ),
         (
-            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), reshard_after_forward=2),  # type: ignore[arg-type]
+            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), reshard_after_forward=2),
             "allowed are True, False and None",
         ),
         (
@@ -376,10 +374,10 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
 def test_other_dims_are_cut_where_the_caller_says() -> None:
     def body(rank: int) -> Any:
         torch.manual_seed(0)
-        model = fully_shard(nn.Linear(5, 3), mesh=T.Mesh((4,)), shard_placement_fn=by_columns)
+        model: Any = fully_shard(nn.Linear(5, 3), mesh=T.Mesh((4,)), shard_placement_fn=by_columns)
         model(torch.ones(2, 5)).sum().backward()
         gradient: Any = model.weight.grad
-        return model.weight.placements, gradient.full_tensor()  # type: ignore[attr-defined]
+        return model.weight.placements, gradient.full_tensor()
 
     for placements, gradient in run_ranks(4, body):
         assert placements == (T.Shard(1),)
@@ -389,10 +387,10 @@ def test_other_dims_are_cut_where_the_caller_says() -> None:
 @pytest.mark.extended
 def test_ignored_parameters_stay_plain_and_sums_are_divided_as_wanted() -> None:
     def body(rank: int) -> Any:
-        model = nn.Linear(3, 5)
+        model: Any = nn.Linear(3, 5)
         bias = model.bias
         fully_shard(model, mesh=T.Mesh((4,)), ignored_params={bias})
-        model.set_gradient_divide_factor(2.0)  # type: ignore[operator]
+        model.set_gradient_divide_factor(2.0)
         model(torch.ones(2, 3)).sum().backward()
         gradient: Any = model.weight.grad
         return model.bias is bias, bias.grad, gradient.full_tensor()

@@ -38,7 +38,7 @@ class DTensorExtensions(TorchExtensions):
     """
 
     def __init__(self, device_handle: Any) -> None:
-        super().__init__(device_handle)  # type: ignore[no-untyped-call]
+        super().__init__(device_handle)
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any | None]:
         """This rank's part of a distributed tensor, and the spec that rebuilds it; a plain tensor and None."""
@@ -93,7 +93,7 @@ class DTensorExtensions(TorchExtensions):
         inner = _create_chunk_sharded_tensor(local, rank, world_size, num_devices_per_node, pg)
         described = _metadata(spec, tensor)
         own = dist.get_rank()
-        held = next(each for each in described.shards_metadata if each.placement.rank() == own)  # type: ignore[union-attr]
+        held = next(each for each in described.shards_metadata if _rank_of(each) == own)
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             [HeldShard(inner, held)],
             sharded_tensor_metadata=described,
@@ -130,6 +130,12 @@ def _group(spec: DTensorSpec) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
+def _rank_of(shard: ShardMetadata) -> int | None:
+    placement: Any = shard.placement
+    rank: int | None = placement.rank()
+    return rank
+
+
 def _metadata(spec: DTensorSpec, tensor: DTensor) -> ShardedTensorMetadata:
     """Description of the whole tensor: the box of every rank, of this one alone where all have everything."""
     own = dist.get_rank()
@@ -160,14 +166,16 @@ def register_fsdp_extensions() -> None:
     Not collective. FullyShardedDataParallel(model, device_mesh=mesh["dp"]) then shards what `parallelize_module` has
     laid over mesh["tp"], with `use_orig_params` and without.
     """
-    if _init_utils.DTensorExtensions is DTensorExtensions:  # type: ignore[attr-defined]
+    modules: tuple[Any, Any] = (_init_utils, _flat_param)
+    initializing, flattening = modules
+    if initializing.DTensorExtensions is DTensorExtensions:
         return
-    _init_utils.DTensorExtensions = DTensorExtensions  # type: ignore[attr-defined]
+    initializing.DTensorExtensions = DTensorExtensions
     wrapper: Any = FullyShardedDataParallel
     for name, place in (("clip_grad_norm_", 0), ("_optim_state_dict_impl", 0), ("_optim_state_dict_to_load_impl", 1)):
         setattr(wrapper, name, _without_distributed_parameters(wrapper, name, place))
-    handle: Any = _flat_param.FlatParamHandle
-    _flat_param._same_storage = _same_storage_with(_flat_param._same_storage)  # type: ignore[no-untyped-call]
+    flattening._same_storage = _same_storage_with(flattening._same_storage)
+    handle = flattening.FlatParamHandle
     handle._use_unsharded_views = _with_distributed_parameters(handle._use_unsharded_views)
 
 

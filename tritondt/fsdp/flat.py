@@ -22,7 +22,7 @@ from tritondt.fsdp.parameter import ShardedParameter
 from tritondt.kernels.memory import allocate, reallocate
 from tritondt.kernels.tables import Table, copy_table
 from tritondt.redistribution.run import redistribute_local_async
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import dense_strides
 
@@ -40,9 +40,9 @@ class Specs:
         self.shards = DTensorSpec(data.mesh, cut, meta)
         self.whole = self.shards.with_placements([Replicate()] * num_axes)
 
-    def terms(self, op: str) -> DTensorSpec:
+    def terms(self, op: ReduceOp) -> DTensorSpec:
         """Spec of a tensor of which every rank has a term."""
-        return self.shards.with_placements([Partial(op)] * len(self.shards.placements))  # type: ignore[arg-type]
+        return self.shards.with_placements([Partial(op)] * len(self.shards.placements))
 
 
 class FlatParameters:
@@ -161,7 +161,7 @@ class FlatParameters:
         """
         for parameter, place in zip(self.parameters, self.layout.of_rank(self.rank), strict=True):
             user = parameter.users[0]
-            found = user.module._parameters[user.key]
+            found: Any = user.module._parameters[user.key]
             if found is not parameter.whole:
                 if getattr(found, "_spec", None) is not parameter.spec:
                     kind = "None" if found is None else getattr(found, "_spec", f"one of shape {tuple(found.shape)}")
@@ -170,14 +170,15 @@ class FlatParameters:
                         "of this layout and dtype: load a state dict of distributed tensors, and convert the module "
                         "before fully_shard"
                     )
-                parameter.sharded = found  # type: ignore[assignment]
-            local = parameter.sharded._local_tensor  # type: ignore[attr-defined]
+                parameter.sharded = found
+            sharded: Any = parameter.sharded
+            local = sharded._local_tensor
             held = self.shard[place.offset : place.offset + prod(place.shape)].view(place.shape)
             if local.data_ptr() != held.data_ptr() and local.numel():
                 with torch.no_grad():
                     held.copy_(local)
-                parameter.sharded._local_tensor = held  # type: ignore[attr-defined]
-                vars(parameter.sharded).pop(MEMORY, None)
+                sharded._local_tensor = held
+                vars(sharded).pop(MEMORY, None)
 
 
 def _aligned(parameter: ShardedParameter) -> int:

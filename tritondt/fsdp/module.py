@@ -34,7 +34,7 @@ class FSDPModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class before: slices of a sharded nn.Sequential are plain ones."""
-        original = cls.__mro__[2]
+        original: Any = cls.__mro__[2]
         made = original.__new__(original)
         original.__init__(made, *args, **kwargs)
         return made

@@ -14,10 +14,11 @@ from tritondt.comm.work import Work
 from tritondt.fsdp.flat import FlatParameters, Specs
 from tritondt.fsdp.flat_layout import FlatLayout
 from tritondt.fsdp.parameter import ShardedParameter
-from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.boxes import CastBox, CopyBox
 from tritondt.kernels.memory import allocate
 from tritondt.kernels.tables import Table, cast_table, copy_table
 from tritondt.redistribution.run import redistribute_local_async
+from tritondt.sharding.placement import ReduceOp
 
 
 class Policy(NamedTuple):
@@ -71,7 +72,8 @@ class GradientReduction:
         if policy.reduce_dtype is not None and policy.reduce_dtype.itemsize < dtype.itemsize and not dtype.is_complex:
             wire = narrower(dtype, policy.reduce_dtype)
         specs = Specs(self._flat.data, layout, dtype)
-        terms = specs.terms("avg" if policy.divisor is None else "sum")
+        op: ReduceOp = "avg" if policy.divisor is None else "sum"
+        terms = specs.terms(op)
         shard, work = redistribute_local_async(packed, terms, specs.shards, None, wire)
         return Reduced(shard, work, layout, parameters, policy.divisor)
 
@@ -121,10 +123,10 @@ class GradientReduction:
         return self._tables[key]
 
 
-def _table_of(boxes: list, source: torch.dtype, target: torch.dtype, device: torch.device) -> Table:  # type: ignore[type-arg]
+def _table_of(boxes: list[CastBox], source: torch.dtype, target: torch.dtype, device: torch.device) -> Table:
     if source is not target:
-        names = (str(dtype).removeprefix("torch.") for dtype in (source, target))
-        return cast_table(boxes, *names, device)
+        before, after = (str(dtype).removeprefix("torch.") for dtype in (source, target))
+        return cast_table(boxes, before, after, device)
     return copy_table([CopyBox(*box[:4], source.itemsize, *box[4:]) for box in boxes], device)
 
 

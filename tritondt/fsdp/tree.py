@@ -1,6 +1,6 @@
 """Sharded modules of one tree: the order in which they run, and the end of a backward pass."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -80,7 +80,8 @@ class ShardedTree:
         """Lets the pass that runs now end with `_end`."""
         if not self._awaits_end:
             self._awaits_end = True
-            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(self._end)
 
     def _end(self) -> None:
         """Reduces what no module has, waits for all gradients, and frees what is still there."""
