@@ -18,3 +18,14 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | No
     if made.nbytes >= _HUGE_BYTES and made.is_cpu:
         advise_huge_pages(made.data_ptr(), made.nbytes)
     return made
+
+
+def reallocate(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Gives the storage of a tensor new memory of `num_bytes`, of undefined values; 0 frees it.
+
+    Tensors that share the storage read the new memory, and count nothing as written.
+    """
+    storage = tensor.untyped_storage()
+    storage.resize_(num_bytes)
+    if num_bytes >= _HUGE_BYTES and tensor.is_cpu:
+        advise_huge_pages(storage.data_ptr(), num_bytes)

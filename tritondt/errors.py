@@ -59,3 +59,7 @@ class DifferenceError(TritondtError, AssertionError):
 
 class ParallelizeError(TritondtError, ValueError):
     """A plan that does not fit its module or mesh; names the module, what was found and what is allowed."""
+
+
+class FullyShardError(TritondtError, ValueError):
+    """A module, or an option, that `fully_shard` cannot take; says what was found and what to write instead."""

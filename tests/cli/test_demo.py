@@ -100,6 +100,19 @@ def test_a_run_prints_and_writes_its_summary(tmp_path, style):
     assert [(row["calls_per_step"], row["messages_per_step"]) for row in by_boundary] == [(4, 8), (4, 8)]
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("parallel", ["fsdp", "fsdp+tp", "hsdp+tp", "ddp+tp"])
+def test_every_grid_of_ranks_has_the_losses_of_one_process(parallel):
+    # Heads, batch and positions that do not divide.
+    experiment = Experiment(model.Model(heads=3, layers=2, width=24, sequence=17), steps=4, batch=5, seed=0)
+    style = DTensorStyle(parallel=parallel)
+    on_ranks = command.train_on_new_processes(experiment, style, 4, Console(quiet=True))
+    single = train(experiment, style.on_one_process(experiment))
+    comparison = Comparison(experiment, style.name, 4, on_ranks, single, parallel, style.num_tensor_ranks(4))
+    assert comparison.loss_max_abs_diff <= 1e-5
+    assert summarise(comparison)["parallel"] == parallel
+
+
 def one_sum_is_wrong(local, source, target, *, grad_placements=None):
     """`T.redistribute`, but the sums that rank 1 gets after a matmul are 1 % too large."""
     moved = T.redistribute(local, source, target, grad_placements=grad_placements)
@@ -191,6 +204,9 @@ def test_ranks_are_merged_by_kind():
         (("--heads", "5"), "--width 24 is no multiple of --heads 5"),
         (("--seq", "100000000"), "--seq 100000000 is longer than the text"),
         (("--ranks", "0"), "0 is not in the range x>=1"),
+        (("--ranks", "3", "--parallel", "fsdp+tp"), "takes a number of ranks that is a multiple of 2, got 3"),
+        (("--ranks", "4", "--parallel", "fsdp"), "--batch 3 is less than the 4 ranks that share it"),
+        (("--style", "local", "--parallel", "fsdp"), "--parallel fsdp is there with --style dtensor only"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, arguments, message):

@@ -155,6 +155,11 @@ def issue_prefetch(distributed: Any, wrap: Wrap, target: DTensorSpec, wire_dtype
     prefetched[key] = _Issued(result, *source, watch, count)
 
 
+def forget_prefetched(tensor: Any) -> None:
+    """Drops what was prefetched of a tensor whose memory is about to hold other values."""
+    vars(tensor).pop(_PREFETCHED, None)
+
+
 def _take_prefetched(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
     prefetched = distributed.__dict__.get(_PREFETCHED)
     if prefetched is None or (target, wire_dtype) not in prefetched:

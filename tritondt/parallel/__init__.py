@@ -12,6 +12,7 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
 from tritondt.parallel.parallelize import parallelize_module
 from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from tritondt.parallel.replicated import ReplicateParallel
 from tritondt.parallel.sequence import SequenceParallel
 from tritondt.parallel.style import ParallelStyle
 from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
@@ -22,6 +23,7 @@ __all__ = [
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
+    "ReplicateParallel",
     "RowwiseParallel",
     "SequenceParallel",
     "all_gather_matmul",

@@ -7,7 +7,7 @@ from torch import nn
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import InputPlan, input_plan_of
-from tritondt.parallel.local_run import CutRun
+from tritondt.parallel.local_run import CutRun, distributed_parameter
 from tritondt.sharding.placement import Partial, Replicate
 
 
@@ -54,7 +54,7 @@ class RowEmbedding(CutRun):
 
 def _rows(module: nn.Module) -> tuple[int, int]:
     """First own row of the table, and the end of the own rows."""
-    weight = module._parameters["weight"]
+    weight = distributed_parameter(module, "weight")
     assert isinstance(weight, DTensor), f"the weight of {module} is distributed"
     assert weight._spec.coordinate is not None, "this rank is not on the mesh"
     intervals = weight._spec.layout.intervals(0, weight._spec.coordinate)

@@ -12,6 +12,8 @@ from tritondt.parallel.gradients import Terms, begin_pass, end_pass
 from tritondt.parallel.local_run import LocalRun, run_of
 
 _PASS = "_tritondt_forward_pass"
+# On a module whose parameters another owner lays out and passes on, in passes of its own.
+APART = "_tritondt_apart"
 
 
 class ForwardPassHooks:
@@ -42,11 +44,17 @@ class ForwardPassHooks:
             self._modules = [weakref.ref(module) for module in root.modules() if run_of(module) is not None]
         for reference in self._modules:
             module = reference()
-            run = None if module is None else run_of(module)
-            if module is not None and run is not None:
-                parameters = run.parameters(module)
-                for place in parameters.terms:
-                    yield Terms(parameters.tensors[place], parameters.gradients[place])
+            if module is not None and APART not in module.__dict__:
+                yield from terms_of(module)
+
+
+def terms_of(module: nn.Module) -> Iterator[Terms]:
+    """Parameters of one module whose gradients come as terms."""
+    run = run_of(module)
+    if run is not None:
+        parameters = run.parameters(module)
+        for place in parameters.terms:
+            yield Terms(parameters.tensors[place], parameters.gradients[place])
 
 
 def sum_together(root: nn.Module) -> None:

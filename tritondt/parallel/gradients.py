@@ -124,10 +124,13 @@ def open_pass() -> ForwardPass | None:
     return _open.get()
 
 
-def begin_pass(owner: object, terms: Callable[[], Iterable[Terms]]) -> None:
-    """Begins the pass of a tree of modules; nothing within that of another tree, which this one is part of."""
+def begin_pass(owner: object, terms: Callable[[], Iterable[Terms]], *, is_apart: bool = False) -> None:
+    """Begins the pass of a tree of modules; nothing within that of another tree, which this one is part of.
+
+    With `is_apart` the tree has a pass of its own there, whose gradients come before the others are done.
+    """
     found = _open.get()
-    if found is None or found.owner is owner:
+    if found is None or found.owner is owner or is_apart:
         _open.set(ForwardPass(owner, terms, found))
 
 

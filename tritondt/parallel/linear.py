@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.boundary import InputPlan, activation_spec, input_plan_of
 from tritondt.parallel.graphs import outside_of_graphs
-from tritondt.parallel.local_run import CutRun, call_of
+from tritondt.parallel.local_run import CutRun, call_of, distributed_parameter
 from tritondt.parallel.overlap import all_gather_matmul, is_divisible, is_eager, matmul_reduce_scatter
 from tritondt.redistribution.autograd import gradient_spec
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
@@ -148,7 +148,7 @@ class RowLinear(LinearRun):
 
     def _part_of_bias(self, module: nn.Module) -> torch.Tensor:
         """Bias of own features, or its term."""
-        bias, wanted = module._parameters["bias"], self.wanted
+        bias, wanted = distributed_parameter(module, "bias"), self.wanted
         assert isinstance(bias, DTensor), f"the bias of {module} is distributed with its weight"
         if isinstance(wanted, Shard):
             wanted = Shard(0, wanted.unit, wanted.sizes, wanted.repeats)

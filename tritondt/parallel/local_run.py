@@ -59,6 +59,7 @@ class LocalRun(ABC):
         self._input_plans: dict[object, InputPlan] = {}
         self._output_plans: dict[object, OutputPlan] = {}
         self._known: _Known | None = None
+        self._names: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_input_plans": {}, "_output_plans": {}, "_known": None}
@@ -84,6 +85,7 @@ class LocalRun(ABC):
         module.register_forward_pre_hook(self._before, with_kwargs=True)
         module.register_forward_hook(self._after, prepend=True, always_call=True)
         module.__dict__[_RUN] = self
+        self._names = tuple(name for name, value in module._parameters.items() if value is not None)
         LocalRun.num_installed += 1
 
     def _before(
@@ -121,7 +123,7 @@ class LocalRun(ABC):
 
     def _look(self, module: nn.Module) -> _Known:
         """Distributed parameters of the module, looked up again where the module has been given others."""
-        held = module._parameters
+        held: Mapping[str, Any] = module._parameters or self._shown(module)
         if self._known is None or not self._known.is_of(held):
             found: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
             tensors, specs = list(found.values()), [value._spec for value in found.values()]
@@ -136,6 +138,11 @@ class LocalRun(ABC):
             )
             self._known = _Known(everything, [id(value) for value in everything], specs, list(found), parameters)
         return self._known
+
+    def _shown(self, module: nn.Module) -> dict[str, Any]:
+        """Parameters that are plain attributes, as those that FullyShardedDataParallel has flattened are in forward."""
+        state = module.__dict__
+        return {name: state[name] for name in self._names if isinstance(state.get(name), DTensor)}
 
     def parameters(self, module: nn.Module) -> Parameters:
         """Distributed parameters of the module as they are now."""
@@ -185,6 +192,12 @@ def check_input(module: nn.Module, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         kind = type(module).__name__
         raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
+
+
+def distributed_parameter(module: nn.Module, name: str) -> Any:
+    """Parameter of a module outside of its forward, where it may be a plain attribute; None where there is none."""
+    found = module._parameters.get(name)
+    return module.__dict__.get(name) if found is None else found
 
 
 def run_of(module: nn.Module) -> LocalRun | None:

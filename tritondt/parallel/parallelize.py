@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from tritondt.errors import LayoutError, MeshError, ParallelizeError
-from tritondt.parallel.forward_pass import sum_together
+from tritondt.parallel.forward_pass import APART, sum_together
 from tritondt.parallel.plain_tensors import PlainTensors, check_plain_tensors, replicate_plain_tensors
 from tritondt.parallel.prepare import PREPARING
 from tritondt.parallel.style import ParallelStyle
@@ -61,6 +61,7 @@ def parallelize_module(
     [(S0,), (S0,), (S1,), (R,)]
     """
     check_plain_tensors(plain_tensors)
+    _check_not_sharded(module)
     mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
     _check_mesh(mesh)
     if parallelize_plan is None:
@@ -83,6 +84,16 @@ def parallelize_module(
     if plain_tensors == "replicated":
         replicate_plain_tensors(module)
     return module
+
+
+def _check_not_sharded(module: nn.Module) -> None:
+    """Refuses a module whose parameters are sharded over a data axis, which the tensor axis has to cut first."""
+    for name, found in module.named_modules():
+        if APART in found.__dict__:
+            raise ParallelizeError(
+                f"{name or type(found).__name__} was sharded by fully_shard before parallelize_module; lay the module "
+                "out first: parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])"
+            )
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,13 +13,16 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tritondt.cli.demo.data import corpus
+from tritondt.cli.demo.dtensor_style import DTensorStyle
 from tritondt.cli.demo.experiment import Experiment, RanksRun, Step, Style
+from tritondt.cli.demo.grid import PARALLEL, grid_of
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, write_results
 from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.comm import world
+from tritondt.errors import MeshError
 
 _DEFAULT_HEAD_WIDTH = 32
 _DEFAULT_RANKS = 4
@@ -37,6 +41,12 @@ _AT_LEAST_1 = click.IntRange(min=1)
     default=next(iter(STYLES)),
     help="Modules of torch.nn under a plan, or plain tensors and every redistribution by hand.",
 )
+@click.option(
+    "--parallel",
+    type=click.Choice(PARALLEL),
+    default=PARALLEL[0],
+    help="Axes of the ranks: tensors cut, parameters sharded (fsdp; hsdp: in two replicas), or replicated (ddp).",
+)
 @click.option("--ranks", type=_AT_LEAST_1, help="Processes to start.  [default: 4, or torchrun's]")
 @click.option("--steps", type=_AT_LEAST_1, default=60, help="Updates of the weights.")
 @click.option("--heads", type=_AT_LEAST_1, default=6, help="Attention heads of a layer.")
@@ -54,6 +64,7 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--json", "as_json", is_flag=True, help="Print summary.json too; the rest to stderr.")
 def demo(
     style_name: str,
+    parallel: str,
     ranks: int | None,
     steps: int,
     heads: int,
@@ -65,16 +76,17 @@ def demo(
     out: Path,
     as_json: bool,
 ) -> None:
-    """Train a small GPT tensor-parallel on CPU ranks and on one process, and compare.
+    """Train a small GPT in parallel on CPU ranks and on one process, and compare.
 
-    The ranks share heads, hidden features and the sequence, none of which need divide by their
-    number. Ends with status 1 if the losses of the two runs differ by more than 1e-4 at any step.
-    Under torchrun it runs on the processes that torchrun has started.
+    The ranks share heads, hidden features and the sequence, or with --parallel the batch and the
+    parameters, none of which need divide by their number. Ends with status 1 if the losses of the
+    two runs differ by more than 1e-4 at any step. Under torchrun it runs on the processes that
+    torchrun has started.
     """
     width = heads * _DEFAULT_HEAD_WIDTH if width is None else width
     _check(heads, width, sequence)
     experiment = Experiment(Model(heads, layers, width, sequence), steps, batch, seed)
-    style = STYLES[style_name]
+    style = _style(style_name, parallel)
     console = _console(to_stderr=as_json)
     if dist.is_torchelastic_launched():
         found = _train_under_torchrun(experiment, style, ranks, console)
@@ -83,14 +95,36 @@ def demo(
         num_ranks, on_ranks = found
     else:
         num_ranks = _DEFAULT_RANKS if ranks is None else ranks
+        _check_grid(style, num_ranks, batch)
         on_ranks = train_on_new_processes(experiment, style, num_ranks, console)
     single = train_single(experiment, style, console)
-    comparison = Comparison(experiment, style.name, num_ranks, on_ranks, single)
+    num_tensor_ranks = style.num_tensor_ranks(num_ranks)
+    comparison = Comparison(experiment, style.name, num_ranks, on_ranks, single, parallel, num_tensor_ranks)
     summary = write_results(comparison, out, console)
     if as_json:
         click.echo(json.dumps(summary))
     if not comparison.agrees:
         raise click.ClickException(comparison.disagreement())
+
+
+def _style(name: str, parallel: str) -> Style:
+    style = STYLES[name]
+    if parallel == style.parallel:
+        return style
+    if not isinstance(style, DTensorStyle):
+        raise click.UsageError(f"--parallel {parallel} is there with --style dtensor only, not with --style {name}")
+    return replace(style, parallel=parallel)
+
+
+def _check_grid(style: Style, num_ranks: int, batch: int) -> None:
+    try:
+        grid = grid_of(style.parallel, num_ranks)
+    except MeshError as error:
+        raise click.UsageError(f"--parallel {error}") from error
+    if batch < grid.num_parts:
+        raise click.UsageError(
+            f"--batch {batch} is less than the {grid.num_parts} ranks that share it with --parallel {style.parallel}"
+        )
 
 
 def _check(heads: int, width: int, sequence: int) -> None:
@@ -109,7 +143,7 @@ def _console(*, to_stderr: bool) -> Console:
 
 def train_on_new_processes(experiment: Experiment, style: Style, num_ranks: int, console: Console) -> RanksRun:
     """Start `num_ranks` processes, train on them and end them; RankFailedError if one fails."""
-    _introduce(experiment, num_ranks, console)
+    _introduce(experiment, style, num_ranks, console)
     with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
         results = run_on_ranks(
             num_ranks, train_on_this_rank, experiment, style, on_message=_only_steps(show), preload=_PRELOAD
@@ -146,8 +180,9 @@ def _train_under_torchrun(
     if ranks not in (None, num_ranks):
         raise click.UsageError(f"--ranks {ranks} was asked for, but torchrun has started {num_ranks} processes")
     torch.set_num_threads(max(1, num_cores() // num_ranks))
+    _check_grid(style, num_ranks, experiment.batch)
     if rank == 0:
-        _introduce(experiment, num_ranks, console)
+        _introduce(experiment, style, num_ranks, console)
         with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
             on_ranks = train_on_ranks(experiment, style, on_step=show)
     else:
@@ -157,9 +192,10 @@ def _train_under_torchrun(
     return (num_ranks, on_ranks) if rank == 0 else None
 
 
-def _introduce(experiment: Experiment, num_ranks: int, console: Console) -> None:
+def _introduce(experiment: Experiment, style: Style, num_ranks: int, console: Console) -> None:
     model = experiment.model
-    held = ", ".join(f"{' + '.join(map(str, lengths))} {name}" for name, lengths in shares(model, num_ranks).items())
+    of_ranks = shares(model, style.num_tensor_ranks(num_ranks)).items()
+    held = ", ".join(f"{' + '.join(map(str, lengths))} {name}" for name, lengths in of_ranks)
     console.print(
         f"GPT of {_count(model.layers, 'layer')}, width {model.width}, on {_count(num_ranks, 'rank')}: {held}",
         highlight=False,

@@ -3,39 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import tritondt as T
 from tritondt.cli.demo import data
 from tritondt.cli.demo.experiment import Experiment, ignore
 from tritondt.cli.demo.gpt import make_gpt, make_plan
+from tritondt.cli.demo.grid import LaidOut, grid_of
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.traffic import Phase
-from tritondt.parallel import ParallelStyle, parallelize_module
+from tritondt.parallel import ParallelStyle
 
 
 @dataclass(frozen=True)
 class DTensorStyle:
     """The demo written with torch.nn modules; `make_plan` lays them over the ranks, and a test passes a wrong one
-    here.
+    here. `parallel` is one of `grid.PARALLEL`.
     """
 
     make_plan: Callable[[Model], Mapping[str, ParallelStyle]] = make_plan
     name: str = "dtensor"
+    parallel: str = "tp"
+
+    def num_tensor_ranks(self, num_ranks: int) -> int:
+        """Ranks that share heads, hidden features and the sequence."""
+        return grid_of(self.parallel, num_ranks).tensor
 
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> DTensorLearner:
         """Learner whose parameters are distributed on all ranks of the process group."""
-        mesh = T.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-        return DTensorLearner(experiment, mesh, self.make_plan(experiment.model), enter)
+        model = make_gpt(experiment.model, experiment.seed)
+        grid = grid_of(self.parallel, dist.get_world_size())
+        laid_out = LaidOut(model, self.parallel, grid, self.make_plan(experiment.model))
+        return DTensorLearner(experiment, laid_out.model, laid_out, enter)
 
     def on_one_process(self, experiment: Experiment) -> DTensorLearner:
         """Learner of the module without a plan."""
-        return DTensorLearner(experiment)
+        return DTensorLearner(experiment, make_gpt(experiment.model, experiment.seed))
 
 
 class DTensorLearner:
@@ -44,16 +53,13 @@ class DTensorLearner:
     def __init__(
         self,
         experiment: Experiment,
-        mesh: T.DeviceMesh | None = None,
-        plan: Mapping[str, ParallelStyle] | None = None,
+        model: nn.Module,
+        laid_out: LaidOut | None = None,
         enter: Callable[[Phase], None] = ignore,
     ) -> None:
-        self._mesh, self._enter, self._largest_norm = mesh, enter, experiment.largest_norm
-        self._model = make_gpt(experiment.model, experiment.seed)
-        if mesh is not None:
-            # Every rank has drawn the same weights from the same seed, so that none has to be sent.
-            parallelize_module(self._model, mesh, plan, src_data_rank=None)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=experiment.learning_rate, foreach=True)
+        self._laid_out, self._enter, self._largest_norm = laid_out, enter, experiment.largest_norm
+        self._model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=experiment.learning_rate, foreach=True)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, experiment.rate_factor)
         sequence = experiment.model.sequence
         self._positions = torch.arange(sequence)
@@ -61,24 +67,29 @@ class DTensorLearner:
 
     def run_step(self, index: int) -> float:
         """Loss before one update, in nats a byte; runs the update."""
-        self._enter("forward")
-        tokens, following = self._batches.read(index)
-        logits = self._model(tokens, self._positions)
-        # A mean would have the ranks agree first on how many bytes there are.
-        total = F.cross_entropy(logits.flatten(0, 1), self._by_position(following).flatten(), reduction="sum")
-        loss = total / following.numel()
-        self._enter("backward")
-        self._optimizer.zero_grad()
-        loss.backward()
+        with nullcontext() if self._laid_out is None else self._laid_out.context():
+            loss = self._loss_with_gradients(index)
         self._enter("gradients")
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._largest_norm, foreach=True)
         self._optimizer.step()
         self._schedule.step()
-        loss = loss.detach()
-        return (loss.full_tensor() if isinstance(loss, T.DTensor) else loss).item()
+        loss = loss.full_tensor() if isinstance(loss, T.DTensor) else loss
+        return (loss if self._laid_out is None else self._laid_out.mean(loss)).item()
 
-    def _by_position(self, following: Tensor) -> Tensor:
-        """Right answers, laid out as the scores are."""
-        if self._mesh is None:
-            return following
-        return T.distribute_tensor(following, self._mesh, [T.Shard(1)], src_data_rank=None)
+    def _loss_with_gradients(self, index: int) -> Tensor:
+        """Loss of this rank's part of the batch, once the gradients are there."""
+        self._enter("forward")
+        tokens, following = self._batches.read(index)
+        laid_out, num_tokens = self._laid_out, float(following.numel())
+        if laid_out is not None:
+            tokens, following = laid_out.own_part(tokens), laid_out.own_part(following)
+            # Gradients are means over the parts of the batch, which need not be equally long.
+            num_tokens /= laid_out.num_parts
+        logits = self._model(tokens, self._positions)
+        answers = following if laid_out is None else laid_out.by_position(following)
+        # A mean would have the ranks agree first on how many bytes there are.
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum") / num_tokens
+        self._enter("backward")
+        self._optimizer.zero_grad()
+        loss.backward()
+        return loss.detach()

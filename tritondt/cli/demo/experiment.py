@@ -70,6 +70,13 @@ class Style(Protocol):
     def name(self) -> str:
         """Name of the style for --style."""
 
+    @property
+    def parallel(self) -> str:
+        """Way of using the ranks, for --parallel."""
+
+    def num_tensor_ranks(self, num_ranks: int) -> int:
+        """Ranks that share heads, hidden features and the sequence."""
+
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> Learner:
         """This rank's part of the run on all ranks of the process group; `enter` receives the phases of a step."""
 

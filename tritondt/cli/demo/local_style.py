@@ -25,6 +25,11 @@ class LocalStyle:
 
     redistribute: Redistribute = T.redistribute
     name: str = "local"
+    parallel: str = "tp"
+
+    def num_tensor_ranks(self, num_ranks: int) -> int:
+        """Ranks that share heads, hidden features and the sequence: all."""
+        return num_ranks
 
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> LocalLearner:
         """Learner with heads, hidden features and the sequence over all ranks of the process group."""

@@ -28,13 +28,18 @@ LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Comparison:
-    """One experiment in one style on `num_ranks` ranks and on one process."""
+    """One experiment in one style on `num_ranks` ranks and on one process.
+
+    `num_tensor_ranks` of them share heads, hidden features and the sequence (default: all).
+    """
 
     experiment: Experiment
     style: str
     num_ranks: int
     on_ranks: RanksRun
     single: tuple[Step, ...]
+    parallel: str = "tp"
+    num_tensor_ranks: int | None = None
 
     @property
     def differences(self) -> tuple[float, ...]:
@@ -88,6 +93,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
     redistributions = [_flow_per_step(flow, experiment.steps) for flow in on_ranks.flows]
     return {
         "style": comparison.style,
+        "parallel": comparison.parallel,
         "ranks": comparison.num_ranks,
         **asdict(model),
         "hidden": model.hidden,
@@ -95,7 +101,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "steps": experiment.steps,
         "batch": experiment.batch,
         "seed": experiment.seed,
-        "shares": shares(model, comparison.num_ranks),
+        "shares": shares(model, comparison.num_tensor_ranks or comparison.num_ranks),
         "first_loss": on_ranks.steps[0].loss,
         "final_loss": on_ranks.steps[-1].loss,
         "final_loss_single": comparison.single[-1].loss,

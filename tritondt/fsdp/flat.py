@@ -1,0 +1,185 @@
+"""Parameters of one dtype in flat memory: shards that stay, and whole parameters that are there while they are needed.
+
+A gather is one exchange for all of them, from memory and into memory; one table of copies then puts every shard in its
+place. The whole parameters are tensors on one storage, which is emptied in between: what autograd has saved of them
+for backward is there again when they are.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from tritondt.comm.work import Work
+from tritondt.dtensor.pending import forget_prefetched
+from tritondt.dtensor.writes import MEMORY, Watch, memory_of
+from tritondt.errors import FullyShardError
+from tritondt.fsdp.flat_layout import FlatLayout
+from tritondt.fsdp.meshes import DataMesh
+from tritondt.fsdp.parameter import ShardedParameter
+from tritondt.kernels.memory import allocate, reallocate
+from tritondt.kernels.tables import Table, copy_table
+from tritondt.redistribution.run import redistribute_local_async
+from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.strides import dense_strides
+
+# Elements at whose multiples whole parameters begin: 64 bytes of float32.
+_ALIGNMENT = 16
+
+
+class Specs:
+    """Specs of a flat tensor on the data mesh: in shards, whole, and as terms of a mean or of a sum."""
+
+    def __init__(self, data: DataMesh, flat: FlatLayout, dtype: torch.dtype) -> None:
+        meta, num_axes = TensorMeta.contiguous((flat.numel,), dtype), data.mesh.ndim
+        cut: list[Placement] = [Replicate()] * num_axes
+        cut[data.shard_axis] = Shard(0, sizes=flat.lengths)
+        self.shards = DTensorSpec(data.mesh, cut, meta)
+        self.whole = self.shards.with_placements([Replicate()] * num_axes)
+
+    def terms(self, op: ReduceOp) -> DTensorSpec:
+        """Spec of a tensor of which every rank has a term."""
+        return self.shards.with_placements([Partial(op)] * len(self.shards.placements))
+
+
+class FlatParameters:
+    """Parameters of one dtype that are gathered together; in forward they have `dtype_computed`."""
+
+    def __init__(
+        self, parameters: Sequence[ShardedParameter], data: DataMesh, dtype_computed: torch.dtype | None
+    ) -> None:
+        self.parameters, self.data = list(parameters), data
+        self.dtype = parameters[0].spec.dtype
+        self.dtype_computed = self.dtype if dtype_computed is None else dtype_computed
+        coordinate = data.mesh.coordinate
+        assert coordinate is not None, f"{data.mesh} is that of the calling rank"
+        self.rank = coordinate[data.shard_axis]
+        self.num_ranks = data.mesh.shape[data.shard_axis]
+        self.layout = FlatLayout([parameter.member for parameter in parameters], self.num_ranks)
+        self._specs = Specs(data, self.layout, self.dtype_computed)
+        self.device = self._initial(0).device
+        self.shard = self._place_shards()
+        self._offsets = list(accumulate(map(_aligned, self.parameters), initial=0))
+        self._whole = self._place_whole()
+        self._table: Table | None = None
+        self._gathered: tuple[torch.Tensor, Work | None] | None = None
+        self.is_whole = False
+        # Writes to the shards since they were last gathered; watched while what was gathered is kept.
+        self._watch: Watch | None = None
+        self._seen: tuple[int, ...] = ()
+
+    def _initial(self, number: int) -> torch.Tensor:
+        found = self.parameters[number].initial
+        assert found is not None, f"{self.parameters[number].name} is placed once"
+        return found
+
+    def _place_shards(self) -> torch.Tensor:
+        """Flat tensor of this rank's shards, on which the sharded parameters lie."""
+        flat = allocate((self.layout.lengths[self.rank],), self.dtype, self.device)
+        for parameter, place in zip(self.parameters, self.layout.of_rank(self.rank), strict=True):
+            assert parameter.initial is not None, f"{parameter.name} is placed once"
+            shard = flat[place.offset : place.offset + prod(place.shape)].view(place.shape)
+            shard.copy_(parameter.initial)
+            parameter.place_shard(shard)
+        return flat
+
+    def _place_whole(self) -> torch.Tensor:
+        """Flat tensor without memory on which the parameters of forward lie."""
+        flat = torch.empty(self._offsets[-1], dtype=self.dtype_computed, device=self.device)
+        for parameter, offset in zip(self.parameters, self._offsets, strict=False):
+            shape = parameter.member.shape
+            parameter.place_whole(flat.as_strided(shape, dense_strides(shape), offset))
+        reallocate(flat, 0)
+        return flat
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a gather was issued that nobody has waited for."""
+        return self._gathered is not None
+
+    def gather(self) -> None:
+        """Issues the gather of what the shards hold now, unless that is under way or here: a collective call."""
+        self._adopt()
+        if self.is_whole or self.is_under_way:
+            if self._seen == self._counts():
+                return
+            self.drop()
+        self._watch = Watch(tuple(local for found in self.parameters for local in memory_of(found.sharded)))
+        self._seen = self._counts()
+        source = self.shard
+        if self.dtype is not self.dtype_computed:
+            source = source.to(self.dtype_computed)
+        if self.layout.numel:
+            self._gathered = redistribute_local_async(source, self._specs.shards, self._specs.whole)
+        else:
+            self._gathered = source, None
+
+    def wait(self) -> None:
+        """Puts what was gathered in its place; PeerError and MismatchError where the gather failed."""
+        if self._gathered is None:
+            return
+        (gathered, work), self._gathered = self._gathered, None
+        if work is not None:
+            work.wait()
+        reallocate(self._whole, self._whole.numel() * self._whole.element_size())
+        if self._table is None:
+            self._table = copy_table(self.layout.gathers(self._offsets, self._whole.element_size()), self.device)
+        self._table.run([gathered.data_ptr()], [self._whole.data_ptr()], torch.get_num_threads())
+        self.is_whole = True
+        for parameter in self.parameters:
+            needed = parameter.sharded.requires_grad
+            if parameter.whole.requires_grad is not needed:
+                parameter.whole.requires_grad_(needed)
+
+    def drop(self) -> None:
+        """Frees the whole parameters, and what is being gathered of them."""
+        if self._gathered is not None:
+            (_, work), self._gathered = self._gathered, None
+            if work is not None:
+                work.wait()
+        if self.is_whole:
+            reallocate(self._whole, 0)
+            self.is_whole = False
+            for parameter in self.parameters:
+                forget_prefetched(parameter.whole)
+        self._watch = None
+
+    def _counts(self) -> tuple[int, ...]:
+        """Counts of the writes to the shards, by operators as all ranks know them and to their memory."""
+        assert self._watch is not None, "writes are counted while they are watched"
+        shards: list[Any] = [parameter.sharded for parameter in self.parameters]
+        versions = sum(shard._version for shard in shards), sum(shard._local_tensor._version for shard in shards)
+        return (*self._watch.count(shards[0]), *versions)
+
+    def _adopt(self) -> None:
+        """Takes over what sharded parameters were given in place of their memory, as by load_state_dict(assign=True).
+
+        FullyShardError where that is laid out otherwise.
+        """
+        for parameter, place in zip(self.parameters, self.layout.of_rank(self.rank), strict=True):
+            user = parameter.users[0]
+            found: Any = user.module._parameters[user.key]
+            if found is not parameter.whole:
+                if getattr(found, "_spec", None) is not parameter.spec:
+                    kind = "None" if found is None else getattr(found, "_spec", f"one of shape {tuple(found.shape)}")
+                    raise FullyShardError(
+                        f"{parameter.name} was sharded as {parameter.spec} and is {kind} now; allowed are parameters "
+                        "of this layout and dtype: load a state dict of distributed tensors, and convert the module "
+                        "before fully_shard"
+                    )
+                parameter.sharded = found
+            sharded: Any = parameter.sharded
+            local = sharded._local_tensor
+            held = self.shard[place.offset : place.offset + prod(place.shape)].view(place.shape)
+            if local.data_ptr() != held.data_ptr() and local.numel():
+                with torch.no_grad():
+                    held.copy_(local)
+                sharded._local_tensor = held
+                vars(sharded).pop(MEMORY, None)
+
+
+def _aligned(parameter: ShardedParameter) -> int:
+    return -(-prod(parameter.member.shape) // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,79 @@
+"""Parameters that are gathered, freed and reduced together: all that one call of `fully_shard` takes."""
+
+from collections.abc import Sequence
+
+import torch
+
+from tritondt.fsdp.flat import FlatParameters
+from tritondt.fsdp.meshes import DataMesh
+from tritondt.fsdp.parameter import ShardedParameter
+from tritondt.fsdp.reduction import GradientReduction, Policy, Reduced, finish
+
+
+class ParameterGroup:
+    """Parameters of one call of `fully_shard`, in one flat tensor for each dtype."""
+
+    def __init__(self, parameters: Sequence[ShardedParameter], data: DataMesh, param_dtype: torch.dtype | None) -> None:
+        self.parameters = list(parameters)
+        of_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for parameter in parameters:
+            of_dtype.setdefault(parameter.spec.dtype, []).append(parameter)
+        self.flats = [
+            FlatParameters(found, data, param_dtype if dtype.is_floating_point else None)
+            for dtype, found in of_dtype.items()
+        ]
+        self._reductions = [GradientReduction(flat) for flat in self.flats]
+        self._under_way: list[tuple[Reduced, int]] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the whole parameters are here."""
+        return all(flat.is_whole for flat in self.flats)
+
+    def issue_gather(self) -> None:
+        """Issues the gather of the parameters, unless they are here or under way: a collective call."""
+        for flat in self.flats:
+            flat.gather()
+
+    def wait(self) -> None:
+        """Returns when the whole parameters are here."""
+        for flat in self.flats:
+            flat.wait()
+
+    def free(self) -> None:
+        """Frees the whole parameters."""
+        for flat in self.flats:
+            flat.drop()
+
+    def register(self, *, whole: bool) -> None:
+        """Makes the parameters of forward, or else the sharded ones, those of the modules."""
+        for parameter in self.parameters:
+            parameter.register(parameter.whole if whole else parameter.sharded)
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient that was neither reduced nor kept."""
+        return any(parameter.whole.grad is not None for parameter in self.parameters)
+
+    def keep_gradients(self, policy: Policy) -> None:
+        """Keeps the gradients of this pass for a later reduction."""
+        for reduction in self._reductions:
+            reduction.keep(policy)
+
+    def issue_reduction(self, policy: Policy) -> None:
+        """Issues the reduction of the gradients: a collective call."""
+        for flat, reduction in zip(self.flats, self._reductions, strict=True):
+            found = reduction.start(policy)
+            if found is not None:
+                self._under_way.append((found, flat.rank))
+
+    def finish_reductions(self) -> None:
+        """Waits for all reductions; their results are added to the gradients of the sharded parameters."""
+        under_way, self._under_way = self._under_way, []
+        for reduced, rank in under_way:
+            finish(reduced, rank)
+
+    def drop_gradients(self) -> None:
+        """Drops gradients that were not reduced, and those under way."""
+        self._under_way = []
+        for parameter in self.parameters:
+            parameter.whole.grad = None

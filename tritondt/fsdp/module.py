@@ -1,0 +1,122 @@
+"""The class that a sharded module gets: its own, with what can be asked of a sharded module besides."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, Literal, NoReturn, overload
+
+from torch import nn
+
+from tritondt.errors import FullyShardError
+from tritondt.fsdp.state import ShardedState
+
+_STATE = "_tritondt_fully_sharded"
+
+
+def state_of(module: nn.Module) -> ShardedState | None:
+    """State of a module that `fully_shard` was called on; None for any other."""
+    found: ShardedState | None = module.__dict__.get(_STATE)
+    return found
+
+
+class UnshardHandle:
+    """Gather of a module's parameters that is under way."""
+
+    def __init__(self, state: ShardedState) -> None:
+        self._state = state
+
+    def wait(self) -> None:
+        """Returns when the whole parameters are those of the module; forward waits by itself."""
+        self._state.wait()
+
+
+class FSDPModule(nn.Module):
+    """A module that `fully_shard` was called on. Source: torch.distributed.fsdp.FSDPModule."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class before: slices of a sharded nn.Sequential are plain ones."""
+        original: Any = cls.__mro__[2]
+        made = original.__new__(original)
+        original.__init__(made, *args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise FullyShardError("a sharded module cannot be copied; copy it before fully_shard, or load its state dict")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise FullyShardError("a sharded module cannot be pickled; save its state dict, whose tensors are distributed")
+
+    def _state(self) -> ShardedState:
+        found = state_of(self)
+        assert found is not None, f"{type(self).__name__} is the class of sharded modules only"
+        return found
+
+    def _states(self, recurse: bool) -> Iterable[ShardedState]:
+        """State of this module, and of those inside."""
+        found = [state_of(module) for module in self.modules()] if recurse else [self._state()]
+        return [state for state in found if state is not None]
+
+    @overload
+    def unshard(self, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def unshard(self, async_op: Literal[True]) -> UnshardHandle: ...
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the parameters of this module, not of those inside, until `reshard`: a collective call.
+
+        With `async_op` the call returns at once, and the handle's `wait`, or forward, puts them in place.
+        """
+        state = self._state()
+        state.unshard()
+        if async_op:
+            return UnshardHandle(state)
+        state.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Puts the sharded parameters of this module, not of those inside, in place, and frees the whole ones."""
+        self._state().reshard()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Sets whether backward reduces gradients; without, each rank keeps its own until a backward that does."""
+        for state in self._states(recurse):
+            state.syncs = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Sets whether whole parameters are freed between forward and backward."""
+        for state in self._states(recurse):
+            state.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Sets whether whole parameters are freed after backward; kept ones serve the next forward until they are
+        written to.
+        """
+        for state in self._states(recurse):
+            state.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Sets what is gathered while this module's forward runs, in place of the module that ran next before."""
+        self._state().forward_prefetch = _states_of(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """Sets what is gathered while this module's backward runs, in place of the module that ran before it."""
+        self._state().backward_prefetch = _states_of(modules, "set_modules_to_backward_prefetch")
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Sets what the sum of the ranks' gradients is divided by, in place of the number of ranks."""
+        if not factor > 0:
+            raise FullyShardError(f"set_gradient_divide_factor got {factor!r}; allowed is a number above 0")
+        for state in self._states(recurse=True):
+            state.divisor = float(factor)
+
+
+def _states_of(modules: list[nn.Module], call: str) -> list[ShardedState]:
+    found = [state_of(module) for module in modules]
+    for module, state in zip(modules, found, strict=True):
+        if state is None:
+            raise FullyShardError(f"{call} got {type(module).__name__}, which was not sharded; shard it before")
+    return [state for state in found if state is not None]
+
+
+@lru_cache(maxsize=None)  # noqa: UP033  one class for each class, for as long as that lives
+def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
+    """Subclass of a module's class for sharded modules."""
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})

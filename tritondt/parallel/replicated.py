@@ -1,0 +1,88 @@
+"""ReplicateParallel: modules with all parameters on every rank, whatever part of the activations a rank has."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import ParallelizeError
+from tritondt.parallel.boundary import InputPlan, input_plan_of
+from tritondt.parallel.local_run import LocalRun, run_of
+from tritondt.parallel.parameters import distribute_parameter
+from tritondt.parallel.style import check_free, checked_layout, claim
+from tritondt.parallel.weights import WeightStyle
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+
+
+class ReplicateParallel(WeightStyle):
+    """Style for everything else: parameters are replicated, and each rank runs the module on what it has.
+
+    With `input_layouts` Shard(dim) ranks have parts of the activations, so that gradients of the parameters are terms,
+    and are summed; with Replicate (the default) ranks have all of them, and gradients are equal. A plain input of the
+    module is taken for this, a distributed one is brought to it; layers inside get what the module's forward gives
+    them, and those that a plan has laid out otherwise before stay so. Outputs are local, unless
+    `use_local_output=False`, which takes the cut dim for that of the input. With Shard backward is a collective call.
+    Raises ParallelizeError for a placement that is neither.
+
+    >>> import torch
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.parallelize import parallelize_module
+    >>> def gradient_on(rank):
+    ...     scale = parallelize_module(nn.LayerNorm(2), Mesh((2,)), ReplicateParallel(input_layouts=Shard(0)))
+    ...     scale(torch.ones(1, 2)).sum().backward()
+    ...     return scale.bias.grad.placements, scale.bias.grad.to_local().tolist()
+    >>> run_ranks(2, gradient_on)
+    [((R,), [2.0, 2.0]), ((R,), [2.0, 2.0])]
+    """
+
+    def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
+        self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
+        self.use_local_output = use_local_output
+        if isinstance(self.input_layouts, Partial):
+            raise ParallelizeError(f"input_layouts got {self.input_layouts}; allowed are Shard and Replicate")
+
+    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Replicate for every parameter of the module itself."""
+        return {name: Replicate() for name in module._parameters}
+
+    def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
+        """Hooks that show the parameters as local tensors."""
+        return ReplicatedRun(mesh, self.input_layouts, self.use_local_output)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        """Replicates the parameters of the module, and of all layers inside that have no style of their own."""
+        chosen = [each for each in module.modules() if each is module or (each._parameters and run_of(each) is None)]
+        for each in chosen:
+            check_free(each, self, "input", "weights", "output")
+        for each in chosen:
+            for name in each._parameters:
+                distribute_parameter(each, name, device_mesh, Replicate(), self.src_data_rank)
+            is_local = self.use_local_output or each is not module
+            ReplicatedRun(canonical_mesh(device_mesh), self.input_layouts, is_local).install(each)
+            claim(each, self, "input", "weights", "output")
+        return module
+
+
+class ReplicatedRun(LocalRun):
+    """A module that every rank runs on the activations it has."""
+
+    def __init__(self, mesh: Mesh, layout: Placement, use_local_output: bool) -> None:
+        super().__init__(mesh)
+        self.layout, self.use_local_output = layout, use_local_output
+
+    def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
+        """Plan of what this rank has of the input."""
+        return input_plan_of(x, self.mesh, self.layout, self.layout)
+
+    def gradient(self, name: str) -> Placement | None:
+        """Partial where ranks have parts of the activations."""
+        return Partial() if isinstance(self.layout, Shard) else None
+
+    def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
+        """What this rank has of the output."""
+        if self.use_local_output:
+            return output
+        shape, (placement,) = tuple(output.shape), input_plan.target.placements
+        if isinstance(placement, Shard):
+            shape = (*shape[: placement.dim], input_plan.target.shape[placement.dim], *shape[placement.dim + 1 :])
+        return self.hand_out(output, placement, placement, shape, use_local_output=False)
