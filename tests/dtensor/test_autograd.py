@@ -107,6 +107,22 @@ def test_grad_placements_add_up_what_ranks_do_differently_with_one_tensor():
     run_ranks(3, body)
 
 
+def test_the_gradient_of_a_mean_comes_and_goes_as_a_mean():
+    def body(rank):
+        mesh, mean = T.Mesh((2,)), [T.Partial("avg")]
+        own = FULL.clone().requires_grad_()
+        # Each of the two terms has half of the mean's gradient.
+        (
+            T.DTensor.from_local(own, mesh, mean, grad_placements=mean).redistribute(placements=[T.Replicate()]) * 3
+        ).sum().backward()
+        torch.testing.assert_close(own.grad, torch.full_like(FULL, 1.5), rtol=0, atol=0)
+        x = distribute(FULL, mesh, "R").requires_grad_()
+        (x.redistribute(placements=mean).to_local(grad_placements=mean) * (rank + 1)).sum().backward()
+        torch.testing.assert_close(whole(x.grad), torch.full_like(FULL, 3.0), rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("target", ["S1", "R", "S0(sizes=0/3)"])
 @pytest.mark.parametrize("source", ["S0", "S1(sizes=2/0)", "R", "P", "P(avg)"])
 def test_first_and_second_derivatives_against_finite_differences(source, target):

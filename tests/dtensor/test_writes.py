@@ -251,3 +251,28 @@ def test_set_shares_the_memory_that_it_takes():
         equal(source.redistribute(placements=[T.Shard(0)]), numbers(4) * -10)
 
     run_ranks(2, body)
+
+
+def one_after_another(make, text):
+    """Writes to lists in which a position has the memory of another, by itself, as a view, and only to read."""
+    first, second = make(numbers(2, 3), text), make(numbers(2, 3) * 2 + 1, text)
+    torch._foreach_mul_([first, first], -2.0)
+    torch._foreach_add_([first, second], [second, first])
+    torch._foreach_mul_([first, first[1], second], [3.0, -1.0, 2.0])
+    torch._foreach_add_([first[:1], first[0], second[1], second], 1.0)
+    torch._foreach_addcmul_([first, second], [second, first], [first, second], [1.0, 2.0])
+    return first, second
+
+
+def test_positions_of_lists_that_share_memory_are_written_in_order():
+    expected = one_after_another(lambda full, text: full.clone(), "R")
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        for text in ("R", "S0", "S1", "P", "P(avg)"):
+            for found, of in zip(
+                one_after_another(lambda full, at: distribute(full, mesh, at), text), expected, strict=True
+            ):
+                torch.testing.assert_close(whole(found), of, rtol=1e-12, atol=0)
+
+    run_ranks(2, body)

@@ -20,10 +20,10 @@ DTYPES = ("float32", "float32", "float64", "float64", "int64", "int8", "bool", "
 # How often statements of a kind are drawn.
 WEIGHTS: Mapping[str, float] = {
     "make": 8, "redistribute": 10, "async": 4, "prefetch": 2, "pointwise": 10, "compare": 3, "smooth": 4, "cast": 4,
-    "reduction": 8, "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 7, "join": 4, "norm": 1, "softmax": 2,
-    "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9, "smooth_write": 1, "setitem": 4,
-    "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7, "reshape_in_place": 1.5, "requires_grad": 1,
-    "backward": 3, "grad": 3, "hook": 1, "compile": 2,
+    "reduction": 8, "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 6, "dynamic": 1.5, "join": 4,
+    "norm": 1, "softmax": 2, "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9,
+    "smooth_write": 1, "setitem": 4, "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7,
+    "reshape_in_place": 1.5, "requires_grad": 1, "backward": 3, "grad": 3, "hook": 1, "compile": 2,
 }  # fmt: skip
 WRITES = frozenset({*WRITING, "backward", "grad", "hook"})
 REFUSED_SHARE = 0.05
@@ -41,6 +41,8 @@ class Generator:
         self._run = OneDeviceRun(seed)
         self._statements: list[Statement] = []
         self._refused: set[int] = set()
+        # Variables whose lengths ranks outside the mesh cannot know: nothing else is made of them.
+        self._unknown_outside: set[str] = set()
         self._num_names = 0
         self._max_statements = max_statements
         self._family = seed // FAMILY
@@ -108,7 +110,11 @@ class Generator:
 
     def _drawn(self, kind: str) -> list[Statement]:
         """Statements of a kind, drawn from what there is."""
-        tensors = {name: tensor for name, tensor in self._run.plain.tensors().items() if not name.endswith(".grad")}
+        tensors = {
+            name: tensor
+            for name, tensor in self._run.plain.tensors().items()
+            if not name.endswith(".grad") and name not in self._unknown_outside
+        }
         draw = self._draw(tensors)
         if kind == "make":
             self._fresh(self._random_shape(), self._random_dtype())
@@ -224,6 +230,8 @@ class Generator:
             return
         if self._is_sound(statement, before):
             self._statements.append(statement)
+            if statement.kind == "dynamic" and len(self.ranks) < self.world_size:
+                self._unknown_outside.update(statement.makes)
             return
         self._run.plain.forget(statement)
         self._run.twin.forget(statement)
