@@ -276,3 +276,20 @@ def test_positions_of_lists_that_share_memory_are_written_in_order():
                 torch.testing.assert_close(whole(found), of, rtol=1e-12, atol=0)
 
     run_ranks(2, body)
+
+
+def test_what_was_written_in_place_goes_back_to_its_index():
+    """`x[index] += 1` gives x what shares its memory, with dims of length 1 in front."""
+    indices = {"rows": slice(1, None, 2), "row": (None, slice(-1, 2)), "column": (..., slice(-1, None))}
+
+    def body(rank):
+        mesh = T.Mesh((2, 2))
+        for text in ("P, S1", "R, S1", "S1, S0", "R, R", "S0, S0"):
+            for name, index in indices.items():
+                expected, x = numbers(3, 4).long(), distribute(numbers(3, 4), mesh, text).long()
+                for written in (expected, x):
+                    written[1:, :-1][index] += 1
+                    written[index] *= 2
+                assert torch.equal(whole(x), expected), (text, name)
+
+    run_ranks(4, body)
