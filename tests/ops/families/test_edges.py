@@ -24,6 +24,11 @@ STRIDES: dict[str, Callable[[Any], Any]] = {
     "batch norm": lambda x: F.batch_norm(x.t(), None, None, training=True),
     "batch norm of images": lambda x: F.batch_norm(x.view(2, 2, 3).transpose(0, 1), None, None, training=True),
 }
+EMPTY: dict[str, Callable[[Any], Any]] = {
+    "norm of no rows": lambda x: x[:0].norm(float("inf"), dim=-1),
+    "least norm of no rows": lambda x: torch.linalg.vector_norm(x[:0], -1, -1, keepdim=True),
+    "joined with nothing of another kind": lambda x: torch.cat([x[0, :0], x]),
+}
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "block_diag of 3 dims": (
         lambda x: torch.block_diag(x[None], x),
@@ -55,6 +60,16 @@ def test_strides_are_those_of_kernels():
                 found = function(distribute(numbers(4, 3), mesh, text))
                 compare(found, expected)
                 assert found.stride() == expected.stride(), (name, text)
+
+    run_ranks(2, body)
+
+
+def test_results_of_nothing():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        for name, function in EMPTY.items():
+            for text in ("R", "S0", "S1", "P"):
+                compare(function(distribute(numbers(4, 3), mesh, text)), function(numbers(4, 3)), what=f"{name} {text}")
 
     run_ranks(2, body)
 

@@ -4,6 +4,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -79,13 +80,23 @@ def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
 
 def _found_metas(schema: OpSchema) -> TensorMetas:
     try:
-        metas = _computed_metas(schema)
+        metas = _computed_metas(_with_dims_from_front(schema))
     except AssertionError as error:  # torch's forms in Python assert what its kernels check and raise as this
         raise RuntimeError(f"{schema.op}: {error}") from error
     if schema.op in _ROW_MAJOR or schema.op in _AS_IMAGES:
         return _with_kernel_strides(schema.op, metas)
     place = _DTYPE_OF.get(schema.op)
     return metas if place is None else cast(TensorMeta, metas)._replace(dtype=schema.args_spec[place].dtype)
+
+
+def _with_dims_from_front(schema: OpSchema) -> OpSchema:
+    """The call with the dims of a norm counted from the front: torch's fake form (2.13) looks at no others' lengths."""
+    place, args = 2, schema.args_schema
+    if schema.op is not aten.linalg_vector_norm.default or len(args) <= place or args[place] is None:
+        return schema
+    num_dims = schema.args_spec[0].ndim
+    dims = [dim + num_dims if dim < 0 else dim for dim in args[place]]
+    return replace(schema, args_schema=(*args[:place], dims, *args[place + 1 :]), found_metas=[])
 
 
 def _with_kernel_strides(op: OpOverload, metas: TensorMetas) -> TensorMetas:
