@@ -52,7 +52,7 @@ class _Comparison:
         self._failures: list[Failure] = []
         self._refused: list[str] = []
         self._are_gradients_known = True
-        self._expanded: set[str] = set()  # what shares memory among its elements, and what was made of that
+        self._expanded: set[str] = set()  # whose strides are not promised, as of what shares memory among its elements
 
     def report(self) -> Report:
         """The report on the program."""
@@ -95,6 +95,8 @@ class _Comparison:
         if statement.kind == "grad" or not self._expanded.isdisjoint(statement.reads):
             self._expanded.update(statement.makes)
         self._expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
+        if statement.kind == "shape_out":  # what is resized is row-major
+            self._expanded.update(expected.seen)
         steps = [trace.steps[number] for trace in self._traces]
         if statement.kind == "dynamic":
             steps = [

@@ -150,9 +150,14 @@ class Generator:
 
     def _mode(self, draw: Draw, kind: str) -> str:
         """A mode of autograd around a statement; most writes to leaves need one."""
-        if any(draw.tensors[name].is_inference() for name in draw.reads):
+        is_inference = any(draw.tensors[name].is_inference() for name in draw.reads)
+        if kind in ("set_data", "requires_grad"):  # the tensor would become one of inference mode, or one of none
+            if is_inference:
+                raise NoFitError
+            return ""
+        if is_inference:
             return "inference_mode"
-        if kind in WRITING and kind != "requires_grad" and draw.reads:
+        if kind in WRITING and draw.reads:
             written = [draw.tensors[name] for name in draw.reads]
             if any(item.requires_grad and item.is_leaf for item in written) and self._chosen.random() < 0.9:
                 return "no_grad"
@@ -242,6 +247,13 @@ class Generator:
         try:
             changed = self._run.changed(statement, before)
             tensors = self._run.plain.tensors()
+            # Torch gives some whole numbers gradients that it then cannot have, as by x[...] = number.
+            if any(it.requires_grad and not (it.is_floating_point() or it.is_complex()) for it in tensors.values()):
+                return False
+            if statement.kind == "data" and any(is_expanded(tensors[name]) for name in statement.reads):
+                return False
+            if statement.kind == "shape_out" and _shares_memory(changed, tensors):
+                return False
             if any(name in before and is_expanded(tensors[name]) for name in changed):
                 return False
             return self._run.is_sound(changed)
@@ -259,6 +271,12 @@ class Generator:
         for number, statement in enumerate(self._statements):
             if number not in self._refused:
                 self._run.run(statement)
+
+
+def _shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether other variables have the memory of some: what is resized keeps it on one device alone."""
+    held = {tensors[name].untyped_storage().data_ptr() for name in names}
+    return any(it.untyped_storage().data_ptr() in held for name, it in tensors.items() if name not in names)
 
 
 def _random_shape(chosen: random.Random) -> tuple[int, ...]:

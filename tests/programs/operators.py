@@ -102,7 +102,7 @@ PURE: Mapping[str, Sequence[str]] = {
     # Values tell the shape of the result.
     "dynamic": _templates("""
         {x:fi}.masked_select({mask}) ; {x:fib}[{mask}] ; {x:fib}.nonzero() ; torch.unique({x:fib}) ;
-        torch.bincount({x:l}.flatten().abs())
+        torch.bincount({x:l}.flatten().abs()) ; {x:fibc1}[{index:b}]
     """),
     "join": _templates("""
         torch.cat([{x:fibc1}, {beside}], {d}) ; torch.stack([{x:fibc}, {z}]) ; torch.stack([{x:fibc1}, {z}], {d}) ;
@@ -171,7 +171,7 @@ WRITING: Mapping[str, Sequence[str]] = {
         {x:f}.div_({y}.abs() + 1) ; {x:f}.sigmoid_() ; {x:f}.tanh_() ; {x:f}.lerp_({z}, 0.5) ; {x:f}.abs_().sqrt_()
     """),
     "setitem": _templates("""
-        {x:fibc}[{index}] = {n} ; {x:fi}[{index}] += {n} ; {x:fi1}[{index}] = {u:fi}.flatten()[:1].sum() ;
+        {x:fibc}[{index:b}] = {n} ; {x:fi}[{index}] += {n} ; {x:fi1}[{index:b}] = {u:fi}.flatten()[:1].sum() ;
         {x:fibc}[{mask}] = {n} ; {x:fi1}[..., :1] = {z}[..., :1]
     """),
     "foreach": _templates("""

@@ -26,6 +26,8 @@ _MAKING = (
     *("linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.tol_tensor"),
     *("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float"),
 )
+# Fill what they make, so that the result is row-major; of distributed tensors it is compared into being.
+_FILLING = ("one_hot",)
 # Read the values of their second argument, which decide how many results there are.
 _READING = ("tensor_split.tensor_indices_or_sections",)
 # Of the keys that torch looks at before it decomposes a composite, one that subclasses have, and modes.
@@ -74,6 +76,7 @@ class _Kernel:
         form: Callable[..., torch.Tensor] | None,
     ) -> None:
         self._op, self._class, self._wrap, self._reads, self._form = op, tensor_class, wrap, reads, form
+        self._is_filling = op._schema.name.removeprefix("aten::") in _FILLING
 
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -96,7 +99,8 @@ class _Kernel:
         if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
             return self._decompose(args, kwargs)
         with implicit_replication():
-            return self._distributed(self._decompose(args, kwargs), mesh)
+            found = self._distributed(self._decompose(args, kwargs), mesh)
+            return found.contiguous() if self._is_filling else found
 
     def _decompose(self, args: Any, kwargs: Any) -> Any:
         """Results by torch's C++ kernel; the Python forms of some composites are for graphs only."""

@@ -21,6 +21,7 @@ MEDIANS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 STRIDES: dict[str, Callable[[Any], Any]] = {
     "isin": lambda x: torch.isin(x.t(), x[0]),
+    "one_hot": lambda x: F.one_hot(x.t().long(), 12),
     "batch norm": lambda x: F.batch_norm(x.t(), None, None, training=True),
     "batch norm of images": lambda x: F.batch_norm(x.view(2, 2, 3).transpose(0, 1), None, None, training=True),
 }
@@ -28,6 +29,7 @@ EMPTY: dict[str, Callable[[Any], Any]] = {
     "norm of no rows": lambda x: x[:0].norm(float("inf"), dim=-1),
     "least norm of no rows": lambda x: torch.linalg.vector_norm(x[:0], -1, -1, keepdim=True),
     "joined with nothing of another kind": lambda x: torch.cat([x[0, :0], x]),
+    "joined with nothing that is cut otherwise": lambda x: torch.cat([x[:1, :1], x[:1, :1].t()[:0], x.t()[:, :1][:1]]),
 }
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "block_diag of 3 dims": (
