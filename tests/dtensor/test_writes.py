@@ -293,3 +293,25 @@ def test_what_was_written_in_place_goes_back_to_its_index():
                 assert torch.equal(whole(x), expected), (text, name)
 
     run_ranks(4, body)
+
+
+def test_writes_to_elements_that_share_memory_are_refused_on_all_ranks():
+    """Also where a rank has one of these elements, or none, and its own kernel would write."""
+    calls = {
+        "add_": lambda x: x.add_(1),
+        "copy_": lambda x: x.copy_(x.clone()),
+        "setitem": lambda x: x.__setitem__((..., slice(2)), x.clone()[..., :2]),
+        "index_add_": lambda x: x.index_add_(0, torch.zeros_like(x[0]).long()[:1], x.clone()[:1]),
+        "foreach": lambda x: torch._foreach_add_([x], 1.0),
+    }
+
+    def body(rank):
+        mesh = T.Mesh((2,), ranks=(0, 1))
+        for text in ("R", "S0(sizes=2/1)", "S1"):
+            x = T.distribute_tensor(numbers(3, 1), mesh, T.parse_placements(text)).expand(3, 4)
+            assert x.zero_() is x
+            for call in calls.values():
+                with pytest.raises(T.PropagationError, match="elements of which share memory"):
+                    call(x)
+
+    run_ranks(3, body)

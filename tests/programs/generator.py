@@ -263,6 +263,12 @@ class Generator:
     def _is_kept_refused(self, statement: Statement, error: Exception) -> bool:
         if statement.kind in ("make", "compile") or any(text in str(error) for text in _NOT_KEPT):
             return False
+        # What values decide, ranks outside the mesh do not know.
+        masked = any(
+            self._run.plain[name].dtype is torch.bool for name in statement.reads if name in self._run.plain.variables
+        )
+        if masked and len(self.ranks) < self.world_size:
+            return False
         return "refused" not in self._leave_out and self._chosen.random() < REFUSED_SHARE
 
     def _replay(self) -> None:
