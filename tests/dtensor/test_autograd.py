@@ -1,6 +1,6 @@
 """Gradients through from_local, to_local and redistribute, in fp64, on uneven shards, twice."""
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -112,11 +112,10 @@ def test_the_gradient_of_a_mean_comes_and_goes_as_a_mean():
         mesh, mean = T.Mesh((2,)), [T.Partial("avg")]
         own = FULL.clone().requires_grad_()
         # Each of the two terms has half of the mean's gradient.
-        (
-            T.DTensor.from_local(own, mesh, mean, grad_placements=mean).redistribute(placements=[T.Replicate()]) * 3
-        ).sum().backward()
+        of_means: Any = T.DTensor.from_local(own, mesh, mean, grad_placements=mean)
+        (of_means.redistribute(placements=[T.Replicate()]) * 3).sum().backward()
         torch.testing.assert_close(own.grad, torch.full_like(FULL, 1.5), rtol=0, atol=0)
-        x = distribute(FULL, mesh, "R").requires_grad_()
+        x: Any = distribute(FULL, mesh, "R").requires_grad_()
         (x.redistribute(placements=mean).to_local(grad_placements=mean) * (rank + 1)).sum().backward()
         torch.testing.assert_close(whole(x.grad), torch.full_like(FULL, 3.0), rtol=0, atol=0)
 

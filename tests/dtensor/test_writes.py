@@ -280,7 +280,7 @@ def test_positions_of_lists_that_share_memory_are_written_in_order():
 
 def test_what_was_written_in_place_goes_back_to_its_index():
     """`x[index] += 1` gives x what shares its memory, with dims of length 1 in front."""
-    indices = {"rows": slice(1, None, 2), "row": (None, slice(-1, 2)), "column": (..., slice(-1, None))}
+    indices: dict[str, Any] = {"rows": slice(1, None, 2), "row": (None, slice(-1, 2)), "column": (..., slice(-1, None))}
 
     def body(rank):
         mesh = T.Mesh((2, 2))

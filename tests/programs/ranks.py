@@ -102,7 +102,8 @@ def _holding(tensor: Any) -> Holding:
         return Holding(None, tensor.detach().clone(), None)
     try:
         # An operator brings a view that moved up to date, which reading does not.
-        local = tensor.detach()._local_tensor
+        current: Any = tensor.detach()
+        local = current._local_tensor
     except Exception as error:  # noqa: BLE001  what a variable raises that is read at the end
         return Holding(None, None, f"{type(error).__name__}: {error}")
     return Holding(tensor._spec.layout, local.detach().clone(), None)

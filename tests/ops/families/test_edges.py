@@ -21,6 +21,8 @@ MEDIANS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 }
 STRIDES: dict[str, Callable[[Any], Any]] = {
     "isin": lambda x: torch.isin(x.t(), x[0]),
+    "masked_fill": lambda x: x.t().masked_fill(x.t() > 3, 1.0),
+    "number to a power": lambda x: 2 ** x.t(),
     "one_hot": lambda x: F.one_hot(x.t().long(), 12),
     "batch norm": lambda x: F.batch_norm(x.t(), None, None, training=True),
     "batch norm of images": lambda x: F.batch_norm(x.view(2, 2, 3).transpose(0, 1), None, None, training=True),

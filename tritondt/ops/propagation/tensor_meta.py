@@ -36,7 +36,10 @@ _DTYPE_OF = {
 }
 # Kernels make the first result row-major, batch norm's with channels last if its image's are; torch's fakes (2.13) keep
 # other strides.
-_ROW_MAJOR = frozenset((aten.isin.Tensor_Tensor, aten.pow.Scalar, aten.log_sigmoid_forward.default))
+_ROW_MAJOR = frozenset((
+    *(aten.isin.Tensor_Tensor, aten.pow.Scalar, aten.log_sigmoid_forward.default),
+    *(aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+))  # fmt: skip
 _AS_IMAGES = frozenset((
     *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
     aten._native_batch_norm_legit_no_training.default,
