@@ -1,6 +1,6 @@
 """Gradients through from_local, to_local and redistribute, in fp64, on uneven shards, twice."""
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -105,6 +105,21 @@ def test_grad_placements_add_up_what_ranks_do_differently_with_one_tensor():
         torch.testing.assert_close(whole(grad), torch.full_like(FULL, 6.0), rtol=0, atol=0)
 
     run_ranks(3, body)
+
+
+def test_the_gradient_of_a_mean_comes_and_goes_as_a_mean():
+    def body(rank):
+        mesh, mean = T.Mesh((2,)), [T.Partial("avg")]
+        own = FULL.clone().requires_grad_()
+        # Each of the two terms has half of the mean's gradient.
+        of_means: Any = T.DTensor.from_local(own, mesh, mean, grad_placements=mean)
+        (of_means.redistribute(placements=[T.Replicate()]) * 3).sum().backward()
+        torch.testing.assert_close(own.grad, torch.full_like(FULL, 1.5), rtol=0, atol=0)
+        x: Any = distribute(FULL, mesh, "R").requires_grad_()
+        (x.redistribute(placements=mean).to_local(grad_placements=mean) * (rank + 1)).sum().backward()
+        torch.testing.assert_close(whole(x.grad), torch.full_like(FULL, 3.0), rtol=0, atol=0)
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("target", ["S1", "R", "S0(sizes=0/3)"])

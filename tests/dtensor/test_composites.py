@@ -45,6 +45,21 @@ def test_classes_positions_and_powers():
     check(torch.linalg.matrix_rank, Case((2,), (square[:, :0],), ("S0",)), exact=True)
 
 
+def test_powers_of_elements():
+    for text in ("S0", "R", "P"):
+        case = Case((2,), (X[:, 0].contiguous(),), (text,))
+        check(torch.vander, case, exact=True)
+        for count in (0, 1, 3):
+            check(lambda x, count=count: torch.vander(x, count, increasing=True), case, exact=True)
+    check(torch.vander, Case((2,), (torch.tensor([3, 1, 2], dtype=torch.int8),), ("S0",)), exact=True)
+
+    def body(rank):
+        with pytest.raises(RuntimeError, match="vander takes a tensor of one dim and at least 0 powers, got 2 dims"):
+            torch.vander(distribute(X, T.Mesh((2,)), "S0"))
+
+    run_ranks(2, body)
+
+
 def test_places_to_split_at_are_read_where_they_are_distributed():
     for indices in (torch.tensor([1, 3]), torch.tensor(3)):
         case = Case((2,), (X, indices), ("S1", "S0" if indices.ndim else "R"))

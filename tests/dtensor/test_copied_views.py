@@ -198,15 +198,24 @@ def test_writes_that_could_not_reach_are_refused():
         x = distribute(numbers(12, 2), T.Mesh((4,)), "S0")
         sentence = r"would write to a view by aten\..* of .* whose elements had to move, .* or to a copy: view\.clone"
         row = x[5]
-        for write in (
-            lambda: torch._foreach_add_([row, x[6]], 1),
-            lambda: torch._foreach_add_([row, x], 1),
-            lambda: x.unfold(0, 3, 3).zero_(),
-        ):
-            with pytest.raises(T.PropagationError, match=sentence):
-                write()
+        with pytest.raises(T.PropagationError, match=sentence):
+            x.unfold(0, 3, 3).zero_()
         torch.testing.assert_close(x.full_tensor(), numbers(12, 2), rtol=0, atol=0)
         row.clone().add_(1)
+
+    run_ranks(4, body)
+
+
+def test_lists_of_views_of_one_tensor_are_written_in_order():
+    def body(rank):
+        found, expected = distribute(numbers(12, 2), T.Mesh((4,)), "S0"), numbers(12, 2)
+        for x in (found, expected):
+            row = x[5]
+            torch._foreach_add_([row, x[6]], 1)
+            torch._foreach_mul_([row, x], [row.clone(), x.clone()])
+            torch._foreach_add_([x, row], [x, row])
+            assert row.shape == (2,)
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
 
     run_ranks(4, body)
 

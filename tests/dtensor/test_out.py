@@ -78,6 +78,14 @@ def test_what_cannot_be_resized_is_refused():
             pytest.raises(T.PropagationError, match=r"to \(0,\), of which \(S1\) is no layout"),
         ):
             torch.sum(x, 0, out=distribute(torch.ones(2, 2), mesh, "S1"))
+        # As it was, where the new shape has no such layout.
+        blocks = distribute(torch.arange(6.0), mesh, "S0(repeats=3)")
+        with (
+            pytest.warns(UserWarning, match="with elements, which are lost"),
+            pytest.raises(T.PropagationError, match=r"out has \(6,\), for which \(S0\(repeats=3\)\) is no layout"),
+        ):
+            torch.neg(distribute(torch.ones(4), mesh, "S0"), out=blocks)
+        compare(blocks, torch.arange(6.0), exact=True)
         values = T.empty(0, device_mesh=mesh)
         places, counts = (T.empty(0, device_mesh=mesh, dtype=torch.int64) for _ in "ab")
         with pytest.raises(T.PropagationError, match=r"shapes only values tell; call it without out"):

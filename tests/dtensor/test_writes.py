@@ -251,3 +251,67 @@ def test_set_shares_the_memory_that_it_takes():
         equal(source.redistribute(placements=[T.Shard(0)]), numbers(4) * -10)
 
     run_ranks(2, body)
+
+
+def one_after_another(make, text):
+    """Writes to lists in which a position has the memory of another, by itself, as a view, and only to read."""
+    first, second = make(numbers(2, 3), text), make(numbers(2, 3) * 2 + 1, text)
+    torch._foreach_mul_([first, first], -2.0)
+    torch._foreach_add_([first, second], [second, first])
+    torch._foreach_mul_([first, first[1], second], [3.0, -1.0, 2.0])
+    torch._foreach_add_([first[:1], first[0], second[1], second], 1.0)
+    torch._foreach_addcmul_([first, second], [second, first], [first, second], [1.0, 2.0])
+    return first, second
+
+
+def test_positions_of_lists_that_share_memory_are_written_in_order():
+    expected = one_after_another(lambda full, text: full.clone(), "R")
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        for text in ("R", "S0", "S1", "P", "P(avg)"):
+            for found, of in zip(
+                one_after_another(lambda full, at: distribute(full, mesh, at), text), expected, strict=True
+            ):
+                torch.testing.assert_close(whole(found), of, rtol=1e-12, atol=0)
+
+    run_ranks(2, body)
+
+
+def test_what_was_written_in_place_goes_back_to_its_index():
+    """`x[index] += 1` gives x what shares its memory, with dims of length 1 in front."""
+    indices: dict[str, Any] = {"rows": slice(1, None, 2), "row": (None, slice(-1, 2)), "column": (..., slice(-1, None))}
+
+    def body(rank):
+        mesh = T.Mesh((2, 2))
+        for text in ("P, S1", "R, S1", "S1, S0", "R, R", "S0, S0"):
+            for name, index in indices.items():
+                expected, x = numbers(3, 4).long(), distribute(numbers(3, 4), mesh, text).long()
+                for written in (expected, x):
+                    written[1:, :-1][index] += 1
+                    written[index] *= 2
+                assert torch.equal(whole(x), expected), (text, name)
+
+    run_ranks(4, body)
+
+
+def test_writes_to_elements_that_share_memory_are_refused_on_all_ranks():
+    """Also where a rank has one of these elements, or none, and its own kernel would write."""
+    calls = {
+        "add_": lambda x: x.add_(1),
+        "copy_": lambda x: x.copy_(x.clone()),
+        "setitem": lambda x: x.__setitem__((..., slice(2)), x.clone()[..., :2]),
+        "index_add_": lambda x: x.index_add_(0, torch.zeros_like(x[0]).long()[:1], x.clone()[:1]),
+        "foreach": lambda x: torch._foreach_add_([x], 1.0),
+    }
+
+    def body(rank):
+        mesh = T.Mesh((2,), ranks=(0, 1))
+        for text in ("R", "S0(sizes=2/1)", "S1"):
+            x = T.distribute_tensor(numbers(3, 1), mesh, T.parse_placements(text)).expand(3, 4)
+            assert x.zero_() is x
+            for call in calls.values():
+                with pytest.raises(T.PropagationError, match="elements of which share memory"):
+                    call(x)
+
+    run_ranks(3, body)

@@ -52,7 +52,7 @@ class _Comparison:
         self._failures: list[Failure] = []
         self._refused: list[str] = []
         self._are_gradients_known = True
-        self._expanded: set[str] = set()  # what shares memory among its elements, and what was made of that
+        self._expanded: set[str] = set()  # whose strides are not promised, as of what shares memory among its elements
 
     def report(self) -> Report:
         """The report on the program."""
@@ -95,9 +95,31 @@ class _Comparison:
         if statement.kind == "grad" or not self._expanded.isdisjoint(statement.reads):
             self._expanded.update(statement.makes)
         self._expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
+        if statement.kind == "shape_out":  # what is resized is row-major
+            self._expanded.update(expected.seen)
         steps = [trace.steps[number] for trace in self._traces]
+        if statement.kind == "dynamic":
+            steps = [
+                _as_inside(step, expected) if trace.coordinate is None else step
+                for step, trace in zip(steps, self._traces, strict=True)
+            ]
         self._failures.extend(_differences(number, expected, steps, self._expanded))
         return True
+
+
+def _as_inside(step: Step | None, expected: Step) -> Step | None:
+    """What a rank outside the mesh saw, with the expected lengths where values tell them, for which it has 0."""
+    if step is None:
+        return None
+    seen = dict(step.seen)
+    for name, wanted in expected.seen.items():
+        found = seen.get(name)
+        if found is None or len(found.shape) != len(wanted.shape):
+            continue
+        lengths = zip(found.shape, wanted.shape, strict=True)
+        if found.shape != wanted.shape and all(length in (0, of) for length, of in lengths):
+            seen[name] = found._replace(shape=wanted.shape, stride=wanted.stride)
+    return step._replace(seen=seen)
 
 
 def _text(error: BaseException) -> str:

@@ -188,19 +188,19 @@ class Draw:
     def field_lo(self) -> int:
         return self.chosen.randint(0, self.length)
 
-    def field_index(self) -> str:
-        """What stands in brackets behind x: numbers, slices, lists, masks, None and an ellipsis."""
+    def field_index(self, kinds: str = "") -> str:
+        """What stands in brackets behind x: numbers, slices, lists, None and an ellipsis; masks for the kinds `b`."""
         items = []
         for length in self.x.shape[: self.chosen.randint(0, self.x.ndim)]:
-            items.append(self._index_item(length))
+            items.append(self._index_item(length, f"nsssslb:{kinds}" if kinds else "nssssl:"))
         if self.chosen.random() < 0.15:
             items.insert(self.chosen.randint(0, len(items)), "None")
         if self.chosen.random() < 0.2:
             items.insert(self.chosen.randint(0, len(items)), "...")
         return ", ".join(items) or "..."
 
-    def _index_item(self, length: int) -> str:
-        kind = self.chosen.choice("nsssslb:")
+    def _index_item(self, length: int, kinds: str) -> str:
+        kind = self.chosen.choice(kinds)
         if kind == "n" and length:
             return str(self.chosen.randrange(-length, length))
         if kind == "l" and length:

@@ -20,10 +20,10 @@ DTYPES = ("float32", "float32", "float64", "float64", "int64", "int8", "bool", "
 # How often statements of a kind are drawn.
 WEIGHTS: Mapping[str, float] = {
     "make": 8, "redistribute": 10, "async": 4, "prefetch": 2, "pointwise": 10, "compare": 3, "smooth": 4, "cast": 4,
-    "reduction": 8, "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 7, "join": 4, "norm": 1, "softmax": 2,
-    "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9, "smooth_write": 1, "setitem": 4,
-    "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7, "reshape_in_place": 1.5, "requires_grad": 1,
-    "backward": 3, "grad": 3, "hook": 1, "compile": 2,
+    "reduction": 8, "statistics": 3, "matmul": 6, "view": 16, "copy": 5, "index": 6, "dynamic": 1.5, "join": 4,
+    "norm": 1, "softmax": 2, "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9,
+    "smooth_write": 1, "setitem": 4, "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7,
+    "reshape_in_place": 1.5, "requires_grad": 1, "backward": 3, "grad": 3, "hook": 1, "compile": 2,
 }  # fmt: skip
 WRITES = frozenset({*WRITING, "backward", "grad", "hook"})
 REFUSED_SHARE = 0.05
@@ -41,6 +41,8 @@ class Generator:
         self._run = OneDeviceRun(seed)
         self._statements: list[Statement] = []
         self._refused: set[int] = set()
+        # Variables whose lengths ranks outside the mesh cannot know: nothing else is made of them.
+        self._unknown_outside: set[str] = set()
         self._num_names = 0
         self._max_statements = max_statements
         self._family = seed // FAMILY
@@ -108,7 +110,11 @@ class Generator:
 
     def _drawn(self, kind: str) -> list[Statement]:
         """Statements of a kind, drawn from what there is."""
-        tensors = {name: tensor for name, tensor in self._run.plain.tensors().items() if not name.endswith(".grad")}
+        tensors = {
+            name: tensor
+            for name, tensor in self._run.plain.tensors().items()
+            if not name.endswith(".grad") and name not in self._unknown_outside
+        }
         draw = self._draw(tensors)
         if kind == "make":
             self._fresh(self._random_shape(), self._random_dtype())
@@ -144,9 +150,14 @@ class Generator:
 
     def _mode(self, draw: Draw, kind: str) -> str:
         """A mode of autograd around a statement; most writes to leaves need one."""
-        if any(draw.tensors[name].is_inference() for name in draw.reads):
+        is_inference = any(draw.tensors[name].is_inference() for name in draw.reads)
+        if kind in ("set_data", "requires_grad"):  # the tensor would become one of inference mode, or one of none
+            if is_inference:
+                raise NoFitError
+            return ""
+        if is_inference:
             return "inference_mode"
-        if kind in WRITING and kind != "requires_grad" and draw.reads:
+        if kind in WRITING and draw.reads:
             written = [draw.tensors[name] for name in draw.reads]
             if any(item.requires_grad and item.is_leaf for item in written) and self._chosen.random() < 0.9:
                 return "no_grad"
@@ -224,6 +235,8 @@ class Generator:
             return
         if self._is_sound(statement, before):
             self._statements.append(statement)
+            if statement.kind == "dynamic" and len(self.ranks) < self.world_size:
+                self._unknown_outside.update(statement.makes)
             return
         self._run.plain.forget(statement)
         self._run.twin.forget(statement)
@@ -234,6 +247,13 @@ class Generator:
         try:
             changed = self._run.changed(statement, before)
             tensors = self._run.plain.tensors()
+            # Torch gives some whole numbers gradients that it then cannot have, as by x[...] = number.
+            if any(it.requires_grad and not (it.is_floating_point() or it.is_complex()) for it in tensors.values()):
+                return False
+            if statement.kind == "data" and any(is_expanded(tensors[name]) for name in statement.reads):
+                return False
+            if statement.kind == "shape_out" and _shares_memory(changed, tensors):
+                return False
             if any(name in before and is_expanded(tensors[name]) for name in changed):
                 return False
             return self._run.is_sound(changed)
@@ -243,6 +263,12 @@ class Generator:
     def _is_kept_refused(self, statement: Statement, error: Exception) -> bool:
         if statement.kind in ("make", "compile") or any(text in str(error) for text in _NOT_KEPT):
             return False
+        # What values decide, ranks outside the mesh do not know.
+        masked = any(
+            self._run.plain[name].dtype is torch.bool for name in statement.reads if name in self._run.plain.variables
+        )
+        if masked and len(self.ranks) < self.world_size:
+            return False
         return "refused" not in self._leave_out and self._chosen.random() < REFUSED_SHARE
 
     def _replay(self) -> None:
@@ -251,6 +277,12 @@ class Generator:
         for number, statement in enumerate(self._statements):
             if number not in self._refused:
                 self._run.run(statement)
+
+
+def _shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether other variables have the memory of some: what is resized keeps it on one device alone."""
+    held = {tensors[name].untyped_storage().data_ptr() for name in names}
+    return any(it.untyped_storage().data_ptr() in held for name, it in tensors.items() if name not in names)
 
 
 def _random_shape(chosen: random.Random) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ def _with_fewer_statements(program: Program) -> Iterator[Program]:
 
 
 def _with_results_made(program: Program) -> Iterator[Program]:
-    """A new tensor in place of a statement's result."""
+    """A new tensor in place of a statement's result, whole or cut along a dim."""
     run = OneDeviceRun(program.seed)
     for number, statement in enumerate(program.statements):
         if number in program.refused_by_one_device:
@@ -67,8 +67,9 @@ def _with_results_made(program: Program) -> Iterator[Program]:
         made = run.plain[statement.makes[0]]
         dtype = str(made.dtype).removeprefix("torch.")
         replicated = ("R",) * len(program.mesh_shape)
-        new = Make(statement.makes[0], number, tuple(made.shape), dtype, replicated, None, made.requires_grad)
-        yield replace(program, statements=(*program.statements[:number], new, *program.statements[number + 1 :]))
+        for placements in (replicated, *((f"S{dim}", *replicated[1:]) for dim in range(made.ndim))):
+            new = Make(statement.makes[0], number, tuple(made.shape), dtype, placements, None, made.requires_grad)
+            yield replace(program, statements=(*program.statements[:number], new, *program.statements[number + 1 :]))
 
 
 def _on_simpler_meshes(program: Program) -> Iterator[Program]:

@@ -17,8 +17,8 @@ from tests.programs.statements import Statement, compiled
 
 # Kinds that only move elements, or pick among them: no rounding.
 MOVING = frozenset({
-    "make", "redistribute", "async", "prefetch", "view", "copy", "index", "join", "compare", "sort", "setitem",
-    "set_data", "hook", "detach", "factory", "reshape_in_place", "shape_out",
+    "make", "redistribute", "async", "prefetch", "view", "copy", "index", "join", "compare", "sort", "dynamic",
+    "setitem", "set_data", "hook", "detach", "factory", "reshape_in_place", "shape_out",
 })  # fmt: skip
 # Sums of products: exact on whole numbers that are small enough for the dtype.
 POLYNOMIAL = frozenset({

@@ -36,7 +36,7 @@ PURE: Mapping[str, Sequence[str]] = {
         ({x:f}.abs() + 1).rsqrt() ; torch.atan2({x:f}, {y}) ; {x:fi}.erf() ; torch.lerp({x:f}, {z}, 0.25) ;
         torch.hypot({x:f}, {y:f}) ; F.elu({x:f}) ; torch.logaddexp({x:f}, {y:f}) ; {x:c}.abs() ;
         {x:f}.pow(1.5).nan_to_num() ; torch.addcdiv({x:f}, {y}, {z}.abs() + 1) ; {x:c}.exp() ; F.hardswish({x:f}) ;
-        {x:c}.angle()
+        ({x:c} + 0).angle()
     """),
     "cast": _templates("""
         {x:fibc}.to({dtype}) ; {x:fibc}.double() ; {x:fib}.long() ; {x:fibc}.bool() ; {x:fi}.to(torch.int8) ;
@@ -91,14 +91,18 @@ PURE: Mapping[str, Sequence[str]] = {
         torch.take({x:fi1}, {u:l}.abs() % {x}.numel()) ; {x:fi1}.index_fill({d}, {places}, {n}) ;
         {x:fic1}.index_add({d}, {places}, {part}) ; {x:fi1}.scatter({d}, {index_like}, {n}) ;
         {x:fi1}.scatter_add({d}, {index_like}, {z}) ; {x:fibc}.masked_fill({mask}, {n}) ;
-        {x:fi}.masked_select({mask}) ; {x:fib}[{mask}] ; {x:fib}.nonzero() ;
         F.embedding({u:l}.abs() % {x:f2}.shape[0], {x}) ; {x:fi1}.index_copy({d}, {places} * 0, {part}) ;
         torch.take_along_dim({x:fi1}, {index_like}, {d}) ; F.one_hot({x:l}.abs() % 5, 5) ;
-        torch.bincount({x:l}.flatten().abs()) ; {x:fi1}.scatter_reduce({d}, {index_like}, {z}, 'amax') ;
+        {x:fi1}.scatter_reduce({d}, {index_like}, {z}, 'amax') ;
         {x:fibc1}.select_scatter({x}.select({d}, {i}), {d}, {i}) ;
         torch.index_put({x:fi1}, [{mask}], {x}.new_zeros(())) ;
         {x:fib1}.slice_scatter({x}.narrow({d}, {lo}, {rest}), {d}, {lo}, {lo} + {rest}) ;
         {x:fi}.masked_scatter({mask}, {z})
+    """),
+    # Values tell the shape of the result.
+    "dynamic": _templates("""
+        {x:fi}.masked_select({mask}) ; {x:fib}[{mask}] ; {x:fib}.nonzero() ; torch.unique({x:fib}) ;
+        torch.bincount({x:l}.flatten().abs()) ; {x:fibc1}[{index:b}]
     """),
     "join": _templates("""
         torch.cat([{x:fibc1}, {beside}], {d}) ; torch.stack([{x:fibc}, {z}]) ; torch.stack([{x:fibc1}, {z}], {d}) ;
@@ -134,7 +138,7 @@ PURE: Mapping[str, Sequence[str]] = {
     "sort": _templates("""
         {x:fib1}.sort({d}, stable=True) -> 2 ; {x:fi1}.sort({d}, descending={flag})[0] ;
         torch.argsort({x:fi1}, {d}, stable=True) ; {x:fi1}.topk(1, {d})[0] ; {x:fi1}.kthvalue(1, {d})[0] ;
-        {x:fi}.median() ; torch.unique({x:fib}) ; {x:fi1}.median({d})[0] ;
+        {x:fi}.median() ; {x:fi1}.contiguous().median({d})[0] ;
         torch.searchsorted({x:fi1}.flatten().sort()[0], {z}) ; torch.msort({x:fi1}) ; {x:fi1}.mode({d})[0] ;
         torch.bucketize({x:fi}, {x}.flatten().sort()[0])
     """),
@@ -167,7 +171,7 @@ WRITING: Mapping[str, Sequence[str]] = {
         {x:f}.div_({y}.abs() + 1) ; {x:f}.sigmoid_() ; {x:f}.tanh_() ; {x:f}.lerp_({z}, 0.5) ; {x:f}.abs_().sqrt_()
     """),
     "setitem": _templates("""
-        {x:fibc}[{index}] = {n} ; {x:fi}[{index}] += {n} ; {x:fi1}[{index}] = {u:fi}.flatten()[:1].sum() ;
+        {x:fibc}[{index:b}] = {n} ; {x:fi}[{index}] += {n} ; {x:fi1}[{index:b}] = {u:fi}.flatten()[:1].sum() ;
         {x:fibc}[{mask}] = {n} ; {x:fi1}[..., :1] = {z}[..., :1]
     """),
     "foreach": _templates("""

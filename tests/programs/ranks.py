@@ -101,7 +101,9 @@ def _holding(tensor: Any) -> Holding:
     if not isinstance(tensor, T.DTensor):
         return Holding(None, tensor.detach().clone(), None)
     try:
-        local = tensor._local_tensor
+        # An operator brings a view that moved up to date, which reading does not.
+        current: Any = tensor.detach()
+        local = current._local_tensor
     except Exception as error:  # noqa: BLE001  what a variable raises that is read at the end
         return Holding(None, None, f"{type(error).__name__}: {error}")
     return Holding(tensor._spec.layout, local.detach().clone(), None)

@@ -8,6 +8,7 @@ from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
 from tritondt.dtensor.writes import MEMORY, count_writes, memory_of, take_memory, watched
+from tritondt.errors import PropagationError
 from tritondt.ops.propagation.placeholders import placeholder_numbers
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.propagation.tensor_meta import meta_of
@@ -92,6 +93,7 @@ class Signature:
         track_base: TrackBase,
         admit: Admit,
     ) -> None:
+        _check_own_elements(schema, decision.input_specs, written)
         self._op, self._local, self._wrap, self._wrap_all = schema.op, local, wrap, wrap_all
         self._refusal, self._admit = decision.refusal, admit
         self._track_base = track_base if decision.copies_view else None
@@ -265,6 +267,29 @@ def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: 
         return track_base(copy, op, args, kwargs, is_local=True) if has_memory(local) else copy
 
     return run
+
+
+# What gives elements that share memory one value, torch lets write.
+_FILLING = frozenset({
+    *("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "triu_", "tril_"),
+    "_foreach_zero_",
+})  # fmt: skip
+
+
+def _check_own_elements(schema: OpSchema, targets: Sequence[DTensorSpec] | None, written: Sequence[int]) -> None:
+    """Refuses to write to elements that share memory, as kernels do; a rank that has one of them would not see it."""
+    if torch.Tag.inplace_view in schema.op.tags:
+        return
+    fills = schema.op._schema.name.removeprefix("aten::") in _FILLING
+    for place in written:
+        spec = schema.args_spec[place]
+        moves = targets is not None and targets[place] is not spec
+        strides = zip(spec.shape, spec.tensor_meta.stride, strict=True)
+        if (moves or not fills) and any(length > 1 and step == 0 for length, step in strides):
+            raise PropagationError(
+                f"{schema.op} would write to {spec} with strides {spec.tensor_meta.stride}, elements of which share "
+                "memory, as those of expand do; write to a copy of its own elements: x = x.clone()"
+            )
 
 
 def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> Iterator[_InputMove]:

@@ -6,6 +6,7 @@ what it makes beside distributed tensors counts as replicated. What the user bri
 ever.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,30 +26,57 @@ _MAKING = (
     *("linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.tol_tensor"),
     *("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float"),
 )
+# Fill what they make, so that the result is row-major; of distributed tensors it is compared into being.
+_FILLING = ("one_hot",)
 # Read the values of their second argument, which decide how many results there are.
 _READING = ("tensor_split.tensor_indices_or_sections",)
 # Of the keys that torch looks at before it decomposes a composite, one that subclasses have, and modes.
 _OF_SUBCLASSES = DispatchKey.PythonTLSSnapshot
 _BELOW: DispatchKeySet = torch._C._dispatch_keyset_full_after(_OF_SUBCLASSES)
 
+
+def _powers(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> torch.Tensor:  # noqa: N803
+    """vander: the powers 0 to N - 1 of each element, the highest first; torch writes them to a plain tensor."""
+    width = x.numel() if N is None else N
+    if x.ndim != 1 or width < 0:
+        raise RuntimeError(
+            f"vander takes a tensor of one dim and at least 0 powers, got {x.ndim} dims and {width} powers"
+        )
+    column = (x if x.is_floating_point() or x.is_complex() else x.long()).unsqueeze(1)
+    rising = torch.cat([torch.ones_like(column), column.expand(-1, max(width - 1, 0)).cumprod(1)], 1)[:, :width]
+    return rising.clone() if increasing else rising.flip(1)
+
+
+# In terms of operators that give new tensors, where torch's own form would write to a plain one.
+_FORMS: Mapping[str, Callable[..., torch.Tensor]] = {"vander": _powers}
+
 _library = torch.library.Library("aten", "IMPL")
 
 
 def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
     """Takes tensors that composites make for replicated beside tensors of `tensor_class`; called once in a process."""
-    for name in (*_MAKING, *_READING):
+    for name in (*_MAKING, *_READING, *_FORMS):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         if op is not None:
-            kernel = _Kernel(op, tensor_class, wrap, reads=name in _READING)
+            kernel = _Kernel(op, tensor_class, wrap, reads=name in _READING, form=_FORMS.get(name))
             _library.impl(name, kernel, _OF_SUBCLASSES.name, with_keyset=True)
 
 
 class _Kernel:
     """Kernel of one composite operator, called before torch's own."""
 
-    def __init__(self, op: OpOverload, tensor_class: type[torch.Tensor], wrap: Wrap, *, reads: bool) -> None:
-        self._op, self._class, self._wrap, self._reads = op, tensor_class, wrap, reads
+    def __init__(
+        self,
+        op: OpOverload,
+        tensor_class: type[torch.Tensor],
+        wrap: Wrap,
+        *,
+        reads: bool,
+        form: Callable[..., torch.Tensor] | None,
+    ) -> None:
+        self._op, self._class, self._wrap, self._reads, self._form = op, tensor_class, wrap, reads, form
+        self._is_filling = op._schema.name.removeprefix("aten::") in _FILLING
 
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -59,6 +87,8 @@ class _Kernel:
             if left.highestPriorityTypeId() == DispatchKey.Python:  # before torch 2.13 no two keys are one object
                 return self._decompose(args, kwargs)
             return self._op.redispatch(left, *args, **kwargs)
+        if self._form is not None:
+            return self._form(*args, **kwargs)
         if self._reads:
             tensor, values, *rest = args
             if isinstance(values, self._class):
@@ -69,7 +99,8 @@ class _Kernel:
         if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
             return self._decompose(args, kwargs)
         with implicit_replication():
-            return self._distributed(self._decompose(args, kwargs), mesh)
+            found = self._distributed(self._decompose(args, kwargs), mesh)
+            return found.contiguous() if self._is_filling else found
 
     def _decompose(self, args: Any, kwargs: Any) -> Any:
         """Results by torch's C++ kernel; the Python forms of some composites are for graphs only."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tritondt.dtensor.list_positions import run_by_position, share_memory
 from tritondt.dtensor.view_origins import Origin, can_write_back, write_back
 from tritondt.dtensor.writes import MEMORY, ORIGIN, Watch, held_local, memory_of
 from tritondt.errors import PropagationError
@@ -78,6 +79,8 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         given = {} if kwargs is None else kwargs
         if torch.Tag.inplace_view in op.tags:
             return _reshape(op, args, given, dispatch_any)
+        if share_memory(op, args):
+            return run_by_position(op, args, given)
         for tensor in _tensors((*args, *given.values())):
             refresh(tensor)
         aliased = list(_aliased(op, args, given))

@@ -26,6 +26,7 @@ from tritondt.dtensor.compiled_call import (
     viewed_or_copied,
 )
 from tritondt.dtensor.decompose import decompose, fit_outs
+from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.text import mixed_text
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -263,7 +264,8 @@ class Dispatcher:
                 return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
-        return Signature(schema, decision, local, written, *made_by).run, None
+        run = Signature(schema, decision, local, written, *made_by).run
+        return in_order(schema.op, run) if decision.needs_redistribute and written_lists(schema.op) else run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs in place of tensors; MeshError or MixedTensorsError where tensors do not go together."""

@@ -219,9 +219,10 @@ class DTensor(torch.Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         """Writes to the elements that the index picks; lists in it must be alike on every rank."""
         if isinstance(value, DTensor) and value.ndim and value.shape[0] == 1:
-            # Torch takes leading dims of length 1 off by a view, which would be refused where one is cut.
             leading = next((dim for dim, length in enumerate(value.shape) if length != 1), value.ndim)
-            value = value.squeeze(tuple(range(leading)))
+            # Torch takes these off by a view, refused where one is cut; others may share memory with what they go to.
+            if any(value._spec.layout.axes_of_dim[:leading]):
+                value = value.squeeze(tuple(range(leading)))
         _set_item(self, with_tensors(index, self._replicated), value)
 
     def _replicated(self, plain: torch.Tensor) -> "DTensor":

@@ -125,13 +125,13 @@ def _times(grad: torch.Tensor, factor: int) -> torch.Tensor:
 
 
 def mean_size(spec: DTensorSpec, gradient: DTensorSpec) -> int:
-    """Number of terms of the mean that `spec` holds; each has 1/n of the gradient of the mean, which `gradient`
-    holds.
+    """Number of terms of the mean that `spec` holds; each has 1/n of the gradient of the mean, which `gradient` holds,
+    replicated or as a mean.
     """
     return prod(
         size
         for size, placement, of_gradient in zip(spec.mesh.shape, spec.placements, gradient.placements, strict=True)
-        if placement.is_partial("avg") and of_gradient.is_replicate()
+        if placement.is_partial("avg") and (of_gradient.is_replicate() or of_gradient.is_partial("avg"))
     )
 
 

@@ -16,6 +16,7 @@ from tritondt import events, identity
 from tritondt.comm.packing.wire_dtype import is_scaled
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.kernels.boxes import SCALE_BYTES
+from tritondt.planning.plan import Step
 from tritondt.redistribution.compile import plan_for
 from tritondt.sharding.placement import ReduceOp
 
@@ -85,11 +86,33 @@ def coordinate_of(spec: T.DTensorSpec) -> tuple[int, ...]:
     return coordinate
 
 
+def sends(step: Step) -> bool:
+    """Whether any rank sends anything in a step of a plan."""
+    return any(step.exchange(coordinate).sends for coordinate in step.target_layout.coordinates())
+
+
 def assert_replicas_are_equal(results: Sequence[tuple[torch.Tensor, torch.Tensor]], text: str) -> None:
     """Of what replicas have in common and what each has."""
     of_replicas: dict[tuple[int, ...], torch.Tensor] = {}
     for place, found in results:
         equal(found, of_replicas.setdefault(tuple(place.tolist()), found), text)
+
+
+def test_what_nobody_sends_is_not_rounded():
+    """One row, which the first rank has before and after; and an axis of one rank."""
+    fine = torch.tensor([[1 + 2**-12]])
+
+    def body(rank: int) -> None:
+        for shape, source, target in (((2,), "S0", "S1"), ((2, 1), "R, S0", "R, R"), ((1,), "P", "R")):
+            mesh, meta = T.Mesh(shape, ranks=range(shape[0])), T.TensorMeta.contiguous((1, 1), torch.float32)
+            if mesh.coordinate is None:
+                continue
+            before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in (source, target))
+            given = fine[: before.local_shape[0]]
+            found = T.redistribute(given, before, after, wire_dtype=torch.bfloat16)
+            equal(found, fine[:, : after.local_shape[1]], f"{source} -> {target} on {shape}")
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("seed", range(66))
@@ -103,7 +126,7 @@ def test_random_layouts_hold_what_was_cast_moved_and_cast_back(seed: int) -> Non
         source, target = case.specs()
         at = coordinate_of(source)
         given = case.held(full, case.source, at)
-        is_moved = any(step.moving_axes for step in plan_for(source, target, wire_dtype).steps)
+        is_moved = any(map(sends, plan_for(source, target, wire_dtype).steps))
         if case.chosen.random() < 0.5 and given.ndim > 1:
             given = given.transpose(0, 1).contiguous().transpose(0, 1)
         found = T.redistribute(given, source, target, wire_dtype=wire_dtype)
@@ -141,7 +164,7 @@ def test_terms_are_rounded_and_added_up_as_wide_as_the_tensor(seed: int) -> None
         terms = [index for index, item in zip(at, source.placements, strict=True) if item.is_partial()]
         given = case.held(of_like_size(case.shape, case.dtype, sum(terms) + 100 * seed), case.source, at)
         found = T.redistribute(given, source, target, wire_dtype=case.wire_dtype)
-        num_moving = sum(bool(step.moving_axes) for step in plan_for(source, target, case.wire_dtype).steps)
+        num_moving = sum(map(sends, plan_for(source, target, case.wire_dtype).steps))
         before = rounded(given, case.wire_dtype) if num_moving else given
         expected = T.redistribute(before, source, target)
         if num_moving > 1:

@@ -52,7 +52,11 @@ def _along(specs: Sequence[DTensorSpec], dim: int, axis: int) -> Iterator[AxisSt
     ]
     if not joined or len(shards) < len(joined):
         return
-    current: tuple[Placement, ...] = tuple(spec.placements[axis] for spec in specs)
+    # What has no elements to join must not be cut along another dim either, and goes anywhere at no cost.
+    current: tuple[Placement, ...] = tuple(
+        spec.placements[axis] if spec in joined or spec.placements[axis].is_shard(dim) else Replicate()
+        for spec in specs
+    )
     if joined[0].mesh.shape[axis] == 1:
         yield AxisStrategy(current, (Shard(dim),), exact=True)
         return

@@ -55,6 +55,9 @@ _MEANS = (aten.mean.default, aten.mean.dim)
 # A kernel for these refuses a row without elements, which a rank's piece of a row may well be.
 _EXTREMES = (aten.amax.default, aten.max.default, aten.amin.default, aten.min.default)
 
+# Torch's fake form of these gives a result for no elements, which its kernel refuses.
+_EXTREMES_OF_ALL = (aten.max.default, aten.min.default)
+
 
 def _local_pending(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     """A mean divides by the global count; an extreme of no elements is what changes nothing."""
@@ -84,6 +87,8 @@ def pending(schema: OpSchema) -> list[AxisStrategy]:
     """Every rank has a term of the result where a reduced dim is sharded."""
     how = _PENDING[schema.op]
     dims, _ = reduced(schema)
+    if schema.op in _EXTREMES_OF_ALL and not schema.args_spec[0].layout.numel:
+        raise RuntimeError(f"{schema.op} of no elements has no value; {schema} was asked for, a dim may be named")
     found = rows(schema) + [AxisStrategy((Shard(dim),), (Partial(how.reduce_op),)) for dim in dims]
     return [*found, *term_strategies(schema, [how.homomorphism.at(0)]), whole()]
 

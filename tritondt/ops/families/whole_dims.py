@@ -1,15 +1,35 @@
 """Operators that need some dims whole, one line each: order statistics, shifts, gates, writes at indices, FFTs."""
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
 
 from tritondt.ops.propagation.homomorphisms import ADDITIVE, LINEAR, SELECTIVE
-from tritondt.ops.propagation.schema import OpSchema
+from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.rules.whole_dims import dims_named, register_whole_dims
+
+
+def _of_own_elements(op: OpOverload) -> LocalOp:
+    """The operator on tensors of which every element has memory of its own.
+
+    The CPU kernel of torch 2.13 takes a step of 0 along the dim for one of 1, and reads what lies behind the row.
+    """
+    run = op._op
+
+    def of_own_elements(x: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return run(x.contiguous() if 0 in x.stride() else x, *args, **options)
+
+    return of_own_elements
+
 
 for _name in ("cummax", "cummin"):
     register_whole_dims(_name)
-for _name in ("kthvalue", "median.dim", "nanmedian.dim", "mode", "hash_tensor"):
+for _name in ("kthvalue", "mode", "hash_tensor"):
     register_whole_dims(_name, reduces=True)
+for _name in ("median.dim", "nanmedian.dim"):
+    register_whole_dims(_name, reduces=True, runs=_of_own_elements)
 register_whole_dims("roll", "dims", passing=[SELECTIVE.at(0)])
 register_whole_dims("rot90", "dims", passing=[SELECTIVE.at(0)])
 register_whole_dims("glu")

@@ -30,6 +30,9 @@ def _allclose(x: torch.Tensor, y: torch.Tensor, *tolerances: Any, **options: Any
 
 def _block_diagonal(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The matrices one below the other, each padded with zeros on both sides."""
+    for place, tensor in enumerate(tensors):
+        if tensor.ndim > 2:
+            raise RuntimeError(f"torch.block_diag takes tensors of at most 2 dims; that at {place} has {tensor.ndim}")
     matrices = [tensor.reshape(1, -1) if tensor.ndim < 2 else tensor for tensor in tensors]
     dtype = matrices[0].dtype
     for matrix in matrices:

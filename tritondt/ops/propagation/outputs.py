@@ -4,7 +4,7 @@ As on one device a tensor of another shape is resized, with a warning where it h
 """
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +12,10 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
-from tritondt.errors import PropagationError
+from tritondt.errors import LayoutError, PropagationError
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.ops.propagation.tensor_meta import keyword_shapes
-from tritondt.sharding.placement import Replicate
+from tritondt.sharding.placement import Replicate, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 
@@ -86,5 +86,22 @@ def resize_out(op: OpOverload, out: torch.Tensor, shape: tuple[int, ...], inputs
         raise PropagationError(f"{begin}; what is read as well cannot be resized: give another tensor as out")
     if out.numel():
         warnings.warn(f"{begin} with elements, which are lost: it is resized, as on one device", stacklevel=2)
-        out.resize_([0] * max(len(shape), 1))
+        nothing = [0] * max(len(shape), 1)
+        if _has_layout(out, nothing) and not _has_layout(out, shape):
+            # Without its elements it could not be given back as it was.
+            raise PropagationError(
+                f"{begin}, for which {placements_text(out._spec.placements)} is no layout; give an out of that shape, "  # type: ignore[attr-defined]
+                "or an empty one"
+            )
+        out.resize_(nothing)
     out.resize_(shape)
+
+
+def _has_layout(out: Any, shape: Sequence[int]) -> bool:
+    """Whether the placements of a tensor are a layout of another shape as well."""
+    spec: DTensorSpec = out._spec
+    try:
+        DTensorSpec(spec.mesh, spec.placements, TensorMeta.contiguous(shape, spec.dtype), spec.order)
+    except LayoutError:
+        return False
+    return True

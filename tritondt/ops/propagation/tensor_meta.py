@@ -4,10 +4,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch._prims_common import compute_elementwise_output_strides
+from torch._ops import OpOverload
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
 from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, without_compiler
@@ -32,6 +34,16 @@ _DTYPE_OF = {
     **dict.fromkeys((aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default), 1),
     aten.soft_margin_loss_backward.default: 1,
 }
+# Kernels make the first result row-major, batch norm's with channels last if its image's are; torch's fakes (2.13) keep
+# other strides.
+_ROW_MAJOR = frozenset((
+    *(aten.isin.Tensor_Tensor, aten.pow.Scalar, aten.log_sigmoid_forward.default),
+    *(aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+))  # fmt: skip
+_AS_IMAGES = frozenset((
+    *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
+    aten._native_batch_norm_legit_no_training.default,
+))  # fmt: skip
 
 
 class _Faker:
@@ -70,9 +82,37 @@ def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
 
 
 def _found_metas(schema: OpSchema) -> TensorMetas:
-    metas = _computed_metas(schema)
+    try:
+        metas = _computed_metas(_with_dims_from_front(schema))
+    except AssertionError as error:  # torch's forms in Python assert what its kernels check and raise as this
+        raise RuntimeError(f"{schema.op}: {error}") from error
+    if schema.op in _ROW_MAJOR or schema.op in _AS_IMAGES:
+        return _with_kernel_strides(schema.op, metas)
     place = _DTYPE_OF.get(schema.op)
     return metas if place is None else cast(TensorMeta, metas)._replace(dtype=schema.args_spec[place].dtype)
+
+
+def _with_dims_from_front(schema: OpSchema) -> OpSchema:
+    """The call with the dims of a norm counted from the front: torch's fake form (2.13) looks at no others' lengths."""
+    place, args = 2, schema.args_schema
+    if schema.op is not aten.linalg_vector_norm.default or len(args) <= place or args[place] is None:
+        return schema
+    num_dims = schema.args_spec[0].ndim
+    dims = [dim + num_dims if dim < 0 else dim for dim in args[place]]
+    return replace(schema, args_schema=(*args[:place], dims, *args[place + 1 :]), found_metas=[])
+
+
+def _with_kernel_strides(op: OpOverload, metas: TensorMetas) -> TensorMetas:
+    """Metas with the strides that the operator's kernel gives its first result."""
+    if not isinstance(metas, TensorMeta):
+        assert metas is not None, f"{op} gives tensors"
+        first, *others = metas
+        return [cast(TensorMeta, _with_kernel_strides(op, first)), *others]
+    if op in _ROW_MAJOR:
+        return TensorMeta.contiguous(metas.shape, metas.dtype)
+    image = torch.empty_strided(metas.shape, metas.stride, device="meta")
+    made = torch.empty_like(image, memory_format=suggest_memory_format(image))
+    return metas._replace(stride=made.stride())
 
 
 def _computed_metas(schema: OpSchema) -> TensorMetas:

@@ -83,11 +83,13 @@ def register_whole_dims(
     whole: Sequence[str] = (),
     passing: Sequence[Passing] = (),
     sizes: str | None = None,
+    runs: Callable[[OpOverload], LocalOp] | None = None,
 ) -> None:
     """Registers `aten.name` and its in-place form by the dims along which they work.
 
     `dims` is an argument's name or what finds them; see `along_strategies`. `sizes` names the argument that holds the
-    sizes of the result, which are other ones on a rank. What this torch does not have is left out.
+    sizes of the result, which are other ones on a rank; `runs` gives what runs in an operator's place. What this torch
+    does not have is left out.
     """
     find = dims_named(dims) if isinstance(dims, str) else dims
 
@@ -97,6 +99,8 @@ def register_whole_dims(
     for op in _overloads(name):
 
         def localize(schema: OpSchema, outputs: OutputSpecs, op: OpOverload = op) -> LocalOp | None:
+            if runs is not None:
+                return empty_shard_result(schema, outputs) or runs(op)
             return empty_shard_result(schema, outputs) or (
                 None if sizes is None else with_local_sizes(op, sizes, outputs)
             )
