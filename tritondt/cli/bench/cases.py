@@ -87,7 +87,7 @@ def shape_of(num_bytes: int, itemsize: int) -> tuple[int, int]:
     """Shape of a matrix of about so many bytes, with up to 1,024 columns.
 
     >>> shape_of(1 << 20, 4), shape_of(100, 4)
-    ((256, 1024), (6, 4))
+    ((512, 512), (6, 4))
     """
     numel = max(num_bytes // itemsize, 1)
     columns = min(1 << (isqrt(numel).bit_length() - 1), 1024)

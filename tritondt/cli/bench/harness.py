@@ -73,14 +73,14 @@ def own_seconds(runs: Sequence[Run], num_rounds: int) -> torch.Tensor:
         for number in range(num_rounds):
             order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
             for which in order:
-                own_s[which, number] = _seconds(runs[which])
+                own_s[which, number] = timed(runs[which])
     finally:
         gc.enable()
     return own_s
 
 
-def _seconds(run: Run) -> float:
-    """Seconds of one run; its result is freed after the clock has stopped."""
+def timed(run: Run) -> float:
+    """Seconds of one run on this rank, after a barrier; its result is freed after the clock has stopped."""
     dist.barrier()
     started = time.perf_counter()
     result = run()
