@@ -1,5 +1,7 @@
 """`bench redistribute`: what it counts, what it refuses, and one small run of all of it."""
 
+import csv
+import io
 import json
 import random
 from itertools import product
@@ -19,9 +21,10 @@ from tritondt.sharding.placement import Replicate, Shard, parse_placements
 COMMAND = ["bench", "redistribute"]
 
 
-def test_a_small_run_against_torch():
-    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "--rounds", "3", "--against", "torch"]
-    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json"])
+def test_a_small_run_against_torch(tmp_path):
+    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "--impl", "tritondt,torch"]
+    path = tmp_path / "found.csv"
+    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json", "--csv", str(path)])
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)  # all else is on stderr
     assert "geometric mean of 2 cases" in ended.stderr
@@ -42,6 +45,11 @@ def test_a_small_run_against_torch():
     assert reduction["minimum_bytes"] == 2 * 35 * 4
     assert reduction["received_over_limit"] <= 1
     assert found["complete"]
+    lines = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert [(line["source"], line["implementation"]) for line in lines] == [
+        *(("(S0)", "tritondt"), ("(S0)", "torch")),
+        *(("(P(sum))", "tritondt"), ("(P(sum))", "torch")),
+    ]
     for case in found["cases"]:
         assert len(case["seconds"]) == len(case["torch_seconds"]) == 3
         assert case["p50_s"] <= case["p95_s"] <= case["p99_s"]
@@ -71,6 +79,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
         (["-b", "1M", "-e", "1K"], "sizes from 1048576 to 1024 bytes were asked for"),
         (["--json", "/nowhere/found.json"], "/nowhere/found.json cannot be written: No such file or directory"),
         (["--ranks", "100000"], "--ranks 100000: at most"),
+        (["--impl", "torch"], "--impl 'torch': redistributions are timed of tritondt, or of tritondt,torch"),
     ],
 )
 def test_refuses_what_it_cannot_measure(options, sentence):

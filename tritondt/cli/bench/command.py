@@ -18,11 +18,11 @@ from tritondt.cli.bench.cases import (
 from tritondt.cli.bench.collective.options import SIZE
 from tritondt.cli.bench.collective.sizes import sweep
 from tritondt.cli.bench.inputs import DTYPES
-from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
 from tritondt.cli.bench.progress import ProgressLine
-from tritondt.cli.bench.report import as_json, line, print_report
-from tritondt.cli.launch import RankFailedError
+from tritondt.cli.bench.report import as_csv, as_json, line, print_report
+from tritondt.errors import TritondtError
 
 _DEFAULT_RANKS = 4
 
@@ -30,6 +30,7 @@ _DEFAULT_RANKS = 4
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or the launcher's]")
 @click.option("--against", type=click.Choice(["torch"]), help="Time torch.distributed.tensor in turns with it.")
+@click.option("--impl", help="Implementations, as tritondt,torch: that is --against torch.")
 @click.option("--sizes", default=DEFAULT_SIZES, help="Shapes of the whole tensor.")
 @click.option("-b", "--minbytes", type=SIZE, help="Size of matrices in place of --sizes, as in 32M.")
 @click.option("-e", "--maxbytes", type=SIZE, help="Largest size.  [default: that of -b]")
@@ -42,9 +43,11 @@ _DEFAULT_RANKS = 4
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
 @json_option
+@csv_option
 def redistribute(
     ranks: int | None,
     against: str | None,
+    impl: str | None,
     sizes: str,
     minbytes: int | None,
     maxbytes: int | None,
@@ -57,6 +60,7 @@ def redistribute(
     threads: int,
     loopback: bool,
     json_to: str | None,
+    csv_to: str | None,
 ) -> None:
     """Time redistributions on CPU processes: each is checked first, then timed round by round.
 
@@ -65,12 +69,16 @@ def redistribute(
     """
     if loopback and not loopback_counter.is_readable():
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
+    if json_to is not None and json_to == csv_to:
+        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    if impl is not None:
+        against = _against(impl)
     num_ranks = bench_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
     request = Request(cases, dtype, against == "torch", rounds, case_seconds, threads, loopback)
-    status = _measure(request, num_ranks, json_to)
+    status = _measure(request, num_ranks, json_to, csv_to)
     if status:
         raise click.exceptions.Exit(status)
 
@@ -83,7 +91,14 @@ def _shapes(
     return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
 
 
-def _measure(request: Request, num_ranks: int, json_to: str | None) -> int:
+def _against(impl: str) -> str | None:
+    asked = [name.strip() for name in impl.split(",")]
+    if asked not in (["tritondt"], ["tritondt", "torch"]):
+        raise click.UsageError(f"--impl {impl!r}: redistributions are timed of tritondt, or of tritondt,torch")
+    return asked[1] if asked[1:] else None
+
+
+def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str | None) -> int:
     """Exit status; what was measured before a rank failed, or before Ctrl-C, is printed and written, too."""
     found: list[Measured] = []
     errors: list[str] = []
@@ -101,15 +116,18 @@ def _measure(request: Request, num_ranks: int, json_to: str | None) -> int:
         except KeyboardInterrupt as error:
             errors.append("terminated" if isinstance(error, bench_ranks.Terminated) else "interrupted")
             status = bench_ranks.INTERRUPTED
-        except RankFailedError as error:
+        except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
             errors.append(str(error))
             status = 1
     if bench_ranks.is_first():
         if found:
-            print_report(found, Console(stderr=is_printed(json_to)))
+            print_report(found, Console(stderr=is_printed(json_to, csv_to)))
         write_json(as_json(request, num_ranks, found, errors), json_to)
+        write_text(as_csv(request, num_ranks, found), csv_to)
         for text in errors:
             click.echo(f"Error: partial, {len(found)} of {len(request.cases)} cases were measured: {text}", err=True)
+    elif errors:
+        click.echo(f"Error: {errors[0]}", err=True)
     if not errors:
         bench_ranks.leave()
     return status

@@ -63,7 +63,8 @@ def _entries(found: Mapping[str, Any]) -> Iterator[Entry]:
 
 def _name(found: Mapping[str, Any], result: Mapping[str, Any], place: str) -> str:
     parts = result["parts"]
-    is_even = all(part == parts[0] for part in parts)
+    rows = parts if isinstance(parts[0], list) else [parts]
+    is_even = len({part for row in rows for part in row}) == 1
     words = [found["benchmark"], str(result["size"]), result["type"], result["redop"], place.replace("_", "-")]
     words += [f"on {found['config']['ranks']}"] + ([] if is_even else [f"parts {parts}"])
     return " ".join(words + ([] if result["root"] < 0 else [f"root {result['root']}"]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -207,6 +209,51 @@ def _case_json(item: Measured) -> dict[str, Any]:
         fields["loopback_bytes"] = item.loopback.sent_bytes
         fields["loopback_gap_bytes"] = item.loopback.gap_bytes
     return fields
+
+
+_CSV_COLUMNS = (
+    *("collective", "implementation", "shape", "mesh", "source", "target", "type", "ranks", "rounds", "median_us"),
+    *("fastest_us", "p95_us", "p99_us", "algbw_gbps", "busbw_gbps", "sent_bytes", "minimum_bytes", "date"),
+    *("processor", "tritondt", "torch"),
+)
+
+
+def as_csv(request: Request, num_ranks: int, found: Sequence[Measured]) -> str:
+    """A header, and one line for each case and implementation."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    around = surroundings()
+    for item in found:
+        for side, times in (("tritondt", item.ours), ("torch", item.theirs)):
+            if times is None:
+                continue
+            writer.writerow(
+                {
+                    "collective": "redistribute",
+                    "implementation": side,
+                    "shape": item.case.size,
+                    "mesh": "x".join(map(str, item.case.mesh_shape)),
+                    "source": str(item.case.source),
+                    "target": str(item.case.target),
+                    "type": request.dtype,
+                    "ranks": num_ranks,
+                    "rounds": len(times.seconds),
+                    "median_us": times.median * 1e6,
+                    "fastest_us": times.fastest * 1e6,
+                    **{f"p{percent}_us": percentile(times.seconds, percent) * 1e6 for percent in (95, 99)},
+                    "algbw_gbps": _gb_per_s(item, times.median),
+                    # What torch sends is not counted.
+                    "busbw_gbps": bus_gb_per_s(item, times.median) if side == "tritondt" else "",
+                    "sent_bytes": item.sent_bytes if side == "tritondt" else "",
+                    "minimum_bytes": item.minimum_bytes,
+                    "date": around["date"],
+                    "processor": around["machine"]["processor"],
+                    "tritondt": around["versions"]["tritondt"],
+                    "torch": around["versions"]["torch"],
+                }
+            )
+    return text.getvalue()
 
 
 def _summary_json(summary: Summary | None) -> dict[str, Any]:

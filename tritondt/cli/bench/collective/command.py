@@ -18,8 +18,9 @@ from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import Table, reaches
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.bench.progress import ProgressLine
-from tritondt.cli.launch import RankFailedError, num_cores
+from tritondt.cli.launch import num_cores
 from tritondt.cli.surroundings import surroundings
+from tritondt.errors import TritondtError
 
 _FEWEST_RANKS, _MOST_RANKS = 2, 4
 
@@ -94,18 +95,19 @@ def _measure(
         except KeyboardInterrupt as error:
             errors.append("terminated" if isinstance(error, bench_ranks.Terminated) else "interrupted")
             status = bench_ranks.INTERRUPTED
-        except RankFailedError as error:
+        except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
             errors.append(str(error))
             status = 1
-    if not bench_ranks.is_first():
-        bench_ranks.leave()
-        return status
-    _conclude(printed, errors, least_bandwidth)
-    write_json(as_json(request, printed.rows, printed.devices, found, least_bandwidth, errors), json_to)
-    write_text(as_csv(request, printed.rows, found), csv_to)
+    if bench_ranks.is_first():
+        _conclude(printed, errors, least_bandwidth)
+        write_json(as_json(request, printed.rows, printed.devices, found, least_bandwidth, errors), json_to)
+        write_text(as_csv(request, printed.rows, found), csv_to)
+        status = status or int(_has_failed(request, printed.rows, least_bandwidth))
+    elif errors:
+        click.echo(f"Error: {errors[0]}", err=True)
     if not errors:
         bench_ranks.leave()
-    return status or int(_has_failed(request, printed.rows, least_bandwidth))
+    return status
 
 
 def _conclude(printed: _Printed, errors: list[str], least_bandwidth: float | None) -> None:

@@ -122,6 +122,8 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
     notes: list[str] = []
     if choice.root >= num_ranks:
         raise BenchmarkError(f"rank {choice.root} is no root (-r) of {num_ranks} ranks; allowed are 0..{num_ranks - 1}")
+    if not 0 <= choice.skew <= 1:
+        raise BenchmarkError(f"--skew {choice.skew} was asked for; allowed is a number from 0 to 1")
     sides = _sides(choice, notes)
     cases = [
         case
@@ -184,7 +186,12 @@ def _cases(kind: Kind, num_ranks: int, type_name: str, redop: str, choice: Choic
             raise BenchmarkError("--matrix says the bytes of each part; sizes (-b, -e, -f, -i) do not go with it")
         num_rows = num_ranks if kind.name.startswith("all_to_all") else 1
         bytes_matrix = read_matrix(choice.matrix, num_rows, num_ranks)
-        return [case_of_matrix(kind.name, num_ranks, typed, redop, choice.root, bytes_matrix)]
+        given = case_of_matrix(kind.name, num_ranks, typed, redop, choice.root, bytes_matrix)
+        if not given.size:
+            raise BenchmarkError(
+                f"every part of the matrix {choice.matrix} is below 16 bytes, to which parts are rounded"
+            )
+        return [given]
     first = parse_bytes(DEFAULT_SIZE) if choice.minbytes is None else choice.minbytes
     last = first if choice.maxbytes is None else choice.maxbytes
     found: list[Case] = []

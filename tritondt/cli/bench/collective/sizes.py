@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import takewhile
+from math import inf
 
 from tritondt.cli.bench.errors import BenchmarkError
 
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 DEFAULT_STEP = 1 << 20
 # A sweep of more sizes is a slip of the step, which counts bytes.
 _MOST_SIZES = 10_000
@@ -43,7 +44,7 @@ def sweep(first: int, last: int, factor: float | None = None, step: int | None =
         )
     if factor is not None and step is not None:
         raise BenchmarkError(f"sizes by a factor of {factor:g} (-f) and by steps of {step} bytes (-i): only one can be")
-    if factor is not None and factor <= 1:
+    if factor is not None and not 1 < factor < inf:
         raise BenchmarkError(f"sizes by a factor of {factor:g} were asked for (-f); allowed is a number above 1")
     if first == last:
         return (first,)
