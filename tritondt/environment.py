@@ -5,12 +5,14 @@ import math
 import os
 import re
 from datetime import timedelta
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from tritondt.errors import WorldError
 
 # Three years; what waits in other libraries counts milliseconds in 64 bits, or seconds in a timedelta.
 _MAX_TIMEOUT_S = 1e8
+# Ports below those that systems give to whoever asks for any.
+_FIRST_PORT, _NUM_PORTS = 15_000, 10_000
 # Launchers that say who a process is, but not in the words of torch.distributed: the variable that tells so, and how to
 # start a program that they start. The host of rank 0 is MASTER_ADDR.
 _LAUNCHERS = {
@@ -57,6 +59,48 @@ def launch_command() -> str | None:
     if "RANK" in os.environ:
         return None
     return next((command for variable, command in _LAUNCHERS.items() if variable in os.environ), None)
+
+
+class Launched(NamedTuple):
+    """This process among those that a launcher has started, and where they meet."""
+
+    launcher: Literal["torchrun", "slurm"]
+    rank: int
+    num_ranks: int
+    address: str
+    port: int
+
+
+def launched() -> Launched | None:
+    """What torchrun says of this process, or what Slurm says of a step's task; None for a process started alone.
+
+    Without MASTER_ADDR the tasks of a step meet at its first host; without MASTER_PORT, at a port that follows from the
+    job's number. WorldError for what is no number.
+    """
+    variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if all(name in os.environ for name in variables):
+        rank, size, address, port = (os.environ[name] for name in variables)
+        numbers = _whole("RANK", rank), _whole("WORLD_SIZE", size)
+        return Launched("torchrun", *numbers, address, _whole("MASTER_PORT", port))
+    num_tasks = _whole("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if num_tasks < 2 or "SLURM_PROCID" not in os.environ:
+        return None
+    nodes = re.match(r"([^\[,]*)(?:\[([^],-]*))?", os.environ.get("SLURM_STEP_NODELIST", ""))
+    first = "".join(part or "" for part in nodes.groups()) if nodes else ""
+    job = _whole("SLURM_JOB_ID", os.environ.get("SLURM_JOB_ID", "0"))
+    return Launched(
+        "slurm",
+        _whole("SLURM_PROCID", os.environ["SLURM_PROCID"]),
+        num_tasks,
+        os.environ.get("MASTER_ADDR") or first or "127.0.0.1",
+        _whole("MASTER_PORT", os.environ.get("MASTER_PORT", str(_FIRST_PORT + job % _NUM_PORTS))),
+    )
+
+
+def _whole(name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise WorldError(f"{name}={text!r} is set; allowed is a whole number")
+    return int(text)
 
 
 def transport() -> Literal["sockets", "gloo"]:

@@ -1,5 +1,7 @@
 """`bench redistribute`: what it counts, what it refuses, and one small run of all of it."""
 
+import csv
+import io
 import json
 import random
 from itertools import product
@@ -19,14 +21,14 @@ from tritondt.sharding.placement import Replicate, Shard, parse_placements
 COMMAND = ["bench", "redistribute"]
 
 
-def test_a_small_run_against_torch():
-    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "--rounds", "3", "--against", "torch"]
-    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json"])
+def test_a_small_run_against_torch(tmp_path):
+    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "--impl", "tritondt,torch"]
+    path = tmp_path / "found.csv"
+    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json", "--csv", str(path)])
     assert ended.exit_code == 0, ended.output
-    assert "2/2  5x7 (P(sum)) -> (R)" in ended.stderr
-    table, _, last = ended.stdout.strip().rpartition("\n")
-    assert "geometric mean of 2 cases" in table
-    found = json.loads(last)
+    found = json.loads(ended.stdout)  # all else is on stderr
+    assert "geometric mean of 2 cases" in ended.stderr
+    assert max(map(len, ended.stderr.partition("minimum:")[0].splitlines())) <= 80
     assert (found["ranks"], found["threads"], found["dtype"], found["against"]) == (2, 1, "float32", "torch")
     assert set(found["machine"]) == {"platform", "processor", "cores"}
     assert set(found["versions"]) == {"tritondt", "torch", "python"}
@@ -35,12 +37,22 @@ def test_a_small_run_against_torch():
     exchange, reduction = found["cases"]
     assert (exchange["shape"], exchange["mesh"], exchange["rounds"]) == ([5, 7], [2], 3)
     assert (exchange["source"], exchange["target"]) == ("(S0)", "(S1)")
+    # The busiest rank moves 3 x 3 floats.
+    assert exchange["bus_gb_per_s"] == pytest.approx(3 * 3 * 4 / exchange["median_s"] / 1e9)
     # Rank 0 holds 3 of 5 rows and wants 4 of 7 columns: it lacks 2 x 4, the other one 3 x 3.
     assert exchange["sent_bytes"] == exchange["minimum_bytes"] == 17 * 4
     assert exchange["messages"] == 2
     assert reduction["minimum_bytes"] == 2 * 35 * 4
     assert reduction["received_over_limit"] <= 1
+    assert found["complete"]
+    lines = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert [(line["source"], line["implementation"]) for line in lines] == [
+        *(("(S0)", "tritondt"), ("(S0)", "torch")),
+        *(("(P(sum))", "tritondt"), ("(P(sum))", "torch")),
+    ]
     for case in found["cases"]:
+        assert len(case["seconds"]) == len(case["torch_seconds"]) == 3
+        assert case["p50_s"] <= case["p95_s"] <= case["p99_s"]
         assert case["ratio_median"] == case["median_s"] / case["torch_median_s"]
         assert case["ratio_fastest"] == case["fastest_s"] / case["torch_fastest_s"]
 
@@ -51,6 +63,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
     assert ended.exit_code == 1
     assert "Traceback" in ended.stderr
     assert "WorldError: TRITONDT_TIMEOUT='soon'" in ended.stderr
+    assert "Error: partial, 0 of 8 cases were measured: rank" in ended.stderr
 
 
 @pytest.mark.parametrize(
@@ -63,11 +76,15 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
         (["--pairs", "S2->R"], "axis 0 shards dim 2"),
         (["--ranks", "3", "--pairs", "S0,S0->R,R"], "3 ranks make no mesh of 2 axes"),
         (["--sizes", "4*4"], "cannot read the sizes '4*4'"),
+        (["-b", "1M", "-e", "1K"], "sizes from 1048576 to 1024 bytes were asked for"),
+        (["--json", "/nowhere/found.json"], "/nowhere/found.json cannot be written: No such file or directory"),
+        (["--ranks", "100000"], "--ranks 100000: at most"),
+        (["--impl", "torch"], "--impl 'torch': redistributions are timed of tritondt, or of tritondt,torch"),
     ],
 )
 def test_refuses_what_it_cannot_measure(options, sentence):
     ended = CliRunner().invoke(main, [*COMMAND, *options])
-    assert ended.exit_code == 1
+    assert ended.exit_code in (1, 2)
     assert sentence in ended.output
 
 

@@ -38,3 +38,24 @@ def test_a_folder_is_refused(tmp_path):
     found = CliRunner().invoke(command, ["--json", str(tmp_path)])
     assert found.exit_code == 2
     assert f"File '{tmp_path}' is a directory" in found.output
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_command_runs(tmp_path):
+    found = CliRunner().invoke(command, ["--json", str(tmp_path / "nowhere" / "found.json")])
+    assert (found.exit_code, found.stdout) == (2, "")
+    assert "found.json cannot be written: No such file or directory" in found.stderr
+
+
+def test_a_file_that_is_there_stays_as_it_is_until_it_is_written(tmp_path):
+    path, missing = tmp_path / "found.json", tmp_path / "other.json"
+    path.write_text("before")
+    seen = []
+
+    @click.command()
+    @json_option
+    def look(json_to):
+        seen.append((path.read_text(), missing.exists()))
+
+    for each in (path, missing):
+        assert CliRunner().invoke(look, ["--json", str(each)]).exit_code == 0
+    assert seen == [("before", False)] * 2

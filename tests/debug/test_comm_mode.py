@@ -1,5 +1,6 @@
 """What CommDebugMode counts and for whom, and the pictures of who holds what."""
 
+import importlib.util
 import json
 import re
 from typing import Any
@@ -231,3 +232,52 @@ def test_one_rank_prints(capsys):
         ["--+----"],
         ["1", "|", "1"],
     ]
+
+
+def test_a_picture_by_rich_has_the_same_cells(capsys):
+    pytest.importorskip("rich")
+
+    def body(rank: int) -> None:
+        visualize_sharding(distribute(torch.ones(2, 3), T.Mesh((2,)), "S0"), header="weights", use_rich=True)
+
+    run_ranks(2, body)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "(S0) of (2, 3) float32 on Mesh(2 over ranks 0..1, cpu)"
+    assert lines[1].strip() == "weights"
+    cells = [[cell.strip() for cell in re.split("[|\u2502\u2503]", line)[1:-1]] for line in lines[2:]]
+    assert [row for row in cells if row] == [["", "0-2"], ["0", "0"], ["1", "1"]]
+
+
+def test_without_rich_a_picture_is_plain_text_and_says_so(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+
+    def body(rank: int) -> None:
+        visualize_sharding(distribute(torch.ones(4), T.Mesh((2,)), "S0"), use_rich=True)
+
+    run_ranks(2, body)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-2].split() == ["ranks", "|", "0", "|", "1"]
+    assert lines[-1] == "(plain text: rich is not installed; pip install rich)"
+
+
+def test_counts_and_explanations_are_tables_of_notebooks():
+    def body(rank: int) -> tuple[str, str, str]:
+        x = distribute(torch.ones(4, 4), T.Mesh((2,)), "S0")
+        with CommDebugMode() as comm:
+            x.redistribute(placements=[T.Shard(1)])
+        same = T.explain(x._spec, x._spec.with_placements([T.Shard(1)]))
+        assert T.explain(x, [T.Shard(1)]) == same
+        assert T.explain(x, [T.Shard(-1)]) == same
+        with pytest.raises(
+            T.LocalTensorError, match=r"given a Tensor of shape \(2,\), which has no placements; allowed"
+        ):
+            T.explain(torch.ones(2), [T.Shard(0)])
+        return comm._repr_html_(), same._repr_html_(), T.explain(x, [T.Shard(0)])._repr_html_()
+
+    counts, steps, nothing = run_ranks(2, body)[0]
+    assert "<td>(S0) -&gt; (S1)</td><td>1</td><td>1</td><td>16</td>" in counts
+    assert counts.startswith("<table><caption>redistributions of this rank</caption><tr><th>module</th>")
+    assert "<p>for redistribute: 1 steps, 16 bytes sent, 16 received</p>" in counts
+    assert "<caption>(S0) -&gt; (S1) of (4, 4) at (0,)</caption>" in steps
+    assert "<td>exchange</td><td>(S0)</td><td>(S1)</td><td>1</td><td>16</td>" in steps
+    assert nothing.endswith(": nothing to do</p>")

@@ -59,6 +59,19 @@ def main() -> None:
     """Move tensors between layouts on a mesh of ranks, with the fewest bytes."""
 
 
-@click.group(cls=LazyGroup, commands_at={"redistribute": "tritondt.cli.bench:redistribute"})
+_COLLECTIVES = (
+    *("all_reduce", "all_gather", "all_gather_v", "reduce_scatter", "reduce_scatter_v", "all_to_all", "all_to_all_v"),
+    *("broadcast", "reduce", "gather", "scatter", "sendrecv"),
+)
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "redistribute": "tritondt.cli.bench:redistribute",
+        **{name: f"tritondt.cli.bench.collective.command:{name}" for name in _COLLECTIVES},
+        "compare": "tritondt.cli.bench.compare:compare",
+    },
+)
 def bench() -> None:
-    """Time tritondt, interleaved with what it is compared to."""
+    """Time tritondt, in turns with what it is compared to; compare results."""

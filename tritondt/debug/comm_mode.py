@@ -23,6 +23,7 @@ from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.wiring import dispatcher
 from tritondt.events import ImplicitRedistribution, StepRan
+from tritondt.planning.explain import html_table
 from tritondt.sharding.placement import Placement, placements_text
 
 BACKWARD = "backward"
@@ -212,6 +213,13 @@ class CommDebugMode:
         )
 
     def __str__(self) -> str:
+        return "\n".join([_table(self._rows()), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        """What `str` says, as a table of a notebook."""
+        return html_table("redistributions of this rank", self._rows(), "\n".join(self._notes()))
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows: list[tuple[str, ...]] = [
             ("module", "redistribution", "steps", "messages", "bytes sent", "bytes received")
         ]
@@ -220,18 +228,19 @@ class CommDebugMode:
         total = Count()
         for count in self.by_kind().values():
             total.add(count)
-        rows.append(("all", *_cells("", total)))
-        text = _table(rows)
+        return [*rows, ("all", *_cells("", total))]
+
+    def _notes(self) -> list[str]:
+        notes = []
         for op, kinds in self._by_operator.items():
             count = Count()
             for of_kind in kinds.values():
                 count.add(of_kind)
-            text += (
-                f"\nfor {op}: {count.steps:,} steps, {count.sent_bytes:,} bytes sent, {count.received_bytes:,} received"
-            )
+            moved = f"{count.sent_bytes:,} bytes sent, {count.received_bytes:,} received"
+            notes.append(f"for {op}: {count.steps:,} steps, {moved}")
         for (op, kind), number in self._implicit.items():
-            text += f"\nnot asked for by name: {op} moved {kind}, {number} times"
-        return text
+            notes.append(f"not asked for by name: {op} moved {kind}, {number} times")
+        return notes
 
 
 def _rank() -> object:

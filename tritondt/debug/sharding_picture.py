@@ -1,5 +1,7 @@
 """Pictures of which ranks hold which indices of a tensor."""
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Sequence
 from itertools import groupby, pairwise
@@ -11,11 +13,15 @@ from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
 
+# Of cells that hold different ranks; enough to tell neighbours apart.
+_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
 
 def visualize_sharding(dtensor: DTensor | DTensorSpec, header: str = "", use_rich: bool = False) -> None:
     """Prints `sharding_text` of a tensor or spec once, on the first rank of the mesh, under `header` if that is given.
 
-    Always plain text; `use_rich` is there for torch's signature only. Not a collective call. Raises LayoutError for a
+    With `use_rich` a table of the package rich, each rank in a colour; where that is not installed, plain text, which
+    says so. Not a collective call. Raises LayoutError for a
     tensor of other than one or two dims. Source: torch.distributed.tensor.debug.visualize_sharding.
 
     >>> import torch
@@ -32,8 +38,29 @@ def visualize_sharding(dtensor: DTensor | DTensorSpec, header: str = "", use_ric
     """
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
     text = sharding_text(spec)
-    if spec.coordinate is not None and not any(spec.coordinate):
-        sys.stdout.write(f"{header}\n{text}\n" if header else f"{text}\n")
+    if spec.coordinate is None or any(spec.coordinate):
+        return
+    if use_rich and importlib.util.find_spec("rich") is not None:
+        _print_rich(spec, header)
+        return
+    missing = "(plain text: rich is not installed; pip install rich)\n" if use_rich else ""
+    sys.stdout.write(f"{header}\n{text}\n{missing}" if header else f"{text}\n{missing}")
+
+
+def _print_rich(spec: DTensorSpec, header: str) -> None:
+    """Prints the cells of the picture as rich's table; rich is an extra, and imported here alone."""
+    table = importlib.import_module("rich.table").Table(title=header or None, show_lines=True)
+    head, *rows = _cells(spec)
+    for name in head:
+        table.add_column(name, justify="center")
+    styles: dict[str, str] = {}
+    for label, *cells in rows:
+        for cell in cells:
+            styles.setdefault(cell, _STYLES[len(styles) % len(_STYLES)])
+        table.add_row(label, *(f"[{styles[cell]}]{cell}[/]" for cell in cells))
+    console = importlib.import_module("rich.console").Console(file=sys.stdout)
+    console.print(f"{spec} on {spec.mesh}", highlight=False, markup=False, soft_wrap=True)
+    console.print(table)
 
 
 def sharding_text(tensor: DTensor | DTensorSpec) -> str:
@@ -59,6 +86,16 @@ def sharding_text(tensor: DTensor | DTensorSpec) -> str:
     spec = tensor._spec if isinstance(tensor, DTensor) else tensor
     if spec.ndim not in (1, 2):
         raise LayoutError(f"a picture is of a tensor of 1 or 2 dims, {spec} has {spec.ndim}; take a slice of it")
+    rows = _cells(spec)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [" | ".join(text.center(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    rule = "-+-".join("-" * width for width in widths)
+    body = f"\n{rule}\n".join(lines)
+    return f"{spec} on {spec.mesh}\n{body}"
+
+
+def _cells(spec: DTensorSpec) -> list[list[str]]:
+    """Cells of the picture: a head with the indices of columns, then each row with its indices first."""
     layout = spec.layout
     bounds = [_bounds(layout, dim) for dim in range(spec.ndim)]
     holders = {coordinate: layout.boxes(coordinate) for coordinate in layout.coordinates()}
@@ -72,15 +109,9 @@ def sharding_text(tensor: DTensor | DTensorSpec) -> str:
         return _holders_text(spec, inside)
 
     if spec.ndim == 1:
-        rows = [["", *map(_interval_text, bounds[0])], ["ranks", *map(cell, bounds[0])]]
-    else:
-        rows = [["", *map(_interval_text, bounds[1])]]
-        rows += [[_interval_text(row), *(cell(row, column) for column in bounds[1])] for row in bounds[0]]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [" | ".join(text.center(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    rule = "-+-".join("-" * width for width in widths)
-    body = f"\n{rule}\n".join(lines)
-    return f"{spec} on {spec.mesh}\n{body}"
+        return [["", *map(_interval_text, bounds[0])], ["ranks", *map(cell, bounds[0])]]
+    rows = [["", *map(_interval_text, bounds[1])]]
+    return rows + [[_interval_text(row), *(cell(row, column) for column in bounds[1])] for row in bounds[0]]
 
 
 def _bounds(layout: Layout, dim: int) -> list[Interval]:

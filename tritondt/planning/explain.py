@@ -1,8 +1,9 @@
 """Explanations of redistributions before anything moves: steps, bytes, messages, memory and predicted time."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import NamedTuple
 
 from tritondt.planning.cost import CostTable, step_cost
@@ -81,33 +82,61 @@ class Explanation:
         return json.dumps(fields)
 
     def __str__(self) -> str:
-        title = f"{self.source} -> {self.target} of {self.shape} at {self.coordinate}"
-        if self.wire_itemsize is not None:
-            title += f", {self.wire_itemsize} bytes an element in messages"
         if not self.steps:
-            return f"{title}: nothing to do"
-        rows = [("step", "from", "to", "sends", "bytes out", "receives", "bytes in", "temporary", "predicted")]
-        rows += [
-            (
-                step.kind,
-                step.source,
-                step.target,
-                str(step.num_sent),
-                f"{step.sent_bytes:,}",
-                str(step.num_received),
-                f"{step.received_bytes:,}",
-                f"{step.packed_bytes + step.staged_bytes:,}",
-                f"{step.seconds * 1e6:,.0f} us",
-            )
-            for step in self.steps
-        ]
+            return f"{self._title()}: nothing to do"
+        rows = self._rows()
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        footer = (
+        return "\n".join([self._title(), *lines, self._footer()])
+
+    def _repr_html_(self) -> str:
+        """What `str` says, as a table of a notebook."""
+        if not self.steps:
+            return f"<p>{escape(str(self))}</p>"
+        return html_table(self._title(), self._rows(), self._footer())
+
+    def _title(self) -> str:
+        title = f"{self.source} -> {self.target} of {self.shape} at {self.coordinate}"
+        return title if self.wire_itemsize is None else f"{title}, {self.wire_itemsize} bytes an element in messages"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        head = ("step", "from", "to", "sends", "bytes out", "receives", "bytes in", "temporary", "predicted")
+        return [head, *map(_cells, self.steps)]
+
+    def _footer(self) -> str:
+        return (
             f"peak temporary {self.peak_bytes:,} bytes; {self.num_peers} peers, "
             f"first connections {self.first_connections_seconds * 1e3:.1f} ms"
         )
-        return "\n".join([title, *lines, footer])
+
+
+def _cells(step: StepReport) -> tuple[str, ...]:
+    return (
+        step.kind,
+        step.source,
+        step.target,
+        str(step.num_sent),
+        f"{step.sent_bytes:,}",
+        str(step.num_received),
+        f"{step.received_bytes:,}",
+        f"{step.packed_bytes + step.staged_bytes:,}",
+        f"{step.seconds * 1e6:,.0f} us",
+    )
+
+
+def html_table(title: str, rows: Sequence[Sequence[str]], footer: str) -> str:
+    """A table for notebooks, the first row its head; every text is escaped.
+
+    >>> html_table("a < b", [("x",), ("1",)], "")
+    '<table><caption>a &lt; b</caption><tr><th>x</th></tr><tr><td>1</td></tr></table>'
+    """
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = line("th", rows[0]) + "".join(line("td", row) for row in rows[1:])
+    below = "".join(f"<p>{escape(text)}</p>" for text in footer.splitlines())
+    return f"<table><caption>{escape(title)}</caption>{body}</table>{below}"
 
 
 def explain_layouts(

@@ -1,5 +1,6 @@
 """Compilation of a pair of specs on this rank: plan, boxes, descriptor tables and the communicator, decided once."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator, Reduction, Transfer
 from tritondt.comm.packing.packed_transfer import packed_transfer
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
-from tritondt.errors import LayoutError, MeshError
+from tritondt.errors import LayoutError, LocalTensorError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.tables import Table
 from tritondt.planning.cost import step_cost
@@ -23,8 +24,8 @@ from tritondt.planning.planner import make_plan
 from tritondt.planning.storage import step_blocks
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.layout import Coordinate, Layout
-from tritondt.sharding.placement import Partial, ReduceOp
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.placement import Partial, Placement, ReduceOp
+from tritondt.sharding.spec import DTensorSpec, target_spec
 
 _MAX_COUNTED = 1024
 
@@ -80,17 +81,25 @@ def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype |
     return make_plan(source.layout, target.layout, itemsize, world.current().costs)
 
 
-def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype | None = None) -> Explanation:
+def explain(
+    source: DTensorSpec | torch.Tensor,
+    target: DTensorSpec | Sequence[Placement],
+    *,
+    order: Sequence[int | str] | None = None,
+    wire_dtype: torch.dtype | None = None,
+) -> Explanation:
     """Explanation of a redistribution from `source` to `target` on this rank, before anything moves.
 
-    Both specs are on one mesh, and of one global shape and dtype; `wire_dtype` is that of `redistribute`. Not a
+    `source` may be a distributed tensor, and `target` the placements, one per mesh axis, that its `redistribute` would
+    be given, with `order`. Both specs are on one mesh, and of one global shape and dtype; `wire_dtype` is that of
+    `redistribute`. Not a
     collective call. The result has `steps`, each with messages, bytes sent and received, temporary bytes and predicted
     seconds, and the totals `sent_bytes`, `received_bytes`, `messages`, `seconds`, `peak_bytes` (temporary) and
     `num_peers`; str() is a table, `to_json()` a JSON object. Bytes and messages are exact; seconds follow from the
     world's cost table.
 
     Raises MeshError for specs on different meshes, LayoutError for specs of different shapes or dtypes, and
-    TransportError for a `wire_dtype` that the tensor's dtype cannot travel in.
+    TransportError for a `wire_dtype` that the tensor's dtype cannot travel in; LocalTensorError for a plain tensor.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.mesh import Mesh
@@ -108,6 +117,10 @@ def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype
     exchange  (S0)  (S1)  1      8          1         8         8          30 us
     peak temporary 8 bytes; 1 peers, first connections 1.0 ms
     """
+    if isinstance(source, torch.Tensor):
+        source = _spec_of(source)
+    if not isinstance(target, DTensorSpec):
+        target = target_spec(source, tuple(target), None if order is None else tuple(order))
     wire = narrower(source.dtype, wire_dtype)
     plan_for(source, target, wire)
     return explain_layouts(
@@ -119,6 +132,17 @@ def explain(source: DTensorSpec, target: DTensorSpec, *, wire_dtype: torch.dtype
         wire_itemsize=None if wire is None else wire.itemsize,
         scale_bytes=SCALE_BYTES if wire is not None and is_scaled(wire) else 0,
     )
+
+
+def _spec_of(tensor: torch.Tensor) -> DTensorSpec:
+    """Spec of a distributed tensor, whose class is defined above this layer."""
+    spec = getattr(tensor, "_spec", None)
+    if not isinstance(spec, DTensorSpec):
+        raise LocalTensorError(
+            f"explain was given a {type(tensor).__name__} of shape {tuple(tensor.shape)}, which has no placements; "
+            "allowed are a DTensor and a DTensorSpec"
+        )
+    return spec
 
 
 def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:

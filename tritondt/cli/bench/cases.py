@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 from tritondt.errors import LayoutError
 from tritondt.sharding.layout import Layout
@@ -53,6 +53,12 @@ class Case:
         return "x".join(map(str, self.shape))
 
     @property
+    def pair_text(self) -> str:
+        """Placements as `--pairs` takes them, as in P,S1->S0,S1."""
+        sides = (",".join(map(str, placements)) for placements in (self.pair.source, self.pair.target))
+        return "->".join(sides).replace("P(sum)", "P")
+
+    @property
     def numel(self) -> int:
         """Number of elements of the whole tensor."""
         return prod(self.shape)
@@ -75,6 +81,17 @@ def parse_sizes(text: str) -> tuple[tuple[int, ...], ...]:
             f"cannot read the sizes {text!r}; allowed are lengths joined by x, sizes joined by "
             "commas, for example 64x96,1023x1025"
         ) from error
+
+
+def shape_of(num_bytes: int, itemsize: int) -> tuple[int, int]:
+    """Shape of a matrix of about so many bytes, with up to 1,024 columns.
+
+    >>> shape_of(1 << 20, 4), shape_of(100, 4)
+    ((512, 512), (6, 4))
+    """
+    numel = max(num_bytes // itemsize, 1)
+    columns = min(1 << (isqrt(numel).bit_length() - 1), 1024)
+    return numel // columns, columns
 
 
 def parse_pairs(text: str) -> tuple[Pair, ...]:

@@ -3,44 +3,56 @@
 from __future__ import annotations
 
 import click
-import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tritondt.cli.bench import loopback as loopback_counter
+from tritondt.cli.bench import ranks as bench_ranks
 from tritondt.cli.bench.cases import (
     DEFAULT_SIZES,
-    Case,
     default_pairs,
     make_cases,
     parse_pairs,
     parse_sizes,
+    shape_of,
 )
+from tritondt.cli.bench.collective.options import SIZE
+from tritondt.cli.bench.collective.sizes import sweep
 from tritondt.cli.bench.inputs import DTYPES
-from tritondt.cli.bench.json_result import json_option, write_json
+from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
-from tritondt.cli.bench.report import as_json, line, print_report
-from tritondt.cli.launch import run_on_ranks
-from tritondt.comm import world
+from tritondt.cli.bench.progress import ProgressLine
+from tritondt.cli.bench.report import as_csv, as_json, line, print_report
+from tritondt.errors import TritondtError
 
 _DEFAULT_RANKS = 4
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or torchrun's]")
+@click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or the launcher's]")
 @click.option("--against", type=click.Choice(["torch"]), help="Time torch.distributed.tensor in turns with it.")
+@click.option("--impl", help="Implementations, as tritondt,torch: that is --against torch.")
 @click.option("--sizes", default=DEFAULT_SIZES, help="Shapes of the whole tensor.")
+@click.option("-b", "--minbytes", type=SIZE, help="Size of matrices in place of --sizes, as in 32M.")
+@click.option("-e", "--maxbytes", type=SIZE, help="Largest size.  [default: that of -b]")
+@click.option("-f", "--stepfactor", type=float, help="From one size to the next, times this.")
+@click.option("-i", "--stepbytes", type=SIZE, help="From one size to the next, plus this.  [default: 1M]")
 @click.option("--pairs", help='As in "S0->R; S0,S1->R,R".  [default: about 20, on meshes of 1 and 2 axes]')
-@click.option("--rounds", type=click.IntRange(min=1), default=25, help="Most rounds of a case.")
+@click.option("-n", "--rounds", type=click.IntRange(min=1), default=25, help="Most rounds of a case.")
 @click.option("--case-seconds", type=float, default=10.0, help="Time for a case; 9 rounds are made anyway.")
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
+@click.option("-d", "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
 @json_option
+@csv_option
 def redistribute(
     ranks: int | None,
     against: str | None,
+    impl: str | None,
     sizes: str,
+    minbytes: int | None,
+    maxbytes: int | None,
+    stepfactor: float | None,
+    stepbytes: int | None,
     pairs: str | None,
     rounds: int,
     case_seconds: float,
@@ -48,86 +60,74 @@ def redistribute(
     threads: int,
     loopback: bool,
     json_to: str | None,
+    csv_to: str | None,
 ) -> None:
     """Time redistributions on CPU processes: each is checked first, then timed round by round.
 
     Ends with status 1 if a result is wrong, or if bytes or messages are not those that explain foretells.
-    Under torchrun it runs on the processes that torchrun has started.
+    Under torchrun or srun it runs on the processes that are there.
     """
     if loopback and not loopback_counter.is_readable():
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
-    if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
-        if ranks not in (None, dist.get_world_size()):
-            raise click.UsageError(f"--ranks {ranks} was asked for, but torchrun has started {dist.get_world_size()}")
-        ranks = dist.get_world_size()
-    num_ranks = _DEFAULT_RANKS if ranks is None else ranks
+    if json_to is not None and json_to == csv_to:
+        raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    if impl is not None:
+        against = _against(impl)
+    num_ranks = bench_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
-    cases = make_cases(num_ranks, parse_sizes(sizes), chosen)
+    shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
+    cases = make_cases(num_ranks, shapes, chosen)
     request = Request(cases, dtype, against == "torch", rounds, case_seconds, threads, loopback)
-    found = _measure_under_torchrun(request) if dist.is_initialized() else _measure(request, num_ranks)
-    if found is None:
-        return
-    print_report(found, Console())
-    write_json(as_json(request, num_ranks, found), json_to)
+    status = _measure(request, num_ranks, json_to, csv_to)
+    if status:
+        raise click.exceptions.Exit(status)
 
 
-def _measure(request: Request, num_ranks: int) -> list[Measured]:
-    with _Progress(request.cases) as progress:
-        run_on_ranks(num_ranks, measure_on_rank, request, on_message=progress.add)
-    return progress.found
+def _shapes(
+    minbytes: int, maxbytes: int | None, factor: float | None, step: int | None, dtype: str
+) -> tuple[tuple[int, ...], ...]:
+    itemsize = DTYPES[dtype].itemsize
+    last = minbytes if maxbytes is None else maxbytes
+    return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
 
 
-def _measure_under_torchrun(request: Request) -> list[Measured] | None:
-    """Measurements on rank 0; None on the others, which have no more to do."""
-    if dist.get_rank() == 0:
-        with _Progress(request.cases) as progress:
-            measure_on_rank(progress.add, request)
-        found = progress.found
-    else:
-        measure_on_rank(_drop, request)
-        found = None
-    world.close()
-    dist.destroy_process_group()
-    return found
+def _against(impl: str) -> str | None:
+    asked = [name.strip() for name in impl.split(",")]
+    if asked not in (["tritondt"], ["tritondt", "torch"]):
+        raise click.UsageError(f"--impl {impl!r}: redistributions are timed of tritondt, or of tritondt,torch")
+    return asked[1] if asked[1:] else None
 
 
-def _drop(_: object) -> None:
-    """Ignores a measurement, on ranks other than 0."""
+def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str | None) -> int:
+    """Exit status; what was measured before a rank failed, or before Ctrl-C, is printed and written, too."""
+    found: list[Measured] = []
+    errors: list[str] = []
+    status = 0
+    with ProgressLine() as progress:
+        progress.tell(f"starting {num_ranks} ranks")
 
+        def add(message: object) -> None:
+            assert isinstance(message, Measured), f"ranks send measurements, not {message!r}"
+            found.append(message)
+            progress.tell(f"{len(found)}/{len(request.cases)}  {line(message)}")
 
-class _Progress:
-    """Collector of measurements; on stderr a bar, or a line a case where that is no terminal."""
-
-    def __init__(self, cases: tuple[Case, ...]) -> None:
-        self.found: list[Measured] = []
-        self._num_cases = len(cases)
-        self._console = Console(stderr=True)
-        self._bar = Progress(
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.description}", markup=False),
-            TimeElapsedColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-            transient=True,
-        )
-        self._task = self._bar.add_task("starting", total=self._num_cases)
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def add(self, message: object) -> None:
-        """Adds the measurement of one case from rank 0."""
-        assert isinstance(message, Measured), f"ranks send measurements, not {message!r}"
-        self.found.append(message)
-        text = line(message)
-        self._bar.update(self._task, advance=1, description=text)
-        if not self._console.is_terminal:
-            self._console.print(
-                f"{len(self.found)}/{self._num_cases}  {text}", highlight=False, markup=False, soft_wrap=True
-            )
+        try:
+            bench_ranks.run(num_ranks, measure_on_rank, request, add)
+        except KeyboardInterrupt as error:
+            errors.append("terminated" if isinstance(error, bench_ranks.Terminated) else "interrupted")
+            status = bench_ranks.INTERRUPTED
+        except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
+            errors.append(str(error))
+            status = 1
+    if bench_ranks.is_first():
+        if found:
+            print_report(found, Console(stderr=is_printed(json_to, csv_to)))
+        write_json(as_json(request, num_ranks, found, errors), json_to)
+        write_text(as_csv(request, num_ranks, found), csv_to)
+        for text in errors:
+            click.echo(f"Error: partial, {len(found)} of {len(request.cases)} cases were measured: {text}", err=True)
+    elif errors:
+        click.echo(f"Error: {errors[0]}", err=True)
+    if not errors:
+        bench_ranks.leave()
+    return status

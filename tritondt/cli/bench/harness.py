@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,15 @@ Run = Callable[[], object]
 # A median of fewer rounds says little on a machine that does other things.
 _FEWEST_ROUNDS = 9
 _WARM_UP_ROUNDS = 2
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Smallest value that is at least as large as `percent` of all, the nearest rank.
+
+    >>> percentile([4, 1, 3, 2], 50), percentile([4, 1, 3, 2], 99)
+    (2, 4)
+    """
+    return sorted(values)[max(ceil(percent / 100 * len(values)) - 1, 0)]
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,16 @@ def time_interleaved(runs: Sequence[Run], most_rounds: int, budget_s: float) -> 
 
 
 def _rounds(runs: Sequence[Run], num_rounds: int) -> list[Times]:
+    own_s = own_seconds(runs, num_rounds)
+    dist.all_reduce(own_s, dist.ReduceOp.MAX)
+    return [Times(tuple(found)) for found in own_s.tolist()]
+
+
+def own_seconds(runs: Sequence[Run], num_rounds: int) -> torch.Tensor:
+    """Seconds on this rank, of each run (dim 0) in each round (dim 1); a collective call.
+
+    The order of the runs is reversed in every second round, and a barrier that is not timed precedes each run.
+    """
     own_s = torch.zeros(len(runs), num_rounds, dtype=torch.float64)
     gc.collect()
     gc.disable()
@@ -53,15 +73,14 @@ def _rounds(runs: Sequence[Run], num_rounds: int) -> list[Times]:
         for number in range(num_rounds):
             order = range(len(runs)) if number % 2 == 0 else reversed(range(len(runs)))
             for which in order:
-                own_s[which, number] = _seconds(runs[which])
+                own_s[which, number] = timed(runs[which])
     finally:
         gc.enable()
-    dist.all_reduce(own_s, dist.ReduceOp.MAX)
-    return [Times(tuple(found)) for found in own_s.tolist()]
+    return own_s
 
 
-def _seconds(run: Run) -> float:
-    """Seconds of one run; its result is freed after the clock has stopped."""
+def timed(run: Run) -> float:
+    """Seconds of one run on this rank, after a barrier; its result is freed after the clock has stopped."""
     dist.barrier()
     started = time.perf_counter()
     result = run()

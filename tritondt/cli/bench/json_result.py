@@ -1,4 +1,7 @@
-"""The option `--json [FILE]` of the benchmarks: measurements as one JSON object."""
+"""The options `--json [FILE]` and `--csv [FILE]` of the benchmarks: measurements as one JSON object, or as lines.
+
+A file that cannot be written is refused before anything is measured.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,64 @@ from typing import Any
 
 import click
 
+from tritondt.cli.bench.ranks import is_first
+
 _STDOUT = "-"
 
+
+def _writable(_: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+    """The path, once it has been opened; a file that was not there is not left behind."""
+    if path is None or path == _STDOUT or not is_first():
+        return path
+    existed = Path(path).exists()
+    try:
+        with Path(path).open("ab"):
+            pass
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be written: {error.strerror}") from error
+    if not existed:
+        Path(path).unlink(missing_ok=True)
+    return path
+
+
+_PATH = click.Path(dir_okay=False, allow_dash=True)
 # The command is given `json_to`: None without the option, else where the object goes.
 json_option = click.option(
     "--json",
     "json_to",
     is_flag=False,
     flag_value=_STDOUT,
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="Write one JSON object to a file, or as the last line printed.",
+    type=_PATH,
+    callback=_writable,
+    help="Write one JSON object to a file, or to stdout, where all else then goes to stderr.",
+)
+# So too, `csv_to`.
+csv_option = click.option(
+    "--csv",
+    "csv_to",
+    is_flag=False,
+    flag_value=_STDOUT,
+    type=_PATH,
+    callback=_writable,
+    help="Write a line for each measurement to a file, or to stdout.",
 )
 
 
-def is_printed(json_to: str | None) -> bool:
-    """Whether stdout is where the object goes."""
-    return json_to == _STDOUT
+def is_printed(*paths: str | None) -> bool:
+    """Whether stdout is where one of these goes."""
+    return _STDOUT in paths
 
 
 def write_json(result: Mapping[str, Any], json_to: str | None) -> None:
     """Write the object where `--json` says, in one line; nothing without the option."""
-    if json_to is None:
+    write_text(json.dumps(result) + "\n", json_to)
+
+
+def write_text(text: str, path: str | None) -> None:
+    """Write a text to a file or to stdout; nothing without a path."""
+    if path is None:
         return
-    text = json.dumps(result)
-    if is_printed(json_to):
-        click.echo(text)
+    if is_printed(path):
+        click.echo(text, nl=False)
     else:
-        Path(json_to).write_text(text + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")

@@ -17,19 +17,15 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 import tritondt as T
 from tritondt.cli.bench.cases import Case
+from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
-from tritondt.errors import TritondtError
 from tritondt.events import StepRan, subscribe
 
 # Below this the headers of a message weigh too much for the loopback interface's count to say anything.
 _LOOPBACK_BYTES = 1_000_000
-
-
-class BenchmarkError(TritondtError):
-    """A case in which a side ran something else than the case."""
 
 
 @dataclass(frozen=True)

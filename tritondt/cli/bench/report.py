@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
+from tritondt.cli.bench.harness import percentile
 from tritondt.cli.bench.measure import Measured, Request
 from tritondt.cli.surroundings import surroundings
 
@@ -76,62 +77,67 @@ def line(item: Measured) -> str:
 
 
 def print_report(found: Sequence[Measured], console: Console) -> None:
-    """Prints the table of all cases, and the summary; plain text where the table fits no terminal."""
-    _print_table(_header(found), [_row(item) for item in found], console)
-    console.print(
-        "times in ms, of the slowest rank; sent: bytes of all ranks; minimum: what the ranks lack, and for P "
-        "an element's\np - 1 sends that add up p terms (p where no rank that wants the sum has a term), and "
-        "k - 1 that take it to k ranks",
-        highlight=False,
-        soft_wrap=True,
+    """Prints the times and the bytes of all cases, in at most 80 columns, and the summary."""
+    for title, header, cells in (
+        ("times in ms, of the slowest rank; GB/s: the tensor's bytes over the median", _TIMES, _times),
+        ("bytes that all ranks send; busbw: the busiest rank's over the median, GB/s", _BYTES, _bytes),
+    ):
+        _say(console, title)
+        _print_table(header, [(item.case.size, cells(item)) for item in found], console)
+    _say(
+        console,
+        "minimum: what the ranks lack, and for P an element's p - 1 sends that add up p terms (p where no\n"
+        "rank that wants the sum has a term), and k - 1 that take it to k ranks",
     )
     summary = summarise(found)
     if summary is not None:
         _print_summary(summary, len(found), console)
 
 
-def _header(found: Sequence[Measured]) -> list[str]:
-    names = ["size", "from", "to", "rounds", "median", "fastest"]
-    if any(item.theirs is not None for item in found):
-        names += ["torch median", "torch fastest", "ratio", "ratio fastest"]
-    else:
-        names += ["GB/s"]
-    names += ["messages", "sent", "minimum", "sent/min"]
-    return [*names, "wire/sent"] if any(item.loopback is not None for item in found) else names
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _row(item: Measured) -> list[str]:
-    case, theirs = item.case, item.theirs
-    cells = [case.size, str(case.source), str(case.target), str(len(item.ours.seconds))]
-    cells += [_ms(item.ours.median), _ms(item.ours.fastest)]
+_TIMES = ("from->to", "rounds", "median", "p95", "fastest", "GB/s")
+_BYTES = ("from->to", "messages", "sent", "minimum", "sent/min", "busbw")
+_AGAINST = ("torch", "fastest", "ratio", "fastest")
+
+
+def _times(item: Measured) -> list[str]:
+    ours, theirs = item.ours, item.theirs
+    figures = [str(len(ours.seconds)), _ms(ours.median), _ms(percentile(ours.seconds, 95)), _ms(ours.fastest)]
+    cells = [item.case.pair_text, *figures, f"{_gb_per_s(item, ours.median):.2f}"]
     if theirs is not None:
-        cells += [_ms(theirs.median), _ms(theirs.fastest)]
-        cells += [f"{item.ratio_median:.3f}", f"{item.ratio_fastest:.3f}"]
-    else:
-        cells += [f"{_gb_per_s(item, item.ours.median):.2f}"]
-    cells += [str(item.num_messages), f"{item.sent_bytes:,}", f"{item.minimum_bytes:,}"]
-    cells += [_ratio_text(item.sent_bytes, item.minimum_bytes)]
+        cells += [_ms(theirs.median), _ms(theirs.fastest), f"{item.ratio_median:.3f}", f"{item.ratio_fastest:.3f}"]
+    return cells
+
+
+def _bytes(item: Measured) -> list[str]:
+    cells = [item.case.pair_text, str(item.num_messages), f"{item.sent_bytes:,}", f"{item.minimum_bytes:,}"]
+    cells += [_ratio_text(item.sent_bytes, item.minimum_bytes), f"{bus_gb_per_s(item, item.ours.median):.2f}"]
     if item.loopback is not None:
         cells += [_ratio_text(item.loopback.sent_bytes, item.loopback.num_calls * item.sent_bytes)]
     return cells
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> None:
-    table = Table(box=box.SIMPLE)
-    for number, name in enumerate(header):
-        table.add_column(name, justify="left" if number < 3 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    # Where the table does not fit, rich would leave out parts of cells.
-    if console.is_terminal and console.measure(table).maximum <= console.width:
-        console.print(table)
-        return
-    padded = [[*row, *[""] * (len(header) - len(row))] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in padded) for column in range(len(header))]
-    for row in padded:
-        left = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
-        right = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
-        console.print("  ".join(left + right).rstrip(), highlight=False, markup=False, soft_wrap=True)
+def _print_table(header: Sequence[str], rows: Sequence[tuple[str, list[str]]], console: Console) -> None:
+    """Prints rows below a line with their size, each column as wide as its widest cell."""
+    longest = max(len(cells) for _, cells in rows)
+    names = [*header, *(_AGAINST if header is _TIMES else ("wire/sent",))][:longest]
+    widths = [
+        max(len(cells[column]) for cells in [names, *(c for _, c in rows)] if column < len(cells))
+        for column in range(longest)
+    ]
+    size = ""
+    for row_size, cells in [("", names), *rows]:
+        if row_size != size:
+            size = row_size
+            _say(console, f"{size}:")
+        padded = [
+            cells[0].ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=False)),
+        ]
+        _say(console, "  " + "  ".join(padded))
 
 
 def _print_summary(summary: Summary, num_cases: int, console: Console) -> None:
@@ -155,11 +161,11 @@ def _print_summary(summary: Summary, num_cases: int, console: Console) -> None:
             f"{len(worst.ours.seconds)} rounds)"
         )
     for text in lines:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _say(console, text)
 
 
-def as_json(request: Request, num_ranks: int, found: Sequence[Measured]) -> dict[str, Any]:
-    """All measurements and their surroundings as plain values."""
+def as_json(request: Request, num_ranks: int, found: Sequence[Measured], errors: Sequence[str] = ()) -> dict[str, Any]:
+    """All measurements and their surroundings as plain values; `errors` are what ended the run early."""
     return {
         "benchmark": "redistribute",
         **surroundings(),
@@ -169,6 +175,8 @@ def as_json(request: Request, num_ranks: int, found: Sequence[Measured]) -> dict
         "against": "torch" if request.against_torch else None,
         "cases": [_case_json(item) for item in found],
         **_summary_json(summarise(found)),
+        "errors": list(errors),
+        "complete": not errors,
     }
 
 
@@ -179,15 +187,19 @@ def _case_json(item: Measured) -> dict[str, Any]:
         "source": str(item.case.source),
         "target": str(item.case.target),
         "rounds": len(item.ours.seconds),
+        "seconds": item.ours.seconds,
+        **{f"p{percent}_s": percentile(item.ours.seconds, percent) for percent in (50, 95, 99)},
         "median_s": item.ours.median,
         "fastest_s": item.ours.fastest,
         "gb_per_s": _gb_per_s(item, item.ours.median),
+        "bus_gb_per_s": bus_gb_per_s(item, item.ours.median),
         "sent_bytes": item.sent_bytes,
         "minimum_bytes": item.minimum_bytes,
         "messages": item.num_messages,
         "received_over_limit": item.received_over_limit,
     }
     if item.theirs is not None:
+        fields["torch_seconds"] = item.theirs.seconds
         fields["torch_median_s"] = item.theirs.median
         fields["torch_fastest_s"] = item.theirs.fastest
         fields["ratio_median"] = item.ratio_median
@@ -197,6 +209,51 @@ def _case_json(item: Measured) -> dict[str, Any]:
         fields["loopback_bytes"] = item.loopback.sent_bytes
         fields["loopback_gap_bytes"] = item.loopback.gap_bytes
     return fields
+
+
+_CSV_COLUMNS = (
+    *("collective", "implementation", "shape", "mesh", "source", "target", "type", "ranks", "rounds", "median_us"),
+    *("fastest_us", "p95_us", "p99_us", "algbw_gbps", "busbw_gbps", "sent_bytes", "minimum_bytes", "date"),
+    *("processor", "tritondt", "torch"),
+)
+
+
+def as_csv(request: Request, num_ranks: int, found: Sequence[Measured]) -> str:
+    """A header, and one line for each case and implementation."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, _CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    around = surroundings()
+    for item in found:
+        for side, times in (("tritondt", item.ours), ("torch", item.theirs)):
+            if times is None:
+                continue
+            writer.writerow(
+                {
+                    "collective": "redistribute",
+                    "implementation": side,
+                    "shape": item.case.size,
+                    "mesh": "x".join(map(str, item.case.mesh_shape)),
+                    "source": str(item.case.source),
+                    "target": str(item.case.target),
+                    "type": request.dtype,
+                    "ranks": num_ranks,
+                    "rounds": len(times.seconds),
+                    "median_us": times.median * 1e6,
+                    "fastest_us": times.fastest * 1e6,
+                    **{f"p{percent}_us": percentile(times.seconds, percent) * 1e6 for percent in (95, 99)},
+                    "algbw_gbps": _gb_per_s(item, times.median),
+                    # What torch sends is not counted.
+                    "busbw_gbps": bus_gb_per_s(item, times.median) if side == "tritondt" else "",
+                    "sent_bytes": item.sent_bytes if side == "tritondt" else "",
+                    "minimum_bytes": item.minimum_bytes,
+                    "date": around["date"],
+                    "processor": around["machine"]["processor"],
+                    "tritondt": around["versions"]["tritondt"],
+                    "torch": around["versions"]["torch"],
+                }
+            )
+    return text.getvalue()
 
 
 def _summary_json(summary: Summary | None) -> dict[str, Any]:
@@ -218,6 +275,14 @@ def _summary_json(summary: Summary | None) -> dict[str, Any]:
         },
         "worst": None if summary.worst is None else _case_json(summary.worst),
     }
+
+
+def bus_gb_per_s(item: Measured, seconds: float) -> float:
+    """Bus bandwidth: what the busiest rank sends or receives over the time.
+
+    For a gather, a reduction or an exchange of even parts, nccl-tests' factor gives the same.
+    """
+    return max(max(counts.sent_bytes, counts.received_bytes) for counts in item.counts) / seconds / 1e9
 
 
 def _gb_per_s(item: Measured, seconds: float) -> float:

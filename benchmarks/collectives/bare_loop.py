@@ -1,0 +1,127 @@
+"""Times that `python -m tritondt bench` reports of Gloo, against a loop of torch.distributed alone.
+
+python -m benchmarks.collectives.bare_loop [--ranks N] [--rounds N] [--json [FILE]]
+
+Both call Gloo on the same tensors, each through a group of its own, round by round in alternating order. Their fastest
+rounds, each as long as its slowest rank, may differ by 5 % where the bare loop takes 5 ms or more; status 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from tritondt.cli.bench.collective import backends
+from tritondt.cli.bench.collective.case import make_case
+from tritondt.cli.bench.collective.data import given
+from tritondt.cli.bench.collective.sides import Call
+from tritondt.cli.bench.collective.sizes import bytes_text, parse_bytes
+from tritondt.cli.bench.harness import timed
+from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.launch import run_on_ranks
+from tritondt.cli.surroundings import surroundings
+
+# torch 2.13's name, and that of before, which warns there.
+_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast")
+_SIZES = ("16M", "64M")
+# A case that is judged, and how far the two may be apart.
+_JUDGED_S, _LIMIT = 5e-3, 0.05
+
+
+@dataclass(frozen=True)
+class Found:
+    """Fastest rounds of one case, in seconds of the slowest rank."""
+
+    collective: str
+    size: int
+    harness_s: float
+    bare_s: float
+
+    @property
+    def difference(self) -> float:
+        """Harness's time over the loop's, minus one."""
+        return self.harness_s / self.bare_s - 1
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it takes so long that the machine's noise does not decide."""
+        return self.bare_s >= _JUDGED_S
+
+
+def measure(send: Callable[[object], None], rounds: int) -> None:
+    """Measures every case on a rank, and sends a Found from rank 0."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for name in COLLECTIVES:
+        for size in _SIZES:
+            case = make_case(name, num_ranks, ("float", 4), "sum", 0, parse_bytes(size), 0.0)
+            assert case is not None, f"{size} is enough for {num_ranks} ranks"
+            group = dist.new_group(backend="gloo")
+            assert group is not None, "all ranks are in the group"
+            x = given(case, rank)
+            out = x if name != "all_gather" else torch.empty(case.total)
+            run = backends.bind(Call(case, rank, x, out, name != "all_gather", group))
+            turns = (lambda run=run: timed(run)), bare_loop(name, x, out)
+            seconds = torch.empty(2, rounds, dtype=torch.float64)
+            gc.collect()
+            gc.disable()  # as the benchmark does
+            for number in range(-1, rounds):  # the first round warms both up
+                for which in (0, 1) if number % 2 else (1, 0):
+                    seconds[which, number] = turns[which]()
+            gc.enable()
+            dist.all_reduce(seconds, dist.ReduceOp.MAX)
+            if rank == 0:
+                fastest = seconds.min(dim=1).values.tolist()
+                send(Found(name, case.size, *fastest))
+
+
+def bare_loop(name: str, x: torch.Tensor, out: torch.Tensor) -> Callable[[], float]:
+    """One turn of the loop: a barrier, the clock, one call on the default group, the clock."""
+
+    def turn() -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        if name == "all_reduce":
+            dist.all_reduce(x)
+        elif name == "broadcast":
+            dist.broadcast(x, 0)
+        else:
+            _all_gather_single(out, x)
+        return time.perf_counter() - started
+
+    return turn
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--ranks", type=click.IntRange(2), default=2, help="Processes to start.")
+@click.option("--rounds", type=click.IntRange(2), default=25, help="Rounds of each case.")
+@json_option
+def main(ranks: int, rounds: int, json_to: str | None) -> None:
+    """Time Gloo by the benchmark's harness and by a bare loop, in turns."""
+    found: list[Found] = []
+
+    def add(message: object) -> None:
+        assert isinstance(message, Found), f"ranks send cases, not {message!r}"
+        found.append(message)
+        judged = f"{message.difference:+.1%}" if message.is_judged else f"not judged below {_JUDGED_S * 1e3:.0f} ms"
+        text = f"{message.collective:<11} {bytes_text(message.size):>5}  harness {message.harness_s * 1e3:8.2f} ms"
+        click.echo(f"{text}  bare loop {message.bare_s * 1e3:8.2f} ms  {judged}", err=is_printed(json_to))
+
+    run_on_ranks(ranks, measure, rounds, on_message=add)
+    apart = [case for case in found if case.is_judged and abs(case.difference) > _LIMIT]
+    result = {"benchmark": "bare_loop", **surroundings(), "ranks": ranks, "rounds": rounds}
+    write_json({**result, "cases": [{**asdict(case), "difference": case.difference} for case in found]}, json_to)
+    if apart:
+        raise click.ClickException(f"{len(apart)} of {len(found)} cases differ by more than {_LIMIT:.0%}")
+
+
+# The ranks that the benchmark starts import this file again, under another name.
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.collectives.bare_loop")

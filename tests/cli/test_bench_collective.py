@@ -1,0 +1,288 @@
+"""`bench COLLECTIVE`: nccl-tests' sizes, factors and columns, the check of every collective, and what is refused."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.cli import corrupted
+from tritondt.cli.bench import ranks as bench_ranks
+from tritondt.cli.bench.collective import command, data
+from tritondt.cli.bench.collective.case import case_of_matrix, make_case
+from tritondt.cli.bench.collective.documents import COLUMNS
+from tritondt.cli.bench.collective.kinds import KINDS
+from tritondt.cli.bench.collective.on_rank import Device, Devices, Starting, measure_on_rank
+from tritondt.cli.bench.collective.record import Row, Timing
+from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.table import Table
+from tritondt.cli.launch import RankFailedError, run_on_ranks
+from tritondt.cli.main import main
+
+RANKS = 3
+FLOAT = ("float", 4)
+CORRUPTED = f"{corrupted.__name__}:bind"
+SIDES = ("tritondt", "engine", "torch", CORRUPTED)
+
+
+def case_of(name, num_bytes=1 << 12, ranks=RANKS, skew=0.5, redop="sum", root=0):
+    case = make_case(name, ranks, FLOAT, redop, root, num_bytes, skew)
+    assert case is not None
+    return case
+
+
+# doc/PERFORMANCE.md of nccl-tests, for all-to-all of uneven parts src/alltoallv.cu.
+FACTORS = {
+    "all_reduce": 2 * 7 / 8,
+    "all_gather": 7 / 8,
+    "all_gather_v": 7 / 8,
+    "reduce_scatter": 7 / 8,
+    "reduce_scatter_v": 7 / 8,
+    "all_to_all": 7 / 8,
+    "all_to_all_v": 7 / 8,
+    "broadcast": 1,
+    "reduce": 1,
+    "gather": 7 / 8,
+    "scatter": 7 / 8,
+    "sendrecv": 1,
+}
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    assert set(FACTORS) == set(KINDS)
+    for name, factor in FACTORS.items():
+        assert KINDS[name].bandwidths(3 * 10**9, 8, 2.0) == (1.5, 1.5 * factor), name
+
+
+def test_size_and_count_are_those_of_nccl_tests():
+    # 8 ranks, 32 MiB of floats: the whole buffer, or one rank's part of it.
+    whole, part = (32 << 20) // 4, (32 << 20) // 4 // 8
+    parts = {"all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"}
+    for name in KINDS:
+        case = case_of(name, 32 << 20, ranks=8, skew=0.0)
+        assert (case.size, case.count) == (32 << 20, part if name in parts else whole), name
+    # Each part is rounded down to 16 bytes: 1000 bytes over 3 ranks are 3 times 320.
+    assert case_of("all_gather", 1000).size == 960
+    # Far ranks get more; what a rank gets may be more than what it sends.
+    matrix = case_of_matrix("all_to_all_v", 2, FLOAT, "none", 0, ((16, 64), (0, 160)))
+    assert (matrix.size, matrix.count) == (224, 56)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Rows of three collectives by every side, from one start of three ranks."""
+    cases = (case_of("all_reduce"), case_of("all_gather_v"), case_of("gather", root=1))
+    messages: list[object] = []
+    request = Request("all", cases, SIDES, iterations=6, warmup=0)
+    run_on_ranks(RANKS, measure_on_rank, request, on_message=messages.append)
+    return request, messages
+
+
+def rows_of(messages):
+    return [message for message in messages if isinstance(message, Row)]
+
+
+def check_rows(request, messages):
+    rows = rows_of(messages)
+    assert len(rows) == len(request.cases) * len(request.sides)
+    for row in rows:
+        name, side = row.case.kind.name, row.side
+        if side == "engine" and name in ("all_to_all_v", "sendrecv"):
+            assert row.note == f"{name} is no move from one layout to another"
+            continue
+        assert row.note is None, (name, side)
+        has_in_place = row.case.kind.has_in_place and side != "engine"
+        assert set(row.timings) == {"out", "in"} if has_in_place else {"out"}
+        num_wrong = int(side == CORRUPTED)
+        assert all(timing.num_wrong == num_wrong for timing in row.timings.values()), (name, side)
+        assert all(len(timing.seconds) == RANKS for timing in row.timings.values())
+
+
+def test_collectives_are_right_by_every_side(measured):
+    check_rows(*measured)
+
+
+@pytest.mark.extended
+def test_every_collective_is_right_by_every_side():
+    cases = tuple(case_of(name, root=1) for name in KINDS)
+    cases += tuple(case_of(name, skew=1.0, root=1) for name in ("all_gather_v", "reduce_scatter_v", "all_to_all_v"))
+    cases += tuple(case_of("reduce", redop=redop, root=1) for redop in ("prod", "max", "min"))
+    messages: list[object] = []
+    request = Request("all", cases, SIDES, iterations=1, warmup=0)
+    run_on_ranks(RANKS, measure_on_rank, request, on_message=messages.append)
+    check_rows(request, messages)
+
+
+def test_one_wrong_element_is_counted_and_no_ratio_is_reported(measured):
+    request, messages = measured
+    rows = rows_of(messages)
+    lines = Table(request, None).footer(rows, None)
+    assert any(line.startswith("# Out of bounds values : ") and line.endswith(" FAILED") for line in lines)
+    asked = replace(request, sides=("tritondt", "torch", CORRUPTED))
+    against = [line for line in Table(asked, None).footer(rows, None) if "time of" in line]
+    assert "95 % interval" in against[0]
+    assert against[1] == "# time of tritondt / bind: not said, since a result is wrong"
+    unchecked = replace(asked, check=0)
+    (line,) = [line for line in Table(unchecked, None).footer(without_checks(rows), None) if "/ torch" in line]
+    assert line.endswith("not said, since results were not checked (-c 0)")
+
+
+def without_checks(rows):
+    return [
+        Row(
+            row.case,
+            row.side,
+            *(timing and replace(timing, num_wrong=None) for timing in (row.out_of_place, row.in_place)),
+        )
+        for row in rows
+    ]
+
+
+@pytest.fixture
+def replayed(measured, monkeypatch):
+    """The command without its ranks: it is told what was measured of the collective that it asks for."""
+
+    def run(_, __, request, on_message):
+        on_message(Devices(tuple(Device(rank, 7, "host", "cpu, 1 thread") for rank in range(RANKS))))
+        for case in request.cases:
+            on_message(Starting(case))
+            for row in rows_of(measured[1]):
+                if row.case.kind == case.kind and row.side in request.sides:
+                    on_message(replace(row, case=case))
+
+    monkeypatch.setattr(bench_ranks, "run", run)
+    return partial(CliRunner().invoke, main)
+
+
+ALL_REDUCE = ["bench", "all_reduce", "--ranks", "3", "-b", "4K", "-n", "6"]
+
+
+def test_the_table_has_the_columns_of_nccl_tests(replayed):
+    ended = replayed([*ALL_REDUCE, "--impl", "tritondt"])
+    assert ended.exit_code == 0, ended.output
+    lines = ended.stdout.splitlines()
+    names = next(line for line in lines if "#wrong" in line).lstrip("#").split()
+    assert names == ["size", "count", "type", "redop", "root", *["time", "algbw", "busbw", "#wrong"] * 2]
+    (row,) = [line.split() for line in lines if not line.startswith("#")]
+    assert row[:5] == ["4096", "1024", "float", "sum", "-1"]
+    assert (row[8], row[12]) == ("0", "0")
+    assert "# Out of bounds values : 0 OK" in lines
+    assert any(line.startswith("# Avg bus bandwidth    : ") for line in lines)
+    assert "# Collective test concluded: all_reduce" in lines
+    assert max(map(len, lines)) <= 130
+    assert ended.stderr == ""
+
+
+@pytest.mark.parametrize("columns", [80, 130])
+def test_every_line_of_the_table_fits_the_terminal(measured, columns):
+    request, messages = measured
+    table = Table(replace(request, sides=SIDES[:3]), columns)
+    rows = [row for row in rows_of(messages) if row.side in SIDES[:3]]
+    lines = [line for row in rows for line in table.row(row)]
+    lines += table._header() + table.iterations(rows)
+    assert max(len(line) for line in lines if "not run" not in line and "Iterations" not in line) <= columns
+
+
+def test_json_is_all_that_stdout_gets_and_has_the_keys_of_nccl_tests(replayed):
+    ended = replayed([*ALL_REDUCE, "--impl", "tritondt,torch", "--json"])
+    assert ended.exit_code == 0, ended.output
+    found = json.loads(ended.stdout)
+    assert "# Collective test concluded: all_reduce" in ended.stderr
+    assert {"config", "results", "out_of_bounds", "average_bus_bandwidth", "errors", "machine", "versions"} <= set(
+        found
+    )
+    assert "env" not in found
+    assert found["complete"]
+    assert found["out_of_bounds"] == {"count": 0, "okay": True}
+    assert [each["rank"] for each in found["config"]["devices"]] == [0, 1, 2]
+    for result in found["results"]:
+        assert {"size", "count", "type", "redop", "root", "actual_iterations", "implementation"} <= set(result)
+        assert set(result["in_place"]) == {"time", "alg_bw", "bus_bw", "nwrong"}
+        assert result["in_place"]["bus_bw"] == pytest.approx(result["in_place"]["alg_bw"] * 4 / 3)
+        per_iteration = result["out_of_place_per_iter"]
+        keys = {"min_us", "max_us", "avg_us", "p50_us", "p95_us", "p99_us", "stdev_us", "cv_pct", "skipped_iterations"}
+        assert keys | {"times_us", "per_process_max_times_us", "rank_spread_pct"} == set(per_iteration)
+        assert len(per_iteration["times_us"]) == 6
+        assert [len(times) for times in per_iteration["per_process_max_times_us"]] == [6, 6, 6]
+
+
+def test_csv_has_a_line_for_each_tuple(replayed, tmp_path):
+    path = tmp_path / "found.csv"
+    ended = replayed([*ALL_REDUCE, "-e", "8K", "-f", "2", "--impl", "tritondt,engine", "--csv", str(path)])
+    assert ended.exit_code == 0, ended.output
+    lines = list(csv.DictReader(io.StringIO(path.read_text())))
+    assert tuple(lines[0]) == COLUMNS
+    found = [(line["size"], line["implementation"], line["place"]) for line in lines]
+    expected = [("tritondt", "out"), ("tritondt", "in"), ("engine", "out")]
+    assert found == [(size, *each) for size in ("4096", "8192") for each in expected]
+    assert {line["nwrong"] for line in lines} == {"0"}
+
+
+def test_the_exit_status_is_that_of_nccl_tests(replayed):
+    assert replayed([*ALL_REDUCE, "--impl", CORRUPTED]).exit_code == 1
+    too_slow = replayed([*ALL_REDUCE, "--impl", "tritondt", "--min-bw", "1e9"])
+    assert (too_slow.exit_code, "FAILED" in too_slow.stdout) == (1, True)
+    assert replayed([*ALL_REDUCE, "--impl", "tritondt"], env={"NCCL_TESTS_MIN_BW": "1e-9"}).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (KeyboardInterrupt(), 130, "partial, 1 of 2 cases were measured: interrupted"),
+        (bench_ranks.Terminated(), 130, "partial, 1 of 2 cases were measured: terminated"),
+        (
+            RankFailedError("rank 1 of 3 was ended by SIGKILL before it was done"),
+            1,
+            "measured: rank 1 of 3 was ended by",
+        ),
+    ],
+)
+def test_what_was_measured_before_the_end_is_kept_and_said_to_be_partial(
+    measured, monkeypatch, tmp_path, error, status, sentence
+):
+    def run(_, __, request, on_message):
+        on_message(Devices(()))
+        row = next(row for row in rows_of(measured[1]) if row.case.kind.name == "all_reduce")
+        on_message(replace(row, case=request.cases[0]))
+        raise error
+
+    monkeypatch.setattr(bench_ranks, "run", run)
+    path = tmp_path / "found.json"
+    ended = CliRunner().invoke(main, [*ALL_REDUCE, "-e", "8K", "-f", "2", "--json", str(path)])
+    assert (ended.exit_code, sentence in ended.stderr) == (status, True), ended.stderr
+    found = json.loads(path.read_text())
+    assert (found["complete"], len(found["results"])) == (False, 1)
+    assert len(found["errors"]) == 1
+
+
+@pytest.mark.parametrize("redop", data.REDOPS)
+def test_terms_add_up_to_the_same_bits_in_any_order(redop):
+    for type_name, dtype in data.DTYPES.items():
+        if redop == "avg" and not dtype.is_floating_point:
+            continue
+        case = make_case("all_reduce", 5, (type_name, dtype.itemsize), redop, 0, 4096, 0.0)
+        assert case is not None
+        backwards = data.given(case, 4)
+        for rank in (3, 2, 1, 0):
+            backwards = data._PAIRWISE[redop](backwards, data.given(case, rank))
+        found = backwards / 5 if redop == "avg" else backwards
+        torch.testing.assert_close(found, data.expected(case, 0), rtol=0, atol=0)
+        assert data.num_wrong(case, found, data.expected(case, 0)) == 0
+        assert data.num_wrong(case, found + 1, data.expected(case, 0)) == found.numel()
+
+
+def test_figures_of_a_timing():
+    timing = Timing(((1.0, 3.0, 2.0), (2.0, 2.0, 5.0)), 0)
+    assert [timing.time_s(average) for average in (0, 1, 2, 3)] == [2.0, 2.5, 2.0, 3.0]
+    assert timing.slowest_s == (2.0, 3.0, 5.0)
+    assert timing.rank_spread == pytest.approx(0.4)
+
+
+def test_each_collective_has_its_command():
+    assert {name for name in KINDS if isinstance(getattr(command, name), type(command.all_reduce))} == set(KINDS)
+    listed = CliRunner().invoke(main, ["bench", "--help"]).stdout
+    assert all(name in listed for name in (*KINDS, "redistribute", "compare"))

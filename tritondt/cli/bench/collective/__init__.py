@@ -1,0 +1,1 @@
+"""`bench COLLECTIVE`: times and bandwidths of collectives, in the conventions of nccl-tests."""

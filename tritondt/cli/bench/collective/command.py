@@ -1,0 +1,140 @@
+"""The commands `bench all_reduce`, `bench all_gather`, ...: what they print, write and end with."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+import click
+
+from tritondt.cli.bench import ranks as bench_ranks
+from tritondt.cli.bench.collective.documents import as_csv, as_json
+from tritondt.cli.bench.collective.kinds import KINDS, Kind
+from tritondt.cli.bench.collective.on_rank import Devices, Starting, measure_on_rank
+from tritondt.cli.bench.collective.options import Choice, make_request, options
+from tritondt.cli.bench.collective.record import Row, average_bus_bandwidth, num_wrong
+from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.table import Table, reaches
+from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
+from tritondt.cli.bench.progress import ProgressLine
+from tritondt.cli.launch import num_cores
+from tritondt.cli.surroundings import surroundings
+from tritondt.errors import TritondtError
+
+_FEWEST_RANKS, _MOST_RANKS = 2, 4
+
+
+class _Printed:
+    """What is printed while rows come, and what has come."""
+
+    def __init__(self, request: Request, notes: list[str], to_stderr: bool, progress: ProgressLine) -> None:
+        self.rows: list[Row] = []
+        self.devices: Devices | None = None
+        self._request, self._notes, self._to_stderr, self._progress = request, notes, to_stderr, progress
+        stream = sys.stderr if to_stderr else sys.stdout
+        self.table = Table(request, shutil.get_terminal_size().columns if stream.isatty() else None)
+        self._num_started = 0
+
+    def take(self, message: object) -> None:
+        """Takes a message of rank 0."""
+        if isinstance(message, Devices):
+            self.devices = message
+            self.lines(self.table.title(message, surroundings()["versions"], self._notes))
+        elif isinstance(message, Starting):
+            self._num_started += 1
+            self._progress.tell(f"{self._num_started}/{len(self._request.cases)}  {message.case}")
+        else:
+            assert isinstance(message, Row), f"ranks send rows, not {message!r}"
+            self.rows.append(message)
+            self.lines(self.table.row(message))
+
+    def lines(self, lines: list[str]) -> None:
+        """Prints lines above what is said of the progress."""
+        self._progress.erase()
+        for line in lines:
+            click.echo(line, err=self._to_stderr)
+
+
+def _command(kind: Kind) -> click.Command:
+    def run(ranks: int | None, min_bw: float | None, json_to: str | None, csv_to: str | None, **values: Any) -> None:
+        if json_to is not None and json_to == csv_to:
+            raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+        num_ranks = bench_ranks.join(ranks, max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores())))
+        request, notes = make_request(kind, num_ranks, Choice(**values))
+        status = _measure(request, notes, min_bw, json_to, csv_to)
+        if status:
+            raise click.exceptions.Exit(status)
+
+    run.__doc__ = f"""Time {kind.name} on several processes, as nccl-tests does.
+
+    Each implementation's result is checked first; then they are timed in turns. Status 1 where an element is
+    wrong, a rank has failed, or the bandwidth is below --min-bw. Runs on the processes that torchrun or srun has
+    started, where it has.
+
+    \b
+    python -m tritondt bench {kind.name} -b 1M -e 32M -f 2 --impl tritondt,engine,torch
+    """
+    for decorate in reversed([*options(kind), json_option, csv_option]):
+        run = decorate(run)
+    return click.command(kind.name)(run)
+
+
+def _measure(
+    request: Request, notes: list[str], least_bandwidth: float | None, json_to: str | None, csv_to: str | None
+) -> int:
+    """Exit status of a run; what was measured before it failed or was interrupted is printed and written, too."""
+    errors: list[str] = []
+    status = 0
+    found = surroundings()
+    with ProgressLine() as progress:
+        progress.tell(f"starting {request.num_ranks} ranks")
+        printed = _Printed(request, notes, is_printed(json_to, csv_to), progress)
+        try:
+            bench_ranks.run(request.num_ranks, measure_on_rank, request, printed.take)
+        except KeyboardInterrupt as error:
+            errors.append("terminated" if isinstance(error, bench_ranks.Terminated) else "interrupted")
+            status = bench_ranks.INTERRUPTED
+        except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
+            errors.append(str(error))
+            status = 1
+    if bench_ranks.is_first():
+        _conclude(printed, errors, least_bandwidth)
+        write_json(as_json(request, printed.rows, printed.devices, found, least_bandwidth, errors), json_to)
+        write_text(as_csv(request, printed.rows, found), csv_to)
+        status = status or int(_has_failed(request, printed.rows, least_bandwidth))
+    elif errors:
+        click.echo(f"Error: {errors[0]}", err=True)
+    if not errors:
+        bench_ranks.leave()
+    return status
+
+
+def _conclude(printed: _Printed, errors: list[str], least_bandwidth: float | None) -> None:
+    request = printed._request
+    if printed.rows:
+        printed.lines(printed.table.iterations(printed.rows))
+        printed.lines(printed.table.footer(printed.rows, least_bandwidth))
+    for error in errors:
+        num_done = len({row.case for row in printed.rows})
+        click.echo(f"Error: partial, {num_done} of {len(request.cases)} cases were measured: {error}", err=True)
+
+
+def _has_failed(request: Request, rows: list[Row], least_bandwidth: float | None) -> bool:
+    mean = average_bus_bandwidth(rows, request.sides[0], request.average)
+    too_slow = least_bandwidth is not None and (mean is None or not reaches(mean, least_bandwidth))
+    return num_wrong(rows) > 0 or mean is None or too_slow
+
+
+all_reduce = _command(KINDS["all_reduce"])
+all_gather = _command(KINDS["all_gather"])
+all_gather_v = _command(KINDS["all_gather_v"])
+reduce_scatter = _command(KINDS["reduce_scatter"])
+reduce_scatter_v = _command(KINDS["reduce_scatter_v"])
+all_to_all = _command(KINDS["all_to_all"])
+all_to_all_v = _command(KINDS["all_to_all_v"])
+broadcast = _command(KINDS["broadcast"])
+reduce = _command(KINDS["reduce"])
+gather = _command(KINDS["gather"])
+scatter = _command(KINDS["scatter"])
+sendrecv = _command(KINDS["sendrecv"])

@@ -1,0 +1,145 @@
+"""Results as JSON, with nccl-tests' keys, and as CSV, a line for each tuple of what was varied."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from tritondt.cli.bench.collective.on_rank import Devices
+from tritondt.cli.bench.collective.record import Row, Timing, average_bus_bandwidth, num_wrong
+from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.table import comparisons, reaches
+from tritondt.cli.bench.harness import percentile
+
+_US = 1e6
+_NUM_DIGITS = 3
+
+
+def as_json(
+    request: Request,
+    rows: Sequence[Row],
+    devices: Devices | None,
+    surroundings: dict[str, Any],
+    least_bandwidth: float | None,
+    errors: Sequence[str],
+) -> dict[str, Any]:
+    """All measurements as plain values; `complete` is False where `errors` ended the run early.
+
+    Keys are those of nccl-tests' -J; the environment, which it writes too, is left out, since it may hold secrets.
+    """
+    mean = average_bus_bandwidth(rows, request.sides[0], request.average)
+    wrong = num_wrong(rows)
+    okay = least_bandwidth is None or (mean is not None and reaches(mean, least_bandwidth))
+    return {
+        "benchmark": request.collective,
+        **surroundings,
+        "config": _config(request, devices),
+        "results": [_result(row, request) for row in rows],
+        "out_of_bounds": {"count": wrong, "okay": wrong == 0},
+        "average_bus_bandwidth": {"bandwidth": mean, "okay": okay},
+        "comparisons": comparisons(request, rows),
+        "errors": list(errors),
+        "complete": not errors,
+    }
+
+
+def _config(request: Request, devices: Devices | None) -> dict[str, Any]:
+    return {
+        "ranks": request.num_ranks,
+        "minimum_bytes": min(case.size for case in request.cases),
+        "maximum_bytes": max(case.size for case in request.cases),
+        "warmup_iterations": request.warmup,
+        "iterations": request.iterations,
+        "validation": request.check,
+        "average": request.average,
+        "implementations": list(request.sides),
+        "device": request.device,
+        "threads": request.num_threads,
+        "devices": [
+            {"rank": one.rank, "group": 0, "pid": one.pid, "hostname": one.hostname, "device": one.device}
+            for one in (devices.of_ranks if devices is not None else ())
+        ],
+    }
+
+
+def _result(row: Row, request: Request) -> dict[str, Any]:
+    case = row.case
+    found: dict[str, Any] = {
+        "size": case.size,
+        "count": case.count,
+        "type": case.type,
+        "redop": case.redop,
+        "root": case.root,
+        "implementation": row.side,
+        "parts": case.matrix if case.is_all_to_all else case.matrix[0],
+        "note": row.note,
+        "actual_iterations": request.iterations if row.timings else 0,
+    }
+    for name, timing in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
+        found[name] = None if timing is None else _timing(row, timing, request)
+        found[f"{name}_per_iter"] = None if timing is None else _per_iteration(timing)
+    return found
+
+
+def _timing(row: Row, timing: Timing, request: Request) -> dict[str, Any]:
+    seconds = timing.time_s(request.average)
+    algorithm, bus = row.case.kind.bandwidths(row.case.size, row.case.num_ranks, seconds)
+    return {"time": seconds * _US, "alg_bw": algorithm, "bus_bw": bus, "nwrong": timing.num_wrong}
+
+
+def _per_iteration(timing: Timing) -> dict[str, Any]:
+    slowest = [seconds * _US for seconds in timing.slowest_s]
+    return {
+        "skipped_iterations": 0,
+        "min_us": min(slowest),
+        "max_us": max(slowest),
+        "avg_us": statistics.fmean(slowest),
+        **{f"p{percent}_us": percentile(slowest, percent) for percent in (50, 95, 99)},
+        "stdev_us": statistics.pstdev(slowest),
+        "cv_pct": timing.variation * 100,
+        "rank_spread_pct": timing.rank_spread * 100,
+        "times_us": [round(value, _NUM_DIGITS) for value in slowest],
+        "per_process_max_times_us": [
+            [round(seconds * _US, _NUM_DIGITS) for seconds in of_rank] for of_rank in timing.seconds
+        ],
+    }
+
+
+COLUMNS = (
+    *("collective", "implementation", "place", "size", "count", "type", "redop", "root", "ranks", "time_us"),
+    *("algbw_gbps", "busbw_gbps", "nwrong", "iterations", "min_us", "p50_us", "p95_us", "p99_us", "max_us", "cv_pct"),
+    *("rank_spread_pct", "date", "processor", "tritondt", "torch"),
+)
+
+
+def as_csv(request: Request, rows: Sequence[Row], surroundings: dict[str, Any]) -> str:
+    """A header and one line for each implementation, place, size, type and reduction that was measured."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    machine, versions = surroundings["machine"], surroundings["versions"]
+    for row in rows:
+        for place, timing in row.timings.items():
+            figures = _timing(row, timing, request)
+            writer.writerow(
+                {
+                    **_per_iteration(timing),
+                    **_result(row, request),
+                    "collective": request.collective,
+                    "place": place,
+                    "ranks": request.num_ranks,
+                    "time_us": figures["time"],
+                    "algbw_gbps": figures["alg_bw"],
+                    "busbw_gbps": figures["bus_bw"],
+                    "nwrong": "" if timing.num_wrong is None else timing.num_wrong,
+                    "iterations": len(timing.slowest_s),
+                    "date": surroundings["date"],
+                    "processor": machine["processor"],
+                    "tritondt": versions["tritondt"],
+                    "torch": versions["torch"],
+                }
+            )
+    return text.getvalue()

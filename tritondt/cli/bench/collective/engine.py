@@ -1,0 +1,66 @@
+"""Collectives by `tritondt.redistribute`, on tritondt's own transports: each is a move from one layout to another.
+
+The result is a new tensor, so that there is no call in place, and its allocation is part of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import tritondt as T
+from tritondt.cli.bench.collective.case import Case
+from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
+
+_Placements = tuple[T.Placement, T.Placement]
+
+
+def bind(call: Call) -> Run:
+    """What runs a call by `tritondt.redistribute`; NotOfferedError where no two layouts say it, and in place."""
+    case = call.case
+    name = case.kind.name
+    if call.in_place:
+        raise NotOfferedError("a redistribution makes a new tensor, so that it has no call in place")
+    if name not in _PLACEMENTS:
+        raise NotOfferedError(f"{name} is no move from one layout to another")
+    before, after = _PLACEMENTS[name](case)
+    mesh = T.Mesh((case.num_ranks,), device_type=call.x.device.type)
+    shape = (case.num_ranks, case.total) if name == "all_to_all" else (case.total,)
+    meta = T.TensorMeta.contiguous(shape, call.x.dtype)
+    source, target = (T.DTensorSpec(mesh, (placement,), meta) for placement in (before, after))
+    # Ranks other than a broadcast's root hold nothing before.
+    local = call.x[: source.local_numel].view(source.local_shape)
+
+    def run() -> torch.Tensor:
+        return T.redistribute(local, source, target).view(-1)
+
+    return run
+
+
+def _all_on(case: Case) -> T.Placement:
+    return T.Shard(0, sizes=tuple(case.total if rank == case.root else 0 for rank in range(case.num_ranks)))
+
+
+def _parts(case: Case) -> T.Placement:
+    return T.Shard(0, sizes=case.parts())
+
+
+def _terms(case: Case) -> T.Placement:
+    (placement,) = T.parse_placements(f"P({'product' if case.redop == 'prod' else case.redop})")
+    return placement
+
+
+_PLACEMENTS: dict[str, Callable[[Case], _Placements]] = {
+    "all_reduce": lambda case: (_terms(case), T.Replicate()),
+    "all_gather": lambda case: (T.Shard(0), T.Replicate()),
+    "all_gather_v": lambda case: (_parts(case), T.Replicate()),
+    "reduce_scatter": lambda case: (_terms(case), T.Shard(0)),
+    "reduce_scatter_v": lambda case: (_terms(case), _parts(case)),
+    # A rank's row, cut into a part for each rank, becomes its column of parts.
+    "all_to_all": lambda _: (T.Shard(0), T.Shard(1)),
+    "broadcast": lambda case: (_all_on(case), T.Replicate()),
+    "reduce": lambda case: (_terms(case), _all_on(case)),
+    "gather": lambda case: (T.Shard(0), _all_on(case)),
+    "scatter": lambda case: (_all_on(case), T.Shard(0)),
+}

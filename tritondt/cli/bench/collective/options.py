@@ -1,0 +1,217 @@
+"""nccl-tests' flags as click options, and the request that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tritondt.cli.bench.collective.case import Case, case_of_matrix, make_case
+from tritondt.cli.bench.collective.data import DTYPES, REDOPS
+from tritondt.cli.bench.collective.kinds import Kind
+from tritondt.cli.bench.collective.record import AVERAGES
+from tritondt.cli.bench.collective.request import Request
+from tritondt.cli.bench.collective.sides import refusal
+from tritondt.cli.bench.collective.sizes import bytes_text, parse_bytes, sweep
+from tritondt.cli.bench.collective.splits import read_matrix
+from tritondt.cli.bench.errors import BenchmarkError
+
+ALL = "all"
+DEFAULT_SIZE = "32M"
+_DEFAULT_SKEW = 0.5
+_TYPES_OF_TORCH = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
+_MEMORY = Path("/proc/meminfo")
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.2 on
+    """Bytes, as in 32M."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return value if isinstance(value, int) else parse_bytes(value)
+        except BenchmarkError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = _Size()
+
+
+def options(kind: Kind) -> list[Decorator]:
+    """Options of a collective's command; those that say nothing of it (a root, an operation) it does not have."""
+    found: list[Decorator] = [
+        click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: a core each, 2 to 4]"),
+        click.option("--impl", default="tritondt,torch", show_default=True, help="Implementations, in turns."),
+        click.option("-b", "--minbytes", type=SIZE, help=f"Smallest size.  [default: {DEFAULT_SIZE}]"),
+        click.option("-e", "--maxbytes", type=SIZE, help="Largest size.  [default: that of -b]"),
+        click.option("-f", "--stepfactor", type=float, help="From one size to the next, times this."),
+        click.option("-i", "--stepbytes", type=SIZE, help="From one size to the next, plus this.  [default: 1M]"),
+        click.option("-n", "--iters", type=click.IntRange(1), default=20, show_default=True, help="Timed iterations."),
+        click.option(
+            "-w", "--warmup_iters", type=click.IntRange(0), default=1, show_default=True, help="Untimed ones."
+        ),
+        click.option(
+            "-c", "--check", type=click.IntRange(0), default=1, show_default=True, help="Checked ones; 0: none."
+        ),
+        click.option("-d", "--datatype", default="float", show_default=True, help="Element type, or all."),
+        click.option(
+            *("-a", "--average"),
+            type=click.IntRange(min(AVERAGES), max(AVERAGES)),
+            default=1,
+            show_default=True,
+            help="Time reported: " + ", ".join(f"{number} {text}" for number, text in AVERAGES.items()) + ".",
+        ),
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
+        click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of a rank."),
+        click.option(
+            "--min-bw",
+            type=click.FloatRange(min=0),
+            envvar="NCCL_TESTS_MIN_BW",
+            show_envvar=True,
+            help="GB/s of mean bus bandwidth of the first implementation; status 1 below 0.9 of it.",
+        ),
+    ]
+    if kind.reduces:
+        found.append(click.option("-o", "--op", default="sum", show_default=True, help="Reduction, or all."))
+    if kind.has_root:
+        found.append(click.option("-r", "--root", type=click.IntRange(0), default=0, show_default=True))
+    if kind.has_uneven_parts:
+        found.append(
+            click.option(
+                "--skew",
+                type=click.FloatRange(0, 1),
+                default=_DEFAULT_SKEW,
+                show_default=True,
+                help="Parts are equal with 0, in proportion to 0, 1, 2, ... with 1.",
+            )
+        )
+        found.append(click.option("--matrix", type=click.Path(path_type=Path), help="File of the bytes of each part."))
+    return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Values of the options, by click's names."""
+
+    minbytes: int | None
+    maxbytes: int | None
+    stepfactor: float | None
+    stepbytes: int | None
+    iters: int
+    warmup_iters: int
+    check: int
+    datatype: str
+    average: int
+    device: str
+    threads: int
+    impl: str
+    op: str = "sum"
+    root: int = 0
+    skew: float = 0.0
+    matrix: Path | None = None
+
+
+def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, list[str]]:
+    """Request of a command, and lines on what was left out of it. BenchmarkError where nothing is left."""
+    notes: list[str] = []
+    if choice.root >= num_ranks:
+        raise BenchmarkError(f"rank {choice.root} is no root (-r) of {num_ranks} ranks; allowed are 0..{num_ranks - 1}")
+    if not 0 <= choice.skew <= 1:
+        raise BenchmarkError(f"--skew {choice.skew} was asked for; allowed is a number from 0 to 1")
+    sides = _sides(choice, notes)
+    cases = [
+        case
+        for type_name in _types(choice.datatype)
+        for redop in (_redops(choice.op, type_name, notes) if kind.reduces else ("none",))
+        for case in _cases(kind, num_ranks, type_name, redop, choice, notes)
+    ]
+    if not cases:
+        raise BenchmarkError(f"there is nothing to measure: {'; '.join(notes)}")
+    request = Request(
+        collective=kind.name,
+        cases=tuple(cases),
+        sides=tuple(sides),
+        iterations=choice.iters,
+        warmup=choice.warmup_iters,
+        check=choice.check,
+        average=choice.average,
+        device=choice.device,
+        num_threads=choice.threads,
+    )
+    _check_memory(request)
+    return request, notes
+
+
+def _sides(choice: Choice, notes: list[str]) -> list[str]:
+    asked = [name.strip() for name in choice.impl.split(",") if name.strip()]
+    if len(set(asked)) < max(len(asked), 1):
+        raise BenchmarkError(f"--impl {choice.impl!r}: allowed are names joined by commas, each once")
+    reasons = {name: refusal(name, choice.device) for name in asked}
+    found = [name for name in asked if reasons[name] is None]
+    if not found:
+        raise BenchmarkError("; ".join(f"{name} is not available: {reason}" for name, reason in reasons.items()))
+    notes += [f"{name} is not available: {reason}" for name, reason in reasons.items() if reason is not None]
+    return found
+
+
+def _types(text: str) -> tuple[str, ...]:
+    if text == ALL:
+        return tuple(DTYPES)
+    found = _TYPES_OF_TORCH.get(text, text)
+    if found not in DTYPES:
+        raise BenchmarkError(f"there is no element type {text!r} (-d); there are {', '.join(DTYPES)}, and {ALL}")
+    return (found,)
+
+
+def _redops(text: str, type_name: str, notes: list[str]) -> tuple[str, ...]:
+    if text != ALL and text not in REDOPS:
+        raise BenchmarkError(f"there is no reduction {text!r} (-o); there are {', '.join(REDOPS)}, and {ALL}")
+    asked = REDOPS if text == ALL else (text,)
+    found = tuple(op for op in asked if op != "avg" or DTYPES[type_name].is_floating_point)
+    if len(found) < len(asked):
+        notes.append(f"no average of {type_name}, which has no fractions")
+    return found
+
+
+def _cases(kind: Kind, num_ranks: int, type_name: str, redop: str, choice: Choice, notes: list[str]) -> list[Case]:
+    typed = (type_name, DTYPES[type_name].itemsize)
+    if choice.matrix is not None:
+        if any(each is not None for each in (choice.minbytes, choice.maxbytes, choice.stepfactor, choice.stepbytes)):
+            raise BenchmarkError("--matrix says the bytes of each part; sizes (-b, -e, -f, -i) do not go with it")
+        num_rows = num_ranks if kind.name.startswith("all_to_all") else 1
+        bytes_matrix = read_matrix(choice.matrix, num_rows, num_ranks)
+        given = case_of_matrix(kind.name, num_ranks, typed, redop, choice.root, bytes_matrix)
+        if not given.size:
+            raise BenchmarkError(
+                f"every part of the matrix {choice.matrix} is below 16 bytes, to which parts are rounded"
+            )
+        return [given]
+    first = parse_bytes(DEFAULT_SIZE) if choice.minbytes is None else choice.minbytes
+    last = first if choice.maxbytes is None else choice.maxbytes
+    found: list[Case] = []
+    for size in sweep(first, last, choice.stepfactor, choice.stepbytes):
+        case = make_case(kind.name, num_ranks, typed, redop, choice.root, size, choice.skew)
+        if case is None:
+            notes.append(f"{bytes_text(size)} left out: less than 16 bytes a rank, or than an element")
+        elif not found or case != found[-1]:
+            found.append(case)
+    return found
+
+
+def _check_memory(request: Request) -> None:
+    if request.device != "cpu" or not _MEMORY.exists():
+        return
+    lines = (line.split() for line in _MEMORY.read_text(encoding="utf-8").splitlines())
+    free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), None)
+    if free is not None and request.buffer_bytes > free:
+        raise BenchmarkError(
+            f"{request.num_ranks} ranks need {request.buffer_bytes / 1e9:.1f} GB for buffers of "
+            f"{bytes_text(max(case.size for case in request.cases))}, and {free / 1e9:.1f} GB are free; take a "
+            "smaller -e, or fewer --ranks"
+        )

@@ -1,0 +1,88 @@
+"""Records of what was measured, and the figures that follow from them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tritondt.cli.bench.collective.case import Case
+
+# -a of nccl-tests: how the mean times of the ranks become one time.
+AVERAGES = {0: "rank 0", 1: "mean", 2: "least", 3: "most"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of every iteration on every rank, and the number of wrong elements, None where nothing was checked."""
+
+    seconds: tuple[tuple[float, ...], ...]
+    num_wrong: int | None
+
+    def time_s(self, average: int) -> float:
+        """Time of an iteration: its mean on each rank, and of those what `-a` says."""
+        means = self.rank_means_s
+        return (means[0], statistics.fmean(means), min(means), max(means))[average]
+
+    @property
+    def rank_means_s(self) -> tuple[float, ...]:
+        """Mean time of an iteration on each rank."""
+        return tuple(map(statistics.fmean, self.seconds))
+
+    @property
+    def slowest_s(self) -> tuple[float, ...]:
+        """Time of each iteration on the rank that took longest in it."""
+        return tuple(map(max, zip(*self.seconds, strict=True)))
+
+    @property
+    def variation(self) -> float:
+        """Standard deviation of `slowest_s` in units of its mean."""
+        slowest = self.slowest_s
+        return statistics.pstdev(slowest) / statistics.fmean(slowest)
+
+    @property
+    def rank_spread(self) -> float:
+        """Slowest rank's mean minus the fastest one's, in units of the mean of all."""
+        means = self.rank_means_s
+        return (max(means) - min(means)) / statistics.fmean(means)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the result was checked, and right."""
+        return self.num_wrong == 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """Measurements of one case by one implementation; None where it was not run so.
+
+    `note` says why there is nothing at all.
+    """
+
+    case: Case
+    side: str
+    out_of_place: Timing | None
+    in_place: Timing | None
+    note: str | None = None
+
+    @property
+    def timings(self) -> dict[str, Timing]:
+        """What there is, by place."""
+        both = {"out": self.out_of_place, "in": self.in_place}
+        return {place: timing for place, timing in both.items() if timing is not None}
+
+
+def num_wrong(rows: Sequence[Row]) -> int:
+    """Number of wrong elements in all rows."""
+    return sum(timing.num_wrong or 0 for row in rows for timing in row.timings.values())
+
+
+def average_bus_bandwidth(rows: Sequence[Row], side: str, average: int) -> float | None:
+    """Mean bus bandwidth of all rows of a side, out of place and in place, in 1e9 bytes a second; None without any."""
+    found = [
+        row.case.kind.bandwidths(row.case.size, row.case.num_ranks, timing.time_s(average))[1]
+        for row in rows
+        if row.side == side
+        for timing in row.timings.values()
+    ]
+    return statistics.fmean(found) if found else None

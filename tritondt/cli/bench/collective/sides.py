@@ -1,0 +1,86 @@
+"""Implementations of the collectives, by name: what a rank runs when one of them is measured."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tritondt.cli.bench.collective.case import Case
+from tritondt.cli.bench.errors import BenchmarkError
+
+# What is timed. A tensor that it returns is the result; else the result is in the call's `out`.
+Run = Callable[[], torch.Tensor | None]
+
+
+class NotOfferedError(Exception):
+    """A collective that an implementation does not have, in a sentence; raised alike on all ranks."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective on this rank: `x` is what it gives, `out` is to hold the result.
+
+    Both are one-dimensional, and `case` says of how many elements; in place, the shorter of them lies in the longer
+    one, at this rank's part. `out` is there on ranks without a result too, for libraries that write to it.
+    """
+
+    case: Case
+    rank: int
+    x: torch.Tensor
+    out: torch.Tensor
+    in_place: bool
+    group: dist.ProcessGroup
+
+
+Bind = Callable[[Call], Run]
+
+# By name: the backend of torch.distributed whose group the calls are made on.
+BACKENDS = {"tritondt": "tritondt", "gloo": "gloo", "nccl": "nccl", "mpi": "mpi", "ucc": "ucc"}
+NAMES = ("tritondt", "engine", "torch", "gloo", "nccl", "mpi", "ucc")
+
+
+def refusal(name: str, device: str) -> str | None:
+    """Reason why an implementation is not available here; None where it is. BenchmarkError for an unknown name."""
+    if ":" in name:
+        load(name)
+        return None
+    if name not in NAMES:
+        raise BenchmarkError(
+            f"there is no implementation {name!r}; there are {', '.join(NAMES)}, and one of your own as MODULE:FUNCTION"
+        )
+    built = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+        "ucc": dist.is_ucc_available,
+    }
+    backend = backend_of(name, device)
+    if backend in built and not built[backend]():
+        return f"torch {torch.__version__} is built without {backend}"
+    if backend == "nccl" and device != "cuda":
+        return "NCCL moves tensors on GPUs only (--device cuda)"
+    return None
+
+
+def backend_of(name: str, device: str) -> str | None:
+    """Backend of torch.distributed on which an implementation runs; None for those that bring their own transport."""
+    if name == "torch":
+        return "nccl" if device == "cuda" else "gloo"
+    return BACKENDS.get(name)
+
+
+def load(name: str) -> Bind:
+    """Function that `MODULE:FUNCTION` names; it takes a Call and returns what is to be timed."""
+    module_name, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise BenchmarkError(f"the implementation {name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise BenchmarkError(f"the implementation {name!r} is {found!r}; allowed is a function of a Call")
+    bind: Bind = found
+    return bind

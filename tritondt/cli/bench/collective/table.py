@@ -1,0 +1,166 @@
+"""Text of a run as nccl-tests prints it, with the implementation's name behind; narrower where the terminal is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tritondt.cli.bench.bootstrap import ratio_of
+from tritondt.cli.bench.collective.on_rank import Devices
+from tritondt.cli.bench.collective.record import (
+    AVERAGES,
+    Row,
+    Timing,
+    average_bus_bandwidth,
+    num_wrong,
+)
+from tritondt.cli.bench.collective.request import Request, label
+from tritondt.cli.bench.collective.sizes import bytes_text
+from tritondt.cli.bench.harness import percentile
+
+_PLACES = ("out", "in")
+# nccl-tests' columns, and two more with a name of up to 10 letters.
+_WIDE = 116
+_SIDE_WIDTH = 10
+
+
+def figure(value: float, width: int) -> str:
+    """Number with two decimals (three below 1), or fewer where the width has no room for them.
+
+    >>> figure(12.345, 7), figure(0.0421, 6), figure(123456.7, 7), figure(1234567.8, 7)
+    ('  12.35', ' 0.042', ' 123457', '1234568')
+    """
+    texts = [f"{value:.{decimals}f}" for decimals in ((3, 2, 1, 0) if value < 1 else (2, 1, 0))]
+    return next((text for text in texts if len(text) <= width), texts[-1]).rjust(width)
+
+
+class Table:
+    """Lines of one run; `columns` is the terminal's width, None where there is none to fit."""
+
+    def __init__(self, request: Request, columns: int | None) -> None:
+        self._request = request
+        needed = _WIDE + (2 + _SIDE_WIDTH if len(request.sides) > 1 else 0)
+        self._is_wide = columns is None or columns >= needed
+
+    def title(self, devices: Devices, versions: dict[str, str], notes: Sequence[str]) -> list[str]:
+        """Lines above the table: versions, what is measured, and where."""
+        request = self._request
+        said = " ".join(f"{name}={version}" for name, version in versions.items())
+        cases = request.cases
+        lines = [
+            f"# tritondt bench, in the conventions of nccl-tests: {said}",
+            f"# Collective test starting: {request.collective}",
+            f"# ranks {request.num_ranks} minBytes {cases[0].size} maxBytes {max(case.size for case in cases)} "
+            f"warmup iters {request.warmup} iters {request.iterations} validation {request.check} "
+            f"time: {AVERAGES[request.average]} of ranks",
+            f"# implementations: {', '.join(request.sides)}, in turns",
+            *(f"# {note}" for note in notes),
+            "#",
+            "# Using devices",
+        ]
+        lines += [
+            f"#  Rank {one.rank:2d} Pid {one.pid:6d} on {one.hostname:>10} device {one.device}"
+            for one in devices.of_ranks
+        ]
+        return [*lines, "#", *self._header()]
+
+    def _header(self) -> list[str]:
+        if not self._is_wide:
+            figures = f"  {'time':>8}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
+            units = f"  {'(us)':>8}  {'(GB/s)':>6}  {'(GB/s)':>6}"
+            return [
+                f"#{'size':>10} {'count':>10} {'type':>8}    {figures}",
+                f"#{'(B)':>10} {'(elem.)':>10} {'':>8}    {units}",
+            ]
+        figures = f"  {'time':>7}  {'algbw':>6}  {'busbw':>6}  {'#wrong':>6}"
+        units = f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>6}"
+        left = f"#{'size':>11}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+        below = f"#{'(B)':>11}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+        above = f"#{'':>{len(left) - 1}}{'out-of-place':>{len(figures)}}{'in-place':>{len(figures)}}"
+        side = f"  {'impl'}" if len(self._request.sides) > 1 else ""
+        return [above, f"{left}{figures}{figures}{side}", (below + units + units).rstrip()]
+
+    def row(self, row: Row) -> list[str]:
+        """A row of nccl-tests, or a line for each place where the terminal is narrow."""
+        case = row.case
+        if row.note is not None:
+            return [f"# {label(row.side)}: not run at {bytes_text(case.size)}: {row.note}"]
+        if self._is_wide:
+            left = f"{case.size:>12}  {case.count:>12}  {case.type:>8}  {case.redop:>6}  {case.root:>6}"
+            both = "".join(self._figures(row, place, 7) for place in _PLACES)
+            return [left + both + (f"  {label(row.side)}" if len(self._request.sides) > 1 else "")]
+        left = f"{case.size:>11} {case.count:>10} {case.type:>8}"
+        side = f"  {label(row.side)}" if len(self._request.sides) > 1 else ""
+        return [f"{left} {place:>3}{self._figures(row, place, 8)}{side}" for place in row.timings]
+
+    def _figures(self, row: Row, place: str, time_width: int) -> str:
+        timing = row.timings.get(place)
+        if timing is None:
+            return f"  {'N/A':>{time_width}}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
+        seconds = timing.time_s(self._request.average)
+        bandwidths = row.case.kind.bandwidths(row.case.size, row.case.num_ranks, seconds)
+        wrong = "N/A" if timing.num_wrong is None else str(timing.num_wrong)
+        text = f"  {figure(seconds * 1e6, time_width)}"
+        return text + "".join(f"  {figure(each, 6)}" for each in bandwidths) + f"  {wrong:>6}"
+
+    def iterations(self, rows: Sequence[Row]) -> list[str]:
+        """A line of percentiles for each row and place, of 80 columns with names of up to 10 letters."""
+        names = ("min", "p50", "p95", "p99", "max")
+        lines = [
+            "#",
+            "# Iterations (us, of the slowest rank in each), their variation, and the spread of the ranks' means:",
+            f"#{'size':>10}    " + "".join(f"{name:>8}" for name in names) + "  cv% ranks%  impl",
+        ]
+        for row in rows:
+            lines += [self._percentiles(row, place, timing) for place, timing in row.timings.items()]
+        return lines
+
+    def _percentiles(self, row: Row, place: str, timing: Timing) -> str:
+        slowest = [seconds * 1e6 for seconds in timing.slowest_s]
+        values = [min(slowest), *(percentile(slowest, percent) for percent in (50, 95, 99)), max(slowest)]
+        text = f"#{row.case.size:>10} {place:>3}" + "".join(f" {figure(value, 7)}" for value in values)
+        return f"{text} {timing.variation * 100:>4.0f} {timing.rank_spread * 100:>6.0f}  {label(row.side)}"
+
+    def footer(self, rows: Sequence[Row], least_bandwidth: float | None) -> list[str]:
+        """Lines below the table: wrong elements, the mean bus bandwidth of each side, and the ratios of times."""
+        request = self._request
+        wrong = num_wrong(rows)
+        lines = ["#", f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}"]
+        for side in request.sides:
+            mean = average_bus_bandwidth(rows, side, request.average)
+            if mean is not None:
+                verdict = ""
+                if side == request.sides[0] and least_bandwidth is not None:
+                    verdict = "OK" if reaches(mean, least_bandwidth) else "FAILED"
+                name = f" ({label(side)})" if len(request.sides) > 1 else ""
+                lines.append(f"# Avg bus bandwidth    : {mean:g} {verdict}".rstrip() + name)
+        lines += [f"# {text}" for text in comparisons(request, rows)]
+        return [*lines, "#", f"# Collective test concluded: {request.collective}", "#"]
+
+
+def reaches(mean: float, least: float) -> bool:
+    """Whether a mean bandwidth passes nccl-tests' check, which allows for a tenth less."""
+    return mean >= 0.9 * least
+
+
+def comparisons(request: Request, rows: Sequence[Row]) -> list[str]:
+    """The first implementation's time in units of each other's; not said where a result is wrong or unchecked."""
+    first, *others = request.sides
+    lines = []
+    for other in others:
+        pairs, unfit = [], 0
+        by_case = {(row.side, row.case): row for row in rows}
+        for case in request.cases:
+            both = [by_case.get((side, case)) for side in (first, other)]
+            ours, theirs = (row.timings if row is not None else {} for row in both)
+            for place in ours.keys() & theirs.keys():
+                if ours[place].is_right and theirs[place].is_right:
+                    pairs.append((ours[place].slowest_s, theirs[place].slowest_s))
+                else:
+                    unfit += 1
+        against = f"time of {label(first)} / {label(other)}"
+        if unfit:
+            why = "results were not checked (-c 0)" if request.check == 0 else "a result is wrong"
+            lines.append(f"{against}: not said, since {why}")
+        elif pairs:
+            lines.append(f"{against}: {ratio_of(pairs, in_turns=True)}")
+    return lines

@@ -1,0 +1,94 @@
+"""Ranks of a benchmark: processes of this machine that it starts, or those that torchrun or Slurm has started."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import click
+import torch.distributed as dist
+
+from tritondt import environment
+from tritondt.cli.launch import num_cores, run_on_ranks
+from tritondt.comm import world
+
+# More only take turns: 16 ranks on a core are no measurement, and a thousand would end the machine.
+_MOST_PER_CORE = 16
+
+# What shells give to a program that Ctrl-C has ended.
+INTERRUPTED = 130
+
+Send = Callable[[object], None]
+Body = Callable[..., object]
+
+
+def join(asked: int | None, default: int) -> int:
+    """Number of ranks: of those that a launcher has started, which are joined here, else as asked for.
+
+    UsageError where the two differ, and for more ranks than this machine can be asked to run.
+    """
+    found = environment.launched()
+    if found is None:
+        most = _MOST_PER_CORE * num_cores()
+        if asked is not None and asked > most:
+            raise click.UsageError(
+                f"--ranks {asked}: at most {most} processes are started on {num_cores()} cores, {_MOST_PER_CORE} each; "
+                "on several machines start them with torchrun or srun"
+            )
+        return default if asked is None else asked
+    if asked not in (None, found.num_ranks):
+        raise click.UsageError(f"--ranks {asked} was asked for, but the launcher has started {found.num_ranks}")
+    if found.launcher == "torchrun":  # whose own store they meet in
+        dist.init_process_group("gloo")
+    else:
+        store = dist.TCPStore(found.address, found.port, is_master=found.rank == 0)
+        dist.init_process_group("gloo", store=store, rank=found.rank, world_size=found.num_ranks)
+    return found.num_ranks
+
+
+def is_first() -> bool:
+    """Whether this process prints and writes: one that was started alone, or rank 0 of those of a launcher."""
+    found = environment.launched()
+    return found is None or found.rank == 0
+
+
+def run(num_ranks: int, body: Body, request: object, on_message: Send) -> None:
+    """Call `body(send, request)` on all ranks; what rank 0 sends arrives at `on_message`.
+
+    Raises KeyboardInterrupt for Ctrl-C and for SIGTERM, after ending the ranks that were started here.
+    """
+    with _terminated_like_interrupted():
+        if not dist.is_initialized():
+            run_on_ranks(num_ranks, body, request, on_message=on_message)
+            return
+        body(on_message if is_first() else _drop, request)
+
+
+def leave() -> None:
+    """Ends this process's part among ranks that were joined; nothing otherwise."""
+    if dist.is_initialized():
+        world.close()
+        dist.destroy_process_group()
+
+
+def _drop(_: object) -> None:
+    """Ignores a message, on ranks other than 0."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C."""
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    def raise_terminated(_: int, __: FrameType | None) -> None:
+        raise Terminated
+
+    before: Any = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
