@@ -131,6 +131,7 @@ class ProcessWorld:
             ranks=ranks,
             rank=self.identity.rank,
             store=self._store,
+            client=self._store_client,
             timeout=timeout,
             compares=self._compares,
             flight=self.flight,
