@@ -29,7 +29,11 @@ def three_ranks() -> Iterator[GlooRanks]:
 
 
 def plain(step: float = 0.0) -> dict[str, Any]:
-    return {"weights": torch.arange(600.0).reshape(20, 30) + step, "nested": {"moment": torch.full((7,), float(step))}, "n": 1}
+    return {
+        "weights": torch.arange(600.0).reshape(20, 30) + step,
+        "nested": {"moment": torch.full((7,), float(step))},
+        "n": 1,
+    }
 
 
 def saved(path: Path, *steps: int, keep: int | None = None) -> CheckpointFolder:
