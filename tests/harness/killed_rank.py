@@ -22,7 +22,7 @@ def kill_at(number: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         keep(*arguments)
 
-    PackedCommunicator._keep = counted  # type: ignore[method-assign]
+    PackedCommunicator._keep = counted  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":
