@@ -3,9 +3,11 @@ PYTHON ?= python3
 # The Python of a machine with a GPU, which brings its own CUDA build of torch.
 GPU_PYTHON ?= python3
 # What `make versions` runs: versions of torch and interpreters, and tests (the core of all without a name).
-TORCH ?= 2.13.0 2.15.0
+TORCH ?= $(if $(READY),,2.13.0 2.15.0)
 PYTHONS ?= $(PYTHON)
 TESTS ?=
+# Interpreters of environments that `make versions` finds ready, and leaves as they are.
+READY ?=
 # What `make gpu` runs, all of it without a name: see tests/tools/on_gpu.py.
 PARTS ?=
 # How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
@@ -129,7 +131,7 @@ gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Pyt
 	@$(GPU_PYTHON) -m tests.tools.on_gpu $(PARTS)
 
 versions: ## run the tests on other versions: TORCH="2.13.0 2.15.0" PYTHONS="python3.11 python3.13" (docs/versions.md)
-	$(PYTHON) -m tests.tools.versions --torch "$(TORCH)" --python "$(PYTHONS)" --tests "$(TESTS)"
+	$(PYTHON) -m tests.tools.versions --torch "$(TORCH)" --python "$(PYTHONS)" --ready "$(READY)" --tests "$(TESTS)"
 
 # The wheel is built from the source distribution, which so holds all that a build needs. auditwheel reads which glibc
 # and libstdc++ the extension asks for, and names the oldest manylinux that has them.

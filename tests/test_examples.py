@@ -22,6 +22,7 @@ PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "guide.md")
 PRINTED = {
     "asynchronous": (2, r"whole \(512, 512\), largest rounding 0\.0[01]"),
     "dtensor": (2, r"torch\.Size\(\[4, 1001\]\) \(S0,\)"),
+    "elastic": (2, r"steps 0 to 20 on 2 ranks, loss 2\.665"),
     "explain": (None, r"\(S0, S1\) -> \(S1, R\) of \(8192, 8190\) at \(511, 7\)\n[\s\S]*228,928 bytes come in"),
     "fully_sharded": (
         4,

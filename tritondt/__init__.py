@@ -17,6 +17,7 @@ with _import_pause.without_collections():
     from tritondt.dtensor.prefetch import prefetch
     from tritondt.dtensor.tensor import DTensor
     from tritondt.errors import (
+        CheckpointError,
         ImplicitRedistributionError,
         LayoutError,
         LocalTensorError,
@@ -42,6 +43,7 @@ with _import_pause.without_collections():
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "DTensor",
     "DTensorSpec",
     "DeviceMesh",

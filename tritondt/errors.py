@@ -21,6 +21,10 @@ class LocalTensorError(TritondtError, ValueError):
     """A local tensor that differs from what its spec says this rank holds."""
 
 
+class CheckpointError(TritondtError, RuntimeError):
+    """A checkpoint that cannot be saved, or that is refused before anything of it is loaded."""
+
+
 class TransportError(TritondtError, TypeError):
     """A dtype or a device that the transport cannot carry."""
 

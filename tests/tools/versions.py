@@ -3,7 +3,8 @@
     python -m tests.tools.versions --torch '2.13.0 2.15.0' --python 'python3.11 python3.13'    # as `make versions` does
 
 Each pair has a virtual environment in build/versions/, made by uv where that is installed, else by pip, and kept for
-the next time. One build of the extension serves all versions of torch: only Python's counts.
+the next time. `--ready` names interpreters of environments that are there already, which are tested as they stand. One
+build of the extension serves all versions of torch: only Python's counts.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -110,12 +111,23 @@ def environment_of(python: str, torch: str) -> Path:
     return folder / "bin" / "python"
 
 
+def interpreters(pythons: Sequence[str], torches: Sequence[str], ready: Sequence[str]) -> Iterator[Path]:
+    """Interpreters that have torch: the ready ones, then each pair's, which is installed when its turn comes."""
+    for inside in ready:
+        # Not resolved: an environment is where its link to the interpreter lies.
+        yield Path(inside).absolute()
+    for python in pythons:
+        for torch in torches:
+            yield environment_of(python, torch)
+
+
 def run(python: Path, tests: Sequence[str]) -> Row:
     """The row of an interpreter: the extension is built where it is older than its sources, then the tests run."""
     build = [str(python), "setup.py", "--quiet", "build_ext", "--inplace"]
     subprocess.run(build, cwd=REPOSITORY, check=True)
     versions = subprocess.check_output([str(python), "-c", _ASK_VERSIONS], text=True).split()
-    report = python.parents[1] / "report.xml"
+    report = REPOSITORY / "build" / "versions" / f"python-{versions[0]}-torch-{versions[1]}.xml"
+    report.parent.mkdir(parents=True, exist_ok=True)
     report.unlink(missing_ok=True)
     # A worker that dies fails its test alone.
     workers = ["--numprocesses", os.environ.get("WORKERS", "auto"), "--dist", "loadfile", "--max-worker-restart", "20"]
@@ -128,17 +140,20 @@ def run(python: Path, tests: Sequence[str]) -> Row:
 def main(arguments: Sequence[str]) -> int:
     """The exit status: 1 where a test failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.versions", description=__doc__.partition("\n")[0])
-    parser.add_argument("--torch", required=True, help="versions of torch")
+    parser.add_argument("--torch", default="", help="versions of torch")
     parser.add_argument("--python", default=sys.executable, help="interpreters")
+    parser.add_argument("--ready", default="", help="interpreters of environments that have torch and pytest")
     parser.add_argument("--tests", default="", help="folders or files of tests; all of them without")
     given = parser.parse_args(arguments)
+    if not (given.torch or given.ready):
+        parser.error("nothing to test: --torch names versions to install, --ready interpreters that have one")
     failed = False
-    for python in given.python.split():
-        for torch in given.torch.split():
-            row = run(environment_of(python, torch), given.tests.split())
-            TABLE.write_text(with_row(TABLE.read_text(), row))
-            sys.stdout.write(row.text() + "\n")
-            failed |= bool(row.counts.failures)
+    for inside in interpreters(given.python.split(), given.torch.split(), given.ready.split()):
+        row = run(inside, given.tests.split())
+        TABLE.write_text(with_row(TABLE.read_text(), row))
+        sys.stdout.write(row.text() + "\n")
+        sys.stdout.flush()
+        failed |= bool(row.counts.failures)
     return int(failed)
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tritondt._C import Watchdog
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.watch import Watch
+from tritondt.comm.store.client import StoreClient
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,13 @@ class CommunicatorContext:
 
 @dataclass(frozen=True)
 class ProcessContext(CommunicatorContext):
-    """The part of a rank that is a process: the store that connects the ranks, and what watches over its waits."""
+    """The part of a rank that is a process: the store that connects the ranks, and what watches over its waits.
+
+    `client` calls the store with a bound.
+    """
 
     store: dist.Store
+    client: StoreClient
     timeout: timedelta
     watch: Watch
     watchdog: Watchdog

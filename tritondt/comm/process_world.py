@@ -33,7 +33,7 @@ from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports.gloo import GlooCommunicator
-from tritondt.comm.transports.interfaces import asked_filter
+from tritondt.comm.transports.interfaces import asked_filter, asked_interface
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.device_types import ByDeviceType
@@ -69,8 +69,9 @@ class ProcessWorld:
         self._store_host = StoreHost(store)
         self._store_client = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._store_host)
         self._watch = Watch(self._store_client, who.rank)
-        environment.transport()  # what is not allowed is refused now, on all ranks
-        asked_filter()
+        asked_filter()  # what is not allowed is refused now, on all ranks
+        if environment.transport() == "gloo":
+            asked_interface()
         self._compares = environment.compares()
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
@@ -131,6 +132,7 @@ class ProcessWorld:
             ranks=ranks,
             rank=self.identity.rank,
             store=self._store,
+            client=self._store_client,
             timeout=timeout,
             compares=self._compares,
             flight=self.flight,

@@ -96,6 +96,28 @@ def test_a_rank_that_cannot_pack_is_not_waited_for(failing_ranks: GlooRanks) -> 
         assert_failed(outcome, "PeerError", f"rank 3 failed while rank {rank} waited for rank", "no room for the table")
 
 
+def fail_to_unpack(rank: int, members: tuple[int, ...], culprit: int) -> None:
+    def raises(*arguments: object) -> None:
+        raise MemoryError("no room for what has come")
+
+    if rank == culprit:
+        communicator: Any = world.current().communicator(members)
+        communicator._unpack = raises
+        with pytest.raises(MemoryError):  # the program goes on, and into another exchange, or none
+            move(members, "S0", "S1")
+    elif rank in members:
+        for _ in range(2):
+            move(members, "S0", "S1")
+
+
+def test_a_rank_that_cannot_unpack_is_not_waited_for(failing_ranks: GlooRanks) -> None:
+    """All messages of its exchange have come, on all ranks, and those of the next never do."""
+    *others, culprit = run(failing_ranks, (0, 1, 3), fail_to_unpack, 3)
+    assert culprit is None
+    for rank, outcome in zip((0, 1), others, strict=True):
+        assert_failed(outcome, "PeerError", f"rank 3 failed while rank {rank} waited for rank", "no room for what has")
+
+
 def disagree(rank: int, members: tuple[int, ...], options: list[dict[str, Any]]) -> None:
     if rank in members:
         move(members, **options[members.index(rank)])

@@ -188,3 +188,9 @@ def test_a_world_runs_without_flight_records(temporary: Path) -> None:
         for rank, (told, clause) in enumerate(ranks.run(exchange)):
             assert [text.startswith(f"rank {rank} writes no flight records: ") for text in told] == [True]
             assert "is no folder but l" in clause
+
+
+@pytest.mark.parametrize("name", ["../20261122T120000-7", "20261122T120000-7/..", "/etc", "", "x", WORLD + "\n"])
+def test_a_name_from_the_store_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(T.WorldError, match=r"the store has '.*' for the folder of this world's flight records"):
+        TemporaryFlightFolder(name)

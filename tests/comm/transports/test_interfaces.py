@@ -1,13 +1,22 @@
 """Which address of a host ranks of other hosts are given: variables, interfaces, routes, and never the loopback's."""
 
 import socket
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import tritondt as T
-from tritondt.comm.transports import interfaces
-from tritondt.comm.transports.interfaces import InterfaceFilter, address_towards, asked_filter, machine, outer_addresses
+from tritondt.comm.transports import gloo, interfaces
+from tritondt.comm.transports.interfaces import (
+    InterfaceFilter,
+    address_towards,
+    asked_filter,
+    asked_interface,
+    machine,
+    outer_addresses,
+)
 
 VARIABLES = ("TRITONDT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 FOUND = [
@@ -124,3 +133,34 @@ def test_a_machine_is_more_than_its_name(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     found.add(machine())
     assert len(found) == 4
+
+
+@pytest.mark.in_ci(20)
+@pytest.mark.parametrize(
+    ("variable", "text", "expected"),
+    [
+        ("TRITONDT_SOCKET_IFNAME", "eth1", "eth1"),
+        ("TRITONDT_SOCKET_IFNAME", "=ib0", "ib0"),
+        ("NCCL_SOCKET_IFNAME", "^lo,docker", "eth0"),
+        ("TRITONDT_SOCKET_IFNAME", "lo", "lo"),
+        ("GLOO_SOCKET_IFNAME", "eth1", None),
+    ],
+)
+def test_gloo_is_given_the_first_interface_that_a_variable_names(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, expected: str | None
+) -> None:
+    assert asked_interface() is None
+    monkeypatch.setenv(variable, text)
+    assert asked_interface() == expected
+
+
+def test_gloo_connects_where_our_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "absent0")  # which Gloo refuses
+    monkeypatch.setenv("TRITONDT_SOCKET_IFNAME", "lo")
+    assert gloo._connected(dist.HashStore(), 0, 1, timedelta(seconds=7)).size() == 1
+
+
+def test_an_interface_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_SOCKET_IFNAME", "absent0")
+    with pytest.raises(T.WorldError, match=r"SOCKET_IFNAME='absent0' names no interface of this host; .* lo 127"):
+        asked_interface()

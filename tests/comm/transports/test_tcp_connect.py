@@ -1,6 +1,7 @@
 """Ranks that find each other through a store and connect pairwise over TCP; strangers are turned away."""
 
 import json
+import re
 import socket
 import struct
 import threading
@@ -13,10 +14,12 @@ import torch.distributed as dist
 
 import tritondt as T
 from tritondt import environment
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.host import StoreHost
 from tritondt.comm.transports.interfaces import machine
 from tritondt.comm.transports.tcp_connect import connect
 
-RANKS = (4, 7, 9)
+RANKS, KEY = (4, 7, 9), "some communicator"
 Sockets = list[socket.socket | None]
 
 
@@ -26,7 +29,8 @@ class Places:
     look: Callable[[], object] = staticmethod(lambda: None)
 
     def __init__(self, timeout_s: float = 20.0) -> None:
-        self.store = dist.HashStore()
+        self.whole_store: dist.Store = dist.HashStore()
+        self.store = dist.PrefixStore(KEY, self.whole_store)
         self._timeout = timedelta(seconds=timeout_s)
         self._threads: list[threading.Thread] = []
         self.found: dict[int, Sockets] = {}
@@ -42,10 +46,13 @@ class Places:
         self.store.set(f"machine/{place}", json.dumps([machine(), ""]))
 
     def _connect(self, place: int) -> None:
+        client = StoreClient(self.whole_store, StoreHost(self.whole_store))
         try:
-            self.found[place] = connect(self.store, RANKS, place, self._timeout, self.look)
+            self.found[place] = connect(client, KEY, RANKS, place, self._timeout, self.look)
         except (T.PeerError, T.WorldError) as error:
             self.errors[place] = error
+        finally:
+            client.close()
 
     def join(self) -> None:
         for thread in self._threads:
@@ -156,3 +163,26 @@ def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("TRITONDT_TRANSPORT", "pigeons")
     with pytest.raises(T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets and gloo"):
         environment.transport()
+
+
+class StoppedStore(dist.HashStore):
+    """A store whose process has stopped: questions are answered when it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.goes_on.wait()
+        return super().check(keys)
+
+
+def test_a_store_that_has_stopped_is_not_waited_for() -> None:
+    with places(timeout_s=1.0) as made:
+        made.whole_store = store = StoppedStore()
+        made.start(0)
+        made.join()
+        store.goes_on.set()
+    assert re.fullmatch(
+        r"rank 4 waited 1 s for ranks \[7, 9\] to connect, and the store has not answered for 1 s", str(made.errors[0])
+    )

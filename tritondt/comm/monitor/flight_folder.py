@@ -14,6 +14,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tritondt.errors import WorldError
+
 # Records of worlds that have ended are kept for a week, of 20 worlds at most (130 MB for 8 ranks each), and for an hour
 # whatever comes: a folder that is being made is held by nobody yet.
 _MAX_ENDED, _MAX_AGE_S, _MIN_AGE_S = 20, 7 * 24 * 3600.0, 3600.0
@@ -53,6 +55,12 @@ class TemporaryFlightFolder(FlightFolder):
     """
 
     def __init__(self, world: str) -> None:
+        """Takes the name of the world as the store has it; WorldError where that is no name but a way elsewhere."""
+        if _WORLD.fullmatch(world) is None:
+            raise WorldError(
+                f"the store has {world[:100]!r} for the folder of this world's flight records; allowed is a name as "
+                "20261122T120000-7: somebody else has written into the store of this job"
+            )
         self._world = world
         self._mark: Path | None = None
         self._descriptor = -1

@@ -30,7 +30,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     """A communicator whose transport carries bytes from one rank to another.
 
     An exchange calls the transport's `post`, packs, calls `start`, keeps what stays on this rank, calls `finish`, and
-    unpacks; `break_off` where one of these raises before all messages have come.
+    unpacks; `break_off` where one of these raises.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
@@ -64,7 +64,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
 
     @abstractmethod
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
-        """Ends an exchange that raised `error` between `post` and the end of `finish`; may raise what explains it."""
+        """Ends an exchange with messages that raised `error`, in `post` or later; may raise what explains it."""
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""
@@ -121,13 +121,15 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                 self.start(record, receives, sends)
                 self._keep(plan, source_pointers, buffer, target_pointers, threads)
                 self.finish(record, receives, sends)
+                # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.
+                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
             except BaseException as error:
                 self.break_off(record, error)
                 raise
         else:
             self._pack(plan, record, source_pointers, buffer, threads)
             self._keep(plan, source_pointers, buffer, target_pointers, threads)
-        self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+            self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
 
     def _pack(
         self, plan: PackedTransfer, record: ExchangeRecord, sources: list[int], buffer: int, threads: int

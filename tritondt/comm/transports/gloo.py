@@ -28,6 +28,7 @@ from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
+from tritondt.comm.transports.interfaces import asked_interface
 from tritondt.comm.work import ThreadQueue
 from tritondt.errors import PeerError, WorldError
 
@@ -56,7 +57,7 @@ class GlooCommunicator(PackedCommunicator):
         self._watch, self._timeout_s = context.watch, context.timeout.total_seconds()
         self._posted: _Posted | None = None
         store, timeout = dist.PrefixStore(context.key, context.store), context.timeout * _GLOO_TIMEOUT_FACTOR
-        self._group: Any = dist.ProcessGroupGloo(store, self._place, len(self._ranks), timeout)
+        self._group: Any = _connected(store, self._place, len(self._ranks), timeout)
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Posts all receives."""
@@ -160,6 +161,17 @@ class GlooCommunicator(PackedCommunicator):
             f"rank {wait.peer} closed its connection while rank {self._rank} waited for it in {wait.description}; it "
             f"has failed or left ({str(error).splitlines()[0]})",
         )
+
+
+def _connected(store: dist.Store, place: int, size: int, timeout: timedelta) -> Any:
+    """Gloo's group, on the interface that a variable of ours or of NCCL's names."""
+    interface = asked_interface()
+    if interface is None:
+        return dist.ProcessGroupGloo(store, place, size, timeout)
+    group: Any = dist.ProcessGroupGloo
+    options = group._Options()
+    options._devices, options._timeout = [group.create_device(interface=interface)], timeout
+    return group(store, place, size, options)
 
 
 def _limit(wait: Wait) -> float:

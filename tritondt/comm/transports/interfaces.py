@@ -79,6 +79,23 @@ def asked_filter() -> tuple[str, str, InterfaceFilter] | None:
     return None
 
 
+def asked_interface() -> str | None:
+    """Name of the interface for Gloo, None where it finds one itself, by its own variable or none.
+
+    WorldError where a variable names none that this host has.
+    """
+    asked = asked_filter()
+    if asked is None or asked[0] == "GLOO_SOCKET_IFNAME":
+        return None
+    variable, text, named = asked
+    found = interface_addresses()
+    chosen = named.chosen(found)
+    if not chosen:
+        has = ", ".join(f"{name} {address}" for name, address in found) or "none"
+        raise WorldError(f"{variable}={text!r} names no interface of this host; there are {has}")
+    return chosen[0][0]
+
+
 def machine() -> str:
     """Identity of kernel, network namespace and host name: equal for processes that share a loopback interface."""
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""

@@ -10,8 +10,6 @@ length, so ranks that disagree find out on arrival.
 
 import time
 
-import torch.distributed as dist
-
 from tritondt._C import SocketGroup
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.member import ProcessContext
@@ -34,9 +32,9 @@ class SocketCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
-        store = dist.PrefixStore(context.key, context.store)
+        look = self._raise_failure_of_others
         try:
-            self._sockets = connect(store, self._ranks, self._place, context.timeout, self._raise_failure_of_others)
+            self._sockets = connect(context.client, context.key, self._ranks, self._place, context.timeout, look)
         except BaseException as error:
             self._watch.report(self._key, None, error)
             raise

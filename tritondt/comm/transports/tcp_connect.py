@@ -13,13 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from tritondt import environment
+from tritondt.comm.store.client import PATIENCE_S, SilentStoreError, StoreClient
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
 from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
 from tritondt.errors import PeerError, WorldError
+
+Result = TypeVar("Result")
 
 # How often a rank looks what others have said: often at first, when all come at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
@@ -29,7 +33,8 @@ _NEAR, _FAR = "near", "far"
 
 
 def connect(
-    store: dist.Store,
+    client: StoreClient,
+    key: str,
     ranks: Sequence[int],
     place: int,
     timeout: timedelta,
@@ -37,10 +42,11 @@ def connect(
 ) -> list[socket.socket | None]:
     """Sockets to all `ranks`, None at this rank's own `place`; a collective call.
 
-    All of it takes `timeout` at most. `look` is called once a second, and may raise what ends the waiting. Raises
-    PeerError for ranks that do not come or cannot be reached, WorldError where no address can be given to others.
+    The ranks find each other in the store under `key`. All of it takes `timeout` at most, if the store stops, too.
+    `look` is called once a second, and may raise what ends the waiting. Raises PeerError for ranks that do not come or
+    cannot be reached, WorldError where no address can be given to others.
     """
-    connecting = _Connecting(store, ranks, place, time.monotonic() + timeout.total_seconds(), timeout, look)
+    connecting = _Connecting(client, key, ranks, place, time.monotonic() + timeout.total_seconds(), timeout, look)
     try:
         return connecting.sockets()
     except (OSError, RuntimeError) as error:
@@ -53,7 +59,8 @@ def connect(
 class _Connecting:
     """One rank's part in connecting all `ranks`, until `deadline`."""
 
-    store: dist.Store
+    client: StoreClient
+    key: str
     ranks: Sequence[int]
     place: int
     deadline: float
@@ -64,7 +71,7 @@ class _Connecting:
         """Connected sockets, non-blocking, by place."""
         others = [other for other in range(len(self.ranks)) if other != self.place]
         own_machine, guess = machine(), _guessed_address()
-        self.store.set(f"machine/{self.place}", json.dumps([own_machine, guess]))
+        self._tell("machine", json.dumps([own_machine, guess]))
         machines = dict(zip(others, (json.loads(text) for text in self._asked("machine", others)), strict=True))
         distant = {other: guessed for other, (found, guessed) in machines.items() if found != own_machine}
         callers = [other for other in others if other > self.place]
@@ -82,7 +89,7 @@ class _Connecting:
                 if is_needed
             }
             reached = {which: listener.getsockname()[:2] for which, listener in listeners.items()}
-            self.store.set(f"address/{self.place}", json.dumps([reached, token, answer]))
+            self._tell("address", json.dumps([reached, token, answer]))
             addresses = {}
             for other, text in zip(called, self._asked("address", called), strict=True):
                 theirs, *tokens = json.loads(text)
@@ -107,17 +114,33 @@ class _Connecting:
 
     def _asked(self, what: str, others: Sequence[int]) -> list[str]:
         """What `others` have set in the store, in their order, when all have; PeerError where some do not in time."""
-        keys, pause = [f"{what}/{other}" for other in others], _FIRST_PAUSE_S
+        keys, pause = [self._named(what, other) for other in others], _FIRST_PAUSE_S
         next_look = time.monotonic() + 1.0
-        while keys and not self.store.check(keys):
+        while keys and not self._call(lambda store: store.check(keys)):
             if time.monotonic() >= self.deadline:
-                raise self._late(other for other in others if not self.store.check([f"{what}/{other}"]))
+                there = {key: self._call(lambda store, key=key: store.check([key])) for key in keys}  # type: ignore[misc]
+                raise self._late(other for other, key in zip(others, keys, strict=True) if not there[key])
             if time.monotonic() >= next_look:
                 self.look()
                 next_look = time.monotonic() + 1.0
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return [self.store.get(key).decode() for key in keys]
+        return [text.decode() for text in self._call(lambda store: [store.get(key) for key in keys])]
+
+    def _tell(self, what: str, text: str) -> None:
+        """Says something of this rank in the store."""
+        self._call(lambda store: store.set(self._named(what, self.place), text))
+
+    def _named(self, what: str, place: int) -> str:
+        return f"{self.key}/{what}/{place}"
+
+    def _call(self, function: Callable[[dist.Store], Result]) -> Result:
+        """The result of `function` by the deadline; PeerError where the store has not answered by then."""
+        try:
+            return self.client.call(function, max(self.deadline - time.monotonic(), PATIENCE_S))
+        except SilentStoreError as error:
+            late = self._late(place for place in range(len(self.ranks)) if place != self.place)
+            raise PeerError(f"{late}, {self.client.silence(error)}") from error
 
     def _shake_hands(self, handshakes: Handshakes) -> list[socket.socket | None]:
         try:
