@@ -37,7 +37,7 @@ def test_a_whole_tensor_is_cut_where_all_ranks_agree() -> None:
 class Halves(sharded.ShardingSpec):
     """A spec of a user's, which has no equality and another repr on every rank."""
 
-    def build_metadata(self, tensor_sizes, tensor_properties):  # type: ignore[no-untyped-def]
+    def build_metadata(self, tensor_sizes, tensor_properties):
         half = tensor_sizes[0] // 2
         shards = [
             sharded.ShardMetadata([0], [half], "rank:1/cpu"),

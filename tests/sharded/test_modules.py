@@ -1,6 +1,7 @@
 """Modules with sharded parameters by a plan: what they compute, and plans that are refused on all ranks."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ def test_a_planned_module_computes_what_the_whole_one_does() -> None:
     expected(torch.cat(rows)).square().sum().backward()
 
     def body(rank: int) -> None:
-        made = net()
+        made: Any = net()
         plan = sharded.ShardingPlan(
             {"0.weight": chunks(0, 0, 1, 2), "2.weight": chunks(1, 0, 1, 2)}, return_local_tensor=["2"]
         )
@@ -56,7 +57,7 @@ def test_a_planned_module_computes_what_the_whole_one_does() -> None:
 
 def test_outputs_are_resharded_and_collected() -> None:
     def body(rank: int) -> None:
-        made = net()
+        made: Any = net()
         plan = sharded.ShardingPlan(
             {"2.weight": chunks(0, 0, 1)}, output_plan={"": chunks(0, 0, 1)}, return_local_tensor=[""]
         )
@@ -81,7 +82,7 @@ def test_other_outputs_stay() -> None:
 def test_values_are_those_of_the_source() -> None:
     def body(rank: int) -> None:
         torch.manual_seed(rank)
-        made = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 5))
+        made: Any = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 5))
         sharded.shard_module(made, Rows().build_plan(made), src_rank=2)
         torch.manual_seed(2)
         expect_shards(made[0].weight, nn.Sequential(nn.Linear(6, 10))[0].weight.detach())
@@ -91,7 +92,7 @@ def test_values_are_those_of_the_source() -> None:
 
 def test_a_sharder_replaces_its_submodule() -> None:
     def body(rank: int) -> None:
-        made = net()
+        made: Any = net()
         sharded.shard_module(made, sharded.ShardingPlan({"0": Frozen(), "2.weight": chunks(0, 0, 1)}))
         assert isinstance(made[0], nn.Sequential)
         assert not made[0][0].weight.requires_grad
@@ -139,7 +140,7 @@ def test_a_plan_is_refused_on_all_ranks_before_anything_changes(case: str, every
     plan, kind, text = PLANS[case]
 
     def body(rank: int) -> None:
-        made = net()
+        made: Any = net()
         is_own = everywhere or rank == 0
         with pytest.raises(kind if is_own else MismatchError, match=re.escape(text)):
             sharded.shard_module(made, plan if is_own else sharded.ShardingPlan({"2.weight": ROWS}))
@@ -155,7 +156,7 @@ def test_similar_names_are_no_sharders_own() -> None:
             self.fc, self.fc1 = nn.Linear(2, 2), nn.Linear(2, 4)
 
     def body(rank: int) -> None:
-        made = Two()
+        made: Any = Two()
         sharded.shard_module(made, sharded.ShardingPlan({"fc": Frozen(), "fc1.weight": ROWS}))
         assert isinstance(made.fc1.weight, sharded.ShardedTensor)
 
@@ -200,9 +201,22 @@ def test_ranks_that_differ_are_named() -> None:
     run_ranks(2, body)
 
 
+def test_state_dicts_are_loaded_shard_by_shard() -> None:
+    def body(rank: int) -> None:
+        made, other = net(), nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 5))
+        for module in (made, other):
+            sharded.shard_module(module, sharded.ShardingPlan({"0.weight": chunks(1, 1, 0)}))
+        state = made.state_dict()
+        assert isinstance(state["0.weight"], sharded.ShardedTensor)
+        other.load_state_dict(state)
+        expect_shards(other.get_parameter("0.weight"), net().get_parameter("0.weight").detach())
+
+    run_ranks(2, body)
+
+
 def test_moved_modules_keep_their_parameters() -> None:
     def body(rank: int) -> None:
-        linear = nn.Linear(4, 6)
+        linear: Any = nn.Linear(4, 6)
         expected = linear.weight.detach().double().clone()
         sharded.shard_parameter(linear, "weight", ROWS)
         linear.double()

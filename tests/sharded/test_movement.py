@@ -106,7 +106,7 @@ def test_reshard_refuses_what_does_not_fit_and_leaves_the_tensor() -> None:
         with pytest.raises(
             TypeError, match=r"a sharding spec is a tritondt\.sharded\.ShardingSpec, .* got builtins\.str"
         ):
-            tensor.reshard("rows")  # type: ignore[arg-type]
+            tensor.reshard("rows")
         with pytest.raises(LayoutError, match=r"placed on rank 2, which is not among the group's \(0, 1\)"):
             tensor.reshard(chunks(0, 0, 2))
         with pytest.raises(LayoutError, match="moves among devices of one type, cpu here, and was asked for cuda"):
@@ -143,7 +143,7 @@ def test_where_shards_stay_nothing_moves() -> None:
 def test_a_reshard_moves_the_fewest_bytes() -> None:
     def body(rank: int) -> int:
         tensor = chunks(0, 0, 1, 2).shard(whole((6, 9)))
-        communicator = T.comm.world.current().communicator((0, 1, 2))  # type: ignore[attr-defined]
+        communicator = T.comm.world.current().communicator((0, 1, 2))
         before = communicator.traffic.received_bytes
         tensor.reshard(chunks(1, 2, 0, 1))
         return int(communicator.traffic.received_bytes - before)

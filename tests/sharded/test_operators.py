@@ -153,11 +153,11 @@ def test_tensors_like_others() -> None:
 
 def test_operators_of_users() -> None:
     @sharded.custom_sharded_op_impl(torch.asinh)
-    def asinh(types, args, kwargs, process_group):  # type: ignore[no-untyped-def]
+    def asinh(types, args, kwargs, process_group):
         return "asinh", process_group
 
     @sharded.custom_sharding_spec_op(sharded.EnumerableShardingSpec, torch.acosh)
-    def acosh(types, args, kwargs, process_group):  # type: ignore[no-untyped-def]
+    def acosh(types, args, kwargs, process_group):
         return "acosh"
 
     def body(rank: int) -> None:
@@ -168,7 +168,7 @@ def test_operators_of_users() -> None:
 
     run_ranks(3, body)
     with pytest.raises(TypeError, match=r"takes \(types, args, kwargs, process_group\), got a function of \(x\)"):
-        sharded.custom_sharded_op_impl(torch.asinh)(lambda x: x)  # type: ignore[arg-type]
+        sharded.custom_sharded_op_impl(torch.asinh)(lambda x: x)
     with pytest.raises(TypeError, match="asinh of sharded tensors was called without any"):
         asinh((), (torch.ones(1),), {}, None)
 
@@ -188,7 +188,7 @@ def test_linear_on_uneven_rows(dim: int) -> None:
         (output.local_tensor() * 2).sum().backward()
         assert x.grad is not None
         assert b.grad is not None
-        return x.grad, weight.local_tensor().grad, b.grad  # type: ignore[return-value]
+        return x.grad, weight.local_tensor().grad, b.grad
 
     whole_x, whole_w, whole_b = (x.clone().requires_grad_() for x in (torch.cat(rows), weights, bias))
     (F.linear(whole_x, whole_w, whole_b) * 2).sum().backward()
@@ -225,9 +225,9 @@ def test_embedding_of_uneven_rows(dim: int) -> None:
         (found * (rank + 1)).sum().backward()
         with pytest.raises(PropagationError, match=r"takes no max_norm, got 1\.0; leave it out"):
             F.embedding(indices[rank], weight, max_norm=1.0)
-        return weight.local_tensor().grad  # type: ignore[return-value]
+        return weight.local_tensor().grad
 
     whole_table = table.clone().requires_grad_()
-    sum((F.embedding(indices[rank], whole_table) * (rank + 1)).sum() for rank in (0, 1)).backward()  # type: ignore[union-attr]
+    sum((F.embedding(indices[rank], whole_table) * (rank + 1)).sum() for rank in (0, 1)).backward()
     first, second = run_ranks(2, body)
     assert_close(torch.cat([second, first], dim), whole_table.grad, rtol=0, atol=0)

@@ -41,8 +41,8 @@ REFUSED = {
         lambda: sharded.ChunkShardingSpec("rows", ["rank:0"]),
         NotImplementedError,
         "dim by its number",
-    ),  # type: ignore[arg-type]
-    "no dim": (lambda: sharded.ChunkShardingSpec(1.5, ["rank:0"]), LayoutError, "takes a dim as an int, got 1.5"),  # type: ignore[arg-type]
+    ),
+    "no dim": (lambda: sharded.ChunkShardingSpec(1.5, ["rank:0"]), LayoutError, "takes a dim as an int, got 1.5"),
     "no placements": (lambda: sharded.ChunkShardingSpec(0, []), LayoutError, "a placement for every chunk, got none"),
     "a dim too many": (lambda: shards_of(chunks(2, 0), 3, 3), LayoutError, "cuts dim 2 of a tensor of size (3, 3)"),
     "no rank": (lambda: sharded.ChunkShardingSpec(0, ["cpu"]), LayoutError, "names no rank; a shard is placed as"),

@@ -116,6 +116,9 @@ def test_copies_and_other_dtypes() -> None:
             assert made.dtype is torch.float64
             assert made.metadata().tensor_properties.dtype is torch.float64
             expect_shards(made, whole((5, 3), torch.float64))
+        assert not tensor.to(torch.int64).requires_grad
+        with torch.no_grad():
+            assert not tensor.to(torch.float64).requires_grad
         assert tensor.to("cpu") is tensor
         assert tensor.cpu() is tensor
         assert tensor.contiguous() is tensor

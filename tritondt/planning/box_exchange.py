@@ -52,7 +52,8 @@ def exchange_boxes(source: Boxes, target: Boxes, own: int) -> BoxExchange:
         if pair not in pairs:
             pairs.append(pair)
         keeps.append(Part(found.region, tensor=pairs.index(pair)))
-    sends, receives = [], []
+    sends: list[Message] = []
+    receives: list[Message] = []
     for peer in _around(own, len(source)):
         leaving = [Part(found.region, tensor=found.source) for found in _common(source[own], target[peer])]
         arriving = [Part(found.region, tensor=found.target) for found in _common(source[peer], target[own])]

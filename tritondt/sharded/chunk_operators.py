@@ -69,11 +69,12 @@ def linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTen
         bias = DTensor.from_local(bias, mesh, [Replicate()])
     (cut,) = weight.placements
     if cut.is_shard(0):
-        output = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
+        output: Any = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
     else:
         assert isinstance(cut, Shard), f"a weight in chunks is cut, not {cut}"
         x = x.redistribute(placements=[Shard(x.dim() - 1, sizes=cut.sizes)])
-        output = F.linear(x, weight).redistribute(placements=[Shard(0, sizes=num_rows)])
+        terms: Any = F.linear(x, weight)
+        output = terms.redistribute(placements=[Shard(0, sizes=num_rows)])
         output = output if bias is None else output + bias
     made = ShardedTensor.from_dtensor(output, found["weight"]._process_group)
     made._num_rows = num_rows
@@ -102,8 +103,8 @@ def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.T
         rows = indices.to_dtensor()
     else:
         rows = _rows_of_all(F.embedding, indices if indices.dim() else indices[None], weight._spec.mesh)
-    looked_up = F.embedding(rows.redistribute(placements=[Replicate()]), weight, found.get("padding_idx"))
-    own = looked_up.redistribute(placements=rows.placements).to_local()
+    looked_up: Any = F.embedding(rows.redistribute(placements=[Replicate()]), weight, found.get("padding_idx"))
+    own: torch.Tensor = looked_up.redistribute(placements=rows.placements).to_local()
     return own if isinstance(indices, ShardedTensor) or indices.dim() else own[0]
 
 

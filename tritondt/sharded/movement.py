@@ -104,7 +104,7 @@ def _blocks(
     boxes: Sequence[Box], numbers: Sequence[int | None], strides: Sequence[tuple[int, ...]] | None
 ) -> tuple[tuple[Block, ...], ...]:
     """Block of each tensor of an exchange, which holds one box or nothing; dense where no strides are given."""
-    found = []
+    found: list[tuple[Block, ...]] = []
     for number in numbers:
         if number is None:
             found.append(())

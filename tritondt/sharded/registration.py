@@ -17,5 +17,5 @@ def _add_checkpoints(_: ModuleType) -> None:
 
 
 when_imported("torch.distributed.checkpoint.planner_helpers", _add_checkpoints)
-ShardedTensor.__torch_function__ = staticmethod(call)  # type: ignore[method-assign, assignment]
+ShardedTensor.__torch_function__ = staticmethod(call)  # type: ignore[method-assign]
 torch.serialization.add_safe_globals([ShardedTensor, rebuild_sharded_tensor])

@@ -7,11 +7,11 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
+from torch.distributed import _remote_device as RemoteDevice
 
 from tritondt.errors import LayoutError
 from tritondt.planning.box_exchange import first_overlap
 from tritondt.sharded.metadata import (
-    RemoteDevice,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,

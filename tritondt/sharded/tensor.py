@@ -118,7 +118,7 @@ class ShardedTensor(torch.Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """A refusal: operators go through __torch_function__, and no kernel may meet a tensor without memory."""
         raise PropagationError(
             f"{func} was called on a sharded tensor from within torch, where it has no memory; call operators on "
@@ -217,7 +217,7 @@ class ShardedTensor(torch.Tensor):
         self._local_shards = [Shard(tensor, found) for tensor, found in zip(tensors, of_rank, strict=True)]
         self._metadata = metadata
 
-    def to(self, *args: Any, process_group: Group = None, copy: bool = False, **kwargs: Any) -> "ShardedTensor":  # type: ignore[override]
+    def to(self, *args: Any, process_group: Group = None, copy: bool = False, **kwargs: Any) -> "ShardedTensor":
         """The tensor with shards of another dtype or device type, or this one where nothing changes; not collective.
 
         Arguments are those of torch.Tensor.to. Shards go to the current device of each rank; `process_group` replaces
@@ -235,7 +235,10 @@ class ShardedTensor(torch.Tensor):
         if is_there and dtype is self.dtype and not copy and process_group is None:
             return self
         metadata = self._metadata.copy()
-        metadata.tensor_properties.dtype = dtype
+        properties = metadata.tensor_properties
+        properties.dtype = dtype
+        can_have_gradient = dtype.is_floating_point or dtype.is_complex
+        properties.requires_grad = properties.requires_grad and can_have_gradient and torch.is_grad_enabled()
         metadata.shards_metadata = [
             shard if shard.rank != self._mesh.identity.rank and device.type == found.type else shard.on_device(device)
             for shard in metadata.shards_metadata
@@ -249,13 +252,13 @@ class ShardedTensor(torch.Tensor):
         spec = self._sharding_spec if device.type == found.type else infer_sharding_spec(metadata)
         return type(self)._assembled(spec, metadata, group, shards)
 
-    def cpu(  # type: ignore[override]
+    def cpu(
         self, memory_format: torch.memory_format = torch.preserve_format, process_group: Group = None
     ) -> "ShardedTensor":
         """The tensor with shards on the CPU, or this one where they are there; arguments and errors as in `to`."""
         return self.to("cpu", memory_format=memory_format, process_group=process_group)
 
-    def cuda(  # type: ignore[override]
+    def cuda(
         self,
         device: Any = None,
         non_blocking: bool = False,
@@ -302,7 +305,7 @@ class ShardedTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedTensor":
         made = self._each(lambda tensor: deepcopy(tensor, memo), self._metadata.tensor_properties.requires_grad)
         if getattr(self, "_is_param", False):
-            made._is_param = True  # type: ignore[attr-defined]
+            made._is_param = True
         memo[id(self)] = made
         return made
 
@@ -312,7 +315,7 @@ class ShardedTensor(torch.Tensor):
     def __hash__(self) -> int:
         return id(self)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ShardedTensor({self._metadata})"
 
     def to_dtensor(
