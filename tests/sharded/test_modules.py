@@ -55,6 +55,40 @@ def test_a_planned_module_computes_what_the_whole_one_does() -> None:
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_optimizers_step_shard_by_shard(kind: str) -> None:
+    rows = [whole((count, 6)) / 10 for count in (2, 1, 3)]
+    options: Any = {"lr": 0.1, "momentum": 0.9} if kind == "SGD" else {"lr": 0.1}
+
+    def made() -> Any:
+        torch.manual_seed(5)
+        return nn.Sequential(nn.Linear(6, 10, bias=False), nn.GELU(), nn.Linear(10, 5, bias=False))
+
+    def trained(model: Any, x: torch.Tensor) -> Any:
+        optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
+        for _ in range(3):
+            model(x).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert model[0].weight.grad is None
+        return model
+
+    expected = trained(made(), torch.cat(rows))
+
+    def body(rank: int) -> None:
+        plan = sharded.ShardingPlan(
+            {"0.weight": chunks(0, 0, 1, 2), "2.weight": chunks(1, 0, 1, 2)}, return_local_tensor=["2"]
+        )
+        model = made()
+        sharded.shard_module(model, plan)
+        trained(model, rows[rank])
+        for number, dim in ((0, 0), (2, 1)):
+            assert_close(model[number].weight.local_tensor(), expected[number].weight.chunk(3, dim)[rank])
+
+    run_ranks(3, body)
+
+
 def test_outputs_are_resharded_and_collected() -> None:
     def body(rank: int) -> None:
         made: Any = net()

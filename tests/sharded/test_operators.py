@@ -95,6 +95,24 @@ def test_what_distributed_tensors_do() -> None:
     run_ranks(2, body)
 
 
+def test_gradients_are_those_of_the_shards() -> None:
+    def body(rank: int) -> None:
+        tensor = UNEVEN.shard(whole((5, 3)).requires_grad_())
+        assert tensor.grad is None
+        sum((shard.tensor * 2).sum() for shard in tensor.local_shards()).backward() if rank < 2 else None
+        assert (tensor.grad is None) == (rank == 2)
+        if tensor.grad is not None:
+            expect_shards(tensor.grad, torch.full((5, 3), 2.0))
+        tensor.grad = torch.ones_like(tensor)
+        assert all(bool((shard.tensor.grad == 1).all()) for shard in tensor.local_shards())
+        tensor.grad = None
+        assert all(shard.tensor.grad is None for shard in tensor.local_shards())
+        assert tensor.data.local_shards()[0].tensor.data_ptr() if rank < 2 else True
+        assert (tensor == None) is False  # noqa: E711  what Python answers where torch does not
+
+    run_ranks(3, body)
+
+
 def test_what_is_refused() -> None:
     def body(rank: int) -> None:
         rows, columns, uneven = (spec.shard(whole((5, 3))) for spec in (chunks(0, 0, 1, 2), chunks(1, 0, 1, 2), UNEVEN))
@@ -105,6 +123,9 @@ def test_what_is_refused() -> None:
             (lambda: torch.ones(5, 3).add_(rows), PropagationError, "add_ writes a plain tensor, got sharded ones"),
             (lambda: uneven.sum(), PropagationError, "sum of a sharded tensor of size (5, 3) is not known to go shard"),
             (lambda: rows.index_fill_(0, torch.tensor([0]), 1), PropagationError, "is not known to go shard by shard"),
+            (lambda: rows.register_hook(print), PropagationError, "is about the memory or the gradient of one tensor"),
+            (lambda: rows.data_ptr(), PropagationError, "call it on the tensors of local_shards()"),
+            (lambda: setattr(rows, "grad", columns), LayoutError, "is None, or a sharded tensor that is cut alike"),
             (lambda: torch.equal(rows, torch.ones(5, 3)), TypeError, "torch.equal takes two sharded tensors, got"),
         )
         for run, kind, text in cases:

@@ -42,7 +42,7 @@ FUNCTIONS = _functions(_NAMES, torch, torch.Tensor) | _functions(_OF_FUNCTIONAL,
 IN_PLACE = _functions(_IN_PLACE, torch, torch.Tensor)
 
 
-def run_elementwise(func: Function, args: Any, kwargs: Any) -> ShardedTensor:
+def run_elementwise(func: Function, args: Any, kwargs: Any) -> Any:
     """Result of an operator on every shard, cut as its arguments are; nothing is sent.
 
     Sharded tensors among the arguments hold the same boxes: LayoutError where they do not. Plain tensors have no dims:
@@ -66,6 +66,8 @@ def run_elementwise(func: Function, args: Any, kwargs: Any) -> ShardedTensor:
     tensors = [_on_shard(func, args, kwargs, number) for number in range(len(first._local_shards))]
     # A rank without shards learns the dtype from none of its elements.
     like = tensors[0] if tensors else _on_shard(func, args, kwargs, None)
+    if like is NotImplemented:  # as of x == None, which Python then answers
+        return like
     properties = first._metadata.copy().tensor_properties
     properties.dtype = like.dtype
     wants_grad = any(tensor._metadata.tensor_properties.requires_grad for tensor in found)
@@ -88,7 +90,7 @@ def _run_in_place(func: Function, args: Any, kwargs: Any) -> ShardedTensor:
     return target
 
 
-def _on_shard(func: Function, args: Any, kwargs: Any, number: int | None) -> torch.Tensor:
+def _on_shard(func: Function, args: Any, kwargs: Any, number: int | None) -> Any:
     """The function on shard `number` of every sharded tensor, or on tensors without elements."""
 
     def chosen(leaf: Any) -> Any:
@@ -98,8 +100,7 @@ def _on_shard(func: Function, args: Any, kwargs: Any, number: int | None) -> tor
             return torch.empty((0,) * leaf.dim(), dtype=leaf.dtype)
         return leaf._local_shards[number].tensor
 
-    found: torch.Tensor = func(*tree_map(chosen, args), **tree_map(chosen, kwargs))
-    return found
+    return func(*tree_map(chosen, args), **tree_map(chosen, kwargs))
 
 
 def _check_plain(func: Function, leaf: Any) -> None:

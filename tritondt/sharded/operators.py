@@ -23,11 +23,18 @@ def _getters(*names: str) -> list[Any]:
 
 # What the outer tensor answers by itself: size, dtype and flags, without memory.
 _OF_OUTER = {
-    *_getters("shape", "dtype", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf", "device"),
+    *_getters("shape", "dtype", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "device"),
     *_getters("_version", "is_meta", "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_nested", "output_nr"),
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "stride", "is_contiguous")),
     *(getattr(torch.Tensor, name) for name in ("is_floating_point", "is_complex", "element_size", "__len__")),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.Tensor.get_device, torch.Tensor.is_shared),
+}
+
+
+# They would act on a tensor that is gone once the call returns.
+_OF_ONE_MEMORY = {
+    *("backward", "data_ptr", "pin_memory", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+    *("storage", "untyped_storage", "_typed_storage"),
 }
 
 
@@ -45,6 +52,11 @@ def call(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return own(types, args, kwargs, found[0]._process_group)
     if func in FUNCTIONS or func in IN_PLACE:
         return run_elementwise(func, args, kwargs)
+    if getattr(func, "__name__", "") in _OF_ONE_MEMORY:
+        raise PropagationError(
+            f"{name_of(func)} is about the memory or the gradient of one tensor, and a sharded one has those of its "
+            "shards; call it on the tensors of local_shards()"
+        )
     if _writes(func):
         raise PropagationError(
             f"{name_of(func)} writes its tensor, and is not known to go shard by shard; call it on "
@@ -61,7 +73,7 @@ def call(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
 
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    return name in ("__set__", "__setitem__", "backward") or (name.endswith("_") and not name.endswith("__"))
+    return name in ("__set__", "__setitem__") or (name.endswith("_") and not name.endswith("__"))
 
 
 def _text(tensor: ShardedTensor) -> str:
@@ -90,7 +102,7 @@ def _like(factory: Callable[..., ShardedTensor]) -> Implementation:
         """A tensor cut as another one, of its dtype unless one is given."""
         tensor, *rest = args
         options = {"dtype": tensor.dtype, "process_group": process_group} | {
-            key: value for key, value in kwargs.items() if value is not None
+            key: value for key, value in kwargs.items() if value not in (None, torch.preserve_format)
         }
         size = tensor.metadata().size
         return factory(tensor.sharding_spec(), size, *rest, **options)
@@ -150,6 +162,28 @@ def _constant(tensor: ShardedTensor, val: float) -> ShardedTensor:
     return factories.fill(tensor, val)
 
 
+def _gradient(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor | None:
+    """Gradients of the shards as a tensor, cut alike; None before there is one, and on a rank without shards."""
+    (tensor,) = args
+    parts = [shard.tensor for shard in tensor.local_shards()]
+    if all(part.grad is None for part in parts):
+        return None
+    found = [torch.zeros_like(part) if part.grad is None else part.grad for part in parts]
+    properties = tensor.metadata().copy().tensor_properties
+    properties.requires_grad = any(part.requires_grad for part in found)
+    made: ShardedTensor = tensor._with_tensors(found, properties)
+    return made
+
+
+def _set_gradient(types: Any, args: Any, kwargs: Any, process_group: Any) -> None:
+    """Gives every shard its part of a gradient that is cut alike, or None."""
+    tensor, gradient = args
+    if gradient is not None and (not isinstance(gradient, ShardedTensor) or gradient._boxes != tensor._boxes):
+        raise LayoutError("the gradient of a sharded tensor is None, or a sharded tensor that is cut alike")
+    for number, shard in enumerate(tensor.local_shards()):
+        shard.tensor.grad = None if gradient is None else gradient.local_shards()[number].tensor
+
+
 def _same(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     return args[0]
 
@@ -164,6 +198,9 @@ _TABLE: dict[Any, Implementation] = {
     torch.Tensor.equal: _compare("equal", torch.equal),
     getattr(torch, "allclose"): _compare("allclose", getattr(torch, "allclose")),  # noqa: B009  banned in tests alone
     torch.Tensor.type_as: _type_as,
+    getattr(torch.Tensor, "grad").__get__: _gradient,  # noqa: B009  a descriptor, which its type hides
+    getattr(torch.Tensor, "grad").__set__: _set_gradient,  # noqa: B009
+    getattr(torch.Tensor, "data").__get__: lambda types, args, kwargs, group: args[0].detach(),  # noqa: B009
     torch.Tensor.copy_: _copy,
     torch.Tensor.contiguous: _same,
     torch._has_compatible_shallow_copy_type: _never,
