@@ -70,7 +70,7 @@ def test_gather_converts() -> None:
 GATHERS = {
     "none": (None, None, r"takes out=, of size \(5, 2\), on that rank; rank 0 gave none"),
     "two": ((5, 2), (5, 2), r"takes out= on that rank only; rank 1 gave one, too"),
-    "size": ((2, 5), None, r"takes a strided out= of size \(5, 2\); rank 0 gave one of \(2, 5\)"),
+    "size": ((2, 5), None, r"takes a strided out= of size \(5, 2\), .* rank 0 gave one of \(2, 5\)"),
 }
 
 
@@ -98,6 +98,41 @@ def test_gather_is_refused_on_all_ranks(case: str) -> None:
     run_ranks(2, differing)
     with pytest.raises(LayoutError, match=r"gather was asked for dst=2; allowed are 0\.\.1, ranks of its group"):
         run_ranks(2, lambda rank: sharded.ones(chunks(0, 0, 1), 4).gather(2))
+
+
+def test_gather_writes_every_element_of_any_tensor() -> None:
+    def body(rank: int) -> None:
+        values = torch.complex(whole((3, 2)), whole((3, 2)) + 1)
+        shards = [
+            sharded.Shard.from_tensor_and_offsets(values[:2].conj() if rank == 0 else values[2:], [2 * rank, 0], rank)
+        ]
+        expected = torch.cat([values[:2].conj(), values[2:]]).resolve_conj()
+        tensor = sharded.init_from_local_shards(shards, 3, 2)
+        out = torch.empty(3, 2, dtype=values.dtype)
+        tensor.gather(0, out.conj() if rank == 0 else None)
+        if rank == 0:
+            assert_close(out.conj().resolve_conj(), expected, rtol=0, atol=0)
+        with pytest.raises((LocalTensorError, sharded.ShardingMismatchError), match=r"rank 0 gave one of .* \(0, 1\)"):
+            tensor.gather(0, torch.empty(1, 2, dtype=values.dtype).expand(3, 2) if rank == 0 else None)
+        tensor.reshard(chunks(1, 0, 1))
+        expect_shards(tensor, expected)
+
+    run_ranks(2, body)
+
+
+def test_a_shard_that_was_replaced_by_another_is_refused_on_all_ranks() -> None:
+    def body(rank: int) -> None:
+        for wrong in (torch.ones(1, 2), torch.ones(2, 2, dtype=torch.float64)):
+            tensor = chunks(0, 0, 1).shard(whole((4, 2)))
+            if rank == 1:
+                tensor.local_shards()[0].tensor = wrong
+            with pytest.raises(
+                (LocalTensorError, PeerError), match=r"rank 1 holds shards of sizes \[\(2, 2\)\], float32"
+            ):
+                tensor.reshard(chunks(1, 0, 1))
+        sharded.ones(chunks(0, 0, 1), 4, 2).reshard(chunks(1, 0, 1))
+
+    run_ranks(2, body)
 
 
 def test_reshard_refuses_what_does_not_fit_and_leaves_the_tensor() -> None:

@@ -48,7 +48,13 @@ def gather_whole(held: HeldShards, dst: int, out: torch.Tensor | None, dtype: to
     whole = (tuple((0, size) for size in held.shape),)
     target: Boxes = tuple(whole if position == dst else () for position in range(len(mesh.ranks)))
     device = own_device(held.metadata, mesh)
-    is_direct = out is not None and out.dtype is dtype and out.device == device
+    is_direct = (
+        out is not None
+        and out.dtype is dtype
+        and out.device == device
+        and type(out) in (torch.Tensor, torch.nn.Parameter)
+        and not (out.is_conj() or out.is_neg())
+    )
     with torch.no_grad():
         found = move(
             Movement(mesh, held.boxes, target, dtype, device),
@@ -70,10 +76,16 @@ def _check_gathered(held: HeldShards, dst: int, out: torch.Tensor | None) -> Non
         raise LocalTensorError(f"gather to dst={dst} takes out=, of size {size}, on that rank; rank {rank} gave none")
     if not is_target and out is not None:
         raise LocalTensorError(f"gather to dst={dst} takes out= on that rank only; rank {rank} gave one, too")
-    if out is not None and (tuple(out.shape) != size or out.layout is not torch.strided):
+    if out is not None and (tuple(out.shape) != size or out.layout is not torch.strided or _overlaps(out)):
+        strides = out.stride() if out.layout is torch.strided else out.layout
         raise LocalTensorError(
-            f"gather to dst={dst} takes a strided out= of size {size}; rank {rank} gave one of {tuple(out.shape)}"
+            f"gather to dst={dst} takes a strided out= of size {size}, with memory for each element; rank {rank} gave "
+            f"one of {tuple(out.shape)} and strides {strides}"
         )
+
+
+def _overlaps(out: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(out.shape, out.stride(), strict=True))
 
 
 def moved_shards(held: HeldShards, boxes: Boxes, device: torch.device) -> list[torch.Tensor]:

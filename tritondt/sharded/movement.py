@@ -8,6 +8,7 @@ import torch
 
 from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator, Transfer
+from tritondt.errors import LocalTensorError
 from tritondt.kernels.memory import allocate
 from tritondt.planning.box_exchange import Boxes, exchange_boxes
 from tritondt.planning.exchange import renumber_peers
@@ -53,6 +54,9 @@ def move(
     """
     if movement.mesh.coordinate is None:
         return []
+    _check_or_refuse(movement, sources)
+    # Memory holds other values than a tensor whose conjugation or sign is yet to be applied.
+    sources = [source.resolve_conj().resolve_neg() for source in sources]
     strides = tuple(source.stride() for source in sources)
     compiled = _compile(movement, strides, None if into is None else tuple(target.stride() for target in into))
     device = movement.device
@@ -66,6 +70,28 @@ def move(
         compiled.transfer,
     )
     return targets
+
+
+def _check_or_refuse(movement: Movement, sources: Sequence[torch.Tensor]) -> None:
+    """Raises LocalTensorError for shards that are not what the metadata say, once the waiting ranks know why."""
+    mesh = movement.mesh
+    own = [_lengths(box) for box in movement.source[mesh.ranks.index(mesh.identity.rank)]]
+    found = [tuple(source.shape) for source in sources]
+    fits = found == own and all(
+        source.dtype is movement.dtype
+        and source.device.type == mesh.device_type
+        and source.layout is torch.strided
+        and (source.data_ptr() or not source.numel())
+        for source in sources
+    )
+    if not fits:
+        kinds = [f"{tuple(source.shape)} {str(source.dtype)[6:]} on {source.device}" for source in sources]
+        error = LocalTensorError(
+            f"rank {mesh.identity.rank} holds shards of sizes {own}, {str(movement.dtype)[6:]}, on {mesh.device_type}; "
+            f"found {kinds}; a shard's tensor is replaced by one of the same size and dtype, that has memory"
+        )
+        world.current().communicator(mesh.ranks, mesh.device_type).refuse(error)
+        raise error
 
 
 @lru_cache(maxsize=1024)
