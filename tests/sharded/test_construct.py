@@ -51,7 +51,8 @@ def test_specs_of_users() -> None:
         tensor = Halves().shard(whole((5,)), 1)
         expect_shards(tensor, whole((5,)))
         tensor.reshard(chunks(0, 0, 1)).reshard(Halves())
-        return tensor.local_tensor().tolist()
+        found: list[float] = tensor.local_tensor().tolist()
+        return found
 
     assert run_ranks(2, body) == [[2, 3, 4], [0, 1]]
 

@@ -33,7 +33,7 @@ class Rows(sharded.ShardingPlanner):
 def test_a_planned_module_computes_what_the_whole_one_does() -> None:
     """Columns, then rows: the output is this rank's own rows again; gradients are those of all ranks' rows."""
     rows = [whole((count, 6)) / 10 for count in (2, 1, 3)]
-    expected = net()
+    expected: Any = net()
     expected(torch.cat(rows)).square().sum().backward()
 
     def body(rank: int) -> None:
@@ -119,7 +119,7 @@ def test_values_are_those_of_the_source() -> None:
         made: Any = nn.Sequential(nn.Linear(6, 10), nn.GELU(), nn.Linear(10, 5))
         sharded.shard_module(made, Rows().build_plan(made), src_rank=2)
         torch.manual_seed(2)
-        expect_shards(made[0].weight, nn.Sequential(nn.Linear(6, 10))[0].weight.detach())
+        expect_shards(made[0].weight, nn.Linear(6, 10).weight.detach())
 
     run_ranks(3, body)
 
@@ -254,7 +254,8 @@ def test_moved_modules_keep_their_parameters() -> None:
         expected = linear.weight.detach().double().clone()
         sharded.shard_parameter(linear, "weight", ROWS)
         linear.double()
-        assert isinstance(linear.weight, nn.Parameter)
+        is_parameter = isinstance(linear.weight, nn.Parameter)
+        assert is_parameter
         assert linear.weight.dtype is torch.float64
         assert F.linear(torch.ones(1, 4).double(), linear.weight).dtype is torch.float64
         out = torch.empty(6, 4).double() if rank == 0 else None

@@ -1,6 +1,7 @@
 """Operators on sharded tensors: shard by shard, by way of distributed tensors, and those that users register."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -95,11 +96,25 @@ def test_what_distributed_tensors_do() -> None:
     run_ranks(2, body)
 
 
+def test_ranks_without_shards_stay_in_the_group() -> None:
+    values = whole((5, 4))
+
+    def body(rank: int) -> None:
+        tensor = chunks(0, 1, 0).shard(values)
+        found = torch.softmax(tensor, 1) + tensor
+        expect_shards(found, torch.softmax(values, 1) + values)
+        assert len(found.reshard(chunks(0, 0, 1, 2)).local_shards()) == 1
+        expect_shards(found, torch.softmax(values, 1) + values)
+
+    run_ranks(3, body)
+
+
 def test_gradients_are_those_of_the_shards() -> None:
     def body(rank: int) -> None:
         tensor = UNEVEN.shard(whole((5, 3)).requires_grad_())
         assert tensor.grad is None
-        sum((shard.tensor * 2).sum() for shard in tensor.local_shards()).backward() if rank < 2 else None
+        for shard in tensor.local_shards():
+            (shard.tensor * 2).sum().backward()
         assert (tensor.grad is None) == (rank == 2)
         if tensor.grad is not None:
             expect_shards(tensor.grad, torch.full((5, 3), 2.0))
@@ -152,13 +167,14 @@ def test_comparisons_are_alike_on_all_ranks() -> None:
 def test_tensors_like_others() -> None:
     def body(rank: int) -> None:
         tensor = UNEVEN.shard(whole((5, 3)).double())
-        for found, expected in (
+        made: Any
+        for made, expected in (
             (torch.zeros_like(tensor), torch.zeros(5, 3)),
             (torch.ones_like(tensor), torch.ones(5, 3)),
             (torch.full_like(tensor, 4), torch.full((5, 3), 4.0)),
         ):
-            assert found.sharding_spec() == UNEVEN
-            expect_shards(found, expected.double())
+            assert made.sharding_spec() == UNEVEN
+            expect_shards(made, expected.double())
         assert torch.empty_like(tensor, dtype=torch.int32).dtype is torch.int32
         assert torch.rand_like(tensor).size() == torch.randn_like(tensor).size() == torch.Size([5, 3])
         assert tensor.type_as(whole((1,))).dtype is torch.float32
@@ -188,8 +204,12 @@ def test_operators_of_users() -> None:
         assert isinstance(torch.acosh(rows), sharded.ShardedTensor)
 
     run_ranks(3, body)
+
+    def one(x):
+        return x
+
     with pytest.raises(TypeError, match=r"takes \(types, args, kwargs, process_group\), got a function of \(x\)"):
-        sharded.custom_sharded_op_impl(torch.asinh)(lambda x: x)
+        sharded.custom_sharded_op_impl(torch.asinh)(one)
     with pytest.raises(TypeError, match="asinh of sharded tensors was called without any"):
         asinh((), (torch.ones(1),), {}, None)
 
@@ -202,7 +222,7 @@ def test_linear_on_uneven_rows(dim: int) -> None:
     def body(rank: int) -> tuple[torch.Tensor, ...]:
         weight = chunks(dim, 0, 1, 2).shard(weights.clone().requires_grad_())
         x, b = rows[rank].clone().requires_grad_(), bias.clone().requires_grad_()
-        output = F.linear(x, weight, b)
+        output: Any = F.linear(x, weight, b)
         expect_shards(output, F.linear(torch.cat(rows), weights, bias))
         if dim == 1:
             assert_close(output.local_tensor(), F.linear(x, weights, bias), rtol=0, atol=0)
@@ -238,7 +258,7 @@ def test_embedding_of_uneven_rows(dim: int) -> None:
     table = whole((9, 4))
     indices = [torch.tensor([[0, 8, 3]]), torch.tensor([[5, 5, 1], [2, 7, 6]])]
 
-    def body(rank: int) -> torch.Tensor:
+    def body(rank: int):
         weight = chunks(dim, 1, 0).shard(table.clone().requires_grad_())
         found = F.embedding(indices[rank], weight)
         assert_close(found, F.embedding(indices[rank], table), rtol=0, atol=0)
@@ -249,6 +269,7 @@ def test_embedding_of_uneven_rows(dim: int) -> None:
         return weight.local_tensor().grad
 
     whole_table = table.clone().requires_grad_()
-    sum((F.embedding(indices[rank], whole_table) * (rank + 1)).sum() for rank in (0, 1)).backward()
+    for rank in (0, 1):
+        (F.embedding(indices[rank], whole_table) * (rank + 1)).sum().backward()
     first, second = run_ranks(2, body)
     assert_close(torch.cat([second, first], dim), whole_table.grad, rtol=0, atol=0)

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -36,13 +37,15 @@ def test_placements_are_names_or_remote_devices_of_torch() -> None:
     assert isinstance(sharded.DevicePlacementSpec("rank:2/cpu"), sharded.PlacementSpec)
 
 
+ROWS: Any = "rows"
+HALF: Any = 1.5
 REFUSED = {
     "a name for a dim": (
-        lambda: sharded.ChunkShardingSpec("rows", ["rank:0"]),
+        lambda: sharded.ChunkShardingSpec(ROWS, ["rank:0"]),
         NotImplementedError,
         "dim by its number",
     ),
-    "no dim": (lambda: sharded.ChunkShardingSpec(1.5, ["rank:0"]), LayoutError, "takes a dim as an int, got 1.5"),
+    "no dim": (lambda: sharded.ChunkShardingSpec(HALF, ["rank:0"]), LayoutError, "takes a dim as an int, got 1.5"),
     "no placements": (lambda: sharded.ChunkShardingSpec(0, []), LayoutError, "a placement for every chunk, got none"),
     "a dim too many": (lambda: shards_of(chunks(2, 0), 3, 3), LayoutError, "cuts dim 2 of a tensor of size (3, 3)"),
     "no rank": (lambda: sharded.ChunkShardingSpec(0, ["cpu"]), LayoutError, "names no rank; a shard is placed as"),

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -59,8 +60,9 @@ def test_random_numbers_follow_from_the_place() -> None:
     assert normal.min() < 0
 
 
+NO_SPEC: Any = [0, 1]
 BAD = {
-    "a spec": (lambda: sharded.zeros([0, 1], 4), TypeError, "a sharding spec is a tritondt.sharded.ShardingSpec"),
+    "a spec": (lambda: sharded.zeros(NO_SPEC, 4), TypeError, "a sharding spec is a tritondt.sharded.ShardingSpec"),
     "a size": (lambda: sharded.zeros(chunks(0, 0, 1), 4.5), TypeError, "a size is ints, or one sequence of ints"),
     "rrefs": (lambda: sharded.zeros(chunks(0, 0, 1), 4, init_rrefs=True), NotImplementedError, "not made here; gather"),
     "layout": (
@@ -136,12 +138,13 @@ def test_copies_and_other_dtypes() -> None:
 @pytest.mark.parametrize("spec", [chunks(0, 1, 0, 2), UNEVEN], ids=["chunks", "listed"])
 def test_saved_and_loaded(spec: sharded.ShardingSpec) -> None:
     def body(rank: int) -> tuple[bytes, str]:
-        tensor = nn.Parameter(spec.shard(whole((5, 3))))
+        tensor: Any = nn.Parameter(spec.shard(whole((5, 3))))
         file = io.BytesIO()
         torch.save({"weight": tensor}, file)
         file.seek(0)
-        loaded = torch.load(file)["weight"]
-        assert isinstance(loaded, nn.Parameter)
+        loaded: Any = torch.load(file)["weight"]
+        is_parameter = isinstance(loaded, nn.Parameter)
+        assert is_parameter
         assert loaded.metadata() == tensor.metadata()
         assert loaded.sharding_spec() == spec
         expect_shards(loaded, whole((5, 3)))

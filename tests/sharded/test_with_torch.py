@@ -109,10 +109,11 @@ def on_processes(rank: int) -> None:
     else:
         with pytest.raises(T.MeshError, match="takes a process group, a mesh, or None for the world"):
             sharded.shard_tensor(whole((5, 2)), chunks(0, 2, 0), 1, group)
+    theirs: Any = torch_spec.ChunkShardingSpec(0, ["rank:0/cpu"])
     with pytest.raises(
         TypeError, match=r"a sharding spec is a tritondt\.sharded\.ShardingSpec, .* got torch\.distributed"
     ):
-        sharded.zeros(torch_spec.ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
+        sharded.zeros(theirs, 4)
 
 
 @pytest.mark.extended

@@ -10,7 +10,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import PropagationError
 from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharded.agreement import ShardingMismatchError
-from tritondt.sharded.registries import Function, check_group, name_of
+from tritondt.sharded.registries import Function, check_group, name_of, tensors_among
 from tritondt.sharded.tensor import ShardedTensor
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Replicate, Shard
@@ -28,12 +28,13 @@ def run_on_dtensors(func: Function, args: Any, kwargs: Any) -> Any:
     def shared(leaf: Any) -> Any:
         return leaf.to_dtensor() if isinstance(leaf, ShardedTensor) else leaf
 
+    group = tensors_among(args, kwargs)[0]._mesh
     found = func(*tree_map(shared, args), **tree_map(shared, kwargs))
-    return tree_map(_handed_out, found)
+    return tree_map(lambda leaf: _handed_out(leaf, group), found)
 
 
-def _handed_out(leaf: Any) -> Any:
-    """A distributed result as a sharded tensor, or as a plain one where every rank has all of it."""
+def _handed_out(leaf: Any, group: Mesh) -> Any:
+    """A distributed result as a sharded tensor of a group, or as a plain one where every rank has all of it."""
     if not isinstance(leaf, DTensor):
         return leaf
     if any(isinstance(placement, Partial) for placement in leaf.placements):
@@ -41,7 +42,7 @@ def _handed_out(leaf: Any) -> Any:
         leaf = leaf.redistribute(placements=placements)
     if all(isinstance(placement, Replicate) for placement in leaf.placements):
         return leaf.to_local()
-    return ShardedTensor.from_dtensor(leaf)
+    return ShardedTensor.from_dtensor(leaf, group)
 
 
 def linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
@@ -76,7 +77,7 @@ def linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTen
         terms: Any = F.linear(x, weight)
         output = terms.redistribute(placements=[Shard(0, sizes=num_rows)])
         output = output if bias is None else output + bias
-    made = ShardedTensor.from_dtensor(output, found["weight"]._process_group)
+    made = ShardedTensor.from_dtensor(output, found["weight"]._mesh)
     made._num_rows = num_rows
     return made
 

@@ -105,7 +105,8 @@ def _like(factory: Callable[..., ShardedTensor]) -> Implementation:
             key: value for key, value in kwargs.items() if value not in (None, torch.preserve_format)
         }
         size = tensor.metadata().size
-        return factory(tensor.sharding_spec(), size, *rest, **options)
+        found: ShardedTensor = factory(tensor.sharding_spec(), size, *rest, **options)
+        return found
 
     return made
 
@@ -118,7 +119,7 @@ def _type_as(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     return tensor.to(other.dtype)
 
 
-def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
+def _copy(types: Any, args: Any, kwargs: Any, process_group: Any) -> Any:
     """The first tensor with the values of the second, which is cut alike."""
     target, source, *_ = args
     if not (isinstance(target, ShardedTensor) and isinstance(source, ShardedTensor)):
