@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.sharded.reshard --rounds 25 --json FILE
 
-A case is a size and two chunk specs; a round reshards one tensor there and back with each library, in turns. Times are
-those of the slowest rank. Values are compared exactly first.
+Chunks are even: torch's reshard on Gloo takes no others. A case is a size and two chunk specs; a round reshards one
+tensor there and back with each library, in turns. Times are those of the slowest rank. Values are compared first.
 """
 
 import argparse
@@ -26,7 +26,6 @@ import tritondt.sharded as sharded
 CASES = {
     "256x256 rows to columns": ((256, 256), 0, 1, False),
     "1024x1024 rows to columns": ((1024, 1024), 0, 1, False),
-    "1023x1021 rows to columns": ((1023, 1021), 0, 1, False),
     "4096x4096 rows to columns": ((4096, 4096), 0, 1, False),
     "4096x4096 columns to rows": ((4096, 4096), 1, 0, False),
     "4096x4096 rows to other ranks": ((4096, 4096), 0, 0, True),

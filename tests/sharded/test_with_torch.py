@@ -61,10 +61,11 @@ def _values(metadata: Any) -> list[Any]:
 def beside_torch(rank: int) -> None:
     """What torch can do, one shard to every rank in chunks, is done alike."""
     warnings.simplefilter("ignore", FutureWarning)
-    # Torch cannot reshard uneven chunks along another dim where the ranks are in another order, nor empty ones.
-    for shape, first in (((7, 5), [0, 1, 2]), ((9, 6), [1, 2, 0]), ((6, 7, 3), [0, 1, 2])):
-        values = whole(shape)
-        for dim, other_dim, order in ((0, 1, first), (1, 0, [0, 1, 2]), (0, 0, [2, 0, 1])):
+    # Torch cannot reshard uneven chunks on Gloo, whose scatter takes equal pieces; and along the dim that is cut
+    # already it aborts (SIGABRT) where the ranks go round, as 2, 0, 1.
+    for shape, first in (((7, 5), [0, 1, 2]), ((9, 6), [1, 2, 0]), ((6, 12, 3), [0, 1, 2])):
+        values, is_even = whole(shape), all(size % 3 == 0 for size in shape[:2])
+        for dim, other_dim, order in ((0, 1, first), (1, 0, [0, 1, 2]), (0, 1, [2, 0, 1])):
             theirs_spec = torch_spec.ChunkShardingSpec(dim, [f"rank:{each}/cpu" for each in order])
             theirs = torch_shard._shard_tensor(values, theirs_spec, 1)
             ours = sharded.shard_tensor(values, chunks(dim, *order), 1)
@@ -74,6 +75,8 @@ def beside_torch(rank: int) -> None:
             theirs.gather(2, outs[0])
             ours.gather(2, outs[1])
             assert_close(outs[1], outs[0], rtol=0, atol=0) if rank == 2 else None
+            if not is_even:
+                continue
             theirs.reshard(torch_spec.ChunkShardingSpec(other_dim, [f"rank:{each}/cpu" for each in range(3)]))
             ours.reshard(chunks(other_dim, 0, 1, 2))
             assert _values(ours.metadata()) == _values(theirs.metadata())
