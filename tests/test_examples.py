@@ -1,6 +1,6 @@
-"""The programs of examples/ run as ranks; the Python that README.md and docs/guide.md show; links, and README's size.
+"""The programs of examples/ run as ranks; the Python that README.md and the guides show; links, and README's size.
 
-A block of Python in README.md or docs/guide.md is lines of a file of examples/, or else part of its page's program: the
+A block of Python in README.md or a guide is lines of a file of examples/, or else part of its page's program: the
 other blocks of the page, in order, which two ranks run.
 """
 
@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
 MAX_README_BYTES = 8192
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "guide.md")
+PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "guide.md", REPOSITORY / "docs" / "sharded_guide.md")
 
 # Each example with its number of ranks, None for a program without any, and what the first rank prints.
 PRINTED = {
@@ -29,6 +29,7 @@ PRINTED = {
         r"0\.0\.weight \(S0, S0\) \(3, 6\) of \(9, 6\)[\s\S]*1\.2\.weight \(S0, S1\) \(3, 5\)",
     ),
     "redistribute": (4, r"exchange +\(S0, S0\) +\(R, S1\)[\s\S]*\(256, 1000\) -> \(1023, 500\).*\(256, 1000\)"),
+    "sharded_tensor": (2, r"rank 0 holds \[\(1, 4\), \(4, 1\)\]"),
     "tensor_parallel": (4, r"Attention\.out +\(P\(sum\)\) -> \(R\)[\s\S]*DTensor\(\(S0\(unit=16\)\) of \(96, 96\)"),
     "torch_backend": (2, r"backend tritondt, mean loss 0\.0"),
 }

@@ -41,6 +41,14 @@ def words_of(
     return tuple(random_words(region, spec.shape, key, lane, device) for lane in range(num_words))
 
 
+def shared_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
+    """One number drawn from `generator`, alike on every rank of `mesh`, as `words_of` draws it.
+
+    `random_words` takes it as its key, for parts that no spec describes.
+    """
+    return _key(mesh, generator)
+
+
 def words_like(
     local: torch.Tensor, spec: DTensorSpec, generator: torch.Generator | None = None, num_words: int = 1
 ) -> tuple[torch.Tensor, ...]:

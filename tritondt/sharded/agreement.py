@@ -1,0 +1,65 @@
+"""Checks that all ranks of a group ask for one and the same thing, and what they tell each other to find out."""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from tritondt.errors import MismatchError
+from tritondt.redistribution.agreement import check_agreed, lengths_on_all
+from tritondt.sharding.mesh import Mesh
+
+Result = TypeVar("Result")
+
+
+class ShardingMismatchError(MismatchError, ValueError):
+    """Different sharding requests of ranks; a ValueError too, as in torch."""
+
+
+def agreed(mesh: Mesh, call: str, prepare: Callable[[], tuple[str, Result]]) -> Result:
+    """Second result of `prepare` where its first, a text of the request, is alike on all ranks: a collective call.
+
+    Where `prepare` raises on some ranks, these raise what it raised and the others ShardingMismatchError with its
+    text; nothing else has been sent.
+    """
+    try:
+        text, result = prepare()
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        _tell(mesh, call, error)
+        raise
+    _check(mesh, call, text)
+    return result
+
+
+def _tell(mesh: Mesh, call: str, error: Exception) -> None:
+    """Takes part in the check for a rank whose own request was refused."""
+    try:
+        check_agreed(mesh, call, f"what it refused ({error})")
+    except MismatchError as others:
+        # The rank at fault raises its own error, to which this is added.
+        error.__context__ = others
+
+
+def _check(mesh: Mesh, call: str, text: str) -> None:
+    try:
+        check_agreed(mesh, call, text)
+    except MismatchError as error:
+        raise ShardingMismatchError(str(error)) from None
+
+
+def values_on_all(mesh: Mesh, own: Any) -> list[Any]:
+    """Values of all ranks, by mesh position, on all of them; what JSON can write. A collective call."""
+    content = json.dumps(own).encode()
+    num_bytes = max(length for (length,) in lengths_on_all(mesh, [len(content)]))
+    num_words = -(-num_bytes // 8)
+    words = torch.frombuffer(bytearray(content.ljust(num_words * 8)), dtype=torch.int64)
+    return [
+        json.loads(torch.tensor(row, dtype=torch.int64).numpy().tobytes())
+        for row in lengths_on_all(mesh, words.tolist())
+    ]
+
+
+def all_ranks(mesh: Mesh, own: bool) -> bool:
+    """Whether `own` is true on every rank of the mesh: a collective call."""
+    return all(found for (found,) in lengths_on_all(mesh, [int(own)]))

@@ -1,0 +1,145 @@
+"""linear and embedding with a weight in chunks of one dim, on the rows that every rank gives as its own."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import PropagationError
+from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.sharded.agreement import ShardingMismatchError
+from tritondt.sharded.registries import Function, check_group, name_of, tensors_among
+from tritondt.sharded.tensor import ShardedTensor
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Partial, Replicate, Shard
+
+_MAX_DIMS = 8
+
+
+def run_on_dtensors(func: Function, args: Any, kwargs: Any) -> Any:
+    """Result of any operator that distributed tensors have, on the distributed tensors that share the shards.
+
+    Sharded results come back as sharded tensors, whole ones as plain tensors, equal on all ranks.
+    """
+    check_group(func, args, kwargs)
+
+    def shared(leaf: Any) -> Any:
+        return leaf.to_dtensor() if isinstance(leaf, ShardedTensor) else leaf
+
+    group = tensors_among(args, kwargs)[0]._mesh
+    found = func(*tree_map(shared, args), **tree_map(shared, kwargs))
+    return tree_map(lambda leaf: _handed_out(leaf, group), found)
+
+
+def _handed_out(leaf: Any, group: Mesh) -> Any:
+    """A distributed result as a sharded tensor of a group, or as a plain one where every rank has all of it."""
+    if not isinstance(leaf, DTensor):
+        return leaf
+    if any(isinstance(placement, Partial) for placement in leaf.placements):
+        placements = [Replicate() if isinstance(place, Partial) else place for place in leaf.placements]
+        leaf = leaf.redistribute(placements=placements)
+    if all(isinstance(placement, Replicate) for placement in leaf.placements):
+        return leaf.to_local()
+    return ShardedTensor.from_dtensor(leaf, group)
+
+
+def linear(types: Any, args: Any, kwargs: Any, process_group: Any) -> ShardedTensor:
+    """F.linear with a sharded weight. A plain input is this rank's rows, which follow those of lower ranks.
+
+    The result has the rows of all ranks: in chunks of its features where the weight is cut by output features, else
+    every rank has its own rows again, also after a linear layer of the first kind. Rows may differ in number.
+    """
+    found = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    weight = _chunked(F.linear, found["weight"])
+    mesh = weight._spec.mesh
+    if mesh.ranks != found["weight"]._mesh.ranks:
+        raise PropagationError(
+            f"linear takes rows in the order of the group's ranks {found['weight']._mesh.ranks}, and a weight whose "
+            f"shards follow each other on ranks {mesh.ranks}; reshard it to placements in the group's order"
+        )
+    given = found["input"]
+    x = _rows_of_all(F.linear, given, mesh)
+    # A sharded input that came of ranks' rows remembers how many each of them gave; else rows are cut as torch.chunk.
+    num_rows = given._num_rows if isinstance(given, ShardedTensor) else _num_rows(x)
+    bias = found.get("bias")
+    if isinstance(bias, ShardedTensor):
+        bias = bias.to_dtensor()
+    elif bias is not None:
+        bias = DTensor.from_local(bias, mesh, [Replicate()])
+    (cut,) = weight.placements
+    if cut.is_shard(0):
+        output: Any = F.linear(x.redistribute(placements=[Replicate()]), weight, bias)
+    else:
+        assert isinstance(cut, Shard), f"a weight in chunks is cut, not {cut}"
+        x = x.redistribute(placements=[Shard(x.dim() - 1, sizes=cut.sizes)])
+        terms: Any = F.linear(x, weight)
+        output = terms.redistribute(placements=[Shard(0, sizes=num_rows)])
+        output = output if bias is None else output + bias
+    made = ShardedTensor.from_dtensor(output, found["weight"]._mesh)
+    made._num_rows = num_rows
+    return made
+
+
+def _num_rows(x: DTensor) -> tuple[int, ...] | None:
+    """Rows of each rank where these are what is cut."""
+    (placement,) = x.placements
+    return placement.sizes if isinstance(placement, Shard) and placement.dim == 0 else None
+
+
+def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.Tensor:
+    """F.embedding with a sharded table, cut by rows or by features: the rows for this rank's own indices, plain.
+
+    Ranks may look up different numbers of indices. PropagationError for max_norm, scale_grad_by_freq and sparse.
+    """
+    names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+    found = dict(zip(names, args, strict=False)) | kwargs
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if found.get(name):
+            raise PropagationError(f"embedding with a sharded table takes no {name}, got {found[name]!r}; leave it out")
+    weight = _chunked(F.embedding, found["weight"])
+    indices = found["input"]
+    if isinstance(indices, ShardedTensor):
+        rows = indices.to_dtensor()
+    else:
+        rows = _rows_of_all(F.embedding, indices if indices.dim() else indices[None], weight._spec.mesh)
+    looked_up: Any = F.embedding(rows.redistribute(placements=[Replicate()]), weight, found.get("padding_idx"))
+    own: torch.Tensor = looked_up.redistribute(placements=rows.placements).to_local()
+    return own if isinstance(indices, ShardedTensor) or indices.dim() else own[0]
+
+
+def _chunked(func: Function, weight: Any) -> DTensor:
+    if not isinstance(weight, ShardedTensor):
+        raise PropagationError(f"{name_of(func)} takes a sharded weight beside sharded inputs; got a plain weight")
+    found = weight.to_dtensor()
+    if found.dim() != 2 or len(found._spec.mesh.ranks) != len(weight._mesh.ranks):
+        raise PropagationError(
+            f"{name_of(func)} takes a weight of two dims with a shard on every rank of its group, got one of size "
+            f"{tuple(weight.shape)} on ranks {found._spec.mesh.ranks} of {weight._mesh.ranks}"
+        )
+    return found
+
+
+def _rows_of_all(func: Function, own: Any, mesh: Mesh) -> DTensor:
+    """The distributed tensor of which a plain tensor has this rank's rows; a collective call of a few bytes."""
+    if isinstance(own, ShardedTensor):
+        return own.to_dtensor()
+    if isinstance(own, DTensor):
+        return own
+    if func is F.linear and own.dim() == 1:
+        own = own[None]
+    described = [own.dim(), *own.shape[:_MAX_DIMS], *[0] * (_MAX_DIMS - own.dim())]
+    of_ranks = lengths_on_all(mesh, described)
+    for rank, found in zip(mesh.ranks, of_ranks, strict=True):
+        if [found[0], *found[2:]] != [of_ranks[0][0], *of_ranks[0][2:]]:
+            shapes = [tuple(each[1 : 1 + each[0]]) for each in (of_ranks[0], found)]
+            raise ShardingMismatchError(
+                f"{name_of(func)} takes rows of one shape from all ranks, and got {shapes[0]} on rank {mesh.ranks[0]} "
+                f"and {shapes[1]} on rank {rank}"
+            )
+    sizes = tuple(found[1] for found in of_ranks)
+    # `sizes` are of the mesh's order, whatever the order of its ranks.
+    shape = (sum(sizes), *own.shape[1:])
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(own.contiguous(), mesh, [Shard(0, sizes=sizes)], shape=shape, stride=stride)
