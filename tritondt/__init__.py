@@ -14,6 +14,8 @@ with _import_pause.without_collections():
     from tritondt.comm.world import close as shutdown
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
     from tritondt.dtensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
+    from tritondt.dtensor.gradient_norm import clip_grad_norm_
+    from tritondt.dtensor.many import redistribute_many
     from tritondt.dtensor.prefetch import prefetch
     from tritondt.dtensor.tensor import DTensor
     from tritondt.errors import (
@@ -68,6 +70,7 @@ __all__ = [
     "Work",
     "WorldError",
     "abort",
+    "clip_grad_norm_",
     "close",
     "compute_local_shape_and_global_offset",
     "distribute_module",
@@ -86,6 +89,7 @@ __all__ = [
     "rand",
     "randn",
     "redistribute",
+    "redistribute_many",
     "set_timeout",
     "shutdown",
     "zeros",

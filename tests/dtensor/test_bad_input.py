@@ -135,18 +135,6 @@ def test_what_is_no_mesh() -> None:
     run_ranks(2, body)
 
 
-def test_a_target_on_another_mesh() -> None:
-    def body(rank: int) -> None:
-        meta = T.TensorMeta.contiguous((4,))
-        source = T.DTensorSpec(T.Mesh((4,)), (T.Shard(0),), meta)
-        for mesh in (T.Mesh((2,)), T.Mesh((2, 2)), T.Mesh((4,), ranks=(3, 2, 1, 0))):
-            target = T.DTensorSpec(mesh, [T.Shard(0)] * mesh.ndim, meta)
-            with pytest.raises(T.MeshError, match=r"cannot go from Mesh\(4 .*must be on one mesh, of the same ranks"):
-                T.redistribute(torch.zeros(1), source, target)
-
-    run_ranks(4, body)
-
-
 def test_a_target_of_another_tensor() -> None:
     def body(rank: int) -> None:
         with pytest.raises(T.LayoutError, match=r"source has shape \(4, 6\), the target \(4, 5\); they must be equal"):

@@ -98,6 +98,15 @@ class Communicator(Protocol):
         """
         ...
 
+    def has_issued(self, work: Work) -> bool:
+        """Whether `work` was issued here, so that what is issued later runs after it."""
+        ...
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the communicator can exchange: it has not ended or failed."""
+        ...
+
     def in_order(self, run: Run, description: str) -> None:
         """Runs `run`, which calls `exchange` more than once, with nothing of other threads in between."""
         ...

@@ -47,6 +47,10 @@ class Work:
         """Whether the work has run, well or not."""
         return self._finished
 
+    def is_in(self, queue: "IssueQueue") -> bool:
+        """Whether `queue` runs the work."""
+        return self._queue is queue
+
     def exception(self) -> BaseException | None:
         """The error that the work failed with; None where it did not fail, or is under way."""
         return self._error

@@ -130,6 +130,7 @@ def _gradient_for(
     if backward_dtype is not None:
         grad = grad.to(backward_dtype)
     back: torch.Tensor = grad.redistribute(
+        wanted.mesh,
         placements=wanted.placements,
         order=wanted.order,
         async_op=async_op,

@@ -93,9 +93,9 @@ def redistribute_dtensor(
 ) -> torch.Tensor:
     """The tensor under `target`, without history: the result of a `prefetch`, or else of a redistribution now."""
     refresh(distributed)
-    found = _take_prefetched(distributed, target, wire_dtype)
+    found = take_prefetched(distributed, target, wire_dtype)
     if found is not None:
-        return found if async_op else _waited(found)
+        return found if async_op else waited(found)
     spec: DTensorSpec = distributed._spec
     if async_op:
         held = held_local(distributed)
@@ -160,7 +160,8 @@ def forget_prefetched(tensor: Any) -> None:
     vars(tensor).pop(_PREFETCHED, None)
 
 
-def _take_prefetched(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
+def take_prefetched(distributed: Any, target: DTensorSpec, wire_dtype: torch.dtype | None) -> torch.Tensor | None:
+    """The result of a prefetch to `target`, taken off the tensor; None where there is none that still holds."""
     prefetched = distributed.__dict__.get(_PREFETCHED)
     if prefetched is None or (target, wire_dtype) not in prefetched:
         return None
@@ -169,7 +170,8 @@ def _take_prefetched(distributed: Any, target: DTensorSpec, wire_dtype: torch.dt
     return issued.result if issued.holds(distributed) else None
 
 
-def _waited(distributed: Any) -> torch.Tensor:
+def waited(distributed: Any) -> torch.Tensor:
+    """The tensor itself once it is there; raises the failure of its work."""
     work = work_of(distributed)
     if work is not None:
         work.wait()

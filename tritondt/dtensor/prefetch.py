@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm.packing.wire_dtype import narrower
 from tritondt.dtensor.pending import issue_prefetch
 from tritondt.dtensor.tensor import DTensor
+from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement
 from tritondt.sharding.spec import target_spec
 
@@ -15,15 +17,16 @@ def prefetch(
     tensor: DTensor,
     placements: Sequence[Placement],
     *,
+    device_mesh: "DeviceMesh | Mesh | None" = None,
     order: Sequence[int | str] | None = None,
     wire_dtype: torch.dtype | None = None,
 ) -> None:
     """Issues the redistribution of a tensor to `placements`, which its next `redistribute` to them then takes.
 
-    A collective call that returns at once. `placements`, one per mesh axis, `order` and `wire_dtype` are those of
-    `DTensor.redistribute`, and must be equal there. The result is dropped if the tensor is written to before. Raises
-    LayoutError, TransportError; a failure on the way is raised by whoever waits for the result. Issues nothing in a
-    function that torch.compile traces: a graph redistributes where it is asked to.
+    A collective call that returns at once. `placements`, one per mesh axis, `device_mesh`, `order` and `wire_dtype` are
+    those of `DTensor.redistribute`, and must be equal there. The result is dropped if the tensor is written to before.
+    Raises LayoutError, TransportError; a failure on the way is raised by whoever waits for the result. Issues nothing
+    in a function that torch.compile traces: a graph redistributes where it is asked to.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -37,7 +40,8 @@ def prefetch(
     """
     if torch.compiler.is_dynamo_compiling():
         return
-    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order))
+    mesh = None if device_mesh is None else canonical_mesh(device_mesh)
+    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order), mesh)
     if target is not tensor._spec:
         with torch.no_grad():
             issue_prefetch(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

@@ -132,24 +132,21 @@ class DTensor(torch.Tensor):
     ) -> "DTensor":
         """The tensor under other placements: a collective call that moves the fewest bytes.
 
-        `placements`, one per mesh axis, are required; `device_mesh` may only be the tensor's own. `order` lists axes
-        in the order in which they cut a dim. Values become `forward_dtype` first, and the gradient `backward_dtype`
-        before it comes back. With `async_op` the call returns at once, in forward and backward; the first use of the
-        result waits, or `result.wait()`. Messages hold `wire_dtype`, to which values are rounded where anything moves,
-        and those of the gradient `grad_wire_dtype` (default: the same); see `tritondt.redistribute`. Raises MeshError,
-        LayoutError, TransportError, and PeerError and MismatchError where the wait is.
+        `placements`, one per mesh axis, are required. All ranks of the mesh call, or of either for another
+        `device_mesh`; the others take part in nothing. `order` lists axes in the order in which they cut a dim. Values
+        become `forward_dtype` first, and the gradient `backward_dtype` before it comes back. With `async_op` the call
+        returns at once, in forward and backward; the first use of the result waits, or `result.wait()`. Messages hold
+        `wire_dtype`, to which values are rounded where anything moves, and those of the gradient `grad_wire_dtype`
+        (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
+        and MismatchError where the wait is.
         """
         spec = self._spec
-        if device_mesh is not None and canonical_mesh(device_mesh) is not spec.mesh:
-            raise MeshError(
-                f"{spec} cannot go to {canonical_mesh(device_mesh)}: source and target must be on one mesh; send its "
-                "full_tensor(), or make it on that mesh"
-            )
+        mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
         source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
         spec = source._spec
-        target = target_spec(spec, tuple(placements), None if order is None else tuple(order))
+        target = target_spec(spec, tuple(placements), None if order is None else tuple(order), mesh)
         wire = None
         if wire_dtype is not None or grad_wire_dtype is not None:
             wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)

@@ -40,7 +40,8 @@ class StepReport:
 class Explanation:
     """All steps of a redistribution on the rank at `coordinate`, for contiguous local tensors.
 
-    `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own.
+    `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own. Between two meshes
+    `rank` is given, and `coordinate` is its coordinate in the target's mesh, or in the source's, or () outside of both.
     `first_connections_seconds` comes on top, once, for peers that this rank has never talked to.
     """
 
@@ -53,6 +54,7 @@ class Explanation:
     num_peers: int
     first_connections_seconds: float
     wire_itemsize: int | None = None
+    rank: int | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -96,7 +98,8 @@ class Explanation:
         return html_table(self._title(), self._rows(), self._footer())
 
     def _title(self) -> str:
-        title = f"{self.source} -> {self.target} of {self.shape} at {self.coordinate}"
+        place = self.coordinate if self.rank is None else f"rank {self.rank}"
+        title = f"{self.source} -> {self.target} of {self.shape} at {place}"
         return title if self.wire_itemsize is None else f"{title}, {self.wire_itemsize} bytes an element in messages"
 
     def _rows(self) -> list[tuple[str, ...]]:
@@ -166,11 +169,12 @@ def explain_layouts(
     for step in plan.steps:
         found = step.exchange(at)
         peers.update(message.peer for message in (*found.sends, *found.receives))
-        if wire_itemsize is None or not step.moving_axes:
-            reports.append(_report(step, at, itemsize, costs))
+        wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
+        if wire is None or not step.moving_axes:
+            seconds = step_cost(step, itemsize, costs).seconds
+            reports.append(step_report(step, found, step_blocks(step, at), itemsize, seconds))
         else:
-            wire = _Wire(itemsize, wire_itemsize, scale_bytes)
-            reports.append(_cast_report(step, at, wire, costs))
+            reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
     peak = 0
     for step, report in zip(plan.steps, reports, strict=True):
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
@@ -187,9 +191,11 @@ def explain_layouts(
     )
 
 
-def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable) -> StepReport:
-    found = step.exchange(coordinate)
-    source_blocks, target_blocks = step_blocks(step, coordinate)
+def step_report(
+    step: Step, found: Exchange, stored: tuple[tuple[Block, ...], tuple[Block, ...]], itemsize: int, seconds: float
+) -> StepReport:
+    """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`."""
+    source_blocks, target_blocks = stored
     packed = sum(message.numel for message in found.sends if not is_one_run(source_blocks, message))
     received = sum(message.numel for message in found.receives)
     landing = 0
@@ -197,10 +203,10 @@ def _report(step: Step, coordinate: Coordinate, itemsize: int, costs: CostTable)
         landing = sum(message.numel for message in found.receives if is_one_run(target_blocks, message))
     sent = sum(message.numel for message in found.sends)
     num_bytes = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
-    return _step_report(step, found, num_bytes, step_cost(step, itemsize, costs).seconds)
+    return _step_report(step, found, num_bytes, seconds)
 
 
-class _Wire(NamedTuple):
+class WireSize(NamedTuple):
     """Bytes of an element in the tensor and in messages, and of the scale of a box in messages."""
 
     itemsize: int
@@ -214,12 +220,11 @@ class _Wire(NamedTuple):
         )
 
 
-def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTable) -> StepReport:
+def cast_report(step: Step, found: Exchange, wire: WireSize, seconds: float) -> StepReport:
     """Report of a step whose messages have another dtype: sends and keeps are packed, those that several receive once.
 
     Terms of a reduction are staged as they come, and as wide as the tensor.
     """
-    found = step.exchange(coordinate)
     packed = {*(message.parts for message in found.sends), *((part,) for part in found.keeps)}
     arriving = [part for message in found.receives for part in message.parts]
     received = wire.num_bytes(arriving)
@@ -228,7 +233,7 @@ def _cast_report(step: Step, coordinate: Coordinate, wire: _Wire, costs: CostTab
         widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
     sent = sum(wire.num_bytes(message.parts) for message in found.sends)
     num_bytes = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
-    return _step_report(step, found, num_bytes, step_cost(step, wire.wire_itemsize, costs).seconds)
+    return _step_report(step, found, num_bytes, seconds)
 
 
 class _Bytes(NamedTuple):

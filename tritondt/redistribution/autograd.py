@@ -25,9 +25,11 @@ def redistribute(
 ) -> torch.Tensor:
     """Local tensor of this rank under `target`, of the tensor that has `local` as this rank's part under `source`.
 
-    `local` has the shape `source.local_shape`; the result has `target.local_shape`. Both specs are on one mesh, and of
-    one global shape and dtype. A collective call of all ranks of the mesh. The result never aliases `local`, except
-    where the specs are one object.
+    `local` has the shape `source.local_shape`; the result has `target.local_shape`. Both specs are of one global shape
+    and dtype, on one mesh or on two of one world, which may share ranks. A collective call of all ranks of the mesh, or
+    of either mesh: a rank in one of them only gives, or gets, an empty tensor of shape (0,), and one in neither takes
+    part in nothing. The result never aliases `local`, except where nothing changes. Where the gradient is wanted,
+    `local` requires it on all of these ranks, and all of them run backward.
 
     Backward is a redistribution too: `grad_placements` are the placements in which the gradient of the result will come
     (default: those of `target`, with Replicate for Partial, since every term of a sum has the sum's gradient), and the

@@ -24,7 +24,8 @@ from tritondt.planning.exchange import Exchange, Part
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, joint_boxes, message_block
-from tritondt.redistribution.compile import CompiledStep, compile_plan
+from tritondt.redistribution.compile import compile_plan
+from tritondt.redistribution.compiled_step import CompiledStep
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec
 

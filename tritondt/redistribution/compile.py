@@ -3,82 +3,49 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import NamedTuple
 
 import torch
 
 from tritondt.comm import registry, world
-from tritondt.comm.communicator import Communicator, Reduction, Transfer
-from tritondt.comm.packing.packed_transfer import packed_transfer
+from tritondt.comm.communicator import Communicator
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
-from tritondt.errors import LayoutError, LocalTensorError, MeshError
+from tritondt.errors import LocalTensorError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
-from tritondt.kernels.tables import Table
 from tritondt.planning.cost import step_cost
 from tritondt.planning.exchange import renumber_peers
-from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.explain import Explanation, WireSize, explain_layouts
+from tritondt.planning.explain_across import explain_plan_across
 from tritondt.planning.fingerprint import exchange_fingerprint
-from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
 from tritondt.planning.storage import step_blocks
+from tritondt.redistribution.across import check_dtypes, compiled_across, is_one_grid, plan_across
+from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep, Side, Start, compiled_step, step_text
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.layout import Coordinate, Layout
-from tritondt.sharding.placement import Partial, Placement, ReduceOp
+from tritondt.sharding.placement import Partial, Placement
 from tritondt.sharding.spec import DTensorSpec, target_spec
 
 _MAX_COUNTED = 1024
 
 
-class CompiledStep(NamedTuple):
-    """A step with all that does not change from call to call.
-
-    `target_shape` is what a step allocates: the local tensor, or for a reduction into flat pieces the whole
-    tensor around them, of which `piece` is the range that this rank reduces.
-    """
-
-    step: Step
-    transfer: Transfer | None
-    communicator: Communicator | None
-    keep: Table | None
-    target_shape: tuple[int, ...]
-    piece: tuple[int, int] | None
-    fill: float | int | bool | None
-
-
-class _Start(NamedTuple):
-    """Start of a step: strides of its tensor, None for dense ones, its device, and the dtype of messages, None for
-    the tensor's.
-    """
-
-    strides: tuple[int, ...] | None
-    device: torch.device
-    wire_dtype: torch.dtype | None
-
-
-class CompiledPlan(NamedTuple):
-    """Steps of a pair of specs on this rank, and their communicator, None where nothing is exchanged.
-
-    `last` is the step that allocates the result: one that gathers writes into the tensor of the step before.
-    """
-
-    steps: tuple[CompiledStep, ...]
-    communicator: Communicator | None
-    last: int
-    description: str
-
-
 def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
     """Plan of a pair of specs on one mesh, equal on every rank; `wire_dtype` is None or a narrower dtype."""
-    if source.mesh is not target.mesh:
+    if not is_one_grid(source, target):
         raise MeshError(
-            f"cannot go from {source.mesh} to {target.mesh}: source and target must be on one mesh, of the same "
-            "ranks in the same grid"
+            f"cannot go from {source.mesh} to {target.mesh} here: source and target must be on one mesh, of the same "
+            "ranks in the same grid; x.redistribute(mesh, placements) goes to another one"
         )
-    if source.dtype is not target.dtype:
-        raise LayoutError(f"cannot go from {source} to {target}: the dtypes differ; convert the local tensor first")
+    check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
     return make_plan(source.layout, target.layout, itemsize, world.current().costs)
+
+
+def exchanging_ranks(source: DTensorSpec, target: DTensorSpec) -> tuple[tuple[int, ...], int]:
+    """Ranks whose communicator carries a redistribution, ascending, and the number of its exchanges."""
+    plan = plan_for(source, target) if is_one_grid(source, target) else plan_across(source, target)
+    ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
+    return ranks, sum(bool(step.moving_axes) for step in plan.steps)
 
 
 def explain(
@@ -91,15 +58,16 @@ def explain(
     """Explanation of a redistribution from `source` to `target` on this rank, before anything moves.
 
     `source` may be a distributed tensor, and `target` the placements, one per mesh axis, that its `redistribute` would
-    be given, with `order`. Both specs are on one mesh, and of one global shape and dtype; `wire_dtype` is that of
-    `redistribute`. Not a
-    collective call. The result has `steps`, each with messages, bytes sent and received, temporary bytes and predicted
-    seconds, and the totals `sent_bytes`, `received_bytes`, `messages`, `seconds`, `peak_bytes` (temporary) and
-    `num_peers`; str() is a table, `to_json()` a JSON object. Bytes and messages are exact; seconds follow from the
-    world's cost table.
+    be given, with `order`. Both specs are of one global shape and dtype, on one mesh or on two of one world;
+    `wire_dtype` is that of `redistribute`. Not a collective call. The result has `steps`, each with messages, bytes
+    sent and received, temporary bytes and predicted seconds, and the totals `sent_bytes`, `received_bytes`, `messages`,
+    `seconds`, `peak_bytes` (temporary) and `num_peers`; str() is a table, `to_json()` a JSON object. Bytes and messages
+    are exact; seconds follow from the world's cost table.
 
-    Raises MeshError for specs on different meshes, LayoutError for specs of different shapes or dtypes, and
-    TransportError for a `wire_dtype` that the tensor's dtype cannot travel in; LocalTensorError for a plain tensor.
+    Between two meshes the bytes are those of this rank of the world, and none where it is in neither mesh.
+
+    Raises LayoutError for specs of different shapes or dtypes, MeshError for meshes on devices of different types,
+    TransportError for a `wire_dtype` that the tensor's dtype cannot travel in, and LocalTensorError for a plain tensor.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.mesh import Mesh
@@ -122,15 +90,21 @@ def explain(
     if not isinstance(target, DTensorSpec):
         target = target_spec(source, tuple(target), None if order is None else tuple(order))
     wire = narrower(source.dtype, wire_dtype)
+    costs, itemsize = world.current().costs, source.dtype.itemsize
+    scale_bytes = SCALE_BYTES if wire is not None and is_scaled(wire) else 0
+    if not is_one_grid(source, target):
+        wire_size = None if wire is None else WireSize(itemsize, wire.itemsize, scale_bytes)
+        plan = plan_across(source, target, wire)
+        return explain_plan_across(plan, source.mesh.identity.rank, itemsize, costs, wire_size)
     plan_for(source, target, wire)
     return explain_layouts(
         source.layout,
         target.layout,
-        source.dtype.itemsize,
-        world.current().costs,
+        itemsize,
+        costs,
         source.coordinate,
         wire_itemsize=None if wire is None else wire.itemsize,
-        scale_bytes=SCALE_BYTES if wire is not None and is_scaled(wire) else 0,
+        scale_bytes=scale_bytes,
     )
 
 
@@ -176,11 +150,13 @@ def compile_plan(
 
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
     """
+    if not is_one_grid(source, target):
+        return compiled_across(source, target, Start(strides, device, wire_dtype))
     plan = plan_for(source, target, wire_dtype)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
-    starts = (_Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
+    starts = (Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
     steps = tuple(
         _compiled_step(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
@@ -194,40 +170,27 @@ def _compiled_step(
     number: int,
     plan: Plan,
     spec: DTensorSpec,
-    start: _Start,
+    start: Start,
     communicator: Communicator | None,
 ) -> CompiledStep:
     coordinate = spec.coordinate
     assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
-    shape = step.target_layout.local_shape(coordinate)
     if step.kind == "scale":
-        return CompiledStep(step, None, None, None, shape, None, None)
+        return CompiledStep(step, None, None, None, step.target_layout.local_shape(coordinate), None, None)
     found, moves = step.exchange(coordinate), bool(step.moving_axes)
-    wire_dtype = start.wire_dtype if moves and _sends(step) else None
-    if step.kind == "gather" and wire_dtype is None:
+    if not moves or not _sends(step):
+        start = start._replace(wire_dtype=None)
+    if step.kind == "gather" and start.wire_dtype is None:
         found = replace(found, keeps=())  # what this rank reduced lies in the target already
     source_blocks, target_blocks = step_blocks(step, coordinate, start.strides)
-    dtype = str(spec.dtype) if wire_dtype is None else f"{spec.dtype} as {wire_dtype}"
-    description = f"step {number} of {len(plan.steps)} ({step}) of {spec.shape} {dtype.replace('torch.', '')}"
-    transfer = Transfer(
-        exchange=renumber_peers(found, spec.mesh.ranks),
-        source_blocks=(source_blocks,),
-        target_blocks=(target_blocks,),
-        dtypes=(spec.dtype,),
-        reductions=(None if step.reduce_op is None else Reduction(step.reduce_op, step.divisor),),
-        fingerprint=_fingerprint(plan, number, spec, wire_dtype),
-        description=description,
-        device=start.device,
-        wire_dtype=wire_dtype,
-    )
-    return CompiledStep(
+    return compiled_step(
         step,
-        transfer,
+        Side(renumber_peers(found, spec.mesh.ranks), source_blocks, target_blocks, coordinate, step.fill_op),
+        start,
+        spec.dtype,
+        _fingerprint(plan, number, spec, start.wire_dtype),
+        step_text(step, number, len(plan.steps), spec.shape, start, spec.dtype),
         communicator if moves else None,
-        None if moves else packed_transfer(transfer).keep,
-        shape,
-        step.target.bounds(coordinate) if isinstance(step.target, FlatPieces) else None,
-        None if step.fill_op is None else identity_element(step.fill_op, spec.dtype),
     )
 
 
@@ -240,24 +203,6 @@ def _sends(step: Step) -> bool:
 def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.dtype | None) -> int:
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
     return exchange_fingerprint(text)
-
-
-def identity_element(op: ReduceOp, dtype: torch.dtype) -> float | int | bool:
-    """Identity of a reduction: 0, 1, or the dtype's lowest or highest value.
-
-    >>> identity_element("max", torch.int8), identity_element("min", torch.float32)
-    (-128, inf)
-    """
-    if op in ("sum", "avg"):
-        return 0
-    if op == "product":
-        return 1
-    if dtype is torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return float("-inf") if op == "max" else float("inf")
-    limits = torch.iinfo(dtype)
-    return limits.min if op == "max" else limits.max
 
 
 registry.on_end(compile_plan.cache_clear)

@@ -18,10 +18,11 @@ from tritondt import events
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.work import Work
-from tritondt.errors import LocalTensorError, TransportError
+from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
-from tritondt.redistribution.compile import CompiledStep, compile_plan, plan_for
+from tritondt.redistribution.compile import compile_plan, exchanging_ranks
+from tritondt.redistribution.compiled_step import CompiledStep
 from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.spec_values import spec_text
@@ -35,25 +36,26 @@ def redistribute_local(
 ) -> torch.Tensor:
     """Local tensor under `target` of the tensor that has `local` as its part under `source`; not differentiable.
 
-    A new tensor unless the specs are one. A rank outside the mesh gets an empty tensor. `wire_dtype` is what messages
-    hold, as `comm.packing.wire_dtype.narrower` gives it. Raises MeshError and LayoutError on all ranks alike;
+    A new tensor unless nothing changes. A rank outside the target's mesh gets an empty tensor. `wire_dtype` is what
+    messages hold, as `comm.packing.wire_dtype.narrower` gives it. Raises MeshError and LayoutError on all ranks alike;
     LocalTensorError and TransportError on the rank whose tensor is at fault, and PeerError on the others.
     """
     _check_or_refuse(local, source, target)
     if source is target:
         return local
-    if source.coordinate is None:
+    if source.coordinate is None and target.coordinate is None:
         return local.new_empty((0,))
     if not has_memory(local):
+        _check_one_mesh(source, target)
         # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
         stand_in: torch.Tensor = torch.ops.tritondt.redistribute(
             local, spec_text(source), spec_text(target), wire_dtype, next(_traced_calls)
         )
         return stand_in
-    local = _with_memory(local)
+    local = with_memory(local)
     steps, communicator, _, description = compile_plan(source, target, local.stride(), local.device, wire_dtype)
     if len(steps) == 1:
-        return (_observed_step if subscribers else _step)(steps[0], local, local)[0]
+        return (_observed_step if subscribers else run_step)(steps[0], local, local)[0]
     if communicator is None:
         return _run_steps(steps, local)
     result: list[torch.Tensor] = []
@@ -70,27 +72,34 @@ def redistribute_local_async(
 ) -> tuple[torch.Tensor, Work | None]:
     """Tensor that will hold the result of a redistribution, and the Work to wait for; None where the result is there.
 
-    `local` is read until then; `before` is what fills it, issued on the same mesh. What needs no peer is done at once.
+    `local` is read until then; `before` is what fills it, and is waited for at once where other ranks had a part in it
+    than in this redistribution. What needs no peer is done at once.
     """
     _check_or_refuse(local, source, target)
-    if source is target or source.coordinate is None or type(local) is not torch.Tensor:
+    is_outside = source.coordinate is None and target.coordinate is None
+    if source is target or is_outside or type(local) is not torch.Tensor:
         if before is not None:
             before.wait()
         return redistribute_local(local, source, target, wire_dtype), None
-    held = _with_memory(local)
+    held = with_memory(local)
     steps, communicator, last, description = compile_plan(source, target, held.stride(), held.device, wire_dtype)
+    if before is not None and (communicator is None or not communicator.has_issued(before)):
+        before.wait()
+        before = None
     if communicator is None:
-        if before is not None:
-            before.wait()
         return _run_steps(steps, held), None
     whole = allocate(steps[last].target_shape, held.dtype, held.device)
     if subscribers:
-        _emit_issued(steps, communicator)
+        emit_issued(steps, communicator)
 
     def run() -> None:
         current = around = held
         for place, step in enumerate(steps):
-            current, around = _step(step, current, around, whole if place == last else None)
+            try:
+                current, around = run_step(step, current, around, whole if place == last else None)
+            except PeerError as error:
+                refuse_rest(steps[place + 1 :], error)
+                raise
 
     return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
 
@@ -99,7 +108,7 @@ def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSp
     if _num_modes():
         _check_is_traced(local, source, target)
     try:
-        _check_local(local, source)
+        check_local(local, source)
     except (LocalTensorError, TransportError) as error:
         _refuse(source, target, error)
         raise
@@ -124,17 +133,47 @@ def _check_is_traced(local: torch.Tensor, source: DTensorSpec, target: DTensorSp
         )
 
 
-def _with_memory(local: torch.Tensor) -> torch.Tensor:
+def _check_one_mesh(source: DTensorSpec, target: DTensorSpec) -> None:
+    """Refuses a redistribution between two meshes in a graph that torch traces."""
+    if source.mesh is not target.mesh:
+        raise MeshError(
+            f"a redistribution of {source} from {source.mesh} to {target.mesh} was asked for in a graph that torch "
+            "traces; a graph redistributes on one mesh only: go from mesh to mesh outside of torch.compile"
+        )
+
+
+def with_memory(local: torch.Tensor) -> torch.Tensor:
     """Local tensor whose memory holds its values, without lazy conjugation or negation."""
     return local.resolve_conj().resolve_neg() if local.is_conj() or local.is_neg() else local
 
 
 def _run_steps(steps: Sequence[CompiledStep], local: torch.Tensor) -> torch.Tensor:
     whole = current = local
-    run_step = _observed_step if subscribers else _step
-    for step in steps:
-        current, whole = run_step(step, current, whole)
+    run = _observed_step if subscribers else run_step
+    for place, step in enumerate(steps):
+        try:
+            current, whole = run(step, current, whole)
+        except PeerError as error:
+            refuse_rest(steps[place + 1 :], error)
+            raise
     return current
+
+
+def refuse_rest(steps: Sequence[CompiledStep], error: PeerError) -> None:
+    """Takes no part in the exchanges after one that another rank refused, and lets the others know.
+
+    Not every rank had a message of that rank, and those that had none come to the next exchange.
+    """
+    for step in steps:
+        if step.communicator is not None:
+            refuse_exchanges(step.communicator, 1, error)
+
+
+def refuse_exchanges(communicator: Communicator, count: int, error: Exception) -> None:
+    """Reports why this rank takes no part in the next exchanges, where the communicator has not failed for good."""
+    for _ in range(count):
+        if communicator.is_usable:
+            communicator.refuse(error)
 
 
 # What stands for tensors while torch traces a graph.
@@ -146,7 +185,8 @@ def has_memory(local: torch.Tensor) -> bool:
     return type(local) is torch.Tensor or not isinstance(local, _WITHOUT_MEMORY)
 
 
-def _check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Raises LocalTensorError or TransportError for a tensor that is not this rank's part under `spec`."""
     if local.shape != spec.local_shape or local.dtype is not spec.dtype:
         raise LocalTensorError(
             f"{spec} gives rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} a local tensor of shape "
@@ -173,36 +213,47 @@ def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
 
 def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
     """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
-    if source.coordinate is not None and any(step.moving_axes for step in plan_for(source, target).steps):
-        world.current().communicator(source.mesh.ranks, source.mesh.device_type).refuse(error)
+    if source.coordinate is None and target.coordinate is None:
+        return
+    ranks, num_exchanges = exchanging_ranks(source, target)
+    for _ in range(num_exchanges):
+        world.current().communicator(ranks, source.mesh.device_type).refuse(error)
 
 
-def _step(
+def run_step(
     compiled: CompiledStep, current: torch.Tensor, whole: torch.Tensor, into: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a step on `current`; `whole` is the tensor around flat pieces, and `current` itself otherwise.
 
     The result is written to `into` where that is given.
     """
-    step, transfer, communicator, keep, shape, piece, fill = compiled
+    step, transfer, communicator, keep, _, _, _ = compiled
     if step.kind == "gather":
         assert communicator is not None, f"{step} needs a communicator"
         assert transfer is not None, f"{step} needs a transfer"
         communicator.exchange([current], [whole.view(-1)], transfer)
         return whole, whole
-    whole = allocate(shape, current.dtype, current.device) if into is None else into
+    target, whole = target_of(compiled, current, into)
     if transfer is None:
         factor, divisor = step.scale
         torch.mul(current, factor, out=whole)
         return (whole if divisor == 1 else whole.div_(divisor)), whole
-    if fill is not None:
-        whole.fill_(fill)
-    target = whole if piece is None else whole.view(-1)[piece[0] : piece[1]]
     if communicator is not None:
         communicator.exchange([current], [target], transfer)
     elif keep is not None:
         keep.run([current.data_ptr()], [target.data_ptr()], torch.get_num_threads())
     return target, whole
+
+
+def target_of(
+    compiled: CompiledStep, current: torch.Tensor, into: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensor that a step other than a gather writes, and the tensor around it: `into`, or a new one."""
+    whole = allocate(compiled.target_shape, current.dtype, current.device) if into is None else into
+    if compiled.fill is not None:
+        whole.fill_(compiled.fill)
+    piece = compiled.piece
+    return (whole if piece is None else whole.view(-1)[piece[0] : piece[1]]), whole
 
 
 def _observed_step(
@@ -212,7 +263,7 @@ def _observed_step(
     communicator, step = runnable.communicator, runnable.step
     before = None if communicator is None else replace(communicator.traffic)
     started = time.perf_counter()
-    result = _step(runnable, current, whole)
+    result = run_step(runnable, current, whole)
     seconds = time.perf_counter() - started
     now = None if communicator is None else communicator.traffic
     events.emit_step(
@@ -221,7 +272,7 @@ def _observed_step(
     return result
 
 
-def _emit_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
+def emit_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
     """Emits what issued steps will move; how long they take is not known yet, and given as 0."""
     for runnable in steps:
         step, moved = runnable.step, None

@@ -18,7 +18,7 @@ from tritondt.kernels.memory import allocate
 from tritondt.planning.exchange import Route, exchange_across, renumber_peers
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.storage import blocks
-from tritondt.redistribution.compile import identity_element
+from tritondt.redistribution.compiled_step import identity_element
 from tritondt.redistribution.run import check_address
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial

@@ -26,3 +26,14 @@ def coordinate_at(position: int, sizes: Sequence[int]) -> tuple[int, ...]:
         position, index = divmod(position, size)
         coordinate.append(index)
     return tuple(reversed(coordinate))
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Ranks as text: first and last of those that follow each other, else all.
+
+    >>> ranks_text((2, 3, 4)), ranks_text((4, 0))
+    ('2..4', '4, 0')
+    """
+    if len(ranks) > 1 and tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}..{ranks[-1]}"
+    return ", ".join(map(str, ranks))

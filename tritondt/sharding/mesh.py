@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh as _torch_init_device
 from tritondt import identity
 from tritondt.errors import MeshError
 from tritondt.identity import Identity
-from tritondt.sharding.coordinates import coordinate_at
+from tritondt.sharding.coordinates import coordinate_at, ranks_text
 
 _interned: "WeakValueDictionary[object, Mesh]" = WeakValueDictionary()
 _interning = threading.Lock()
@@ -85,7 +85,7 @@ class Mesh:
         sizes = "x".join(map(str, self.shape))
         if self.names is not None:
             sizes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
-        return f"Mesh({sizes} over ranks {_ranks_text(self.ranks)}, {self.device_type})"
+        return f"Mesh({sizes} over ranks {ranks_text(self.ranks)}, {self.device_type})"
 
     @property
     def ndim(self) -> int:
@@ -106,7 +106,7 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[i
     if not shape or any(size < 1 for size in shape):
         raise MeshError(f"a mesh needs one or more axes of size 1 or more, got shape {shape}")
     if prod(shape) != len(ranks) or len(set(ranks)) != len(ranks):
-        raise MeshError(f"a mesh of shape {shape} takes {prod(shape)} different ranks, got {_ranks_text(ranks)}")
+        raise MeshError(f"a mesh of shape {shape} takes {prod(shape)} different ranks, got {ranks_text(ranks)}")
     if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
         raise MeshError(f"a mesh of shape {shape} takes {len(shape)} different names, got {names}")
     if min(ranks) < 0 or max(ranks) >= world_size:
@@ -114,12 +114,6 @@ def _check(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[i
             f"a mesh of shape {shape} needs rank {max(ranks)}, but the world has {world_size} ranks "
             f"(0..{world_size - 1}); start {max(ranks) + 1} or make the mesh smaller"
         )
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 1 and ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
-        return f"{ranks[0]}..{ranks[-1]}"
-    return ", ".join(map(str, ranks))
 
 
 def _mesh_from(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tuple[int, ...], device_type: str) -> Mesh:

@@ -185,14 +185,27 @@ def _under(spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[in
 
 @lru_cache(maxsize=4096)
 def target_spec(
-    spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[int | str, ...] | None = None
+    spec: DTensorSpec,
+    placements: tuple[Placement, ...],
+    order: tuple[int | str, ...] | None = None,
+    mesh: Mesh | None = None,
 ) -> DTensorSpec:
-    """Spec after a redistribution: `spec` itself where nothing changes, else of a dense row-major tensor."""
-    wanted = spec.with_placements(placements, order)
-    if wanted is spec:
-        return spec
+    """Spec after a redistribution: `spec` itself where nothing changes, else of a dense row-major tensor.
+
+    `mesh` is the target's where it is another one than the source's; then axes cut from left to right unless `order` is
+    given.
+    """
+    if mesh is None or mesh is spec.mesh:
+        wanted = spec.with_placements(placements, order)
+        if wanted is spec:
+            return spec
+    else:
+        wanted = DTensorSpec(mesh, placements, spec.tensor_meta, order)
+        is_one_grid = (mesh.ranks, mesh.device_type) == (spec.mesh.ranks, spec.mesh.device_type)
+        if is_one_grid and wanted._layout is spec._layout:
+            return wanted  # names of axes alone have changed: parts stay as they are
     meta = TensorMeta.contiguous(spec.shape, spec.dtype)
-    return DTensorSpec(spec.mesh, wanted.placements, meta, wanted.order)
+    return DTensorSpec(wanted.mesh, wanted.placements, meta, wanted.order)
 
 
 class _SymbolicSpec(DTensorSpec):

@@ -75,6 +75,15 @@ class OrderedCommunicator(Closable, ABC):
         finally:
             self._turn.release()
 
+    def has_issued(self, work: Work) -> bool:
+        """Whether `work` was issued here, so that what is issued later runs after it."""
+        return work.is_in(self._queue)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the communicator can exchange: it has not ended or failed."""
+        return self.failure is None
+
     def in_order(self, run: Run, description: str) -> None:
         """Runs `run`, which exchanges more than once, with nothing issued in between."""
         if self._queue.is_own_thread():

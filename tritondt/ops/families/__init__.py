@@ -11,6 +11,7 @@ from tritondt.ops.families import (  # noqa: F401
     foreach_reductions,
     fused,
     gathering,
+    gradient_scaling,
     indexing,
     joining,
     like,

@@ -10,7 +10,7 @@ from tritondt.errors import LayoutError
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import OpSchema, OutputSharding
 from tritondt.ops.rules.reductions import accumulation_dtype
-from tritondt.redistribution.compile import identity_element
+from tritondt.redistribution.compiled_step import identity_element
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta

@@ -26,7 +26,7 @@ from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.ops.rules.reductions import accumulation_dtype, is_sharded, reduced, reduced_dims, rows, whole
-from tritondt.redistribution.compile import identity_element
+from tritondt.redistribution.compiled_step import identity_element
 from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 

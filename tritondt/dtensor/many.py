@@ -1,0 +1,143 @@
+"""`redistribute_many`: a list of distributed tensors under other placements, in few exchanges."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import is_grad_enabled
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.dtensor.copied_views import refresh
+from tritondt.dtensor.pending import mark_pending, take_prefetched, waited, work_of
+from tritondt.dtensor.tensor import DTensor, wrap
+from tritondt.dtensor.writes import held_local
+from tritondt.errors import MixedTensorsError
+from tritondt.redistribution.autograd import gradient_spec
+from tritondt.redistribution.many import LocalMove, redistribute_locals, redistribute_locals_async
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Placement
+from tritondt.sharding.spec import DTensorSpec, target_spec
+
+Move = tuple[DTensor, Sequence[Placement]] | tuple[DTensor, "DeviceMesh | Mesh", Sequence[Placement]]
+
+# Messages of this size run at the speed of the link, and packed ones are still in the cache when they are sent.
+BUCKET_BYTES = 4 << 20
+
+
+def redistribute_many(
+    moves: Sequence[Move], *, bucket_bytes: int = BUCKET_BYTES, async_op: bool = False
+) -> list[DTensor]:
+    """The tensors of a list under other placements, in as few exchanges as buckets of `bucket_bytes` allow.
+
+    `moves` has (x, placements), or (x, device_mesh, placements) for another mesh, per tensor: any shapes, dtypes,
+    layouts and meshes. The result is what x.redistribute gives for each, in the order of the list, bit for bit, and so
+    are the gradients, which come back in few exchanges too; bytes are the same, which is the minimum. Tensors between
+    the same ranks share exchanges as long as the parts that any rank holds take no more than `bucket_bytes` together: a
+    bucket is one pack, one exchange and one unpack for each step of its longest plan.
+
+    A collective call of all ranks of all meshes in the list, with one list in one order. With `async_op` it returns at
+    once, and the tensors of a bucket are pending together. Raises MixedTensorsError for what is no distributed tensor,
+    else as `DTensor.redistribute`.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def whole_on(rank):
+    ...     mesh = T.Mesh((2,))
+    ...     rows, columns = (T.distribute_tensor(torch.ones(4, 4), mesh, [T.Shard(dim)]) for dim in (0, 1))
+    ...     found = T.redistribute_many([(rows, [T.Replicate()]), (columns, [T.Shard(0)])])
+    ...     return [tuple(x.to_local().shape) for x in found]
+    >>> run_ranks(2, whole_on)
+    [[(4, 4), (2, 4)], [(4, 4), (2, 4)]]
+    """
+    tensors, targets = [], []
+    for place, move in enumerate(moves):
+        tensor, *mesh, placements = move
+        if not isinstance(tensor, DTensor):
+            raise MixedTensorsError(
+                f"redistribute_many was given a {type(tensor).__name__} as tensor {place}; allowed are distributed "
+                "tensors: distribute_tensor, or DTensor.from_local"
+            )
+        tensors.append(tensor)
+        target_mesh = canonical_mesh(cast("Mesh", mesh[0])) if mesh else None
+        targets.append(target_spec(tensor._spec, tuple(cast("Sequence[Placement]", placements)), None, target_mesh))
+    return redistribute_to(tensors, targets, bucket_bytes=bucket_bytes, async_op=async_op)
+
+
+def redistribute_to(
+    tensors: Sequence[DTensor], targets: Sequence[DTensorSpec], *, bucket_bytes: int, async_op: bool
+) -> list[DTensor]:
+    """The tensors under the target specs, differentiable; see `redistribute_many`."""
+    found: list[Any] = list(tensors)
+    moving = []
+    for place, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+        if tensor._spec is target:
+            found[place] = tensor.redistribute(placements=target.placements, order=target.order)
+        else:
+            moving.append(place)
+    given, wanted = [tensors[place] for place in moving], tuple(targets[place] for place in moving)
+    if is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        moved = RedistributedMany.apply(wanted, bucket_bytes, async_op, *given)  # type: ignore[no-untyped-call]
+    else:
+        moved = _moved(given, wanted, bucket_bytes, async_op=async_op)
+    for place, result in zip(moving, moved, strict=True):
+        found[place] = result
+    return found
+
+
+def _moved(
+    tensors: Sequence[DTensor], targets: Sequence[DTensorSpec], bucket_bytes: int, *, async_op: bool
+) -> list[DTensor]:
+    """The tensors under the target specs, without history."""
+    found: list[Any] = [None] * len(tensors)
+    moves, moving = [], []
+    for place, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
+        refresh(tensor)
+        prefetched = take_prefetched(tensor, target, None)
+        if prefetched is not None:
+            found[place] = prefetched if async_op else waited(prefetched)
+            continue
+        moving.append(place)
+        held, work = (held_local(tensor), work_of(tensor)) if async_op else (tensor._local_tensor, None)
+        moves.append(LocalMove(held, tensor._spec, target, work))
+    works: Sequence[Any] = [None] * len(moves)
+    if async_op:
+        locals_, works = redistribute_locals_async(moves, bucket_bytes)
+    else:
+        locals_ = redistribute_locals(moves, bucket_bytes)
+    for place, local, move, work in zip(moving, locals_, moves, works, strict=True):
+        found[place] = wrap(local.view_as(local) if local is move.local else local, move.target)
+        if work is not None:
+            mark_pending(found[place], work)
+    return found
+
+
+class RedistributedMany(torch.autograd.Function):
+    """Redistribution of a list of distributed tensors: the identity on the global tensors and on their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets: tuple[DTensorSpec, ...], bucket_bytes: int, async_op: bool, *tensors: DTensor
+    ) -> tuple[DTensor, ...]:
+        """The tensors under `targets`; with `async_op` the results, and later their gradients, are pending."""
+        ctx.sources, ctx.options = [tensor._spec for tensor in tensors], (bucket_bytes, async_op)
+        ctx.set_materialize_grads(False)
+        found = _moved(tensors, targets, bucket_bytes, async_op=async_op)
+        plain = [x for x, given in zip(found, tensors, strict=True) if not given.requires_grad]
+        ctx.mark_non_differentiable(*plain)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        """The gradients under the sources' placements, with Partial as Replicate."""
+        bucket_bytes, async_op = ctx.options
+        back: list[Any] = list(grads)
+        places = [place for place, grad in enumerate(grads) if grad is not None]
+        wanted = []
+        for place in places:
+            target = gradient_spec(ctx.sources[place])
+            wanted.append(target_spec(grads[place]._spec, target.placements, target.order, target.mesh))
+        given = [grads[place] for place in places]
+        found = redistribute_to(given, wanted, bucket_bytes=bucket_bytes, async_op=async_op)
+        for place, grad in zip(places, found, strict=True):
+            back[place] = grad if grad.dtype is ctx.sources[place].dtype else grad.to(ctx.sources[place].dtype)
+        return None, None, None, *back
