@@ -179,7 +179,9 @@ def _compiled_step(
     if step.kind == "scale":
         return CompiledStep(step, None, None, None, shape, None, None)
     found, moves = step.exchange(coordinate), bool(step.moving_axes)
-    wire_dtype = start.wire_dtype if moves and _sends(step) else None
+    wire_dtype = start.wire_dtype
+    if wire_dtype is not None and not (moves and _sends(step)):
+        wire_dtype = None
     if step.kind == "gather" and wire_dtype is None:
         found = replace(found, keeps=())  # what this rank reduced lies in the target already
     source_blocks, target_blocks = step_blocks(step, coordinate, start.strides)
