@@ -280,9 +280,9 @@ def _check_own_elements(schema: OpSchema, targets: Sequence[DTensorSpec] | None,
     """Refuses to write to elements that share memory, as kernels do; a rank that has one of them would not see it."""
     if torch.Tag.inplace_view in schema.op.tags:
         return
-    fills = schema.op._schema.name.removeprefix("aten::") in _FILLING
+    fills, specs = schema.op._schema.name.removeprefix("aten::") in _FILLING, schema.args_spec
     for place in written:
-        spec = schema.args_spec[place]
+        spec = specs[place]
         moves = targets is not None and targets[place] is not spec
         strides = zip(spec.shape, spec.tensor_meta.stride, strict=True)
         if (moves or not fills) and any(length > 1 and step == 0 for length, step in strides):

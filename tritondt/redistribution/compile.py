@@ -178,7 +178,7 @@ def _compiled_step(
     if step.kind == "scale":
         return CompiledStep(step, None, None, None, step.target_layout.local_shape(coordinate), None, None)
     found, moves = step.exchange(coordinate), bool(step.moving_axes)
-    if not moves or not _sends(step):
+    if start.wire_dtype is not None and not (moves and _sends(step)):
         start = start._replace(wire_dtype=None)
     if step.kind == "gather" and start.wire_dtype is None:
         found = replace(found, keeps=())  # what this rank reduced lies in the target already
