@@ -112,6 +112,7 @@ def test_a_matrix_of_bytes_is_what_is_sent(tmp_path):
         make_request(KINDS["all_to_all_v"], 3, replace(choice, minbytes=1 << 20))
 
 
+@pytest.mark.extended
 def test_ranks_that_do_not_refuse_alike_end_the_run_with_both_said():
     case = make_case("all_reduce", 2, ("float", 4), "sum", 0, 4096, 0.0)
     assert case is not None
@@ -135,9 +136,14 @@ def descendants(pid):
     return found - {pid}
 
 
-@pytest.mark.extended
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated")])
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [
+        pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.extended),
+        pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.soak),
+    ],
+)
 def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process_behind(tmp_path, number, word):
     path = tmp_path / "found.json"
     command = [sys.executable, "-m", "tritondt", "bench", "all_reduce", "--ranks", "2", "--impl", "gloo", "-n", "3"]
@@ -171,8 +177,9 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process_behind(tmp_path, n
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("launcher", ["slurm", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("slurm", marks=pytest.mark.extended), pytest.param("torchrun", marks=pytest.mark.soak)]
+)
 def test_it_runs_on_the_ranks_that_a_launcher_has_started(tmp_path, launcher):
     with socket.create_server(("127.0.0.1", 0)) as server:
         free_port = server.getsockname()[1]
