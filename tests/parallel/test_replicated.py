@@ -51,7 +51,7 @@ def test_layers_inside_are_replicated_but_for_those_of_the_plan() -> None:
         plan = {"1": ColwiseParallel(), "": ReplicateParallel()}
         parallelize_module(model, T.Mesh((2,)), plan)
         out = model(torch.ones(3, 4))
-        return [parameter.placements[0] for parameter in model.parameters()], tuple(out.shape)
+        return [parameter.placements[0] for parameter in model.parameters()], tuple(out.shape)  # type: ignore[attr-defined]
 
     replicate, rows = T.Replicate(), T.Shard(0)
     assert run_ranks(2, body) == [([replicate] * 4 + [rows] * 2, (3, 2))] * 2

@@ -89,7 +89,7 @@ class DTensorExtensions(TorchExtensions):
         """ShardedTensor over the tensor axis, of which each rank holds one over `pg`: not collective."""
         if not isinstance(tensor, DTensor):
             return super().chunk_tensor(tensor, rank, world_size, num_devices_per_node, pg, device)
-        spec, local = tensor._spec, tensor.detach().to_local()
+        spec, local = tensor._spec, tensor._local_tensor.detach()
         inner = _create_chunk_sharded_tensor(local, rank, world_size, num_devices_per_node, pg)
         described = _metadata(spec, tensor)
         own = dist.get_rank()

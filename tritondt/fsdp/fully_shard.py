@@ -27,7 +27,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 def fully_shard(module: AnyModule, **options: Any) -> AnyModule: ...
 @overload
 def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
-def fully_shard(
+def fully_shard(  # type: ignore[misc]
     module: Any,
     *,
     mesh: DeviceMesh | Mesh | None = None,
@@ -86,7 +86,7 @@ def fully_shard(
     for tree in {id(child.tree): child.tree for child in children}.values():
         state.tree.take_over(tree)
     for each in modules:
-        each.__class__ = sharded_class(type(each))
+        each.__class__ = sharded_class(type(each))  # type: ignore[arg-type]
         each.__dict__["_tritondt_fully_sharded"] = state
     return module
 
