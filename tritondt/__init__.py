@@ -32,6 +32,7 @@ with _import_pause.without_collections():
         TritondtError,
         WorldError,
     )
+    from tritondt.interop.with_torch import accelerate_torch, from_torch, to_torch
     from tritondt.ops.propagation.replication import implicit_replication
     from tritondt.redistribution.autograd import redistribute
     from tritondt.redistribution.compile import explain
@@ -68,6 +69,7 @@ __all__ = [
     "Work",
     "WorldError",
     "abort",
+    "accelerate_torch",
     "clip_grad_norm_",
     "close",
     "compute_local_shape_and_global_offset",
@@ -76,6 +78,7 @@ __all__ = [
     "empty",
     "explain",
     "explicit_redistribution",
+    "from_torch",
     "full",
     "implicit_replication",
     "init_device_mesh",
@@ -90,5 +93,6 @@ __all__ = [
     "redistribute_many",
     "set_timeout",
     "shutdown",
+    "to_torch",
     "zeros",
 ]
