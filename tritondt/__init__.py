@@ -33,6 +33,7 @@ with _import_pause.without_collections():
         TritondtError,
         WorldError,
     )
+    from tritondt.interop.with_torch import accelerate_torch, from_torch, to_torch
     from tritondt.ops.propagation.replication import implicit_replication
     from tritondt.redistribution.autograd import redistribute
     from tritondt.redistribution.compile import explain
@@ -70,6 +71,7 @@ __all__ = [
     "Work",
     "WorldError",
     "abort",
+    "accelerate_torch",
     "clip_grad_norm_",
     "close",
     "compute_local_shape_and_global_offset",
@@ -78,6 +80,7 @@ __all__ = [
     "empty",
     "explain",
     "explicit_redistribution",
+    "from_torch",
     "full",
     "implicit_replication",
     "init_device_mesh",
@@ -92,5 +95,6 @@ __all__ = [
     "redistribute_many",
     "set_timeout",
     "shutdown",
+    "to_torch",
     "zeros",
 ]
