@@ -13,7 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.testing import assert_close
 
 import tritondt as T
-from tests.harness.gloo_ranks import REPOSITORY, GlooRanks
+from tests.harness.fork_server import REPOSITORY
+from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import CheckpointError
 from tritondt.interop import manifest, saves

@@ -46,7 +46,7 @@ def random_case(seed: int) -> tuple[torch.Tensor, tuple[int, ...], list[T.Placem
     mesh_shape = chosen.choice([(4,), (2, 2)])
     dtype = chosen.choice([torch.float32, torch.float64, torch.bfloat16, torch.int64])
     shape = random_shape(chosen)
-    op = chosen.choice(["sum", "avg", "max"] if dtype.is_floating_point else ["sum", "max"])
+    op: Any = chosen.choice(["sum", "avg", "max"] if dtype.is_floating_point else ["sum", "max"])
     sides: list[list[T.Placement]] = [[], []]
     for _ in mesh_shape:
         kinds = chosen.choice("RPSS"), chosen.choice("RSS")
@@ -57,7 +57,7 @@ def random_case(seed: int) -> tuple[torch.Tensor, tuple[int, ...], list[T.Placem
         if kinds[0] == "P" and chosen.random() < 0.2:
             sides[1][-1] = sides[0][-1]
     full = arithmetic.whole_tensor(shape, dtype, torch.Generator().manual_seed(seed))
-    return full, mesh_shape, *sides
+    return full, mesh_shape, sides[0], sides[1]
 
 
 def check_random_redistributions(rank: int, first: int, count: int) -> int:
@@ -115,7 +115,7 @@ def train_step(rank: int, accelerated: bool) -> list[torch.Tensor]:
     handle = T.accelerate_torch() if accelerated else None
     weight, x = (torch.randint(-3, 4, shape, generator=generator).float() for shape in ((7, 6), (5, 7)))
     w = torch_tensor.distribute_tensor(weight, mesh, [torch_tensor.Shard(0)]).requires_grad_()
-    y = torch_tensor.distribute_tensor(x, mesh, [torch_tensor.Shard(0)])
+    y: Any = torch_tensor.distribute_tensor(x, mesh, [torch_tensor.Shard(0)])
     out = (y @ w).redistribute(placements=[torch_tensor.Shard(1)])
     (out * out).sum().backward()
     if handle is not None:
@@ -134,8 +134,8 @@ def check_there_and_back(rank: int) -> None:
     mesh = mesh_of((2, 2))
     for text in ("S0, S1", "S0, S0", "R, S1", "P, S0", "R, R"):
         placements = T.parse_placements(text)
-        x = T.distribute_tensor(FULL, mesh, placements).requires_grad_()
-        y: Any = x.to_torch()  # type: ignore[attr-defined]
+        x: Any = T.distribute_tensor(FULL, mesh, placements).requires_grad_()
+        y: Any = x.to_torch()
         assert type(y) is torch_tensor.DTensor
         assert y.to_local().data_ptr() == x.to_local().data_ptr()
         torch.testing.assert_close(y.full_tensor(), FULL, rtol=0, atol=0)

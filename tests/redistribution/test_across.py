@@ -29,7 +29,7 @@ def on(ranks: tuple[int, ...], text: str, full: torch.Tensor = FULL) -> T.DTenso
 
 def test_gradients_come_back_to_the_source_in_its_layout() -> None:
     def body(rank: int) -> tuple[str, list[int], Any]:
-        x = on(A, "S0").requires_grad_()
+        x: Any = on(A, "S0").requires_grad_()
         y = x.redistribute(T.Mesh((3,), ranks=B), [T.Shard(1)])
         (y * y).sum().backward()
         assert isinstance(x.grad, T.DTensor)
@@ -46,7 +46,7 @@ def test_gradients_come_back_to_the_source_in_its_layout() -> None:
 
 def test_a_gradient_of_the_gradient() -> None:
     def body(rank: int) -> torch.Tensor | None:
-        x = on(A, "S0").requires_grad_()
+        x: Any = on(A, "S0").requires_grad_()
         y = x.redistribute(T.Mesh((3,), ranks=B), [T.Shard(1)])
         (first,) = torch.autograd.grad((y * y * y).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.sum(), x)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,13 +28,14 @@ def test_random_lists_on_several_meshes(seed: int) -> None:
     bucket_bytes, is_async = chosen.choice((1, 300, 1 << 20)), chosen.random() < 0.5
 
     def body(rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        tensors, targets = [], []
+        tensors: list[Any] = []
+        targets = []
         for case, given in zip(cases, inputs, strict=True):
             local = given.locals.get(rank, torch.empty(0, dtype=case.meta.dtype)).clone()
             tensors.append(T.DTensor(local, case.source.spec(case.meta)).requires_grad_(case.differentiable))
             targets.append(case.target.spec(case.meta))
         found = redistribute_to(tensors, targets, bucket_bytes=bucket_bytes, async_op=is_async)
-        results = [x.detach().to_local() for x in found]
+        results = [cast("T.DTensor", x.detach()).to_local() for x in found]
         leaves = [place for place, case in enumerate(cases) if case.differentiable]
         arriving = [arriving_gradient(cases[place], inputs[place], rank) for place in leaves]
         grads: dict[int, Any] = dict.fromkeys(range(len(cases)))
@@ -96,7 +97,7 @@ def test_terms_are_reduced_in_two_exchanges_for_all() -> None:
         mesh = T.Mesh((4,))
         communicator: Any = world.current().communicator((0, 1, 2, 3))
         fulls = [torch.arange(float(length)) for length in (3, 10, 64)]
-        moves = [(T.distribute_tensor(full, mesh, [P]), [R]) for full in fulls]
+        moves: list[Any] = [(T.distribute_tensor(full, mesh, [P]), [R]) for full in fulls]
         moves.append((T.distribute_tensor(torch.eye(4), mesh, [T.Partial("avg")]), [T.Partial()]))
         numbers = communicator.sequence
         found = T.redistribute_many(moves)
@@ -132,6 +133,9 @@ def test_gradients_of_some_of_a_list() -> None:
     def body(rank: int) -> None:
         mesh = T.Mesh((2,))
         full = torch.arange(12.0).view(4, 3)
+        x: Any
+        y: Any
+        z: Any
         x, y, z = (T.distribute_tensor(full, mesh, [S0]).requires_grad_(wants) for wants in (True, False, True))
         a, b, c = T.redistribute_many([(x, [S1]), (y, [R]), (z, [R])])
         assert [t.requires_grad for t in (a, b, c)] == [True, False, True]
@@ -189,7 +193,7 @@ def test_clipping_gradients_on_two_meshes(norm_type: float) -> None:
         meshes = (T.Mesh((2,), ranks=(0, 1)), T.Mesh((3,), ranks=(3, 1, 2)), T.Mesh((2,), ranks=(0, 1)))
         parameters = []
         for full, mesh, placement in zip(fulls, meshes, (S0, S0, R), strict=True):
-            x = torch.nn.Parameter(T.distribute_tensor(torch.zeros_like(full), mesh, [placement]))
+            x: Any = torch.nn.Parameter(T.distribute_tensor(torch.zeros_like(full), mesh, [placement]))
             x.grad = T.distribute_tensor(full, mesh, [placement])
             parameters.append(x)
         if rank == 4:

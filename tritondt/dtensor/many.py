@@ -59,7 +59,7 @@ def redistribute_many(
             )
         tensors.append(tensor)
         target_mesh = canonical_mesh(cast("Mesh", mesh[0])) if mesh else None
-        targets.append(target_spec(tensor._spec, tuple(cast("Sequence[Placement]", placements)), None, target_mesh))
+        targets.append(target_spec(tensor._spec, tuple(placements), None, target_mesh))
     return redistribute_to(tensors, targets, bucket_bytes=bucket_bytes, async_op=async_op)
 
 

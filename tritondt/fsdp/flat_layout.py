@@ -103,7 +103,7 @@ class FlatLayout:
         boxes = []
         for place in self.places:
             own = strides[place.member]
-            if own is not None and prod(place.shape):
+            if own is not None and prod(place.shape) > 0:
                 source = present.index(place.member)
                 offset = self._offset(place, own)
                 boxes.append(CastBox(source, 0, offset, place.offset, place.shape, own, dense_strides(place.shape)))

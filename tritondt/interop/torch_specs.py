@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +38,7 @@ def _placement(placement: Any) -> Placement | None:
     if type(placement) is TorchReplicate:
         return Replicate()
     if type(placement) is TorchPartial and placement.reduce_op in _OPS:
-        return Partial(cast("ReduceOp", placement.reduce_op))
+        return Partial(placement.reduce_op)
     return None
 
 

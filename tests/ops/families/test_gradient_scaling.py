@@ -1,5 +1,7 @@
 """torch.amp.GradScaler on distributed parameters: scaled steps, and steps that all ranks skip."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,8 +13,8 @@ from tritondt.comm.transports.threads import run_ranks
 def test_a_scaler_steps_or_skips_on_all_ranks_alike(bad_rank: int | None) -> None:
     def body(rank: int) -> tuple[float, torch.Tensor]:
         mesh = T.Mesh((3,))
-        weight = torch.nn.Parameter(T.distribute_tensor(torch.ones(5, 2), mesh, [T.Shard(0)]))
-        bias = torch.nn.Parameter(T.distribute_tensor(torch.ones(4), mesh, [T.Replicate()]))
+        weight: Any = torch.nn.Parameter(T.distribute_tensor(torch.ones(5, 2), mesh, [T.Shard(0)]))
+        bias: Any = torch.nn.Parameter(T.distribute_tensor(torch.ones(4), mesh, [T.Replicate()]))
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         optimizer = torch.optim.SGD([weight, bias], lr=0.5)
         scaler.scale((weight * 2).sum() + bias.sum()).backward()
