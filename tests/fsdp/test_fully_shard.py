@@ -5,16 +5,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
-from tests.fsdp.models import DataAxes, Net, batch, layout, loss_of, sharded, train
+from tests.fsdp.models import Net, batch, layout, loss_of, sharded, train
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
-from tritondt.errors import FullyShardError, MeshError, ParallelizeError
 from tritondt.fsdp import FSDPModule, fully_shard
-from tritondt.parallel import ColwiseParallel, parallelize_module
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -297,77 +295,6 @@ def test_modules_of_one_call_run_one_after_the_other_or_alone() -> None:
     (first(torch.ones(1, 3)).sum() + second(first(torch.ones(1, 3))).sum()).backward()
     for gradients in run_ranks(2, body):
         torch.testing.assert_close(gradients, [first.weight.grad, second.weight.grad], rtol=1e-5, atol=1e-6)
-
-
-def refused(call: Any) -> list[str]:
-    def body(rank: int) -> str:
-        with pytest.raises((FullyShardError, MeshError, ParallelizeError)) as found:
-            call(rank)
-        return str(found.value)
-
-    texts = run_ranks(4, body)
-    assert len(set(texts)) == 1, texts
-    return texts
-
-
-def test_bad_input_is_refused_by_all_ranks_alike() -> None:
-    def twice(rank: int) -> None:
-        fully_shard(fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,))), mesh=T.Mesh((4,)))
-
-    def tied(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        model[1].weight = model[0].weight
-        fully_shard(model[0], mesh=T.Mesh((4,)))
-        fully_shard(model, mesh=T.Mesh((4,)))
-
-    def too_late(rank: int) -> None:
-        model = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=T.Mesh((4,)))
-        parallelize_module(model, T.Mesh((4,)), {"0": ColwiseParallel()})
-
-    def wrong_axis(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        parallelize_module(model, T.Mesh((4,)), {"0": ColwiseParallel()})
-        fully_shard(model, mesh=T.Mesh((4,)), dp_mesh_dims=DataAxes("dp"))
-
-    def same_axis(rank: int) -> None:
-        model = nn.Sequential(nn.Linear(2, 2))
-        mesh = T.Mesh((4,), ("dp",))
-        parallelize_module(model, mesh, {"0": ColwiseParallel()})
-        fully_shard(model, mesh=mesh)
-
-    def converted(rank: int) -> None:
-        model = fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)))
-        model.to(torch.bfloat16)(torch.ones(1, 2))
-
-    cases: list[tuple[Any, str]] = [
-        (converted, "convert the module before fully_shard"),
-        (twice, "this FSDPLinear was sharded by fully_shard already"),
-        (tied, "shared with a module that was sharded before, as weight"),
-        (too_late, r"parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])"),
-        (wrong_axis, "has no axis 'dp'"),
-        (same_axis, "allowed is a slice of a DeviceMesh that has both"),
-        (lambda rank: fully_shard(nn.ReLU(), mesh=T.Mesh((4,))), "without parameters to shard"),
-        (lambda rank: fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=T.Mesh((4,))), "which has no forward"),
-        (lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((1, 2, 2))), "takes a mesh of one axis"),
-        (
-            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), offload_policy=CPUOffloadPolicy()),
-            "shards stay on the device of the mesh",
-        ),
-        (
-            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), reshard_after_forward=2),
-            "allowed are True, False and None",
-        ),
-        (
-            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)), shard_placement_fn=lambda _: T.Replicate()),
-            "allowed are None and tritondt's Shard(dim)",
-        ),
-        (
-            lambda rank: fully_shard(nn.Linear(2, 2, device="meta"), mesh=T.Mesh((4,))),
-            "model.to_empty(device=...) from meta",
-        ),
-    ]
-    for call, text in cases:
-        assert text in refused(call)[0], refused(call)[0]
 
 
 @pytest.mark.extended
