@@ -103,11 +103,10 @@ def _get_tensor_shard(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
     )
 
 
-def attach() -> None:
-    """Gives DTensor the three methods of torch's protocol `_Checkpointable`."""
-    for name, method in (
-        ("__create_write_items__", _create_write_items),
-        ("__create_chunk_list__", _create_chunk_list),
-        ("__get_tensor_shard__", _get_tensor_shard),
-    ):
-        setattr(DTensor, name, method)
+# At import, which may be what makes torch import its planner and so comes here twice.
+for _name, _method in (
+    ("__create_write_items__", _create_write_items),
+    ("__create_chunk_list__", _create_chunk_list),
+    ("__get_tensor_shard__", _get_tensor_shard),
+):
+    setattr(DTensor, _name, _method)

@@ -10,7 +10,7 @@ from tritondt.interop.with_torch import to_torch
 
 def _add_checkpoints(_: ModuleType) -> None:
     # By name: it imports torch.distributed.checkpoint, which takes half a second that most programs need not spend.
-    importlib.import_module("tritondt.interop.checkpoint").attach()
+    importlib.import_module("tritondt.interop.checkpoint")
 
 
 def _add_state_dicts(module: ModuleType) -> None:
