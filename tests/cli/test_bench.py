@@ -21,6 +21,7 @@ from tritondt.sharding.placement import Replicate, Shard, parse_placements
 COMMAND = ["bench", "redistribute"]
 
 
+@pytest.mark.extended
 def test_a_small_run_against_torch(tmp_path):
     options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "--impl", "tritondt,torch"]
     path = tmp_path / "found.csv"

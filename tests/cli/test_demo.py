@@ -72,7 +72,7 @@ def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, 
     assert summary["comm_bytes_per_step"] == expected_bytes(summary)
 
 
-@pytest.mark.parametrize("style", ["dtensor", "local"])
+@pytest.mark.parametrize("style", [pytest.param("dtensor", marks=pytest.mark.extended), "local"])
 def test_a_run_prints_and_writes_its_summary(tmp_path, style):
     # The first style is the default.
     result = run_demo(tmp_path, "--ranks", "2", "--json", *(() if style == "dtensor" else ("--style", style)))

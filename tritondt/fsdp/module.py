@@ -116,7 +116,7 @@ def _states_of(modules: list[nn.Module], call: str) -> list[ShardedState]:
     return [state for state in found if state is not None]
 
 
-@lru_cache(maxsize=None)  # noqa: UP033  one class for each class, for as long as that lives
+@lru_cache(maxsize=1024)  # one class for each class of a program's modules
 def sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """Subclass of a module's class for sharded modules."""
     return type(f"FSDP{original.__name__}", (FSDPModule, original), {"__module__": original.__module__})
