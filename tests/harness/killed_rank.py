@@ -1,12 +1,7 @@
-"""Program of ranks of which one is killed in the middle of an exchange, at its first start.
-
-torchrun ... -m tests.harness.killed_rank PROGRAM RANK EXCHANGE
-"""
+"""A process that is killed in the middle of an exchange."""
 
 import os
-import runpy
 import signal
-import sys
 from typing import Any
 
 from tritondt.comm.transports.base import PackedCommunicator
@@ -23,11 +18,3 @@ def kill_at(number: int) -> None:
         keep(*arguments)
 
     PackedCommunicator._keep = counted  # type: ignore[assignment, method-assign]
-
-
-if __name__ == "__main__":
-    program, rank, exchange = sys.argv[1:]
-    if os.environ["RANK"] == rank and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        kill_at(int(exchange))
-    sys.argv[1:] = []
-    runpy.run_path(program, run_name="__main__")
