@@ -140,7 +140,7 @@ def descendants(pid):
 @pytest.mark.parametrize(
     ("number", "word"),
     [
-        pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.extended),
+        pytest.param(signal.SIGINT, "interrupted", marks=pytest.mark.soak),
         pytest.param(signal.SIGTERM, "terminated", marks=pytest.mark.soak),
     ],
 )
@@ -165,6 +165,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process_behind(tmp_path, n
         _, told = process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 130
     assert f"cases were measured: {word}" in told
     assert "Traceback" not in told

@@ -55,7 +55,7 @@ def expected_bytes(summary):
         (3, 3, 17, {"heads": (1, 1, 1), "hidden": (33, 33, 32), "positions": (6, 6, 5)}),
         # A rank without heads and without a part of the sequence.
         (3, 2, 4, {"heads": (1, 1, 0), "hidden": (33, 33, 32), "positions": (2, 2, 0)}),
-        (1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)}),
+        pytest.param(1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)}, marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.extended
@@ -72,7 +72,7 @@ def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, 
     assert summary["comm_bytes_per_step"] == expected_bytes(summary)
 
 
-@pytest.mark.parametrize("style", [pytest.param("dtensor", marks=pytest.mark.extended), "local"])
+@pytest.mark.parametrize("style", [pytest.param("dtensor", marks=pytest.mark.soak), "local"])
 def test_a_run_prints_and_writes_its_summary(tmp_path, style):
     # The first style is the default.
     result = run_demo(tmp_path, "--ranks", "2", "--json", *(() if style == "dtensor" else ("--style", style)))
@@ -100,8 +100,13 @@ def test_a_run_prints_and_writes_its_summary(tmp_path, style):
     assert [(row["calls_per_step"], row["messages_per_step"]) for row in by_boundary] == [(4, 8), (4, 8)]
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("parallel", ["fsdp", "fsdp+tp", "hsdp+tp", "ddp+tp"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(each, marks=pytest.mark.extended if each == "fsdp+tp" else pytest.mark.soak)
+        for each in ("fsdp", "fsdp+tp", "hsdp+tp", "ddp+tp")
+    ],
+)
 def test_every_grid_of_ranks_has_the_losses_of_one_process(parallel):
     # Heads, batch and positions that do not divide.
     experiment = Experiment(model.Model(heads=3, layers=2, width=24, sequence=17), steps=4, batch=5, seed=0)
@@ -132,9 +137,12 @@ def one_layer_is_wrong(sizes):
     return {**make_plan(sizes), "blocks.*.mlp": TooLarge()}
 
 
-@pytest.mark.extended
 @pytest.mark.parametrize(
-    "wrong", [LocalStyle(redistribute=one_sum_is_wrong), DTensorStyle(make_plan=one_layer_is_wrong)]
+    "wrong",
+    [
+        pytest.param(LocalStyle(redistribute=one_sum_is_wrong), marks=pytest.mark.extended),
+        pytest.param(DTensorStyle(make_plan=one_layer_is_wrong), marks=pytest.mark.soak),
+    ],
 )
 def test_one_wrong_collective_fails_the_check(tmp_path, monkeypatch, wrong):
     monkeypatch.setitem(STYLES, wrong.name, wrong)

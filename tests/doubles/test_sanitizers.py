@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("alone")]
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # the first build takes half a minute on two cores
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address", marks=pytest.mark.soak)])
 def test_the_double_has_no_races_and_no_errors_of_memory(sanitizer: str, tmp_path: Path) -> None:
     skip_unless_there(sanitizer, tmp_path)
     ran = subprocess.run(

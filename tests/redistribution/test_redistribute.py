@@ -12,7 +12,7 @@ NUM_CASES = 5000
 CASES_PER_TEST = 100
 
 
-@pytest.mark.in_ci(25)
+@pytest.mark.in_ci(12)
 @pytest.mark.parametrize("chunk", range(NUM_CASES // CASES_PER_TEST))
 def test_random_cases(chunk: int) -> None:
     world_size = (8, 4, 6, 4, 5)[chunk % 5]
