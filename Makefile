@@ -59,15 +59,12 @@ $(VENV)/nccl/%/.stamp: | $(VENV)/.stamp-package
 
 # Needs no Python package, so that CI compiles it while those are fetched; the tests compile what is missing. Each part
 # is for tests that skip, or say why, where it cannot be compiled.
-compiled: ## compile what tests use beside the package: the double of NCCL, it and csrc under sanitizers
+compiled: ## compile what tests use beside the package: the double of NCCL, it and csrc under ThreadSanitizer
 	@newest=$$($(PYTHON) -c 'from tests.doubles.fake_nccl.abi import NEWEST; print(NEWEST)') && \
 	nice $(MAKE) --no-print-directory --file tests/doubles/fake_nccl/Makefile $(CURDIR)/build/fake_nccl/$$newest/libnccl.so.2
-	@for sanitizer in thread address; do \
-	    nice $(MAKE) --no-print-directory --file tests/csrc/sanitize/Makefile $(CURDIR)/build/sanitize/$$sanitizer/driver \
-	    || echo "what runs under the $$sanitizer sanitizer was not compiled; its tests compile it, or skip"; \
-	done
-	@nice $(MAKE) --no-print-directory --file tests/doubles/fake_nccl/Makefile $(CURDIR)/build/sanitize/fake_nccl/thread/driver \
-	|| echo "the double was not compiled under the thread sanitizer; its test compiles it, or skips"
+	@nice $(MAKE) --no-print-directory --file tests/csrc/sanitize/Makefile $(CURDIR)/build/sanitize/thread/driver && \
+	nice $(MAKE) --no-print-directory --file tests/doubles/fake_nccl/Makefile $(CURDIR)/build/sanitize/fake_nccl/thread/driver \
+	|| echo "what runs under the thread sanitizer was not compiled; its tests compile it, or skip"
 
 demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
 	$(BIN)/python -m tritondt demo

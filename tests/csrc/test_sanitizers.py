@@ -53,7 +53,7 @@ def test_a_planted_error_is_found(sanitizer, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # the first build takes a minute on two cores
-@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+@pytest.mark.parametrize("sanitizer", ["thread", pytest.param("address", marks=pytest.mark.soak)])
 def test_csrc_has_no_races_and_no_errors_of_memory(sanitizer, tmp_path):
     skip_unless_there(sanitizer, tmp_path)
     ran = subprocess.run(

@@ -118,6 +118,7 @@ def test_every_cache_says_how_large_it_may_get():
     assert [name for name, cached in found.items() if cached.cache_info().maxsize is None] == []
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("make", [T.Layout, T.DTensorSpec])
 def test_interning_keeps_nothing_alive(make):
     def body(rank):
