@@ -146,7 +146,7 @@ def without_checks(rows):
 def replayed(measured, monkeypatch):
     """The command without its ranks: it is told what was measured of the collective that it asks for."""
 
-    def run(_, __, request, on_message):
+    def run_on_ranks(_, __, request, *, on_message):
         on_message(Devices(tuple(Device(rank, 7, "host", "cpu, 1 thread") for rank in range(RANKS))))
         for case in request.cases:
             on_message(Starting(case))
@@ -154,7 +154,7 @@ def replayed(measured, monkeypatch):
                 if row.case.kind == case.kind and row.side in request.sides:
                     on_message(replace(row, case=case))
 
-    monkeypatch.setattr(bench_ranks, "run", run)
+    monkeypatch.setattr(bench_ranks, "run_on_ranks", run_on_ranks)
     return partial(CliRunner().invoke, main)
 
 
@@ -244,13 +244,13 @@ def test_the_exit_status_is_that_of_nccl_tests(replayed):
 def test_what_was_measured_before_the_end_is_kept_and_said_to_be_partial(
     measured, monkeypatch, tmp_path, error, status, sentence
 ):
-    def run(_, __, request, on_message):
+    def run_on_ranks(_, __, request, *, on_message):
         on_message(Devices(()))
         row = next(row for row in rows_of(measured[1]) if row.case.kind.name == "all_reduce")
         on_message(replace(row, case=request.cases[0]))
         raise error
 
-    monkeypatch.setattr(bench_ranks, "run", run)
+    monkeypatch.setattr(bench_ranks, "run_on_ranks", run_on_ranks)
     path = tmp_path / "found.json"
     ended = CliRunner().invoke(main, [*ALL_REDUCE, "-e", "8K", "-f", "2", "--json", str(path)])
     assert (ended.exit_code, sentence in ended.stderr) == (status, True), ended.stderr

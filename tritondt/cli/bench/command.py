@@ -22,7 +22,6 @@ from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, 
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
 from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.bench.report import as_csv, as_json, line, print_report
-from tritondt.errors import TritondtError
 
 _DEFAULT_RANKS = 4
 
@@ -101,8 +100,6 @@ def _against(impl: str) -> str | None:
 def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str | None) -> int:
     """Exit status; what was measured before a rank failed, or before Ctrl-C, is printed and written, too."""
     found: list[Measured] = []
-    errors: list[str] = []
-    status = 0
     with ProgressLine() as progress:
         progress.tell(f"starting {num_ranks} ranks")
 
@@ -111,14 +108,7 @@ def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str 
             found.append(message)
             progress.tell(f"{len(found)}/{len(request.cases)}  {line(message)}")
 
-        try:
-            bench_ranks.run(num_ranks, measure_on_rank, request, add)
-        except KeyboardInterrupt as error:
-            errors.append("terminated" if isinstance(error, bench_ranks.Terminated) else "interrupted")
-            status = bench_ranks.INTERRUPTED
-        except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
-            errors.append(str(error))
-            status = 1
+        status, errors = bench_ranks.run(num_ranks, measure_on_rank, request, add)
     if bench_ranks.is_first():
         if found:
             print_report(found, Console(stderr=is_printed(json_to, csv_to)))

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tritondt import environment
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.comm import world
+from tritondt.errors import TritondtError
 
 # More only take turns: 16 ranks on a core are no measurement, and a thousand would end the machine.
 _MOST_PER_CORE = 16
@@ -55,16 +56,22 @@ def is_first() -> bool:
     return found is None or found.rank == 0
 
 
-def run(num_ranks: int, body: Body, request: object, on_message: Send) -> None:
-    """Call `body(send, request)` on all ranks; what rank 0 sends arrives at `on_message`.
+def run(num_ranks: int, body: Body, request: object, on_message: Send) -> tuple[int, list[str]]:
+    """Exit status, and what went wrong, of `body(send, request)` on all ranks; what rank 0 sends goes to `on_message`.
 
-    Raises KeyboardInterrupt for Ctrl-C and for SIGTERM, after ending the ranks that were started here.
+    Ctrl-C, SIGTERM and a rank that fails end the ranks that were started here, and are told, not raised.
     """
-    with _terminated_like_interrupted():
-        if not dist.is_initialized():
-            run_on_ranks(num_ranks, body, request, on_message=on_message)
-            return
-        body(on_message if is_first() else _drop, request)
+    try:
+        with _terminated_like_interrupted():
+            if dist.is_initialized():
+                body(on_message if is_first() else _drop, request)
+            else:
+                run_on_ranks(num_ranks, body, request, on_message=on_message)
+    except KeyboardInterrupt as error:
+        return INTERRUPTED, ["terminated" if isinstance(error, Terminated) else "interrupted"]
+    except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
+        return 1, [str(error)]
+    return 0, []
 
 
 def leave() -> None:

@@ -20,7 +20,6 @@ from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, 
 from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.launch import num_cores
 from tritondt.cli.surroundings import surroundings
-from tritondt.errors import TritondtError
 
 _FEWEST_RANKS, _MOST_RANKS = 2, 4
 
@@ -84,20 +83,11 @@ def _measure(
     request: Request, notes: list[str], least_bandwidth: float | None, json_to: str | None, csv_to: str | None
 ) -> int:
     """Exit status of a run; what was measured before it failed or was interrupted is printed and written, too."""
-    errors: list[str] = []
-    status = 0
     found = surroundings()
     with ProgressLine() as progress:
         progress.tell(f"starting {request.num_ranks} ranks")
         printed = _Printed(request, notes, is_printed(json_to, csv_to), progress)
-        try:
-            bench_ranks.run(request.num_ranks, measure_on_rank, request, printed.take)
-        except KeyboardInterrupt as error:
-            errors.append("terminated" if isinstance(error, bench_ranks.Terminated) else "interrupted")
-            status = bench_ranks.INTERRUPTED
-        except (TritondtError, RuntimeError) as error:  # a rank that failed; Gloo's, where a rank of a launcher has
-            errors.append(str(error))
-            status = 1
+        status, errors = bench_ranks.run(request.num_ranks, measure_on_rank, request, printed.take)
     if bench_ranks.is_first():
         _conclude(printed, errors, least_bandwidth)
         write_json(as_json(request, printed.rows, printed.devices, found, least_bandwidth, errors), json_to)
