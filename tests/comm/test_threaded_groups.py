@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+# unittest.main: torch's own run_tests wants the package xmlrunner where the environment has CI set.
 PROGRAM = """
+import unittest
 from torch.testing._internal.common_distributed import MultiThreadedTestCase
-from torch.testing._internal.common_utils import run_tests
 import tritondt as T
 
 class OnThreads(MultiThreadedTestCase):
@@ -26,7 +27,7 @@ class OnThreads(MultiThreadedTestCase):
         else:
             raise AssertionError("a world was made")
 
-run_tests()
+unittest.main()
 """
 
 
