@@ -48,17 +48,24 @@ def expected_bytes(summary):
     return 4 * others * (8 * summary["layers"] * activation + 2 * replicated + 2 * single)
 
 
-@pytest.mark.parametrize("style", list(STYLES.values()), ids=list(STYLES))
+ALL_HAVE_HEADS = (3, 3, 17, {"heads": (1, 1, 1), "hidden": (33, 33, 32), "positions": (6, 6, 5)})
+# A rank without heads and without a part of the sequence.
+ONE_HAS_NONE = (3, 2, 4, {"heads": (1, 1, 0), "hidden": (33, 33, 32), "positions": (2, 2, 0)})
+ONE_RANK = (1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)})
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "heads", "sequence", "expected_shares"),
+    ("num_ranks", "heads", "sequence", "expected_shares", "style"),
     [
-        (3, 3, 17, {"heads": (1, 1, 1), "hidden": (33, 33, 32), "positions": (6, 6, 5)}),
-        # A rank without heads and without a part of the sequence.
-        (3, 2, 4, {"heads": (1, 1, 0), "hidden": (33, 33, 32), "positions": (2, 2, 0)}),
-        pytest.param(1, 3, 17, {"heads": (3,), "hidden": (98,), "positions": (17,)}, marks=pytest.mark.soak),
+        pytest.param(*sizes, style, marks=marks)
+        for marks, cases in (
+            (pytest.mark.extended, [(ALL_HAVE_HEADS, STYLES["local"]), (ONE_HAS_NONE, STYLES["dtensor"])]),
+            (pytest.mark.soak, [(ALL_HAVE_HEADS, STYLES["dtensor"]), (ONE_HAS_NONE, STYLES["local"])]),
+            (pytest.mark.soak, [(ONE_RANK, style) for style in STYLES.values()]),
+        )
+        for sizes, style in cases
     ],
 )
-@pytest.mark.extended
 def test_ranks_and_one_process_have_the_same_losses(num_ranks, heads, sequence, expected_shares, style):
     sizes = model.Model(heads=heads, layers=2, width=24, sequence=sequence)
     experiment = Experiment(sizes, steps=4, batch=3, seed=0)

@@ -164,7 +164,7 @@ def test_planes(verb, source, target, shape):
     assert_one_box(verb, source, target, shape, (2 * num_columns, 2), (3 * num_columns, 3))
 
 
-@pytest.mark.in_ci(9)
+@pytest.mark.in_ci(5)
 @pytest.mark.parametrize(("verb", "source", "target"), ONE_OF_EACH)
 @pytest.mark.parametrize("num_threads", [1, 3, 64])
 def test_large_boxes_are_cut_among_threads(verb, source, target, num_threads):
@@ -173,7 +173,7 @@ def test_large_boxes_are_cut_among_threads(verb, source, target, num_threads):
     assert_one_box(verb, source, target, (2, 500_003), (500_010, 1), (500_003, 1), num_threads)
 
 
-@pytest.mark.in_ci(14)
+@pytest.mark.in_ci(7)
 @pytest.mark.parametrize(("verb", "source", "target"), ONE_OF_EACH)
 @pytest.mark.parametrize("num_rows", [301, 12_007])
 @pytest.mark.parametrize("num_threads", [1, 3])

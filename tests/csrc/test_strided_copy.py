@@ -143,7 +143,7 @@ def test_many_boxes_are_shared_among_threads(num_threads):
     assert_copies_as_reference(boxes, [source], starts[-1] + 5, num_threads)
 
 
-@pytest.mark.in_ci(17)
+@pytest.mark.in_ci(8)
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 16])
 @pytest.mark.parametrize("widths", [(513, 512, 0, 1, 300, 64), (16, 15, 17), (700, 700)])

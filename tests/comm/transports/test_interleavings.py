@@ -15,10 +15,16 @@ from tritondt.comm.transports.threads import run_ranks
 PROGRAMS_PER_ORDER = 8
 
 
-@pytest.mark.extended
+# How many times as many programs a case runs: once for CI, the others for `make soak`.
+TIMES = pytest.mark.parametrize(
+    "times", [pytest.param(1, marks=pytest.mark.extended), pytest.param(4, marks=pytest.mark.soak)]
+)
+
+
+@TIMES
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_on_thread_ranks(size: int) -> None:
-    @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+def test_on_thread_ranks(size: int, times: int) -> None:
+    @settings(max_examples=30 * times, suppress_health_check=[HealthCheck.too_slow])
     @given(programs(size))
     def every(program: Program) -> None:
         run_ranks(size, lambda rank: run(program, rank))
@@ -40,9 +46,9 @@ def run_all(rank: int, several: list[Program]) -> None:
         run(program, rank)
 
 
-@pytest.mark.extended
-def test_on_processes(ranks: GlooRanks) -> None:
-    num_orders = {"sockets": 26, "gloo": 3, "nccl": 5}[ranks.transport]  # type: ignore[attr-defined]
+@TIMES
+def test_on_processes(ranks: GlooRanks, times: int) -> None:
+    num_orders = times * {"sockets": 7, "gloo": 1, "nccl": 2}[ranks.transport]  # type: ignore[attr-defined]
 
     # Nothing is shrunk: what fails on processes alone may not fail again.
     @settings(max_examples=num_orders, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

@@ -61,7 +61,7 @@ def test_examples():
     assert results.failed == 0
 
 
-@pytest.mark.in_ci(24)
+@pytest.mark.in_ci(10)
 @pytest.mark.parametrize("seed", range(150))
 def test_random_tables_there(seed):
     draw = random.Random(seed)
@@ -72,7 +72,7 @@ def test_random_tables_there(seed):
     assert_as_reference("quantize", boxes, sources, targets, torch.full((len(boxes),), float("nan")))
 
 
-@pytest.mark.in_ci(24)
+@pytest.mark.in_ci(10)
 @pytest.mark.parametrize("seed", range(150))
 def test_random_tables_back(seed):
     draw = random.Random(seed)
