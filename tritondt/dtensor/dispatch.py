@@ -27,6 +27,7 @@ from tritondt.dtensor.compiled_call import (
 )
 from tritondt.dtensor.decompose import decompose, fit_outs
 from tritondt.dtensor.list_positions import in_order, written_lists
+from tritondt.dtensor.live_views import keeps_views
 from tritondt.dtensor.text import mixed_text
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -264,7 +265,7 @@ class Dispatcher:
                 return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
-        run = Signature(schema, decision, local, written, *made_by).run
+        run = keeps_views(schema, decision.output_spec, Signature(schema, decision, local, written, *made_by).run)
         return in_order(schema.op, run) if decision.needs_redistribute and written_lists(schema.op) else run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
