@@ -6,18 +6,29 @@ import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
 from tritondt.comm.process_world import default_costs
+from tritondt.planning import prices
 from tritondt.planning.cost import CostTable, Link
 
 
 def test_the_environment_changes_prices(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_costs(4) == CostTable(ranks_per_host=4)
+    assert default_costs(4) == prices.built_in(4)
+    assert default_costs(4)["cpu"] == CostTable(ranks_per_host=4)
     text = '{"network": {"bandwidth": 1e8}, "host": {"busy_share": 0}, "ranks_per_host": 2, "max_peers": 7.0}'
     monkeypatch.setenv("TRITONDT_COSTS", text)
     changed = CostTable(host=Link(30e-6, 2e9), network=Link(60e-6, 1e8), ranks_per_host=2, max_peers=7)
-    assert default_costs(4) == changed
+    assert default_costs(4)["cpu"] == changed
     assert CostTable.from_json(changed.to_json()) == changed
-    assert isinstance(default_costs(4).max_peers, int)
+    assert isinstance(default_costs(4)["cpu"].max_peers, int)
+    assert default_costs(4)["cuda"].network.bandwidth == 1e8
+    assert prices.from_json(prices.to_json(default_costs(4))) == default_costs(4)
+
+
+def test_prices_of_a_type_of_device_change_no_other(monkeypatch):
+    monkeypatch.setenv("TRITONDT_COSTS", '{"cuda": {"launch_s": 0, "host": {"bandwidth": 1e11}}, "max_peers": 9}')
+    found = default_costs(4)
+    assert (found["cuda"].launch_s, found["cuda"].host.bandwidth, found["cuda"].max_peers) == (0.0, 1e11, 9)
+    assert found["cpu"] == CostTable(ranks_per_host=4, max_peers=9)
 
 
 @pytest.mark.parametrize(
@@ -32,6 +43,9 @@ def test_the_environment_changes_prices(monkeypatch):
         ('{"host": {"busy_share": 1.5}}', "1.5 is given for 'busy_share'; allowed is a number from 0 to 1"),
         ('{"copy_bandwidth": true}', "True is given for 'copy_bandwidth'; allowed is a number above 0"),
         ('{"copy_bandwidth": Infinity}', "inf is given for 'copy_bandwidth'; allowed is a number above 0"),
+        ('{"cuda": {"launch_s": -1}}', "-1 is given for 'launch_s'; allowed is a number of 0 or more"),
+        ('{"one_shot_bytes": 1.5}', "1.5 is given for 'one_shot_bytes'; allowed is a whole number of 0 or more"),
+        ('{"cuda": 3}', "3 is given for CostTable; allowed is an object of prices by name"),
         ('{"max_peers": 1.5}', "1.5 is given for 'max_peers'; allowed is a whole number above 0"),
     ],
 )
@@ -43,10 +57,12 @@ def test_what_are_no_prices(monkeypatch, text, sentence):
         default_costs(4)
 
 
-def bandwidth(rank: int) -> float:
-    return world.current().costs.network.bandwidth
+def bandwidths(rank: int) -> tuple[float, float]:
+    own = world.current()
+    return own.costs.network.bandwidth, own.costs_for("cuda").host.bandwidth
 
 
 def test_ranks_agree_on_them():
-    with GlooRanks(2, {"TRITONDT_COSTS": '{"network": {"bandwidth": 12345}}'}) as ranks:
-        assert ranks.run(bandwidth) == [12345.0] * 2
+    given = '{"network": {"bandwidth": 12345}, "cuda": {"host": {"bandwidth": 678}}}'
+    with GlooRanks(2, {"TRITONDT_COSTS": given}) as ranks:
+        assert ranks.run(bandwidths) == [(12345.0, 678.0)] * 2

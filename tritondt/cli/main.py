@@ -71,6 +71,7 @@ _COLLECTIVES = (
         "redistribute": "tritondt.cli.bench:redistribute",
         **{name: f"tritondt.cli.bench.collective.command:{name}" for name in _COLLECTIVES},
         "compare": "tritondt.cli.bench.compare:compare",
+        "calibrate": "tritondt.cli.bench.calibrate:calibrate",
     },
 )
 def bench() -> None:

@@ -37,6 +37,10 @@ class InheritedWorld:
         """Refused."""
         self._refuse()
 
+    def costs_for(self, device_type: str) -> CostTable:
+        """Refused."""
+        self._refuse()
+
     @property
     def flight(self) -> Flight:
         """Refused."""

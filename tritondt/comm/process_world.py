@@ -41,6 +41,7 @@ from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
 
+from tritondt.planning import prices
 _MAX_NAMED = 16
 
 
@@ -80,12 +81,21 @@ class ProcessWorld:
         self._rendezvous: list[Rendezvous] = []
         self._making = threading.Lock()
         self._store_host.announce(self._store, who.rank)
-        self.costs = self._agreed(default_costs(who.size))
+        self._costs = self._agreed(default_costs(who.size))
         self._closed = False
 
-    def _agreed(self, own: CostTable) -> CostTable:
-        """The cost table of the rank that came first: all ranks read one, and none waits for one that never comes."""
-        return CostTable.from_json(self._store.compare_set("costs", "", own.to_json()).decode())
+    def _agreed(self, own: dict[str, CostTable]) -> dict[str, CostTable]:
+        """Cost tables of the rank that came first: all ranks read the same, and none waits for one that never comes."""
+        return prices.from_json(self._store.compare_set("costs", "", prices.to_json(own)).decode())
+
+    @property
+    def costs(self) -> CostTable:
+        """The cost table that all ranks share, for tensors on the CPU."""
+        return self._costs["cpu"]
+
+    def costs_for(self, device_type: str) -> CostTable:
+        """The cost table that all ranks share, for tensors on such devices; the CPU's for a type without prices."""
+        return self._costs.get(device_type, self._costs["cpu"])
 
     def _flight_folder(self) -> FlightFolder:
         """Folder of the flight records of this world's ranks on this machine: the environment's, or a temporary one."""
@@ -230,16 +240,17 @@ def _watching(flight: Flight) -> Watchdog:
     return made
 
 
-def default_costs(world_size: int) -> CostTable:
-    """The cost table: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
+def default_costs(world_size: int) -> dict[str, CostTable]:
+    """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
     per_host, given = environment.ranks_per_host(), environment.costs()
-    table = CostTable(ranks_per_host=world_size if per_host is None else per_host)
+    tables = prices.built_in(world_size if per_host is None else per_host)
     if given is None:
-        return table
+        return tables
     try:
-        return table.with_json(given)
+        return prices.with_prices(tables, given)
     except ValueError as error:
         raise WorldError(
             f"TRITONDT_COSTS={given!r} is set, but {error}; allowed are fields of tritondt.planning.cost.CostTable as "
-            'a JSON object, such as {"network": {"bandwidth": 1e8}}'
+            'a JSON object, such as {"network": {"bandwidth": 1e8}}, or those of a type of device, such as {"cuda": '
+            '{"host": {"bandwidth": 3e11}}}'
         ) from error

@@ -15,7 +15,11 @@ class World(Protocol):
 
     @property
     def costs(self) -> CostTable:
-        """The cost table that all ranks share."""
+        """The cost table that all ranks share, for tensors on the CPU."""
+        ...
+
+    def costs_for(self, device_type: str) -> CostTable:
+        """The cost table that all ranks share, for tensors on such devices."""
         ...
 
     @property

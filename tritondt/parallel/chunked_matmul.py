@@ -184,7 +184,10 @@ def _products(schedule: ChunkSchedule, num_others: int, num_threads: int, num_me
     rows, shares = rows_of(schedule.shards), schedule.shares
     if not schedule.merges:
         return (1,) * ((rows.num_ranks - 1) * len(shares))
-    pace = pace_of(rows, num_others, num_threads, world.current().costs)
+    device_type = schedule.shards.mesh.device_type
+    # A device multiplies with all that it has, whatever the host's threads.
+    num_threads = num_threads if device_type == "cpu" else 1
+    pace = pace_of(rows, num_others, num_threads, world.current().costs_for(device_type))
     return merged(rows.num_ranks - 1, shares, pace, pace.part_s * (1 + rows.num_ranks * num_meanwhile))
 
 

@@ -125,7 +125,9 @@ def _schedule_of(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
 def _shares(spec: DTensorSpec) -> tuple[int, ...]:
     placement, rows = spec.placements[0], rows_of(spec)
     assert isinstance(placement, Shard), f"{spec} is divisible"
-    return best_shares(rows, spec.shape[placement.dim] // rows.num_ranks, world.current().costs)
+    return best_shares(
+        rows, spec.shape[placement.dim] // rows.num_ranks, world.current().costs_for(spec.mesh.device_type)
+    )
 
 
 def _check_or_refuse(

@@ -37,8 +37,10 @@ class CostTable:
     """Prices per class of link, and grouping of ranks; rank r is on host r // ranks_per_host.
 
     `first_connection_s` is paid once per new peer. Above `max_peers` peers per rank a plan takes several hops.
-    `flop_rate` is how many operations a second one thread does in a matmul: where that is too high, what overlaps is
-    cut finer than it need be, and where it is too low, less is hidden.
+    `flop_rate` is how many operations a second one thread, or a device, does in a matmul: where that is too high, what
+    overlaps is cut finer than it need be, and where it is too low, less is hidden. `launch_s` is what a step takes
+    whatever it moves: kernels that are launched. A form that brings a rank at most `one_shot_bytes` may be taken for
+    its predicted time, though another one brings fewer; 0 for the fewest always.
     """
 
     device: Link = Link(2e-6, 400e9)
@@ -50,6 +52,8 @@ class CostTable:
     max_peers: int = 1024
     first_connection_s: float = 1e-3
     flop_rate: float = 1e11
+    launch_s: float = 0.0
+    one_shot_bytes: int = 0
 
     def to_json(self) -> str:
         """Text of the table, the form in which ranks agree on one."""
@@ -66,7 +70,11 @@ class CostTable:
         >>> CostTable().with_json('{"host": {"bandwidth": 1e8}, "max_peers": 64}').host
         Link(latency_s=3e-05, bandwidth=100000000.0, busy_share=1.0)
         """
-        return _with_prices(self, json.loads(text))
+        return self.with_prices(json.loads(text))
+
+    def with_prices(self, prices: Any) -> "CostTable":
+        """Table with the prices of an object, as JSON has them, in place of its own; ValueError for what are none."""
+        return _with_prices(self, prices)
 
     @property
     def fingerprint(self) -> str:
@@ -102,6 +110,9 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
     is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < inf
     if name == "busy_share":
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
+    elif name in ("launch_s", "one_shot_bytes"):
+        is_allowed = is_number and of_kind(price) == price
+        allowed = "whole number of 0 or more" if of_kind is int else "number of 0 or more"
     else:
         is_allowed = is_number and price > 0 and of_kind(price) == price
         allowed = "whole number above 0" if of_kind is int else "number above 0"
@@ -122,12 +133,12 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     """Cost of a step whose elements have `itemsize` bytes."""
     if not step.moving_axes:
         copied = step.target.max_local_numel * itemsize
-        return StepCost(0, 0.0, copied / costs.copy_bandwidth)
+        return StepCost(0, 0.0, costs.launch_s + copied / costs.copy_bandwidth)
     num_peers, received = _peers(step), received_elements(step)
     link = costs.link(prod(step.source.mesh_shape[step.moving_axes[0] :]))
     received_bytes = received * itemsize
-    seconds = num_peers * link.latency_s + received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
-    return StepCost(num_peers, received, seconds)
+    moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
+    return StepCost(num_peers, received, costs.launch_s + num_peers * link.latency_s + moving_s)
 
 
 def received_elements(step: Step) -> float:

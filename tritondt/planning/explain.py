@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
-from tritondt.planning.planner import make_plan
+from tritondt.planning.planner import make_plan, why_more_bytes
 from tritondt.planning.storage import Block, contiguous_offset, step_blocks
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.layout import Coordinate, Layout
@@ -42,7 +42,8 @@ class Explanation:
 
     `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own. Between two meshes
     `rank` is given, and `coordinate` is its coordinate in the target's mesh, or in the source's, or () outside of both.
-    `first_connections_seconds` comes on top, once, for peers that this rank has never talked to.
+    `first_connections_seconds` comes on top, once, for peers that this rank has never talked to. `reason` says why a
+    form was taken that brings more bytes than another; None for the fewest.
     """
 
     source: str
@@ -55,6 +56,7 @@ class Explanation:
     first_connections_seconds: float
     wire_itemsize: int | None = None
     rank: int | None = None
+    reason: str | None = None
 
     @property
     def sent_bytes(self) -> int:
@@ -110,7 +112,7 @@ class Explanation:
         return (
             f"peak temporary {self.peak_bytes:,} bytes; {self.num_peers} peers, "
             f"first connections {self.first_connections_seconds * 1e3:.1f} ms"
-        )
+        ) + (f"\n{self.reason}" if self.reason else "")
 
 
 def _cells(step: StepReport) -> tuple[str, ...]:
@@ -188,6 +190,7 @@ def explain_layouts(
         num_peers=len(peers),
         first_connections_seconds=len(peers) * costs.first_connection_s,
         wire_itemsize=wire_itemsize,
+        reason=why_more_bytes(plan, itemsize if wire_itemsize is None else wire_itemsize, costs),
     )
 
 

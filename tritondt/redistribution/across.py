@@ -42,7 +42,7 @@ def plan_across(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtyp
         )
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
-    costs = world.current().costs
+    costs = world.current().costs_for(source.mesh.device_type)
     return make_plan_across(source.layout, source.mesh.ranks, target.layout, target.mesh.ranks, itemsize, costs)
 
 

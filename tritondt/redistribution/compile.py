@@ -11,7 +11,7 @@ from tritondt.comm.communicator import Communicator
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
 from tritondt.errors import LocalTensorError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
-from tritondt.planning.cost import step_cost
+from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import renumber_peers
 from tritondt.planning.explain import Explanation, WireSize, explain_layouts
 from tritondt.planning.explain_across import explain_plan_across
@@ -38,7 +38,12 @@ def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype |
         )
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
-    return make_plan(source.layout, target.layout, itemsize, world.current().costs)
+    return make_plan(source.layout, target.layout, itemsize, _costs_of(source))
+
+
+def _costs_of(spec: DTensorSpec) -> CostTable:
+    """Prices on the type of device that a spec's tensors are on, which all ranks of the world share."""
+    return world.current().costs_for(spec.mesh.device_type)
 
 
 def exchanging_ranks(source: DTensorSpec, target: DTensorSpec) -> tuple[tuple[int, ...], int]:
@@ -90,7 +95,7 @@ def explain(
     if not isinstance(target, DTensorSpec):
         target = target_spec(source, tuple(target), None if order is None else tuple(order))
     wire = narrower(source.dtype, wire_dtype)
-    costs, itemsize = world.current().costs, source.dtype.itemsize
+    costs, itemsize = _costs_of(source), source.dtype.itemsize
     scale_bytes = SCALE_BYTES if wire is not None and is_scaled(wire) else 0
     if not is_one_grid(source, target):
         wire_size = None if wire is None else WireSize(itemsize, wire.itemsize, scale_bytes)
@@ -127,7 +132,7 @@ def received_bytes(source: DTensorSpec, target: DTensorSpec) -> int:
     itemsize = source.dtype.itemsize
     if source.layout.num_ranks <= _MAX_COUNTED and not source.layout.axes_where(Partial):
         return max(map(partial(_lacking, source.layout, target.layout), target.layout.coordinates())) * itemsize
-    plan, costs = plan_for(source, target), world.current().costs
+    plan, costs = plan_for(source, target), _costs_of(source)
     return round(sum(step_cost(step, itemsize, costs).received_elements for step in plan.steps) * itemsize)
 
 

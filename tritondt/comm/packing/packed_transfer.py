@@ -1,7 +1,8 @@
 """Transfers compiled to messages, slices of tensors or buffers, and to the tables that fill and empty the buffers.
 
 Everything here is made once per transfer. A message that is one run of a tensor's memory is that run; the
-others get consecutive places in a buffer, without padding between their parts.
+others get consecutive places in a buffer, without padding between their parts. Where a transport moves bytes faster
+from aligned addresses, its `Alignment` says where messages start in the buffer, and which go by it all the same.
 """
 
 from collections import defaultdict
@@ -12,6 +13,7 @@ from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.packing.messages import Slice, Slices
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.tables import Table, copy_table, reduce_table
+from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.storage import Block, contiguous_offset, joint_boxes, message_block
 
@@ -65,11 +67,13 @@ class Term(NamedTuple):
     stored: Blocks
 
 
-def packed_transfer(transfer: Transfer) -> PackedTransfer:
+def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE) -> PackedTransfer:
     """A transfer compiled to messages and tables, which do not change from call to call."""
     exchange = transfer.exchange
-    sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, landing=False)
-    receives, staged_bytes, arrived = _slices(transfer, exchange.receives, transfer.target_blocks, landing=True)
+    sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, alignment, landing=False)
+    receives, staged_bytes, arrived = _slices(
+        transfer, exchange.receives, transfer.target_blocks, alignment, landing=True
+    )
     packs = [box for found in leaving for box in _pack(transfer, found)]
     keeps = [box for part in exchange.keeps if moves(transfer, part) for box in _keep(transfer, part)]
     unpacks = [box for found in arrived if moves(transfer, found.part) for box in _unpack(transfer, found)]
@@ -94,21 +98,21 @@ def moves(transfer: Transfer, part: Part) -> bool:
 
 
 def _slices(
-    transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], *, landing: bool
+    transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], alignment: Alignment, *, landing: bool
 ) -> tuple[Slices, int, list[Arrival]]:
     """Slices of all messages, the buffer's size in bytes, and the parts that lie in the buffer."""
-    alignment = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
+    itemsize = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
     slices, buffered, filled = [], list[Arrival](), 0
     for message in messages:
         num_bytes = sum(_num_bytes(transfer, part) for part in message.parts)
         part = message.parts[0]
         if len(message.parts) == 1 and (not landing or moves(transfer, part)):
             offset = contiguous_offset(stored[part.tensor], part.region)
-            if offset is not None:
-                start = offset * transfer.dtypes[part.tensor].itemsize
+            start = 0 if offset is None else offset * transfer.dtypes[part.tensor].itemsize
+            if offset is not None and alignment.keeps_in_place(start, num_bytes):
                 slices.append(Slice(message.peer, part.tensor, start, num_bytes))
                 continue
-        filled = -(-filled // alignment) * alignment
+        filled = alignment.start(filled, itemsize)
         slices.append(Slice(message.peer, None, filled, num_bytes))
         for part in message.parts:
             buffered.append(Arrival(part, filled))

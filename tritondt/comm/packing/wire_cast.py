@@ -18,6 +18,7 @@ from tritondt.comm.packing.wire_dtype import is_scaled
 from tritondt.kernels.boxes import SCALE_BYTES, CastBox
 from tritondt.kernels.scaled_tables import ScalePlace
 from tritondt.kernels.tables import Table, cast_table, dequantize_table, quantize_table
+from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.storage import joint_boxes, message_block
 from tritondt.sharding import intervals as regions
@@ -47,11 +48,11 @@ class _Place(NamedTuple):
 
 
 class _Buffer:
-    """A buffer of messages, one after another without padding; equal ones have one place. Places count elements."""
+    """A buffer of messages, one after another at multiples of `step`; equal ones have one place. All count elements."""
 
-    def __init__(self, *, has_scales: bool) -> None:
+    def __init__(self, *, has_scales: bool, step: int = 1) -> None:
         self.numel = 0
-        self._has_scales = has_scales
+        self._has_scales, self._step = has_scales, step
         self._places: dict[tuple[Part, ...], _Place] = {}
 
     @property
@@ -64,6 +65,7 @@ class _Buffer:
         boxes = tuple(_boxes(parts)) if self._has_scales else tuple(parts)
         found = self._places.get(boxes)
         if found is None:
+            self.numel = -(-self.numel // self._step) * self._step
             found = self._places[boxes] = self._placed(boxes)
             self.numel = found.end
         return found
@@ -84,11 +86,12 @@ def _boxes(parts: Iterable[Part]) -> Iterator[Part]:
             yield replace(part, region=tuple((interval,) for interval in box))
 
 
-def casting_transfer(transfer: Transfer, wire_dtype: torch.dtype) -> PackedTransfer:
+def casting_transfer(transfer: Transfer, wire_dtype: torch.dtype, alignment: Alignment = DENSE) -> PackedTransfer:
     """A transfer in `wire_dtype` compiled to messages and tables, which do not change from call to call."""
     (dtype,) = set(transfer.dtypes)
     has_scales = is_scaled(wire_dtype)
-    leaving, landing = _Buffer(has_scales=has_scales), _Buffer(has_scales=has_scales)
+    step = max(alignment.buffered // wire_dtype.itemsize, 1)
+    leaving, landing = (_Buffer(has_scales=has_scales, step=step) for _ in range(2))
     widened = _Buffer(has_scales=False)
     sends, receives = (
         _slices(buffer, messages, wire_dtype)

@@ -22,6 +22,7 @@ from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue
 from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
+from tritondt.planning.alignment import DENSE
 
 _BARRIER_FINGERPRINT = 0x62617272
 
@@ -34,6 +35,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     """
 
     device_types: tuple[str, ...] = ("cpu",)
+    alignment = DENSE
 
     def __init__(
         self, context: CommunicatorContext, queue: IssueQueue, launch: Callable[..., object] | None = None
@@ -77,7 +79,10 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
             wire_dtype = transfer.wire_dtype
-            plan = packed_transfer(transfer) if wire_dtype is None else casting_transfer(transfer, wire_dtype)
+            if wire_dtype is None:
+                plan = packed_transfer(transfer, self.alignment)
+            else:
+                plan = casting_transfer(transfer, wire_dtype, self.alignment)
             found = self._packed[transfer] = plan, record
         return found
 

@@ -21,6 +21,7 @@ from tritondt.comm.packing.messages import MessageBuffers, Slice
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
+from tritondt.planning.alignment import NCCL_ALIGNMENT
 
 
 class InFlightExchange:
@@ -63,6 +64,7 @@ class InFlightExchange:
 class NcclCommunicator(PackedCommunicator):
     """A communicator of ranks connected by NCCL; made by all of them together, on the device of `streams`."""
 
+    alignment = NCCL_ALIGNMENT
     _queue: StreamQueue
 
     def __init__(self, context: ProcessContext, library: NcclLibrary, streams: Streams) -> None:

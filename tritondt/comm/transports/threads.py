@@ -174,6 +174,10 @@ class ThreadWorld:
         self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
         self._closed = False
 
+    def costs_for(self, device_type: str) -> CostTable:
+        """The one cost table, for tensors on any device: rank threads copy from each other's memory."""
+        return self.costs
+
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> ThreadCommunicator:
         """The communicator of `ranks`: one for all types of devices, whose memory threads share."""
         if self._closed:

@@ -1,0 +1,60 @@
+"""Built-in prices by the type of the device that tensors are on, and what a program, or a calibration, says instead.
+
+Those of the CPU are of ranks that share a machine, measured. Those of a GPU are of an H100 SXM, from published figures:
+nothing of ours has been measured on one, and `python -m tritondt bench calibrate` measures them where they are used.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from tritondt.planning.cost import CostTable, Link
+
+CPU = CostTable()
+CUDA = CostTable(
+    # HBM3 of 3.35 TB/s (H100 datasheet), which a copy within a device reads and writes.
+    device=Link(2e-6, 1.6e12, busy_share=0.25),
+    # NVLink 4: 450 GB/s each way (H100 datasheet), two thirds of it a guess. Send and receive launch up to 32 blocks
+    # (NCCL issue 2421) on 132 processors: a quarter of them.
+    host=Link(2e-6, 300e9, busy_share=0.25),
+    # InfiniBand NDR, 400 Gb/s a GPU (DGX H100 datasheet): 50 GB/s, nine tenths of it a guess; latencies are guesses.
+    network=Link(8e-6, 45e9, busy_share=0.05),
+    # Half of HBM3's 3.35 TB/s at nine tenths: each byte is read and written.
+    copy_bandwidth=1.5e12,
+    # Some milliseconds for the exchange of handles, a guess.
+    first_connection_s=5e-3,
+    # bfloat16 without sparsity: 989 Tflop/s (H100 datasheet), of which a large matmul reaches some six tenths, a guess.
+    flop_rate=6e14,
+    # A pack, a group of messages and an unpack, each some 5 us from launch to end, a guess.
+    launch_s=15e-6,
+    one_shot_bytes=1 << 18,
+)
+
+
+def built_in(ranks_per_host: int) -> dict[str, CostTable]:
+    """Built-in tables by the type of device, for so many ranks on each host."""
+    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", CPU), ("cuda", CUDA))}
+
+
+def with_prices(tables: Mapping[str, CostTable], text: str) -> dict[str, CostTable]:
+    """Tables with the prices of a JSON object, those under a type of device for that one; ValueError for no prices.
+
+    >>> tables = with_prices(built_in(8), '{"max_peers": 64, "cuda": {"host": {"bandwidth": 2e11}}}')
+    >>> tables["cpu"].max_peers, tables["cpu"].host.bandwidth, tables["cuda"].max_peers, tables["cuda"].host.bandwidth
+    (64, 2000000000.0, 64, 200000000000.0)
+    """
+    prices: Any = json.loads(text)
+    own = {name: prices.pop(name) for name in tables if name in prices} if isinstance(prices, dict) else {}
+    found = {name: table.with_prices(prices) for name, table in tables.items()}
+    return {name: table.with_prices(own.get(name, {})) for name, table in found.items()}
+
+
+def to_json(tables: Mapping[str, CostTable]) -> str:
+    """Text of the tables, the form in which ranks agree on them."""
+    return json.dumps({name: asdict(table) for name, table in tables.items()}, sort_keys=True)
+
+
+def from_json(text: str) -> dict[str, CostTable]:
+    """Tables that `to_json` wrote."""
+    return {name: CostTable().with_prices(prices) for name, prices in json.loads(text).items()}
