@@ -76,10 +76,12 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         found = self._packed.get(transfer)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
-            wire_dtype = transfer.wire_dtype
-            plan = packed_transfer(transfer) if wire_dtype is None else casting_transfer(transfer, wire_dtype)
-            found = self._packed[transfer] = plan, record
+            found = self._packed[transfer] = self._compiled(transfer), record
         return found
+
+    def _compiled(self, transfer: Transfer) -> PackedTransfer:
+        wire_dtype = transfer.wire_dtype
+        return packed_transfer(transfer) if wire_dtype is None else casting_transfer(transfer, wire_dtype)
 
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
