@@ -1,7 +1,7 @@
 """Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
@@ -12,7 +12,12 @@ class MessageSlices:
 
 def interface_addresses() -> list[tuple[str, str]]: ...
 
-class SocketGroup:
+class TimedExchange:
+    """One exchange at a time, which a watchdog may end."""
+
+    def set_timeout(self, timeout_s: float) -> None: ...
+
+class SocketGroup(TimedExchange):
     """Connected sockets to peers, driven by the thread that calls."""
 
     def __init__(self, sockets: Sequence[int]) -> None: ...
@@ -31,14 +36,68 @@ class SocketGroup:
     ) -> None: ...
     def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
     def interrupt(self) -> None: ...
-    def set_timeout(self, timeout_s: float) -> None: ...
+
+class Arena:
+    """Shared memory without a name, made by one rank and mapped by others by the path of its descriptor in /proc."""
+
+    @overload
+    def __init__(self, num_bytes: int) -> None: ...
+    @overload
+    def __init__(self, path: str, num_bytes: int) -> None: ...
+    @property
+    def descriptor(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def close_descriptor(self) -> None: ...
+
+class DirectPlan:
+    """One rank's side of an exchange through arenas; messages there are (peer, offset in the slot, bytes)."""
+
+    def __init__(
+        self,
+        *,
+        sends: Sequence[tuple[int, int, int]],
+        receives: Sequence[tuple[int, int, int]],
+        socket_sends: MessageSlices,
+        socket_receives: MessageSlices,
+        has_sockets: bool,
+        pack: CopyTable | None,
+        keep: CopyTable | None,
+        unpack: CopyTable | None,
+        reduces: Sequence[ReduceTable],
+    ) -> None: ...
+    def observed(self, step: Literal["pack", "keep", "unpack"], call: Callable[[], None]) -> DirectPlan: ...
+
+class DirectGroup(TimedExchange):
+    """Ranks of one machine that read messages in each other's memory."""
+
+    def __init__(
+        self, place: int, arenas: Sequence[Arena], group: SocketGroup, sockets: Sequence[int], num_spins: int
+    ) -> None: ...
+    @staticmethod
+    def slot_bytes(arena_bytes: int, num_ranks: int) -> int: ...
+    def run(
+        self,
+        plan: DirectPlan,
+        sources: Sequence[int],
+        targets: Sequence[int],
+        num_threads: int,
+        sequence: int,
+        tag: int,
+        send_buffer: int,
+        receive_buffer: int,
+    ) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
+    def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
+    def skip(self, sequence: int) -> None: ...
+    def interrupt(self) -> None: ...
+    def release(self) -> None: ...
 
 class Watchdog:
     """Ends exchanges that take too long, and writes flight recorders, from a thread that never needs the GIL."""
 
     def __init__(self) -> None: ...
-    def watch(self, group: SocketGroup, timeout_s: float, recorder: FlightRecorder | None, path: str) -> None: ...
-    def unwatch(self, group: SocketGroup) -> None: ...
+    def watch(self, group: TimedExchange, timeout_s: float, recorder: FlightRecorder | None, path: str) -> None: ...
+    def unwatch(self, group: TimedExchange) -> None: ...
     def dump_on_signal(self, signum: int, recorder: FlightRecorder, path: str) -> bool: ...
     def close(self) -> None: ...
 

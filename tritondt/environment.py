@@ -103,12 +103,20 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-def transport() -> Literal["sockets", "gloo"]:
-    """Transport of messages between processes: TRITONDT_TRANSPORT, sockets (the default) or gloo."""
+def transport() -> Literal["sockets", "direct", "gloo"]:
+    """Transport of messages between processes: TRITONDT_TRANSPORT, sockets (the default), direct or gloo."""
     text = os.environ.get("TRITONDT_TRANSPORT", "sockets")
-    if text not in ("sockets", "gloo"):
-        raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets and gloo")
-    return cast(Literal["sockets", "gloo"], text)
+    if text not in ("sockets", "direct", "gloo"):
+        raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets, direct and gloo")
+    return cast(Literal["sockets", "direct", "gloo"], text)
+
+
+def arena_bytes() -> int:
+    """Bytes of a rank's shared memory in a communicator: TRITONDT_ARENA_MB, 128 MB by default."""
+    text = os.environ.get("TRITONDT_ARENA_MB", "128")
+    if re.fullmatch("0*[1-9][0-9]{0,6}", text) is None:
+        raise WorldError(f"TRITONDT_ARENA_MB={text!r} is set; allowed is a whole number from 1 to 9999999")
+    return int(text) << 20
 
 
 def socket_interfaces() -> list[tuple[str, str]]:

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/call_key.h"
+#include "bindings/direct.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
 #include "bindings/sockets.h"
@@ -177,6 +178,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_cast_tables(&module);
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
+  tritondt::bind_direct_group(&module);
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);
   tritondt::bind_nccl(&module);

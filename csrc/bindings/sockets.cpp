@@ -6,11 +6,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "bindings/flight.h"
 #include "bindings/messages.h"
+#include "bindings/outcomes.h"
 #include "flight/watchdog.h"
 #include "transport/interfaces.h"
 #include "transport/socket_group.h"
@@ -20,24 +20,6 @@ namespace py = pybind11;
 namespace tritondt {
 namespace {
 
-const char* name_of(Outcome outcome) {
-  switch (outcome) {
-    case Outcome::kDone:
-      return "done";
-    case Outcome::kPending:
-      return "pending";
-    case Outcome::kClosed:
-      return "closed";
-    case Outcome::kMismatch:
-      return "mismatch";
-    case Outcome::kInterrupted:
-      return "interrupted";
-    case Outcome::kExpired:
-      return "expired";
-  }
-  throw std::logic_error("an outcome without a name");
-}
-
 // Refused where it is no length of time; infinity is one.
 std::int64_t timeout_ns_of(double timeout_s) {
   if (!(timeout_s > 0)) {
@@ -45,7 +27,7 @@ std::int64_t timeout_ns_of(double timeout_s) {
                                 " s was asked for; it must be more than 0");
   }
   const double ns = timeout_s * 1e9;
-  return ns < 9e18 ? static_cast<std::int64_t>(ns) : SocketGroup::kNoTimeout;
+  return ns < 9e18 ? static_cast<std::int64_t>(ns) : TimedExchange::kNoTimeout;
 }
 
 std::shared_ptr<FlightRecorder> recorder_of(const RecorderHandle* handle) {
@@ -60,7 +42,16 @@ void bind_socket_group(py::module_* module) {
   py::class_<MessageSlices>(*module, "MessageSlices",
                             "The messages of an exchange before it is known where tensors lie.")
       .def(py::init(&make_slices), py::arg("slices"));
-  py::class_<SocketGroup, std::shared_ptr<SocketGroup>>(
+  py::class_<TimedExchange, std::shared_ptr<TimedExchange>>(
+      *module, "TimedExchange", "One exchange at a time, which a watchdog may end.")
+      .def(
+          "set_timeout",
+          [](TimedExchange& group, double timeout_s) {
+            group.set_timeout_ns(timeout_ns_of(timeout_s));
+          },
+          py::arg("timeout_s"),
+          "How many seconds an exchange may take before a watchdog ends it; from any thread.");
+  py::class_<SocketGroup, TimedExchange, std::shared_ptr<SocketGroup>>(
       *module, "SocketGroup", "Connected sockets to peers, driven by the thread that calls.")
       .def(py::init<std::vector<int>>(), py::arg("sockets"))
       .def(
@@ -97,18 +88,11 @@ void bind_socket_group(py::module_* module) {
               const py::gil_scoped_release released;
               ending = group.finish();
             }
-            return std::make_pair(name_of(ending.outcome), ending.peer);
+            return ending_of(ending);
           },
           "Carries on until all messages are out and in; PENDING means call again.")
       .def("interrupt", &SocketGroup::interrupt,
-           "Makes the running or the next finish return INTERRUPTED; from any thread.")
-      .def(
-          "set_timeout",
-          [](SocketGroup& group, double timeout_s) {
-            group.set_timeout_ns(timeout_ns_of(timeout_s));
-          },
-          py::arg("timeout_s"),
-          "How many seconds an exchange may take before a watchdog ends it; from any thread.");
+           "Makes the running or the next finish return INTERRUPTED; from any thread.");
 }
 
 void bind_watchdog(py::module_* module) {
@@ -117,7 +101,7 @@ void bind_watchdog(py::module_* module) {
       .def(py::init<>())
       .def(
           "watch",
-          [](Watchdog& watchdog, const std::shared_ptr<SocketGroup>& group, double timeout_s,
+          [](Watchdog& watchdog, const std::shared_ptr<TimedExchange>& group, double timeout_s,
              const RecorderHandle* recorder, const std::string& path) {
             group->set_timeout_ns(timeout_ns_of(timeout_s));
             watchdog.watch(group, recorder_of(recorder), path);
@@ -125,7 +109,7 @@ void bind_watchdog(py::module_* module) {
           py::arg("group").none(false), py::arg("timeout_s"), py::arg("recorder"), py::arg("path"),
           "Expires exchanges of `group` after `timeout_s` and then writes `recorder` to `path`.")
       .def(
-          "unwatch", [](Watchdog& watchdog, const SocketGroup& group) { watchdog.unwatch(&group); },
+          "unwatch", [](Watchdog& watchdog, const TimedExchange& group) { watchdog.unwatch(&group); },
           py::arg("group"), "Lets `group` take as long as it takes, from now on.")
       .def(
           "dump_on_signal",

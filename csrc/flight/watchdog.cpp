@@ -59,7 +59,7 @@ void Watchdog::check_open() const {
   if (is_closing_) throw std::runtime_error("this watchdog is closed");
 }
 
-void Watchdog::watch(const std::shared_ptr<SocketGroup>& group,
+void Watchdog::watch(const std::shared_ptr<TimedExchange>& group,
                      std::shared_ptr<FlightRecorder> recorder, std::string path) {
   check_process();
   const std::lock_guard<std::mutex> lock(guard_);
@@ -70,16 +70,16 @@ void Watchdog::watch(const std::shared_ptr<SocketGroup>& group,
   wake();
 }
 
-void Watchdog::unwatch(const SocketGroup* group) {
+void Watchdog::unwatch(const TimedExchange* group) {
   if (is_forked()) return;
   const std::lock_guard<std::mutex> lock(guard_);
   remove(group);
 }
 
 // Those that are gone are dropped as well.
-void Watchdog::remove(const SocketGroup* group) {
+void Watchdog::remove(const TimedExchange* group) {
   const auto is_dropped = [group](const Watched& watched) {
-    const std::shared_ptr<SocketGroup> found = watched.group.lock();
+    const std::shared_ptr<TimedExchange> found = watched.group.lock();
     return found == nullptr || found.get() == group;
   };
   watched_.erase(std::remove_if(watched_.begin(), watched_.end(), is_dropped), watched_.end());
@@ -164,7 +164,7 @@ std::vector<Watchdog::Overdue> Watchdog::look(int* pause_ms) {
   std::int64_t pause = -1;
   const std::int64_t now = coarse_ns();
   for (const Watched& watched : watched_) {
-    const std::shared_ptr<SocketGroup> group = watched.group.lock();
+    const std::shared_ptr<TimedExchange> group = watched.group.lock();
     if (group == nullptr) continue;
     const std::int64_t started = group->started_ns();
     const std::int64_t timeout = group->timeout_ns();

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "flight/flight_recorder.h"
-#include "transport/socket_group.h"
+#include "transport/timed_exchange.h"
 
 namespace tritondt {
 
@@ -32,9 +32,9 @@ class Watchdog {
   // Expires the exchanges of `group` that take longer than its timeout, and then writes `recorder`,
   // where there is one, to `path`; where that is empty it says so. The group is not kept alive;
   // watched again, it is watched anew. Throws std::runtime_error once closed, or in a forked child.
-  void watch(const std::shared_ptr<SocketGroup>& group, std::shared_ptr<FlightRecorder> recorder,
+  void watch(const std::shared_ptr<TimedExchange>& group, std::shared_ptr<FlightRecorder> recorder,
              std::string path);
-  void unwatch(const SocketGroup* group);
+  void unwatch(const TimedExchange* group);
 
   // Writes `recorder` to `path` at every `signum` from now on, unless the process does something
   // else with the signal already: then false. Throws like `watch`, and std::invalid_argument for
@@ -47,7 +47,7 @@ class Watchdog {
 
  private:
   struct Watched {
-    std::weak_ptr<SocketGroup> group;
+    std::weak_ptr<TimedExchange> group;
     std::shared_ptr<FlightRecorder> recorder;
     std::string path;
   };
@@ -58,7 +58,7 @@ class Watchdog {
     std::string path;
   };
   struct Overdue {
-    std::shared_ptr<SocketGroup> group;
+    std::shared_ptr<TimedExchange> group;
     std::int64_t started_ns;
     std::shared_ptr<FlightRecorder> recorder;
     std::string path;
@@ -68,7 +68,7 @@ class Watchdog {
   void check_process() const;
   // These are called with `guard_` held.
   void check_open() const;
-  void remove(const SocketGroup* group);
+  void remove(const TimedExchange* group);
   void start_thread();
 
   void run();

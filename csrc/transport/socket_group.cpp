@@ -11,8 +11,6 @@
 #include <system_error>
 #include <utility>
 
-#include "cpu/clock.h"
-
 namespace tritondt {
 namespace {
 
@@ -45,15 +43,7 @@ SocketGroup::~SocketGroup() { close(wake_); }
 
 void SocketGroup::start(const std::vector<Message>& sends, const std::vector<Message>& receives,
                         std::uint64_t tag) {
-  std::int64_t before = under_way_.load(std::memory_order_relaxed);
-  const std::int64_t now = coarse_ns();
-  if (before == 0) {
-    under_way_.store(now, std::memory_order_relaxed);  // nobody else writes over 0
-  } else {                                             // the exchange before was given up
-    while (before != kExpiredMark && !under_way_.compare_exchange_weak(before, now)) {
-    }
-  }
-  if (before == kExpiredMark) {
+  if (!begin_exchange()) {
     early_ = {Outcome::kExpired, -1};
     return;
   }
@@ -138,19 +128,10 @@ Outcome SocketGroup::wait() {
   if (ready < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "poll");
   if (ready <= 0) return Outcome::kPending;
   if (watched_[0].revents == 0) return Outcome::kDone;
-  return under_way_.load() == kExpiredMark ? Outcome::kExpired : Outcome::kInterrupted;
+  return has_expired() ? Outcome::kExpired : Outcome::kInterrupted;
 }
 
-Ending SocketGroup::finish() {
-  const Ending ending = advance();
-  if (ending.outcome == Outcome::kPending) return ending;
-  std::int64_t started = under_way_.load(std::memory_order_relaxed);
-  while (started != kExpiredMark && !under_way_.compare_exchange_weak(started, 0)) {
-  }
-  // Expired though all messages are there: the watchdog has told others so, and it stays said.
-  if (started == kExpiredMark) return {Outcome::kExpired, ending.peer};
-  return ending;
-}
+Ending SocketGroup::finish() { return end_exchange(advance()); }
 
 Ending SocketGroup::advance() {
   if (early_.outcome != Outcome::kDone) return early_;
@@ -165,19 +146,6 @@ Ending SocketGroup::advance() {
 }
 
 void SocketGroup::interrupt() { wake(); }
-
-std::int64_t SocketGroup::started_ns() const {
-  const std::int64_t found = under_way_.load(std::memory_order_relaxed);
-  return found == kExpiredMark ? 0 : found;
-}
-
-bool SocketGroup::expire(std::int64_t started_ns) {
-  if (started_ns == 0 || !under_way_.compare_exchange_strong(started_ns, kExpiredMark)) {
-    return false;
-  }
-  wake();
-  return true;
-}
 
 void SocketGroup::wake() {
   const std::uint64_t one = 1;

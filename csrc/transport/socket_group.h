@@ -3,23 +3,14 @@
 #include <poll.h>
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <vector>
 
 #include "transport/message.h"
+#include "transport/timed_exchange.h"
 
 namespace tritondt {
-
-// How an exchange of messages ended, and at which peer where it did not end well.
-enum class Outcome { kDone, kPending, kClosed, kMismatch, kInterrupted, kExpired };
-
-struct Ending {
-  Outcome outcome;
-  std::int64_t peer;
-};
 
 // Connected stream sockets to the peers of one rank, driven by the thread that calls: no thread of
 // its own, one system call per message where the socket's buffer has room.
@@ -30,11 +21,11 @@ struct Ending {
 // reaches its target; the group cannot be used afterwards.
 //
 // One thread at a time calls `start` and `finish`; the other methods may be called from any thread.
-class SocketGroup {
+class SocketGroup : public TimedExchange {
  public:
   // `sockets` are non-blocking descriptors, one per peer, -1 for this rank; they stay the caller's.
   explicit SocketGroup(std::vector<int> sockets);
-  ~SocketGroup();
+  ~SocketGroup() override;
   SocketGroup(const SocketGroup&) = delete;
   SocketGroup& operator=(const SocketGroup&) = delete;
 
@@ -49,24 +40,7 @@ class SocketGroup {
   // Makes the running `finish`, or the next one that has to wait, return kInterrupted.
   void interrupt();
 
-  // Since when an exchange is under way, by `coarse_ns`; 0 where none is.
-  std::int64_t started_ns() const;
-
-  // How long an exchange may take before a watchdog calls `expire`; kNoTimeout at first.
-  static constexpr std::int64_t kNoTimeout = std::numeric_limits<std::int64_t>::max();
-  std::int64_t timeout_ns() const { return timeout_ns_.load(std::memory_order_relaxed); }
-  void set_timeout_ns(std::int64_t timeout_ns) {
-    timeout_ns_.store(timeout_ns, std::memory_order_relaxed);
-  }
-
-  // Ends the exchange that began at `started_ns`: its `finish`, and all that follow, return
-  // kExpired. False, and nothing happens, where that exchange is over.
-  bool expire(std::int64_t started_ns);
-
  private:
-  // In `under_way_`, once an exchange has expired.
-  static constexpr std::int64_t kExpiredMark = -1;
-
   struct Header {
     std::uint64_t tag;
     std::uint64_t num_bytes;
@@ -83,7 +57,7 @@ class SocketGroup {
   };
 
   Ending advance();
-  void wake();
+  void wake() override;
   Outcome send(Transit* transit) const;
   Outcome receive(Transit* transit);
   Ending pass(bool with_receives);
@@ -96,10 +70,6 @@ class SocketGroup {
   std::vector<int> sockets_;
   std::array<char, kShortBytes> short_;
   int wake_;
-  // The start of the exchange that is under way, 0 or kExpiredMark. Expiry changes a start only, so
-  // it meets the exchange that it was meant for, or none.
-  std::atomic<std::int64_t> under_way_{0};
-  std::atomic<std::int64_t> timeout_ns_{kNoTimeout};
   std::uint64_t tag_ = 0;
   std::vector<Transit> sends_;
   std::vector<Transit> receives_;

@@ -23,3 +23,9 @@ def eight_ranks() -> Iterator[GlooRanks]:
 def four_gloo_ranks() -> Iterator[GlooRanks]:
     with GlooRanks(4, {"TRITONDT_TRANSPORT": "gloo"}) as ranks:
         yield ranks
+
+
+@pytest.fixture(scope="session")
+def four_direct_ranks() -> Iterator[GlooRanks]:
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": "direct", "TRITONDT_TIMEOUT": "60"}) as ranks:
+        yield ranks

@@ -32,6 +32,8 @@ from tritondt.comm.registry import World
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
+from tritondt.comm.transports.arenas import share_arenas
+from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.transports.gloo import GlooCommunicator
 from tritondt.comm.transports.interfaces import asked_filter, asked_interface
 from tritondt.comm.transports.nccl import NcclCommunicator
@@ -42,6 +44,7 @@ from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
 
 from tritondt.planning import prices
+
 _MAX_NAMED = 16
 
 
@@ -207,7 +210,10 @@ class ProcessWorld:
 
 
 def _on_cpu(context: ProcessContext) -> Communicator:
-    return GlooCommunicator(context) if environment.transport() == "gloo" else SocketCommunicator(context)
+    if environment.transport() == "gloo":
+        return GlooCommunicator(context)
+    arenas = share_arenas(context)
+    return SocketCommunicator(context) if arenas is None else DirectCommunicator(context, arenas)
 
 
 def _on_gpu(context: ProcessContext) -> Communicator:

@@ -161,7 +161,9 @@ def test_ranks_that_never_listen_are_named() -> None:
 
 def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONDT_TRANSPORT", "pigeons")
-    with pytest.raises(T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets and gloo"):
+    with pytest.raises(
+        T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets, direct and gloo"
+    ):
         environment.transport()
 
 

@@ -36,6 +36,8 @@ class Ranks {
 
   const std::shared_ptr<tritondt::SocketGroup>& group(std::size_t rank) { return groups_[rank]; }
 
+  const std::vector<int>& sockets(std::size_t rank) const { return sockets_[rank]; }
+
   // Closes all connections of a rank, as its end does.
   void leave(std::size_t rank) {
     for (int& descriptor : sockets_[rank]) {

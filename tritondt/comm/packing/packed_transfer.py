@@ -70,8 +70,8 @@ class Term(NamedTuple):
 def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE) -> PackedTransfer:
     """A transfer compiled to messages and tables, which do not change from call to call."""
     exchange = transfer.exchange
-    sends, packed_bytes, leaving = _slices(transfer, exchange.sends, transfer.source_blocks, alignment, landing=False)
-    receives, staged_bytes, arrived = _slices(
+    sends, packed_bytes, leaving = slices_of(transfer, exchange.sends, transfer.source_blocks, alignment, landing=False)
+    receives, staged_bytes, arrived = slices_of(
         transfer, exchange.receives, transfer.target_blocks, alignment, landing=True
     )
     packs = [box for found in leaving for box in _pack(transfer, found)]
@@ -97,14 +97,19 @@ def moves(transfer: Transfer, part: Part) -> bool:
     return transfer.reductions[part.tensor] is None
 
 
-def _slices(
-    transfer: Transfer, messages: Sequence[Message], stored: Sequence[Blocks], alignment: Alignment, *, landing: bool
+def slices_of(
+    transfer: Transfer,
+    messages: Sequence[Message],
+    stored: Sequence[Blocks],
+    alignment: Alignment = DENSE,
+    *,
+    landing: bool,
 ) -> tuple[Slices, int, list[Arrival]]:
     """Slices of all messages, the buffer's size in bytes, and the parts that lie in the buffer."""
     itemsize = max((dtype.itemsize for dtype in transfer.dtypes), default=1)
     slices, buffered, filled = [], list[Arrival](), 0
     for message in messages:
-        num_bytes = sum(_num_bytes(transfer, part) for part in message.parts)
+        num_bytes = sum(part_bytes(transfer, part) for part in message.parts)
         part = message.parts[0]
         if len(message.parts) == 1 and (not landing or moves(transfer, part)):
             offset = contiguous_offset(stored[part.tensor], part.region)
@@ -116,19 +121,21 @@ def _slices(
         slices.append(Slice(message.peer, None, filled, num_bytes))
         for part in message.parts:
             buffered.append(Arrival(part, filled))
-            filled += _num_bytes(transfer, part)
+            filled += part_bytes(transfer, part)
     return Slices(slices), filled, buffered
 
 
-def _num_bytes(transfer: Transfer, part: Part) -> int:
+def part_bytes(transfer: Transfer, part: Part) -> int:
+    """Bytes of a part."""
     return part.numel * transfer.dtypes[part.tensor].itemsize
 
 
-def _in_buffer(transfer: Transfer, found: Arrival) -> Blocks:
+def in_buffer(transfer: Transfer, found: Arrival) -> Blocks:
+    """Blocks of a part where it lies in a buffer."""
     return (message_block(found.part.region, found.start // transfer.dtypes[found.part.tensor].itemsize),)
 
 
-def _copies(transfer: Transfer, part: Part, sides: Sequence[Blocks], places: tuple[int, int]) -> Iterator[CopyBox]:
+def part_copies(transfer: Transfer, part: Part, sides: Sequence[Blocks], places: tuple[int, int]) -> Iterator[CopyBox]:
     """The copy of a part from the first side to the second, which are tensors number `places`."""
     for lengths, ((source_offset, source_strides), (target_offset, target_strides)) in joint_boxes(sides, part.region):
         yield CopyBox(
@@ -145,24 +152,26 @@ def _copies(transfer: Transfer, part: Part, sides: Sequence[Blocks], places: tup
 
 def _pack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
     tensor = found.part.tensor
-    return _copies(transfer, found.part, (transfer.source_blocks[tensor], _in_buffer(transfer, found)), (tensor, 0))
+    return part_copies(transfer, found.part, (transfer.source_blocks[tensor], in_buffer(transfer, found)), (tensor, 0))
 
 
 def _keep(transfer: Transfer, part: Part) -> Iterator[CopyBox]:
     tensor = part.tensor
-    return _copies(transfer, part, (transfer.source_blocks[tensor], transfer.target_blocks[tensor]), (tensor, tensor))
+    return part_copies(
+        transfer, part, (transfer.source_blocks[tensor], transfer.target_blocks[tensor]), (tensor, tensor)
+    )
 
 
 def _unpack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
     tensor = found.part.tensor
-    return _copies(transfer, found.part, (_in_buffer(transfer, found), transfer.target_blocks[tensor]), (0, tensor))
+    return part_copies(transfer, found.part, (in_buffer(transfer, found), transfer.target_blocks[tensor]), (0, tensor))
 
 
 def _terms(transfer: Transfer, arrived: Sequence[Arrival]) -> Iterator[Term]:
     """All terms of reductions: in the receive buffer, which is the last input, and in the tensors."""
     for found in arrived:
         if not moves(transfer, found.part):
-            yield Term(found.part, len(transfer.source_blocks), _in_buffer(transfer, found))
+            yield Term(found.part, len(transfer.source_blocks), in_buffer(transfer, found))
     for part in transfer.exchange.keeps:
         if not moves(transfer, part):
             yield Term(part, part.tensor, transfer.source_blocks[part.tensor])

@@ -78,13 +78,14 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         found = self._packed.get(transfer)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
-            wire_dtype = transfer.wire_dtype
-            if wire_dtype is None:
-                plan = packed_transfer(transfer, self.alignment)
-            else:
-                plan = casting_transfer(transfer, wire_dtype, self.alignment)
-            found = self._packed[transfer] = plan, record
+            found = self._packed[transfer] = self._compiled(transfer), record
         return found
+
+    def _compiled(self, transfer: Transfer) -> PackedTransfer:
+        wire_dtype = transfer.wire_dtype
+        if wire_dtype is None:
+            return packed_transfer(transfer, self.alignment)
+        return casting_transfer(transfer, wire_dtype, self.alignment)
 
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int

@@ -10,7 +10,7 @@ length, so ranks that disagree find out on arrival.
 
 import time
 
-from tritondt._C import SocketGroup
+from tritondt._C import DirectGroup, SocketGroup
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
@@ -65,7 +65,7 @@ class SocketCommunicator(PackedCommunicator):
         """Sends and receives until all messages have gone and come."""
         outcome, peer = self._group.finish()
         if outcome != "done":
-            self._finish_watched(record, outcome, peer)
+            self._finish_watched(record, self._group, outcome, peer)
         self._started = 0.0
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
@@ -76,9 +76,10 @@ class SocketCommunicator(PackedCommunicator):
             self._watch.report(self._key, None, error)
         self._close_sockets()
 
-    def _finish_watched(self, record: ExchangeRecord, outcome: str, peer: int) -> None:
+    def _finish_watched(
+        self, record: ExchangeRecord, group: SocketGroup | DirectGroup, outcome: str, peer: int
+    ) -> None:
         """Finishes an exchange that is not done at once, the only kind that the watch hears of."""
-        group = self._group
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: group.interrupt(), self._timeout_s)
         wait.is_timed = False  # by the watchdog, which needs no GIL
         wait.started = self._started
@@ -87,7 +88,7 @@ class SocketCommunicator(PackedCommunicator):
             while outcome == "pending":
                 wait.peer = self._ranks[peer]
                 self._recorder.state(record.entry, EXCHANGING, wait.peer)
-                outcome, peer = self._group.finish()
+                outcome, peer = group.finish()
         finally:
             self._watch.end(wait)
         if outcome != "done":

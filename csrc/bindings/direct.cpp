@@ -1,0 +1,146 @@
+#include "bindings/direct.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/outcomes.h"
+#include "boxes/strided_copy.h"
+#include "boxes/strided_reduce.h"
+#include "transport/arena.h"
+#include "transport/direct_group.h"
+
+namespace py = pybind11;
+
+namespace tritondt {
+namespace {
+
+using Addresses = std::vector<std::uintptr_t>;
+// As tritondt.comm.packing.direct_transfer writes it: (peer, offset, bytes).
+using SlotMessageFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
+
+std::vector<SlotMessage> make_slot_messages(const std::vector<SlotMessageFields>& fields) {
+  std::vector<SlotMessage> messages;
+  messages.reserve(fields.size());
+  for (const auto& [peer, offset, num_bytes] : fields) messages.push_back({peer, offset, num_bytes});
+  return messages;
+}
+
+// The tables are kept by the plan's Python object.
+template <typename Table>
+DirectPlan::Run run_of(const Table* table) {
+  if (table == nullptr) return {};
+  return [table](const Addresses& sources, const Addresses& targets, int num_threads) {
+    table->run(sources, targets, num_threads);
+  };
+}
+
+std::unique_ptr<DirectPlan> make_plan(const std::vector<SlotMessageFields>& sends,
+                                      const std::vector<SlotMessageFields>& receives,
+                                      const MessageSlices& socket_sends,
+                                      const MessageSlices& socket_receives, bool has_sockets,
+                                      const CopyTable* pack, const CopyTable* keep,
+                                      const CopyTable* unpack,
+                                      const std::vector<const ReduceTable*>& reduces) {
+  std::vector<DirectPlan::Run> reducing;
+  for (const ReduceTable* table : reduces) reducing.push_back(run_of(table));
+  return std::make_unique<DirectPlan>(DirectPlan{
+      make_slot_messages(sends), make_slot_messages(receives), socket_sends, socket_receives,
+      has_sockets, run_of(pack), run_of(keep), run_of(unpack), std::move(reducing)});
+}
+
+// For tests: the plan with a call to Python before one of its steps.
+std::unique_ptr<DirectPlan> observed(const DirectPlan& plan, const std::string& step,
+                                     py::function call) {
+  auto made = std::make_unique<DirectPlan>(plan);
+  DirectPlan::Run* const found = step == "pack"     ? &made->pack
+                                 : step == "keep"   ? &made->keep
+                                 : step == "unpack" ? &made->unpack
+                                                    : nullptr;
+  if (found == nullptr) {
+    throw std::invalid_argument("step '" + step + "'; allowed are pack, keep and unpack");
+  }
+  // What is kept in a copy of the function is let go of by whoever holds the GIL: the plan's end.
+  auto kept = std::shared_ptr<py::function>(new py::function(std::move(call)), [](py::function* it) {
+    const py::gil_scoped_acquire acquired;
+    delete it;
+  });
+  *found = [kept, run = *found](const Addresses& sources, const Addresses& targets,
+                                int num_threads) {
+    {
+      const py::gil_scoped_acquire acquired;
+      (*kept)();
+    }
+    if (run) run(sources, targets, num_threads);
+  };
+  return made;
+}
+
+void bind_arena(py::module_* module) {
+  py::class_<Arena, std::shared_ptr<Arena>>(
+      *module, "Arena", "Shared memory without a name, made by one rank and mapped by others.")
+      .def(py::init<std::size_t>(), py::arg("num_bytes"))
+      .def(py::init<const std::string&, std::size_t>(), py::arg("path"), py::arg("num_bytes"),
+           "The memory of another process, by the path of its descriptor in /proc.")
+      .def_property_readonly("descriptor", &Arena::descriptor)
+      .def_property_readonly("num_bytes", &Arena::num_bytes)
+      .def("close_descriptor", &Arena::close_descriptor);
+}
+
+void bind_plan(py::module_* module) {
+  py::class_<DirectPlan>(*module, "DirectPlan", "One rank's side of an exchange through arenas.")
+      .def(py::init(&make_plan), py::kw_only(), py::arg("sends"), py::arg("receives"),
+           py::arg("socket_sends"), py::arg("socket_receives"), py::arg("has_sockets"),
+           py::arg("pack").none(true), py::arg("keep").none(true), py::arg("unpack").none(true),
+           py::arg("reduces"), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(),
+           py::keep_alive<1, 9>(), py::keep_alive<1, 10>())
+      .def("observed", &observed, py::arg("step"), py::arg("call"), py::keep_alive<0, 1>(),
+           "For tests: the plan with a call before its step pack, keep or unpack.");
+}
+
+}  // namespace
+
+void bind_direct_group(py::module_* module) {
+  bind_arena(module);
+  bind_plan(module);
+  py::class_<DirectGroup, TimedExchange, std::shared_ptr<DirectGroup>>(
+      *module, "DirectGroup", "Ranks of one machine that read messages in each other's memory.")
+      .def(py::init<std::size_t, std::vector<std::shared_ptr<Arena>>, std::shared_ptr<SocketGroup>,
+                    std::vector<int>, int>(),
+           py::arg("place"), py::arg("arenas"), py::arg("group").none(false), py::arg("sockets"),
+           py::arg("num_spins"))
+      .def_static("slot_bytes", &DirectGroup::slot_bytes, py::arg("arena_bytes"),
+                  py::arg("num_ranks"), "Bytes of a slot in an arena of so many bytes.")
+      .def(
+          "run",
+          [](DirectGroup& group, const DirectPlan& plan, Addresses sources, Addresses targets,
+             int num_threads, std::uint64_t sequence, std::uint64_t tag, std::uintptr_t send_buffer,
+             std::uintptr_t receive_buffer) {
+            const py::gil_scoped_release released;
+            return ending_of(group.run(&plan, std::move(sources), std::move(targets), num_threads,
+                                       sequence, tag, send_buffer, receive_buffer));
+          },
+          py::arg("plan"), py::arg("sources"), py::arg("targets"), py::arg("num_threads"),
+          py::arg("sequence"), py::arg("tag"), py::arg("send_buffer"), py::arg("receive_buffer"),
+          "Runs an exchange to its end; PENDING means call finish.")
+      .def(
+          "finish",
+          [](DirectGroup& group) {
+            const py::gil_scoped_release released;
+            return ending_of(group.finish());
+          },
+          "Carries on until all messages are read; PENDING means call again.")
+      .def("skip", &DirectGroup::skip, py::arg("sequence"),
+           "Tells all that this rank reads no message of an exchange, nor of any before.")
+      .def("interrupt", &DirectGroup::interrupt,
+           "Makes the running exchange, or the next one that waits, end INTERRUPTED.")
+      .def("release", &DirectGroup::release, "Unmaps all arenas; not while an exchange runs.");
+}
+
+}  // namespace tritondt

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace tritondt {
+
+// Adds Arena, DirectPlan and DirectGroup; after CopyTable, ReduceTable and SocketGroup.
+void bind_direct_group(pybind11::module_* module);
+
+}  // namespace tritondt

@@ -1,0 +1,306 @@
+#include "transport/direct_group.h"
+
+#include <linux/futex.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "cpu/clock.h"
+
+namespace tritondt {
+namespace {
+
+// How long `finish` keeps whoever called it from looking at signals that another thread received.
+constexpr std::int64_t kPatienceNs = 200'000'000;
+// How late a waiting rank notices that a peer has left, or that it is interrupted.
+constexpr long kSliceNs = 20'000'000;
+
+// False where nobody rang for a slice.
+bool futex_wait(std::atomic<std::uint32_t>* word, std::uint32_t seen) {
+  const timespec slice = {0, kSliceNs};
+  return syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, nullptr, 0) == 0 || errno != ETIMEDOUT;
+}
+
+void futex_wake_all(std::atomic<std::uint32_t>* word) {
+  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+DirectGroup::DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
+                         std::shared_ptr<SocketGroup> group, std::vector<int> sockets,
+                         int num_spins)
+    : place_(place),
+      arenas_(std::move(arenas)),
+      group_(std::move(group)),
+      sockets_(std::move(sockets)),
+      num_spins_(num_spins),
+      board_bytes_(DirectBoard::num_bytes(arenas_.size())),
+      slot_bytes_(arenas_.empty() ? 0 : slot_bytes(arenas_[0]->num_bytes(), arenas_.size())) {
+  if (place_ >= arenas_.size() || sockets_.size() != arenas_.size()) {
+    throw std::invalid_argument("a rank at place " + std::to_string(place_) + " was given " +
+                                std::to_string(arenas_.size()) + " arenas and " +
+                                std::to_string(sockets_.size()) + " sockets");
+  }
+  for (const std::shared_ptr<Arena>& arena : arenas_) {
+    if (arena->num_bytes() != arenas_[0]->num_bytes() || slot_bytes_ == 0) {
+      throw std::invalid_argument("arenas are of one length, and longer than " +
+                                  std::to_string(board_bytes_) + " bytes; one has " +
+                                  std::to_string(arena->num_bytes()));
+    }
+    boards_.emplace_back(arena->base(), arenas_.size());
+  }
+}
+
+std::uint64_t DirectGroup::slot_bytes(std::size_t arena_bytes, std::size_t num_ranks) {
+  const std::size_t board_bytes = DirectBoard::num_bytes(num_ranks);
+  // Whole pages each.
+  return arena_bytes <= board_bytes ? 0 : (arena_bytes - board_bytes) / 2 / 4096 * 4096;
+}
+
+void DirectGroup::check(const DirectPlan& plan) const {
+  for (const SlotMessage& message : plan.sends) {
+    if (message.peer >= arenas_.size() || message.num_bytes > slot_bytes_ ||
+        message.offset > slot_bytes_ - message.num_bytes) {
+      throw std::invalid_argument("a message of " + std::to_string(message.num_bytes) +
+                                  " bytes at " + std::to_string(message.offset) + " for place " +
+                                  std::to_string(message.peer) + " does not fit a slot of " +
+                                  std::to_string(slot_bytes_) + " bytes");
+    }
+  }
+  for (const SlotMessage& message : plan.receives) {
+    if (message.peer >= arenas_.size()) {
+      throw std::invalid_argument("a message of place " + std::to_string(message.peer) +
+                                  " is expected; there are " + std::to_string(arenas_.size()));
+    }
+  }
+}
+
+Ending DirectGroup::run(const DirectPlan* plan, std::vector<std::uintptr_t> sources,
+                        std::vector<std::uintptr_t> targets, int num_threads,
+                        std::uint64_t sequence, std::uint64_t tag, std::uintptr_t send_buffer,
+                        std::uintptr_t receive_buffer) {
+  if (boards_.empty()) throw std::invalid_argument("the arenas are released");
+  if (sequence <= sequence_) {
+    throw std::invalid_argument("exchange " + std::to_string(sequence) + " after exchange " +
+                                std::to_string(sequence_));
+  }
+  check(*plan);
+  if (!begin_exchange()) return {Outcome::kExpired, -1};
+  plan_ = plan;
+  sources_ = std::move(sources);
+  targets_ = std::move(targets);
+  num_threads_ = num_threads;
+  sequence_ = sequence;
+  tag_ = tag;
+  send_buffer_ = send_buffer;
+  receive_buffer_ = receive_buffer;
+  step_ = Step::kSlot;
+  return finish();
+}
+
+Ending DirectGroup::finish() {
+  slice_end_ns_ = coarse_ns() + kPatienceNs;
+  return end_exchange(advance());
+}
+
+Ending DirectGroup::advance() {
+  while (step_ != Step::kDone) {
+    Ending ending = {Outcome::kDone, -1};
+    if (step_ == Step::kSlot) {
+      ending = await_slot();
+      if (ending.outcome != Outcome::kDone) return ending;
+      send();
+      step_ = Step::kArrivals;
+    } else if (step_ == Step::kArrivals) {
+      ending = await_arrivals();
+      if (ending.outcome != Outcome::kDone) return ending;
+      step_ = Step::kSockets;
+    } else {
+      ending = finish_sockets();
+      if (ending.outcome != Outcome::kDone) return ending;
+      unpack();
+      step_ = Step::kDone;
+    }
+  }
+  return {Outcome::kDone, -1};
+}
+
+// Until nobody reads what lay in the slot before.
+Ending DirectGroup::await_slot() {
+  const Readers& before = readers_[sequence_ & 1];
+  for (const std::size_t peer : before.peers) {
+    const Outcome outcome = await(peer, [&] {
+      const std::uint64_t read = boards_[peer].receipt(place_).sequence.load();
+      return read >= before.sequence ? Outcome::kDone : Outcome::kPending;
+    });
+    if (outcome != Outcome::kDone) return {outcome, static_cast<std::int64_t>(peer)};
+  }
+  return {Outcome::kDone, -1};
+}
+
+void DirectGroup::send() {
+  const std::uint64_t slot = board_bytes_ + (sequence_ & 1) * slot_bytes_;
+  const auto base = reinterpret_cast<std::uintptr_t>(arenas_[place_]->base());
+  if (plan_->pack) plan_->pack(sources_, {base + slot, send_buffer_}, num_threads_);
+  Readers& readers = readers_[sequence_ & 1];
+  readers.sequence = sequence_;
+  readers.peers.clear();
+  for (const SlotMessage& message : plan_->sends) {
+    Announcement& announcement = boards_[place_].announcement(sequence_, message.peer);
+    announcement.tag.store(tag_, std::memory_order_relaxed);
+    announcement.offset.store(slot + message.offset, std::memory_order_relaxed);
+    announcement.num_bytes.store(message.num_bytes, std::memory_order_relaxed);
+    announcement.sequence.store(sequence_, std::memory_order_release);
+    readers.peers.push_back(message.peer);
+  }
+  if (!plan_->sends.empty()) ring();
+  if (plan_->has_sockets) {
+    group_->start(plan_->socket_sends.messages(sources_, send_buffer_),
+                  plan_->socket_receives.messages(targets_, receive_buffer_), tag_);
+  }
+  if (plan_->keep) plan_->keep(sources_, targets_, num_threads_);
+}
+
+Ending DirectGroup::await_arrivals() {
+  arrived_.assign(arenas_.size() + 1, 0);
+  arrived_.back() = receive_buffer_;
+  for (const SlotMessage& message : plan_->receives) {
+    const Outcome outcome = await(message.peer, [&] { return look(message); });
+    if (outcome != Outcome::kDone) return {outcome, static_cast<std::int64_t>(message.peer)};
+  }
+  return {Outcome::kDone, -1};
+}
+
+// Whether a message is there; its address is noted where it is the expected one.
+Outcome DirectGroup::look(const SlotMessage& message) {
+  const DirectBoard& board = boards_[message.peer];
+  const Announcement& found = board.announcement(sequence_, place_);
+  std::uint64_t sequence = found.sequence.load(std::memory_order_acquire);
+  if (sequence < sequence_ &&
+      board.announcement(sequence_ + 1, place_).sequence.load(std::memory_order_acquire) >
+          sequence_) {
+    // The peer is at a later exchange: it announced this one meanwhile, or never will.
+    sequence = found.sequence.load(std::memory_order_acquire);
+    if (sequence < sequence_) return Outcome::kMismatch;
+  }
+  if (sequence < sequence_) return Outcome::kPending;
+  const std::uint64_t tag = found.tag.load(std::memory_order_relaxed);
+  const std::uint64_t offset = found.offset.load(std::memory_order_relaxed);
+  const std::uint64_t num_bytes = found.num_bytes.load(std::memory_order_relaxed);
+  const std::uint64_t arena_bytes = arenas_[message.peer]->num_bytes();
+  if (sequence != sequence_ || tag != tag_ || num_bytes != message.num_bytes ||
+      offset < board_bytes_ || offset > arena_bytes || num_bytes > arena_bytes - offset ||
+      offset % 64 != 0) {
+    return Outcome::kMismatch;
+  }
+  arrived_[message.peer] = reinterpret_cast<std::uintptr_t>(arenas_[message.peer]->base()) + offset;
+  return Outcome::kDone;
+}
+
+Ending DirectGroup::finish_sockets() {
+  if (!plan_->has_sockets) return {Outcome::kDone, -1};
+  const Ending ending = group_->finish();
+  if (ending.outcome == Outcome::kInterrupted && has_expired()) {
+    return {Outcome::kExpired, ending.peer};
+  }
+  return ending;
+}
+
+void DirectGroup::unpack() {
+  if (plan_->unpack) plan_->unpack(arrived_, targets_, num_threads_);
+  if (!plan_->reduces.empty()) {
+    std::vector<std::uintptr_t> terms = sources_;
+    terms.insert(terms.end(), arrived_.begin(), arrived_.end());
+    for (const DirectPlan::Run& reduce : plan_->reduces) reduce(terms, targets_, num_threads_);
+  }
+  for (const SlotMessage& message : plan_->receives) {
+    boards_[place_].receipt(message.peer).sequence.store(sequence_, std::memory_order_release);
+  }
+  if (!plan_->receives.empty()) ring();
+}
+
+void DirectGroup::skip(std::uint64_t sequence) {
+  if (boards_.empty()) return;
+  sequence_ = std::max(sequence_, sequence);
+  for (std::size_t peer = 0; peer < arenas_.size(); ++peer) {
+    boards_[place_].receipt(peer).sequence.store(sequence_, std::memory_order_release);
+  }
+  ring();
+}
+
+// Until `look` says something else than kPending about what lies on the board of `peer`.
+template <typename Look>
+Outcome DirectGroup::await(std::size_t peer, const Look& look) {
+  for (int i = 0; i <= num_spins_; ++i) {
+    const Outcome outcome = look();
+    if (outcome != Outcome::kPending) return outcome;
+    relax();
+  }
+  Bell& bell = boards_[peer].bell();
+  // Whoever rings changes the word and then looks for sleepers, so a change is seen by one of both.
+  bell.sleepers.fetch_add(1);
+  Outcome outcome = Outcome::kPending;
+  bool has_rung = true;
+  while (outcome == Outcome::kPending) {
+    const std::uint32_t seen = bell.word.load();
+    outcome = look();
+    if (outcome != Outcome::kPending) break;
+    if (has_expired()) {
+      outcome = Outcome::kExpired;
+    } else if (is_interrupted_.load()) {
+      outcome = Outcome::kInterrupted;
+    } else if (!has_rung && has_left(peer)) {
+      outcome = look();  // it may have come before it left
+      if (outcome == Outcome::kPending) outcome = Outcome::kClosed;
+    } else if (coarse_ns() >= slice_end_ns_) {
+      break;
+    } else {
+      has_rung = futex_wait(&bell.word, seen);
+    }
+  }
+  bell.sleepers.fetch_sub(1);
+  return outcome;
+}
+
+bool DirectGroup::has_left(std::size_t peer) const {
+  pollfd polled = {sockets_[peer], POLLRDHUP, 0};
+  return poll(&polled, 1, 0) > 0 && polled.revents != 0;
+}
+
+void DirectGroup::ring() {
+  Bell& bell = boards_[place_].bell();
+  bell.word.fetch_add(1);
+  if (bell.sleepers.load() != 0) futex_wake_all(&bell.word);
+}
+
+void DirectGroup::interrupt() {
+  is_interrupted_.store(true);
+  wake();
+}
+
+// Who sleeps at a bell looks around within a slice.
+void DirectGroup::wake() { group_->interrupt(); }
+
+void DirectGroup::release() {
+  boards_.clear();
+  for (const std::shared_ptr<Arena>& arena : arenas_) arena->unmap();
+}
+
+}  // namespace tritondt

@@ -1,0 +1,197 @@
+"""Messages through arenas: exact results, what goes over sockets all the same, and ranks that cannot share memory."""
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.comm.transports.test_gloo_cases import check_on
+from tests.comm.transports.test_reductions import in_order, random_terms, reduced_by
+from tests.harness.gloo_ranks import GlooRanks
+from tritondt.comm import world
+from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt.comm.transports import arenas
+
+ALL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("first_seed", [500_000, 500_060, pytest.param(500_120, marks=pytest.mark.extended)])
+def test_random_cases(four_direct_ranks: GlooRanks, first_seed: int) -> None:
+    check_on(four_direct_ranks, first_seed)
+
+
+@pytest.mark.extended
+def test_random_cases_with_arenas_that_few_messages_fit() -> None:
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": "direct"}, prepare=shrink_arenas) as ranks:
+        check_on(ranks, 500_180)
+
+
+def shrink_arenas() -> None:
+    """Lets messages of more than 64 bytes to one of three peers go over sockets."""
+    board, slots = 4096, 2 * 4096
+    arenas.environment.arena_bytes = lambda: board + slots  # type: ignore[attr-defined]
+
+
+def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[torch.Tensor, str]:
+    """This rank's result, and the ways that its messages took."""
+    mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous(shape)
+    before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in (source, target))
+    whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+    local = whole[tuple(slice(*bounds) for bounds in before.layout.boxes(before.coordinate)[0])].contiguous()
+    communicator: Any = world.current().communicator(ALL)
+    found = T.redistribute(local, before, after)
+    ways = set[str]()
+    for plan, _ in communicator._packed.values():
+        if isinstance(plan, DirectTransfer) and plan.num_sent:
+            ways |= {"socket"} if plan.packed_bytes or plan.staged_bytes else {"arena"}
+    return found, f"{type(communicator).__name__}: {' and '.join(sorted(ways))}"
+
+
+def test_messages_go_through_arenas_and_those_that_are_too_long_over_sockets(four_direct_ranks: GlooRanks) -> None:
+    assert four_direct_ranks.run(in_new_world, 128, (400, 700)) == ["DirectCommunicator: arena"] * 4
+    # 400 columns of 700 rows are pieces of 70 kB for each of three peers; slots have 0.5 MB, and 170 kB a message
+    assert four_direct_ranks.run(in_new_world, 1, (400, 700)) == ["DirectCommunicator: arena"] * 4
+    assert four_direct_ranks.run(in_new_world, 1, (801, 1501)) == ["DirectCommunicator: socket"] * 4
+
+
+def in_new_world(rank: int, arena_mb: int, shape: tuple[int, int]) -> str:
+    T.close()
+    with set_to("TRITONDT_ARENA_MB", str(arena_mb)):
+        found, ways = moved(rank, shape, "S0", "S1")
+    columns = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape).chunk(4, 1)
+    torch.testing.assert_close(found, columns[rank], rtol=0, atol=0)
+    T.close()
+    return ways
+
+
+@contextmanager
+def set_to(name: str, value: str | None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+        yield
+
+
+def test_all_holders_have_the_same_bits_again_and_again(four_direct_ranks: GlooRanks) -> None:
+    terms = random_terms(torch.bfloat16, 4)
+    expected = in_order(terms, "avg")
+    for local in four_direct_ranks.run(reduce_often, terms):
+        torch.testing.assert_close(local, expected, rtol=0, atol=0)
+
+
+def reduce_often(rank: int, terms: list[torch.Tensor]) -> torch.Tensor:
+    found = [reduced_by(rank, (4,), "P(avg)", "R", terms[rank]) for _ in range(20)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    return found[0]
+
+
+def test_many_exchanges_whose_ranks_dawdle(four_direct_ranks: GlooRanks) -> None:
+    """Of one sender and of all; a slot is packed again only when everybody has read it."""
+    for text in four_direct_ranks.run(exchange_often, 300):
+        assert text == ""
+
+
+def exchange_often(rank: int, count: int) -> str:
+    mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous((4, 6))
+    spec = {text: T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in ("S0", "S1", "R")}
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(count):
+        whole = torch.arange(24, dtype=torch.float32).view(4, 6) + number
+        if torch.rand((), generator=generator) < 0.05:
+            torch.randn(200_000, generator=generator).sort()
+        target = "R" if number % 3 else "S1"
+        found = T.redistribute(whole[rank : rank + 1].clone(), spec["S0"], spec[target])
+        expected = whole if target == "R" else whole.tensor_split([2, 4, 6], 1)[rank]
+        if not torch.equal(found, expected):
+            return f"exchange {number} to {target} gave {found} instead of {expected}"
+    return ""
+
+
+def test_ranks_that_disagree_find_out(four_direct_ranks: GlooRanks) -> None:
+    for kind, text in four_direct_ranks.run(disagree):
+        assert kind in ("MismatchError", "PeerError"), text
+        assert "ranks disagree at exchange 1: rank" in text, text
+
+
+def disagree(rank: int) -> tuple[str, str]:
+    T.close()
+    mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous((8, 8))
+    before, *after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in ("S0", "S1", "R"))
+    try:
+        with pytest.raises(T.PeerError) as caught:
+            T.redistribute(torch.ones(before.local_shape), before, after[rank == 2])
+        return type(caught.value).__name__, str(caught.value)
+    finally:
+        T.abort()
+
+
+@pytest.mark.parametrize("what", ["another transport", "another length", "no memory", "no mapping"])
+def test_where_one_rank_cannot_share_memory_all_use_sockets(four_direct_ranks: GlooRanks, what: str) -> None:
+    found = four_direct_ranks.run(connect_but_for, what)
+    assert [name for name, _ in found] == ["SocketCommunicator"] * 4
+    warned = what in ("no memory", "no mapping")
+    assert [len(said) for _, said in found] == [0, int(warned), 0, 0], found
+    for text in found[1][1]:
+        assert text.startswith("rank 1 cannot share memory with ranks [0, 1, 2, 3] ("), text
+        assert text.endswith("); their messages go over sockets"), text
+
+
+def connect_but_for(rank: int, what: str) -> tuple[str, list[str]]:
+    """Connects anew, where rank 1 has a fault; the communicator's class, and what was warned of."""
+    T.close()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if rank == 1:
+            plant(patch, what)
+        communicator = world.current().communicator(ALL)
+        communicator.barrier()
+    T.close()
+    return type(communicator).__name__, [str(each.message) for each in said if "share memory" in str(each.message)]
+
+
+def plant(patch: pytest.MonkeyPatch, what: str) -> None:
+    arena = arenas.Arena
+
+    def failing(*arguments: Any) -> Any:
+        if len(arguments) == (1 if what == "no memory" else 2):
+            raise OSError(24, "Too many open files")
+        return arena(*arguments)
+
+    if what == "another transport":
+        patch.setenv("TRITONDT_TRANSPORT", "sockets")
+    elif what == "another length":
+        patch.setenv("TRITONDT_ARENA_MB", "64")
+    else:
+        patch.setattr(arenas, "Arena", failing)
+
+
+def test_nothing_is_left_and_a_forked_child_maps_nothing(four_direct_ranks: GlooRanks) -> None:
+    for own, childs, left, descriptors in four_direct_ranks.run(connect_fork_and_close):
+        assert (own, childs, left, descriptors) == (4, 0, 0, 0)
+
+
+def connect_fork_and_close(rank: int) -> tuple[int, int, int, int]:
+    T.close()
+    moved(rank, (8, 8), "S0", "S1")
+    own = num_mapped(os.getpid())
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, bytes([num_mapped(os.getpid())]))
+        os._exit(0)
+    childs = os.read(reading, 1)[0]
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    T.close()
+    targets = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return own, childs, num_mapped(os.getpid()), sum("memfd:tritondt" in target for target in targets)
+
+
+def num_mapped(process: int) -> int:
+    return Path(f"/proc/{process}/maps").read_text().count("memfd:tritondt")

@@ -1,0 +1,225 @@
+// Ranks as threads that read random messages in each other's arenas, with delays; interrupts,
+// expiries, peers that leave, skip, disagree or announce nonsense.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "groups.h"
+#include "transport/direct_group.h"
+
+namespace {
+
+using tritondt::Arena;
+using tritondt::DirectGroup;
+using tritondt::DirectPlan;
+using tritondt::Ending;
+using tritondt::Outcome;
+using Addresses = std::vector<std::uintptr_t>;
+
+constexpr std::size_t kNumRanks = 3;
+constexpr std::size_t kArenaBytes = 1 << 16;
+constexpr std::uint64_t kNumExchanges = 300;
+constexpr std::uint64_t kMaxBytes = 4096;
+
+// Ranks of one process, which share the mapping of each arena as processes share its memory.
+class DirectRanks {
+ public:
+  explicit DirectRanks(std::size_t count) : ranks_(count) {
+    for (std::size_t rank = 0; rank < count; ++rank) {
+      arenas_.push_back(std::make_shared<Arena>(kArenaBytes));
+    }
+    for (std::size_t rank = 0; rank < count; ++rank) {
+      groups_.push_back(std::make_shared<DirectGroup>(rank, arenas_, ranks_.group(rank),
+                                                      ranks_.sockets(rank), rank == 0 ? 100 : 0));
+    }
+  }
+  DirectGroup* group(std::size_t rank) { return groups_[rank].get(); }
+  char* arena(std::size_t rank) { return arenas_[rank]->base(); }
+  void leave(std::size_t rank) { ranks_.leave(rank); }
+
+ private:
+  Ranks ranks_;
+  std::vector<std::shared_ptr<Arena>> arenas_;
+  std::vector<std::shared_ptr<DirectGroup>> groups_;
+};
+
+Ending complete(DirectGroup* group, Ending ending) {
+  while (ending.outcome == Outcome::kPending) ending = group->finish();
+  return ending;
+}
+
+DirectPlan empty_plan() {
+  return {{}, {}, tritondt::MessageSlices({}), tritondt::MessageSlices({}), false, {}, {}, {}, {}};
+}
+
+// Bytes that `source` sends to `target` in one exchange, known to both; 0 for no message.
+std::uint64_t message_bytes(std::size_t source, std::size_t target, std::uint64_t exchange) {
+  std::mt19937_64 random(exchange * 16 + source * 4 + target);
+  return random() % 4 == 0 ? 0 : random() % kMaxBytes + 1;
+}
+
+char message_byte(std::size_t source, std::size_t target, std::uint64_t exchange) {
+  return static_cast<char>(exchange * 7 + source * 3 + target);
+}
+
+// The messages of a rank in one exchange, and their checking where they are read.
+DirectPlan random_plan(std::size_t rank, std::uint64_t exchange) {
+  DirectPlan plan = empty_plan();
+  for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
+    if (peer == rank) continue;
+    const std::uint64_t leaving = message_bytes(rank, peer, exchange);
+    if (leaving > 0) plan.sends.push_back({peer, peer * kMaxBytes, leaving});
+    const std::uint64_t coming = message_bytes(peer, rank, exchange);
+    if (coming > 0) plan.receives.push_back({peer, 0, coming});
+  }
+  const auto dawdle = [rank, exchange] {
+    std::mt19937_64 random(exchange * 31 + rank);
+    if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
+  };
+  plan.pack = [sends = plan.sends, rank, exchange, dawdle](const Addresses&,
+                                                           const Addresses& targets, int) {
+    dawdle();
+    for (const tritondt::SlotMessage& message : sends) {
+      std::memset(reinterpret_cast<char*>(targets[0]) + message.offset,
+                  message_byte(rank, message.peer, exchange), message.num_bytes);
+    }
+  };
+  plan.unpack = [receives = plan.receives, rank, exchange, dawdle](const Addresses& sources,
+                                                                   const Addresses&, int) {
+    dawdle();
+    for (const tritondt::SlotMessage& message : receives) {
+      const char* bytes = reinterpret_cast<const char*>(sources[message.peer]);
+      for (std::uint64_t i = 0; i < message.num_bytes; ++i) {
+        CHECK(bytes[i] == message_byte(message.peer, rank, exchange));
+      }
+    }
+  };
+  return plan;
+}
+
+void exchange_all(DirectGroup* group, std::size_t rank) {
+  for (std::uint64_t exchange = 1; exchange <= kNumExchanges; ++exchange) {
+    const DirectPlan plan = random_plan(rank, exchange);
+    const Ending ending =
+        complete(group, group->run(&plan, {}, {}, 1, exchange, exchange * 5, 0, 0));
+    CHECK(ending.outcome == Outcome::kDone);
+    CHECK(group->started_ns() == 0);
+  }
+}
+
+void check_exchanges() {
+  DirectRanks ranks(kNumRanks);
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < kNumRanks; ++rank) {
+    threads.emplace_back([&ranks, rank] { exchange_all(ranks.group(rank), rank); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+DirectPlan sending(std::uint64_t num_bytes) {
+  DirectPlan plan = empty_plan();
+  plan.sends.push_back({0, 0, num_bytes});
+  return plan;
+}
+
+DirectPlan receiving(std::uint64_t num_bytes) {
+  DirectPlan plan = empty_plan();
+  plan.receives.push_back({1, 0, num_bytes});
+  return plan;
+}
+
+// Rank 0 waits in a thread of its own for rank 1 in exchange 1 while `act` does something to it.
+template <typename Act>
+Ending wait_while(DirectRanks* ranks, const Act& act) {
+  const DirectPlan plan = receiving(100);
+  Ending ending = {};
+  std::thread waiting([&] {
+    DirectGroup* group = ranks->group(0);
+    ending = complete(group, group->run(&plan, {}, {}, 1, 1, 5, 0, 0));
+  });
+  while (ranks->group(0)->started_ns() == 0) std::this_thread::yield();
+  act();
+  waiting.join();
+  return ending;
+}
+
+void check_endings() {
+  for (int i = 0; i < 5; ++i) {
+    DirectRanks interrupted(2);
+    CHECK(wait_while(&interrupted, [&] { interrupted.group(0)->interrupt(); }).outcome ==
+          Outcome::kInterrupted);
+
+    DirectRanks expired(2);
+    DirectGroup* group = expired.group(0);
+    const Ending ending =
+        wait_while(&expired, [&] { CHECK(group->expire(group->started_ns())); });
+    CHECK(ending.outcome == Outcome::kExpired && ending.peer == 1);
+    const DirectPlan nothing = empty_plan();
+    CHECK(group->run(&nothing, {}, {}, 1, 2, 6, 0, 0).outcome == Outcome::kExpired);
+
+    DirectRanks left(2);
+    CHECK(wait_while(&left, [&] { left.leave(1); }).outcome == Outcome::kClosed);
+  }
+}
+
+// What rank 1 runs while rank 0 waits for 100 bytes with tag 5 in exchange 1.
+void check_disagreements() {
+  const auto run_other = [](std::uint64_t num_bytes, std::uint64_t sequence, std::uint64_t tag) {
+    DirectRanks ranks(2);
+    const DirectPlan plan = sending(num_bytes);
+    return wait_while(&ranks, [&] {
+      CHECK(ranks.group(1)->run(&plan, {}, {}, 1, sequence, tag, 0, 0).outcome == Outcome::kDone);
+    });
+  };
+  CHECK(run_other(100, 1, 5).outcome == Outcome::kDone);
+  CHECK(run_other(101, 1, 5).outcome == Outcome::kMismatch);
+  CHECK(run_other(100, 1, 6).outcome == Outcome::kMismatch);
+  CHECK(run_other(100, 2, 5).outcome == Outcome::kMismatch);
+  CHECK(run_other(100, 3, 5).outcome == Outcome::kMismatch);
+}
+
+// Whatever lies on the board of a rank, nobody reads outside its arena.
+void check_nonsense() {
+  for (const std::uint64_t offset :
+       {std::uint64_t{0}, std::uint64_t{kArenaBytes}, std::uint64_t{kArenaBytes - 64},
+        std::uint64_t{4097}, std::numeric_limits<std::uint64_t>::max() - 63}) {
+    DirectRanks ranks(2);
+    const Ending ending = wait_while(&ranks, [&] {
+      const tritondt::DirectBoard board(ranks.arena(1), 2);
+      tritondt::Announcement& announcement = board.announcement(1, 0);
+      announcement.tag.store(5);
+      announcement.offset.store(offset);
+      announcement.num_bytes.store(100);
+      announcement.sequence.store(1);
+    });
+    CHECK(ending.outcome == Outcome::kMismatch);
+  }
+}
+
+// A slot that a peer has not read is not written again, unless the peer says that it never will.
+void check_slots() {
+  DirectRanks ranks(2);
+  const DirectPlan plan = sending(100);
+  DirectGroup* const sender = ranks.group(1);
+  CHECK(sender->run(&plan, {}, {}, 1, 1, 5, 0, 0).outcome == Outcome::kDone);
+  CHECK(sender->run(&plan, {}, {}, 1, 2, 5, 0, 0).outcome == Outcome::kDone);
+  CHECK(sender->run(&plan, {}, {}, 1, 3, 5, 0, 0).outcome == Outcome::kPending);
+  std::thread skipping([&] { ranks.group(0)->skip(1); });
+  CHECK(complete(sender, sender->finish()).outcome == Outcome::kDone);
+  skipping.join();
+}
+
+}  // namespace
+
+void check_direct_groups() {
+  check_exchanges();
+  check_endings();
+  check_disagreements();
+  check_nonsense();
+  check_slots();
+}

@@ -1,0 +1,158 @@
+"""Arenas that the ranks of a communicator map of each other, when all of them agree that they can.
+
+A rank's arena is a memory file without a name. The others open it by its process and descriptor in /proc, which the
+kernel allows to processes of the same user alone: nobody listens, and nobody can ask. All ranks say through the store
+whether they have succeeded, so that either all exchange through arenas or none does.
+"""
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from tritondt import environment
+from tritondt._C import Arena
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.watch import INTERVAL_S
+from tritondt.comm.store.client import PATIENCE_S
+from tritondt.comm.transports.interfaces import machine
+from tritondt.errors import PeerError
+
+Result = TypeVar("Result")
+
+_PROCESSES = Path("/proc/self/ns/pid")
+# How often a rank looks what others have said: often at first, when all come at once.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+
+
+def share_arenas(context: ProcessContext) -> list[Arena] | None:
+    """Arenas of all ranks of the communicator, by place, mapped here; None where sockets alone carry its messages.
+
+    A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
+    """
+    if len(context.ranks) == 1:
+        return None
+    sharing = _Sharing(context)
+    if environment.transport() != "direct":
+        sharing.tell("arena", {})
+        return None
+    try:
+        return sharing.run()
+    except BaseException as error:
+        context.watch.report(context.key, None, error)
+        raise
+
+
+class _Sharing:
+    """One rank's part in sharing arenas, within the communicator's timeout."""
+
+    def __init__(self, context: ProcessContext) -> None:
+        self._context = context
+        self._deadline = time.monotonic() + context.timeout.total_seconds()
+        self._others = [other for other in range(len(context.ranks)) if other != context.place]
+
+    def run(self) -> list[Arena] | None:
+        """The arenas of all ranks, where all ranks have mapped all of them."""
+        own = self._made()
+        try:
+            said: dict[str, Any] = {}
+            if own is not None:
+                said = {"here": _here(), "path": f"/proc/{os.getpid()}/fd/{own.descriptor}", "bytes": own.num_bytes}
+            self.tell("arena", said)
+            # Who asks for none, is elsewhere, or has another length, differs for all: they decide alike.
+            found = {self._context.place: said, **self._asked("arena")}
+            if any(
+                not each or (each["here"], each["bytes"]) != (said["here"], said["bytes"]) for each in found.values()
+            ):
+                return None
+            assert own is not None, "no rank has an empty answer"
+            mapped = self._mapped(own, found)
+            self.tell("mapped", mapped is not None)
+            return mapped if all(self._asked("mapped").values()) else None
+        finally:  # the others have it open, or never will
+            if own is not None:
+                own.close_descriptor()
+
+    def _made(self) -> Arena | None:
+        try:
+            return Arena(environment.arena_bytes())
+        except OSError as error:
+            self._warn(error)
+            return None
+
+    def _mapped(self, own: Arena, found: Mapping[int, Mapping[str, Any]]) -> list[Arena] | None:
+        """The arenas of all ranks; None where one cannot be mapped."""
+        try:
+            return [
+                own if place == self._context.place else Arena(found[place]["path"], found[place]["bytes"])
+                for place in range(len(found))
+            ]
+        except (OSError, ValueError) as error:
+            self._warn(error)
+            return None
+
+    def _warn(self, error: Exception) -> None:
+        warnings.warn(
+            f"rank {self._context.rank} cannot share memory with ranks {list(self._context.ranks)} ({error}); their "
+            "messages go over sockets",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def tell(self, what: str, value: object) -> None:
+        """Says something of this rank in the store."""
+        text, key = json.dumps(value), f"{self._context.key}/{what}/{self._context.place}"
+        self._call(lambda store: store.set(key, text))
+
+    def _asked(self, what: str) -> dict[int, Any]:
+        """What the others have said, by place, when all have; PeerError where some do not in time."""
+        keys = {other: f"{self._context.key}/{what}/{other}" for other in self._others}
+        pause, next_look = _FIRST_PAUSE_S, time.monotonic() + INTERVAL_S
+        while not self._call(lambda store: store.check(list(keys.values()))):
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise self._late(keys)
+            if now >= next_look:
+                self._look()
+                next_look = now + INTERVAL_S
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return self._call(lambda store: {other: json.loads(store.get(key)) for other, key in keys.items()})
+
+    def _call(self, function: Callable[[dist.Store], Result]) -> Result:
+        return self._context.client.call(function, max(self._deadline - time.monotonic(), PATIENCE_S))
+
+    def _look(self) -> None:
+        """Raises PeerError where a rank that shares an arena with this one has failed."""
+        found = self._context.watch.failure(self._context.key)
+        if found is not None:
+            raise PeerError(
+                f"rank {found.rank} failed while rank {self._context.rank} connected to ranks "
+                f"{list(self._context.ranks)}: {found.error}"
+            )
+
+    def _late(self, keys: Mapping[int, str]) -> PeerError:
+        missing = [
+            self._context.ranks[other]
+            for other, key in keys.items()
+            if not self._call(lambda store, key=key: store.check([key]))  # type: ignore[misc]
+        ]
+        return PeerError(
+            f"rank {self._context.rank} waited {self._context.timeout.total_seconds():g} s for ranks {missing} to "
+            "connect"
+        )
+
+
+def _kind(said: Mapping[str, Any]) -> tuple[str, int]:
+    return said["here"], said["bytes"]
+
+
+def _here() -> str:
+    """Identity of machine, user and process namespace: equal for processes that may map each other's arenas."""
+    processes = f"{_PROCESSES.stat().st_dev}:{_PROCESSES.stat().st_ino}" if _PROCESSES.exists() else ""
+    return f"{machine()}/{os.geteuid()}/{processes}"

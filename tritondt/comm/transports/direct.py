@@ -1,0 +1,112 @@
+"""The transport of ranks of one machine that read each other's messages where they were packed.
+
+Each rank packs into shared memory of its own, an arena, and receivers unpack or reduce from there: nothing goes
+through the kernel, and nothing is staged. 64 MB of float32 from Shard(0) to Replicate on 4 ranks of 2 cores take a
+third of the time that sockets take. The sockets stay: by them a rank notices that another has left, and they carry
+what is too long for an arena, messages of a narrower dtype, notes and barriers.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+
+from tritondt._C import Arena, DirectGroup
+from tritondt.comm.communicator import Traffic, Transfer, tag_of
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
+from tritondt.comm.packing.direct_transfer import DirectTransfer, direct_transfer
+from tritondt.comm.packing.packed_transfer import PackedTransfer
+from tritondt.comm.transports.sockets import SocketCommunicator
+
+# Looks before a wait sleeps, some 20 us, where every rank has a core; else the rank that is waited for needs this one.
+_NUM_SPINS = 500
+
+
+class DirectCommunicator(SocketCommunicator):
+    """A communicator of ranks that have mapped each other's `arenas`, by place; made by all of them together."""
+
+    def __init__(self, context: ProcessContext, arenas: Sequence[Arena]) -> None:
+        super().__init__(context)
+        num_ranks = len(arenas)
+        self._slot_bytes = DirectGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
+        num_spins = _NUM_SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        sockets = [-1 if found is None else found.fileno() for found in self._sockets]
+        self._direct = DirectGroup(self._place, list(arenas), self._group, sockets, num_spins)
+        self._watchdog.watch(self._direct, self._timeout_s, self._recorder, self._flight.path_text)
+
+    def traffic_of(self, transfer: Transfer) -> Traffic:
+        """Bytes and messages that this rank will send and receive in an exchange."""
+        plan, _ = self._plan(transfer)
+        if isinstance(plan, PackedTransfer):
+            return super().traffic_of(transfer)
+        return Traffic(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
+
+    def _compiled(self, transfer: Transfer) -> PackedTransfer | DirectTransfer:
+        exchange = transfer.exchange
+        if transfer.wire_dtype is not None or not (exchange.sends or exchange.receives):
+            return super()._compiled(transfer)
+        return direct_transfer(transfer, len(self._ranks), self._slot_bytes)
+
+    def _move(
+        self,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        plan: PackedTransfer | DirectTransfer,
+        record: ExchangeRecord,
+        device: torch.device,
+    ) -> None:
+        if isinstance(plan, PackedTransfer):
+            super()._move(sources, targets, plan, record, device)
+            return
+        source_pointers = [tensor.data_ptr() for tensor in sources]
+        target_pointers = [tensor.data_ptr() for tensor in targets]
+        memory, staging, buffer, _ = self._buffers(plan, device)
+        self.sequence += 1
+        self._traffic.count(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
+        self._recorder.state(record.entry, EXCHANGING)
+        self._started = time.monotonic()
+        try:
+            outcome, peer = self._direct.run(
+                plan.native,
+                source_pointers,
+                target_pointers,
+                torch.get_num_threads(),
+                self.sequence,
+                tag_of(record.fingerprint, self.sequence),
+                buffer,
+                staging,
+            )
+            if outcome != "done":
+                self._finish_watched(record, self._direct, outcome, peer)
+            self._started = 0.0
+        except BaseException as error:
+            self.break_off(record, error)
+            raise
+        del memory  # where messages over sockets were packed and have come
+
+    def _refuse(self, error: BaseException) -> None:
+        super()._refuse(error)
+        self._direct.skip(self.sequence)
+
+    def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Disconnects, and lets go of all arenas: nothing can be exchanged any more."""
+        super().break_off(record, error)
+        self._direct.release()
+
+    def _disconnect(self, reason: BaseException) -> None:
+        super()._disconnect(reason)
+        self._direct.release()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Sets how long an exchange may take from now on, in seconds."""
+        super().set_timeout(seconds)
+        self._direct.set_timeout(seconds)
+
+    def _interrupt(self, reason: BaseException) -> None:
+        self._direct.interrupt()  # and the sockets with it
+
+    def _close_sockets(self) -> None:
+        self._watchdog.unwatch(self._direct)
+        super()._close_sockets()
