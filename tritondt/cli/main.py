@@ -49,6 +49,7 @@ class LazyGroup(click.Group):
         "demo": "tritondt.cli.demo.command:demo",
         "bench": "tritondt.cli.main:bench",
         "plan": "tritondt.cli.plan:plan",
+        "trace": "tritondt.cli.trace.command:trace",
         "doctor": "tritondt.cli.doctor:doctor",
         "tune": "tritondt.cli.tune:tune",
     },

@@ -7,7 +7,7 @@ and one for what arrives, that live for the one call.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -24,6 +24,10 @@ from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
 
 _BARRIER_FINGERPRINT = 0x62617272
+# The communicators of this process, and functions that are told of new ones: a recording's, which hides methods of each
+# with its own, so that an exchange asks nothing.
+made: "WeakSet[PackedCommunicator]" = WeakSet()
+on_made: list[Callable[["PackedCommunicator"], object]] = []
 
 
 class PackedCommunicator(OrderedCommunicator, ABC):
@@ -45,6 +49,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._label = self._recorder.label(context.name)
         self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
         self._compares = context.compares
+        made.add(self)
+        for hook in on_made:
+            hook(self)
 
     @property
     def traffic(self) -> Traffic:
