@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.autograd import profiler
 
 from tritondt.comm.communicator import Traffic, Transfer
 from tritondt.comm.member import CommunicatorContext
@@ -24,6 +25,8 @@ from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
 
 _BARRIER_FINGERPRINT = 0x62617272
+# Name of an exchange's range in torch.profiler, while one is on.
+EXCHANGE_RANGE = "tritondt::exchange"
 # The communicators of this process, and functions that are told of new ones: a recording's, which hides methods of each
 # with its own, so that an exchange asks nothing.
 made: "WeakSet[PackedCommunicator]" = WeakSet()
@@ -99,7 +102,11 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             self._compare(record, site)
         self._record_begin(record, site)
         try:
-            self._move(sources, targets, plan, record, transfer.device)
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(EXCHANGE_RANGE, transfer.description):
+                    self._move(sources, targets, plan, record, transfer.device)
+            else:
+                self._move(sources, targets, plan, record, transfer.device)
         except BaseException as error:
             self._record_failure(record, error)
             raise
