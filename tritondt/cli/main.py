@@ -72,6 +72,7 @@ _COLLECTIVES = (
         "redistribute": "tritondt.cli.bench:redistribute",
         **{name: f"tritondt.cli.bench.collective.command:{name}" for name in _COLLECTIVES},
         "compare": "tritondt.cli.bench.compare:compare",
+        "report": "tritondt.cli.bench.page:report",
     },
 )
 def bench() -> None:

@@ -17,6 +17,7 @@ from tritondt.cli.launch import num_cores
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.surroundings import surroundings
 from tritondt.cli.trace.on_rank import collect, trace_on_rank
+from tritondt.cli.trace.page import trace_page
 from tritondt.cli.trace.starting import run_ranks
 from tritondt.debug.tracing.clock import Alignment, Offset, aligned
 from tritondt.debug.tracing.record import RankRecord
@@ -27,9 +28,9 @@ from tritondt.debug.tracing.timeline import trace_events
 _MOST_PER_CORE = 16
 
 
-def _writable(_: click.Context, __: click.Parameter, path: str) -> str:
+def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
     found = environment.launched()
-    if found is None or found.rank == 0:
+    if path is not None and (found is None or found.rank == 0):
         refuse_unwritable(path)
     return path
 
@@ -44,9 +45,16 @@ def _writable(_: click.Context, __: click.Parameter, path: str) -> str:
     callback=_writable,
     metavar="FILE",
 )
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False),
+    callback=_writable,
+    metavar="FILE",
+    help="Write a page with timeline and summary, too.",
+)
 @click.option("--collected", is_flag=True, hidden=True, help="Whether whoever has started this rank collects.")
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")
-def trace(ranks: int | None, out: str, collected: bool, program: tuple[str, ...]) -> None:
+def trace(ranks: int | None, out: str, html: str | None, collected: bool, program: tuple[str, ...]) -> None:
     """Run a program on ranks, and write what they did when as a timeline, with a summary.
 
     The file is in the trace-event format: https://ui.perfetto.dev and chrome://tracing read it. Steps end
@@ -58,6 +66,8 @@ def trace(ranks: int | None, out: str, collected: bool, program: tuple[str, ...]
     torchrun --nproc-per-node 8 -m tritondt trace -- -m package.train
     """
     _check_program(program)
+    if html == out:
+        raise click.UsageError(f"--html and --out both go to {out}")
     found = environment.launched()
     if found is None:
         status, records = _start(2 if ranks is None else ranks, out, program)
@@ -76,7 +86,7 @@ def trace(ranks: int | None, out: str, collected: bool, program: tuple[str, ...]
         if collected or found.rank > 0:
             sys.exit(status)
         records = collect(store, num_ranks, waits=True)
-    _write(records, num_ranks, out, program)
+    _write(records, num_ranks, (out, html), program)
     sys.exit(status)
 
 
@@ -104,8 +114,9 @@ def _check_program(program: Sequence[str]) -> None:
         raise click.UsageError(f"{program[0]} is no file; allowed is SCRIPT [ARGS], or -m MODULE [ARGS]")
 
 
-def _write(records: list[RankRecord], num_ranks: int, out: str, program: Sequence[str]) -> None:
-    """Writes the file, and prints the summary; says what is missing, and on stderr where there is nothing."""
+def _write(records: list[RankRecord], num_ranks: int, paths: tuple[str, str | None], program: Sequence[str]) -> None:
+    """Writes the file, and the page where one is asked for, and prints the summary; says on stderr what is missing."""
+    out, html = paths
     missing = sorted(set(range(num_ranks)) - {record.rank for record in records})
     if not records:
         raise click.ClickException(f"none of {num_ranks} ranks has left a record; {out} is not written")
@@ -127,8 +138,10 @@ def _write(records: list[RankRecord], num_ranks: int, out: str, program: Sequenc
         },
     }
     Path(out).write_text(json.dumps(document), encoding="utf-8")
-    click.echo(summary_text(summary, len(records)))
-    click.echo(f"clocks against rank 0: {_clocks_text(alignments)}")
+    told = f"{summary_text(summary, len(records))}\nclocks against rank 0: {_clocks_text(alignments)}"
+    if html is not None:
+        Path(html).write_text(trace_page(document, told), encoding="utf-8")
+    click.echo(told)
     for rank, failure in failures.items():
         click.echo(f"partial: rank {rank} ended early: {failure}", err=True)
     if missing:
