@@ -97,6 +97,11 @@ def launched() -> Launched | None:
     )
 
 
+def has_agent_store() -> bool:
+    """Whether the store at MASTER_ADDR and MASTER_PORT is there before the ranks are, and after: torchrun's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _whole(name: str, text: str) -> int:
     if not text.isdecimal():
         raise WorldError(f"{name}={text!r} is set; allowed is a whole number")

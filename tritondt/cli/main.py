@@ -49,6 +49,7 @@ class LazyGroup(click.Group):
         "demo": "tritondt.cli.demo.command:demo",
         "bench": "tritondt.cli.main:bench",
         "plan": "tritondt.cli.plan:plan",
+        "trace": "tritondt.cli.trace.command:trace",
         "doctor": "tritondt.cli.doctor:doctor",
         "tune": "tritondt.cli.tune:tune",
     },
@@ -72,6 +73,7 @@ _COLLECTIVES = (
         **{name: f"tritondt.cli.bench.collective.command:{name}" for name in _COLLECTIVES},
         "compare": "tritondt.cli.bench.compare:compare",
         "calibrate": "tritondt.cli.bench.calibrate:calibrate",
+        "report": "tritondt.cli.bench.page:report",
     },
 )
 def bench() -> None:

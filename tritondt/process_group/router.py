@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import profiler
 
 from tritondt import environment
 from tritondt.comm import world
@@ -50,6 +51,12 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _in_range(kind: Kind, run: Callable[..., Any], *arguments: Any) -> Any:
+    """Runs a collective in a range of torch.profiler, "tritondt::allreduce" and the like."""
+    with profiler.record_function(f"tritondt::{kind.gloo}"):
+        return run(*arguments)
 
 
 class Router:
@@ -130,6 +137,8 @@ class Router:
         if nccl_group is None:
             if self._agreement is not None:
                 self._agree(kind, arguments, device, timeout_s)
+            if profiler._is_profiler_enabled:
+                return _in_range(kind, getattr(self.over_gloo, kind.gloo), *arguments)
             return getattr(self.over_gloo, kind.gloo)(*arguments)
         try:
             operation = nccl_group.operations.operation(key, tensors, kind.describe, kind.make, arguments)
@@ -140,6 +149,8 @@ class Router:
             raise
         if self._agreement is not None:
             self._agree(kind, arguments, device, timeout_s)
+        if profiler._is_profiler_enabled:
+            return _in_range(kind, nccl_group.run, operation, tuple(tensors), timeout_s)
         return nccl_group.run(operation, tuple(tensors), timeout_s)  # the caller's list may change before it runs
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:

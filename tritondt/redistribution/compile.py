@@ -1,6 +1,6 @@
 """Compilation of a pair of specs on this rank: plan, boxes, descriptor tables and the communicator, decided once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 
@@ -27,6 +27,8 @@ from tritondt.sharding.placement import Partial, Placement
 from tritondt.sharding.spec import DTensorSpec, target_spec
 
 _MAX_COUNTED = 1024
+# Functions that are told of every plan when it is compiled, with what it was compiled for.
+on_compiled: list[Callable[[DTensorSpec, DTensorSpec, torch.dtype | None, CompiledPlan], object]] = []
 
 
 def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
@@ -155,8 +157,23 @@ def compile_plan(
 
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
     """
-    if not is_one_grid(source, target):
-        return compiled_across(source, target, Start(strides, device, wire_dtype))
+    if is_one_grid(source, target):
+        made = _compiled(source, target, strides, device, wire_dtype)
+    else:
+        made = compiled_across(source, target, Start(strides, device, wire_dtype))
+    for hook in on_compiled:
+        hook(source, target, wire_dtype, made)
+    return made
+
+
+def _compiled(
+    source: DTensorSpec,
+    target: DTensorSpec,
+    strides: tuple[int, ...],
+    device: torch.device,
+    wire_dtype: torch.dtype | None,
+) -> CompiledPlan:
+    """Compiled plan on one mesh."""
     plan = plan_for(source, target, wire_dtype)
     communicator = None
     if any(step.moving_axes for step in plan.steps):

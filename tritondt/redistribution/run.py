@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import profiler
 
 from tritondt import events
 from tritondt.comm import world
@@ -22,10 +23,13 @@ from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportErr
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import compile_plan, exchanging_ranks
-from tritondt.redistribution.compiled_step import CompiledStep
+from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.spec_values import spec_text
+
+# Name of a redistribution's range in torch.profiler, while one is on; its argument says from where to where.
+REDISTRIBUTE_RANGE = "tritondt::redistribute"
 
 # Numbers of calls in graphs, which are never merged into one.
 _traced_calls = count(1)
@@ -53,10 +57,19 @@ def redistribute_local(
         )
         return stand_in
     local = with_memory(local)
-    steps, communicator, _, description = compile_plan(source, target, local.stride(), local.device, wire_dtype)
+    plan = compile_plan(source, target, local.stride(), local.device, wire_dtype)
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(REDISTRIBUTE_RANGE, plan.description):
+            return _run_plan(plan, local)
+    steps = plan.steps
     if len(steps) == 1:
         return (_observed_step if subscribers else run_step)(steps[0], local, local)[0]
-    if communicator is None:
+    return _run_plan(plan, local)
+
+
+def _run_plan(plan: CompiledPlan, local: torch.Tensor) -> torch.Tensor:
+    steps, communicator, _, description = plan
+    if len(steps) == 1 or communicator is None:
         return _run_steps(steps, local)
     result: list[torch.Tensor] = []
     communicator.in_order(lambda: result.append(_run_steps(steps, local)), description)
@@ -101,6 +114,9 @@ def redistribute_local_async(
                 refuse_rest(steps[place + 1 :], error)
                 raise
 
+    if profiler._is_profiler_enabled:
+        with profiler.record_function(REDISTRIBUTE_RANGE, description):
+            return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
     return whole, communicator.issue(run, description, (held,), sources_ready=before is None)
 
 

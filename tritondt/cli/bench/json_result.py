@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from tritondt.cli.bench.ranks import is_first
+from tritondt.cli.outputs import refuse_unwritable
 
 _STDOUT = "-"
 
@@ -21,14 +22,7 @@ def _writable(_: click.Context, parameter: click.Parameter, path: str | None) ->
     """The path, once it has been opened; a file that was not there is not left behind."""
     if path is None or path == _STDOUT or not is_first():
         return path
-    existed = Path(path).exists()
-    try:
-        with Path(path).open("ab"):
-            pass
-    except OSError as error:
-        raise click.BadParameter(f"{path} cannot be written: {error.strerror}") from error
-    if not existed:
-        Path(path).unlink(missing_ok=True)
+    refuse_unwritable(path)
     return path
 
 

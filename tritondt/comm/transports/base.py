@@ -7,9 +7,10 @@ and one for what arrives, that live for the one call.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.autograd import profiler
 
 from tritondt.comm.communicator import Traffic, Transfer
 from tritondt.comm.member import CommunicatorContext
@@ -25,6 +26,12 @@ from tritondt.kernels.memory import allocate
 from tritondt.planning.alignment import DENSE
 
 _BARRIER_FINGERPRINT = 0x62617272
+# Name of an exchange's range in torch.profiler, while one is on.
+EXCHANGE_RANGE = "tritondt::exchange"
+# The communicators of this process, and functions that are told of new ones: a recording's, which hides methods of each
+# with its own, so that an exchange asks nothing.
+made: "WeakSet[PackedCommunicator]" = WeakSet()
+on_made: list[Callable[["PackedCommunicator"], object]] = []
 
 
 class PackedCommunicator(OrderedCommunicator, ABC):
@@ -47,6 +54,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._label = self._recorder.label(context.name)
         self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
         self._compares = context.compares
+        made.add(self)
+        for hook in on_made:
+            hook(self)
 
     @property
     def traffic(self) -> Traffic:
@@ -98,7 +108,11 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             self._compare(record, site)
         self._record_begin(record, site)
         try:
-            self._move(sources, targets, plan, record, transfer.device)
+            if profiler._is_profiler_enabled:
+                with profiler.record_function(EXCHANGE_RANGE, transfer.description):
+                    self._move(sources, targets, plan, record, transfer.device)
+            else:
+                self._move(sources, targets, plan, record, transfer.device)
         except BaseException as error:
             self._record_failure(record, error)
             raise

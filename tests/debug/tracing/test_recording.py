@@ -1,0 +1,152 @@
+"""What a recording has of rank threads, that it leaves nothing behind, and what costs nothing while it is off."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.harness.work import num_calls
+from tests.ops.sharded import distribute
+from tritondt.comm.transports import base
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.debug import mark_step
+from tritondt.debug.tracing.record import RankRecord
+from tritondt.debug.tracing.recording import Recording
+from tritondt.dtensor.tensor import DTensor
+from tritondt.process_group.router import Router
+from tritondt.redistribution import compile as compiling
+
+X = torch.arange(24.0).view(4, 6)
+
+
+def program(rank: int) -> None:
+    x: Any = distribute(X, T.Mesh((2,)), "S0")
+    columns = x.redistribute(placements=(T.Shard(1),))
+    mark_step()
+    whole = (x + columns).redistribute(placements=(T.Replicate(),), async_op=True)
+    torch.testing.assert_close(whole.to_local(), 2 * X, rtol=0, atol=0)
+    mark_step()
+
+
+@pytest.fixture(scope="module")
+def records() -> list[RankRecord]:
+    recording = Recording()
+    recording.begin()
+    try:
+        run_ranks(2, program)
+    finally:
+        recording.end()
+    return [recording.record(rank, 2) for rank in range(2)]
+
+
+def test_every_phase_of_every_exchange_is_a_span_of_its_rank(records):
+    for record in records:
+        exchanges = [span for span in record.spans if span.kind == "exchange"]
+        # S0 -> S1, the argument of add that moves, and S -> R, in a thread of its own.
+        assert [span.name.partition(" of ")[0] for span in exchanges] == ["step 1"] * 3
+        kinds = {span.kind for span in record.spans}
+        assert {"op", "exchange", "pack", "send", "keep", "wait", "unpack"} <= kinds
+        assert any("aten.add" in span.name for span in record.spans if span.kind == "op")
+        for exchange in exchanges:
+            inside = [
+                span
+                for span in record.spans
+                if span.thread == exchange.thread
+                and exchange.start_ns <= span.start_ns <= span.end_ns <= exchange.end_ns
+                and span is not exchange
+            ]
+            assert {"send", "wait"} <= {span.kind for span in inside}
+        assert len({span.thread for span in exchanges}) == 2
+        assert len(record.program_threads) == 1
+        assert len(record.marks_ns) == 2
+
+
+def test_messages_of_both_sides_name_the_same_exchanges(records):
+    first, second = records
+    for one, other in ((first, second), (second, first)):
+        sent = {(found.communicator, found.sequence, found.num_bytes) for found in one.sends}
+        assert sent == {(found.communicator, found.sequence, found.num_bytes) for found in other.receives}
+        assert {found.peer for found in one.sends} == {other.rank}
+
+
+def test_redistributions_have_explanations_and_the_line_that_asked(records):
+    found = list(records[0].redistributions.values())
+    assert len(found) == 3
+    assert all("peak temporary" in each.explanation for each in found)
+    assert all("test_recording.py" in each.site for each in found)
+    assert [each.replicates for each in found].count(True) == 1
+
+
+def test_a_record_travels_as_bytes(records):
+    assert RankRecord.from_bytes(records[0].to_bytes()) == records[0]
+
+
+def test_a_recording_that_has_ended_leaves_everything_as_it_was():
+    def state() -> tuple[object, ...]:
+        work: Any = torch._C._distributed_c10d.Work
+        hooks = (tuple(base.on_made), tuple(compiling.on_compiled))
+        return DTensor.__dict__["__torch_dispatch__"], Router.__dict__["run"], work.__dict__["wait"], hooks
+
+    before = state()
+    recording = Recording()
+    recording.begin()
+    assert all(one is not other for one, other in zip(state()[:3], before[:3], strict=True))
+    recording.end()
+    assert state() == before
+    mark_step()  # does nothing
+    assert recording.record(0, 1).marks_ns == []
+
+
+def test_communicators_are_what_they_were_when_a_recording_ends():
+    def body(rank: int) -> tuple[set[str], set[str]]:
+        recording = Recording()
+        recording.begin()
+        x: Any = distribute(X, T.Mesh((1,)), "S0")
+        communicator = T.comm.world.current().communicator((rank,))
+        during = set(vars(communicator))
+        recording.end()
+        assert x.shape == X.shape
+        return during, set(vars(communicator))
+
+    during, after = run_ranks(1, body)[0]
+    hidden = {"_exchange", "start", "finish", "_pack", "_keep", "_unpack", "in_order"}
+    assert hidden <= during
+    assert not hidden & after
+
+
+def test_no_call_is_added_to_an_operator_or_an_exchange_while_nothing_is_recorded():
+    def calls_on(rank: int) -> tuple[int, int]:
+        x: Any = distribute(X, T.Mesh((1,)), "S0")
+
+        def operator() -> None:
+            x + 1.0
+
+        def exchange() -> None:
+            x.redistribute(placements=(T.Shard(1),))
+
+        for warm in (operator, exchange):
+            warm()
+        return num_calls(operator), num_calls(exchange)
+
+    before = run_ranks(1, calls_on)
+    recording = Recording()
+    recording.begin()
+    ((on, _),) = run_ranks(1, calls_on)
+    recording.end()
+    assert run_ranks(1, calls_on) == before
+    assert on > before[0][0]
+
+
+def test_what_there_is_no_room_for_is_counted(monkeypatch):
+    monkeypatch.setattr("tritondt.debug.tracing.recording.MOST_SPANS", 1)
+    recording = Recording()
+    recording.begin()
+    try:
+        run_ranks(1, lambda rank: distribute(X, T.Mesh((1,)), "S0") + 1)
+        run_ranks(1, lambda rank: distribute(X, T.Mesh((1,)), "S0") + 1)
+    finally:
+        recording.end()
+    found = recording.record(0, 1)
+    assert len(found.spans) == 1
+    assert found.dropped > 0

@@ -1,0 +1,217 @@
+"""`bench report`: one page of all results of a folder, with bandwidths, ratios and histograms of times."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+
+from tritondt.cli.bench.compare import read
+from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.bench.harness import percentile
+from tritondt.cli.bench.inputs import DTYPES
+from tritondt.cli.html_page import charts, legend, page, table
+from tritondt.cli.outputs import refuse_unwritable
+from tritondt.cli.svg import COLOURS, Series, histogram, line_chart
+
+_PLACES = ("out_of_place", "in_place")
+_MOST_HISTOGRAMS = 24
+_TIMES = ("median ms", "p95 ms", "p99 ms", "fastest ms")
+_REFERENCE = "torch"
+_UNITS = (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10))
+
+
+@dataclass(frozen=True)
+class Point:
+    """One case of one implementation; `group` is all that tells cases apart but for the size, which is in bytes.
+
+    `num_wrong` is None where nothing was checked.
+    """
+
+    group: str
+    side: str
+    size: int
+    seconds: tuple[float, ...]
+    bus_gb_per_s: float
+    num_wrong: int | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the result was checked and found right; nothing else is drawn."""
+        return self.num_wrong == 0
+
+
+def points_of(found: Mapping[str, Any]) -> list[Point]:
+    """Points of a result that `bench COLLECTIVE --json` or `bench redistribute --json` wrote."""
+    return [*_of_redistributions(found), *_of_collectives(found)]
+
+
+def _of_redistributions(found: Mapping[str, Any]) -> Iterator[Point]:
+    for case in found.get("cases", ()):
+        size = prod(case["shape"]) * DTYPES[found["dtype"]].itemsize
+        group = f"{case['source']} -> {case['target']} on {'x'.join(map(str, case['mesh']))}"
+        moved = case["bus_gb_per_s"] * case["median_s"] if "bus_gb_per_s" in case else 0.0
+        for side, seconds in (("tritondt", case["seconds"]), (_REFERENCE, case.get("torch_seconds"))):
+            if seconds is not None:  # a wrong result ends the run
+                yield Point(group, side, size, tuple(seconds), moved / median(seconds), 0)
+
+
+def _of_collectives(found: Mapping[str, Any]) -> Iterator[Point]:
+    for result in found.get("results", ()):
+        words = [result["type"], *([result["redop"]] if result["redop"] != "none" else [])]
+        if result["root"] >= 0:
+            words.append(f"root {result['root']}")
+        for place in _PLACES:
+            if result[place] is not None:
+                times = tuple(microseconds / 1e6 for microseconds in result[f"{place}_per_iter"]["times_us"])
+                yield Point(
+                    " ".join([*words, place.replace("_", " ")]),
+                    result["implementation"],
+                    result["size"],
+                    times,
+                    result[place]["bus_bw"],
+                    result[place]["nwrong"],
+                )
+
+
+def report_page(results: Mapping[str, Mapping[str, Any]], skipped: Mapping[str, str]) -> str:
+    """The page of results by the name of their files; `skipped` says why other files are not in it."""
+    body = [f"<p>{len(results)} results. GB/s are nccl-tests' bus bandwidth; only right results are drawn.</p>"]
+    for name, found in results.items():
+        body += _section(name, found)
+    if skipped:
+        body.append("<h2>Not in this report</h2><ul>")
+        body += [f"<li>{escape(name)}: {escape(why)}</li>" for name, why in skipped.items()]
+        body.append("</ul>")
+    return page("tritondt bench report", body)
+
+
+def _section(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    points = points_of(found)
+    styles = {side: place for place, side in enumerate(dict.fromkeys(point.side for point in points))}
+    ranks = found.get("ranks", found.get("config", {}).get("ranks"))
+    yield f"<h2>{escape(str(found['benchmark']))} on {ranks} ranks ({escape(name)})</h2>"
+    around = {"date": found.get("date", "?"), **found.get("machine", {}), **found.get("versions", {})}
+    yield f"<p>{escape(', '.join(f'{key} {value}' for key, value in around.items()))}</p>"
+    if not found.get("complete", True):
+        yield f'<p class="wrong">partial: {escape("; ".join(found.get("errors", ())))}</p>'
+    yield legend({side: COLOURS[style % len(COLOURS)] for side, style in styles.items()})
+    groups: dict[str, list[Point]] = {}
+    for point in points:
+        groups.setdefault(point.group, []).append(point)
+    yield "<h3>Bandwidth over size</h3>"
+    yield charts(_bandwidth(group, own, styles) for group, own in groups.items())
+    if len(styles) > 1:
+        reference = _REFERENCE if _REFERENCE in styles else next(iter(styles))
+        drawn = [_ratios(group, own, styles, reference) for group, own in groups.items()]
+        yield f"<h3>Time / {escape(reference)}'s, by medians; below 1 is faster</h3>"
+        yield charts(drawing for drawing in drawn if drawing)
+    yield "<h3>Times of iterations, each as long as its slowest rank</h3>"
+    yield from _histograms(groups, styles)
+    yield "<details><summary>All figures</summary>" + _figures(points) + "</details>"
+
+
+def _bandwidth(group: str, points: Sequence[Point], styles: Mapping[str, int]) -> str:
+    series = [
+        Series(side, sorted((p.size, p.bus_gb_per_s) for p in points if p.side == side and p.is_right), style)
+        for side, style in styles.items()
+    ]
+    return line_chart(group, "GB/s", [each for each in series if each.points], size_text)
+
+
+def _ratios(group: str, points: Sequence[Point], styles: Mapping[str, int], reference: str) -> str:
+    """Lines of ratios to the reference; empty where it has no right result of the group."""
+    theirs = {point.size: median(point.seconds) for point in points if point.side == reference and point.is_right}
+    series = [
+        Series(
+            side,
+            sorted(
+                (p.size, median(p.seconds) / theirs[p.size])
+                for p in points
+                if p.side == side and p.is_right and p.size in theirs
+            ),
+            style,
+        )
+        for side, style in styles.items()
+        if side != reference
+    ]
+    drawn = [each for each in series if each.points]
+    return line_chart(group, "ratio", drawn, size_text, reference=1.0) if drawn else ""
+
+
+def _histograms(groups: Mapping[str, Sequence[Point]], styles: Mapping[str, int]) -> Iterator[str]:
+    cases = [(group, size) for group, own in groups.items() for size in sorted({point.size for point in own})]
+    if len(cases) > _MOST_HISTOGRAMS:
+        ends = {group: {min(p.size for p in own), max(p.size for p in own)} for group, own in groups.items()}
+        chosen = [case for case in cases if case[1] in ends[case[0]]][:_MOST_HISTOGRAMS]
+        yield f"<p>{len(chosen)} of {len(cases)} cases: smallest and largest sizes.</p>"
+        cases = chosen
+    drawn = []
+    for group, size in cases:
+        times = {p.side: [s * 1e3 for s in p.seconds] for p in groups[group] if p.size == size}
+        drawn.append(histogram(f"{size_text(size)} {group}", "ms", times, styles))
+    yield charts(drawn)
+
+
+def _figures(points: Sequence[Point]) -> str:
+    head = ("case", "implementation", "size", "iterations", *_TIMES, "GB/s", "#wrong")
+    rows = []
+    for p in points:
+        times = [median(p.seconds), percentile(p.seconds, 95), percentile(p.seconds, 99), min(p.seconds)]
+        cells = [p.group, p.side, size_text(p.size), str(len(p.seconds)), *(f"{s * 1e3:.3f}" for s in times)]
+        rows.append([*cells, f"{p.bus_gb_per_s:.3f}", "N/A" if p.num_wrong is None else str(p.num_wrong)])
+    return table(head, rows, {number: "wrong" for number, p in enumerate(points) if p.num_wrong})
+
+
+def size_text(size: float) -> str:
+    """A number of bytes in the unit in which nccl-tests takes sizes.
+
+    >>> size_text(1 << 20), size_text(1500), size_text(24)
+    ('1M', '1.46K', '24')
+    """
+    for unit, factor in _UNITS:
+        if size >= factor:
+            return f"{size / factor:.3g}{unit}"
+    return f"{size:.3g}"
+
+
+@click.command()
+@click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Where to.  [default: DIR/report.html]")
+def report(folder: Path, out: Path | None) -> None:
+    """Write one self-contained HTML page of all results in a folder: files that bench has written with --json.
+
+    It has bandwidths over sizes, ratios to torch, histograms of times, machine and versions, and asks no network.
+    """
+    if not folder.is_dir():
+        raise click.UsageError(f"{folder} is no folder; allowed is one with results of bench --json")
+    path = folder / "report.html" if out is None else out
+    refuse_unwritable(str(path))
+    results, skipped = {}, {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            results[file.name] = _checked(file)
+        except BenchmarkError as error:
+            skipped[file.name] = str(error)
+    if not results:
+        raise click.ClickException(
+            f"{folder} has no result of bench --json among {len(skipped)} files that end in .json; nothing is written"
+        )
+    path.write_text(report_page(results, skipped), encoding="utf-8")
+    click.echo(f"{path}: {len(results)} results" + (f", {len(skipped)} files left out" if skipped else ""))
+
+
+def _checked(file: Path) -> Mapping[str, Any]:
+    """The object in a file whose results all can be read; BenchmarkError otherwise."""
+    _, found = read(file)
+    try:
+        points_of(found)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise BenchmarkError(f"cannot read {file}: {type(error).__name__}: {error}") from error
+    return found

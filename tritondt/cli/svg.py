@@ -1,0 +1,152 @@
+"""Charts as inline SVG: lines over a logarithmic axis, and histograms; no font, script or style from elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+COLOURS = ("#0b6e99", "#c4501b", "#4a7c2f", "#7a4b9d", "#8a6d1d", "#b0305c", "#3b5b92", "#606060")
+_WIDTH, _HEIGHT = 380, 250
+_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 26, 40
+_NUM_BINS = 24
+# Values that are further apart than this are drawn over a logarithmic axis.
+_WIDE = 8
+
+
+@dataclass(frozen=True)
+class Series:
+    """Points of one line, in ascending order of x; `style` is its place among the colours."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    style: int
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Values from `low` to `high`, logarithmic or linear, at pixels from `start` to `stop`."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+    is_log: bool
+
+    def at(self, value: float) -> float:
+        """Pixel of a value.
+
+        >>> Axis(1, 100, 0, 10, True).at(10), Axis(0, 4, 10, 0, False).at(1)
+        (5.0, 7.5)
+        """
+        low, high, value = map(math.log, (self.low, self.high, value)) if self.is_log else (self.low, self.high, value)
+        return self.start + (value - low) / ((high - low) or 1) * (self.stop - self.start)
+
+    def ticks(self) -> list[float]:
+        """Values that are marked: round ones, and powers of 4 or more on a logarithmic axis."""
+        if self.is_log:
+            first, last = math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9)
+            step = max(1, math.ceil((last - first + 1) / 5))
+            return [2.0**power for power in range(first, last + 1, step)] or [self.low]
+        step = _round_step((self.high - self.low) / 4)
+        first_number, last_number = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [number * step for number in range(first_number, last_number + 1)]
+
+
+def _round_step(step: float) -> float:
+    """The least of 1, 2 and 5 times a power of ten that is not below `step`."""
+    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= step - 1e-12), 10 * power)
+
+
+def line_chart(
+    title: str,
+    y_label: str,
+    series: Sequence[Series],
+    x_text: Callable[[float], str],
+    reference: float | None = None,
+) -> str:
+    """Chart of lines over a logarithmic axis, from 0 up, with a dashed line at `reference`."""
+    points = [point for each in series for point in each.points]
+    xs = [x for x, _ in points] or [1.0]
+    top = max([y for _, y in points] + ([] if reference is None else [reference]), default=1.0) or 1.0
+    low, high = min(xs), max(xs)
+    if low == high:
+        low, high = low / 2, high * 2
+    across = Axis(low, high, _LEFT, _WIDTH - _RIGHT, True)
+    up = Axis(0, top * 1.08, _HEIGHT - _BOTTOM, _TOP, False)
+    body = _frame(title, y_label, across, up, x_text)
+    if reference is not None:
+        height = up.at(reference)
+        body.append(
+            f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}" class="reference"/>'
+        )
+    for each in series:
+        colour = COLOURS[each.style % len(COLOURS)]
+        path = " ".join(f"{across.at(x):.1f},{up.at(y):.1f}" for x, y in each.points)
+        dash = ' stroke-dasharray="5 3"' if each.dashed else ""
+        body.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        body += [
+            f'<circle cx="{across.at(x):.1f}" cy="{up.at(y):.1f}" r="3" fill="{colour}">'
+            f"<title>{escape(each.name)}: {y:.4g} at {escape(x_text(x))}</title></circle>"
+            for x, y in each.points
+        ]
+    return _svg(title, body)
+
+
+def histogram(title: str, x_label: str, values: Mapping[str, Sequence[float]], styles: Mapping[str, int]) -> str:
+    """Histograms of several sets of values over one axis; what lies beyond the 99th percentile is in the last bin."""
+    pooled = sorted(value for each in values.values() for value in each)
+    low, high = pooled[0], pooled[max(math.ceil(0.99 * len(pooled)) - 1, 0)]
+    if high <= low:
+        low, high = low * 0.9, low * 1.1 or 1.0
+    across = Axis(low, high, _LEFT, _WIDTH - _RIGHT, low > 0 and high > _WIDE * low)
+    counts = {name: _binned(each, across) for name, each in values.items()}
+    up = Axis(0, max(map(max, counts.values())) * 1.08, _HEIGHT - _BOTTOM, _TOP, False)
+    body = _frame(title, "iterations", across, up, lambda value: f"{value:.4g}")
+    body.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
+    width = (across.stop - across.start) / _NUM_BINS
+    for name, bins in counts.items():
+        colour = COLOURS[styles[name] % len(COLOURS)]
+        for number, count in enumerate(bins):
+            if count:
+                body.append(
+                    f'<rect x="{across.start + number * width:.1f}" y="{up.at(count):.1f}" width="{width:.1f}" '
+                    f'height="{up.start - up.at(count):.1f}" fill="{colour}" fill-opacity="0.5">'
+                    f"<title>{escape(name)}: {count}</title></rect>"
+                )
+    return _svg(title, body)
+
+
+def _binned(values: Sequence[float], across: Axis) -> list[int]:
+    bins = [0] * _NUM_BINS
+    for value in values:
+        place = (across.at(value) - across.start) / (across.stop - across.start)
+        bins[min(int(place * _NUM_BINS), _NUM_BINS - 1)] += 1
+    return bins
+
+
+def _frame(title: str, y_label: str, across: Axis, up: Axis, x_text: Callable[[float], str]) -> list[str]:
+    """The axes with their ticks, and the texts around them."""
+    bottom = _HEIGHT - _BOTTOM
+    body = [
+        f'<text x="{_LEFT}" y="14" class="title">{escape(title)}</text>',
+        f'<text x="12" y="{(_TOP + bottom) / 2:.0f}" text-anchor="middle" '
+        f'transform="rotate(-90 12 {(_TOP + bottom) / 2:.0f})">{escape(y_label)}</text>',
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" class="axis"/>',
+    ]
+    for value in across.ticks():
+        place = across.at(value)
+        body.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{bottom}" y2="{bottom + 4}" class="axis"/>')
+        body.append(f'<text x="{place:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(x_text(value))}</text>')
+    for value in up.ticks():
+        height = up.at(value)
+        body.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}" class="grid"/>')
+        body.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+    return body
+
+
+def _svg(title: str, body: Sequence[str]) -> str:
+    return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">' + "".join(body) + "</svg>"

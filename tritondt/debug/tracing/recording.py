@@ -1,0 +1,335 @@
+"""Recording of a process's operators, exchanges, collectives and waits, by functions that stand in for others while it
+is on; nothing is looked up, or called, while it is off.
+
+recording = Recording(rank, num_ranks)
+recording.begin()
+...
+record = recording.end()
+"""
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic_ns
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._C import _distributed_c10d as c10d
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from tritondt.comm import world
+from tritondt.comm.communicator import Transfer
+from tritondt.comm.packing.messages import MessageBuffers, Slice
+from tritondt.comm.transports import base
+from tritondt.comm.transports.base import PackedCommunicator
+from tritondt.debug.tracing.explanations import Compiled, explained
+from tritondt.debug.tracing.record import Message, RankRecord, Redistribution, Span
+from tritondt.dtensor.copied_views import copied_view_class
+from tritondt.dtensor.tensor import DTensor
+from tritondt.process_group.router import Router
+from tritondt.process_group.work import NcclWork
+from tritondt.redistribution import compile as compiling
+from tritondt.redistribution.compiled_step import CompiledPlan
+from tritondt.sharding.spec import DTensorSpec
+
+# A span takes 150 bytes here, and 100 in the file.
+MOST_SPANS = 2_000_000
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameAction.SKIP
+
+
+class _Told(NamedTuple):
+    """Messages of one exchange, to peers or from them."""
+
+    communicator: PackedCommunicator
+    sequence: int
+    slices: Sequence[Slice]
+    began_ns: int
+    at_ns: int
+    thread: int
+    name: str
+
+
+class Recording:
+    """Recording of this process; where ranks are threads of it, of all of them.
+
+    Where ranks are threads, `begin` comes before their first communicator, by which they are told apart.
+    """
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[str, Any, int, int, int]] = []
+        self._sends: list[_Told] = []
+        self._receives: list[_Told] = []
+        self._marks: list[tuple[int, int, bool]] = []  # time, thread, whether the program itself has set it
+        self._plans: dict[Transfer, Compiled] = {}
+        self._sites: dict[str, str] = {}
+        self._observed: list[PackedCommunicator] = []
+        self._threads: dict[int, int] = {}  # rank of each program thread that has made a communicator
+        self._undo: list[Callable[[], object]] = []
+        self._dropped = 0
+
+    def begin(self) -> None:
+        """Puts the functions that record in the places of those that do not."""
+        compiling.compile_plan.cache_clear()  # so that all that is compiled is heard of
+        for found in tuple(base.made):
+            self._observe(found)
+        self._append_to(base.on_made, self._observe_new)
+        self._append_to(compiling.on_compiled, self._keep_plan)
+        for tensor_class in (DTensor, copied_view_class(DTensor)):
+            self._replace(tensor_class, "__torch_dispatch__", staticmethod(self._dispatch_of(tensor_class)))
+        for name in ("run", "message"):
+            self._replace(Router, name, self._collective_of(getattr(Router, name)))
+        for work in (c10d.Work, NcclWork):
+            self._replace(work, "wait", self._wait_of(work.wait))
+        self._undo.append(register_optimizer_step_post_hook(self._after_optimizer).remove)
+        _active.append(self)
+
+    def end(self) -> None:
+        """Puts everything back as it was."""
+        if self in _active:
+            _active.remove(self)
+        while self._undo:
+            self._undo.pop()()
+
+    def record(self, rank: int, num_ranks: int, failure: str = "") -> RankRecord:
+        """The record of a rank: all of this process, where its ranks are no threads that share it."""
+        queues = {id(found): found._queue._thread_id for found in self._observed}
+        shared = len({found._rank for found in self._observed}) > 1
+        own = [found for found in self._observed if found._rank == rank]
+        threads = {thread for thread, number in self._threads.items() if number == rank}
+        threads |= {thread for found in own if (thread := queues[id(found)]) is not None}
+
+        def is_own(thread: int) -> bool:
+            return not shared or thread in threads
+
+        spans = [
+            Span(kind, _name(kind, subject), start, end, thread)
+            for kind, subject, start, end, thread in self._spans
+            if is_own(thread)
+        ]
+        asked = [time for time, thread, by_program in self._marks if is_own(thread) and by_program]
+        return RankRecord(
+            rank=rank,
+            num_ranks=num_ranks,
+            host=_boot_id(),
+            process=os.getpid(),
+            spans=spans,
+            sends=[message for told in self._sends if told.communicator._rank == rank for message in _messages(told)],
+            receives=[
+                message for told in self._receives if told.communicator._rank == rank for message in _messages(told)
+            ],
+            redistributions=self._redistributions({span.name for span in spans if span.kind == "exchange"}, rank),
+            program_threads=sorted({span.thread for span in spans} - set(queues.values())),
+            marks_ns=asked or [time for time, thread, _ in self._marks if is_own(thread)],
+            dropped=self._dropped,
+            failure=failure,
+        )
+
+    def mark_step(self, by_program: bool = True) -> None:
+        """Notes the end of a step of the calling thread."""
+        self._marks.append((monotonic_ns(), threading.get_ident(), by_program))
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self.mark_step(by_program=False)
+
+    def _append_to(self, hooks: list[Any], hook: Callable[..., object]) -> None:
+        hooks.append(hook)
+        self._undo.append(lambda: hooks.remove(hook))
+
+    def _replace(self, owner: Any, name: str, function: Any) -> None:
+        before = owner.__dict__[name]
+        setattr(owner, name, function)
+        self._undo.append(lambda: setattr(owner, name, before))
+
+    def _add(self, kind: str, subject: Any, started: int, thread: int) -> int:
+        """Adds a span that ends now; returns when that is."""
+        ended = monotonic_ns()
+        if len(self._spans) < MOST_SPANS:
+            self._spans.append((kind, subject, started, ended, thread))
+        else:
+            self._dropped += 1
+        return ended
+
+    def _dispatch_of(self, tensor_class: Any) -> Callable[..., Any]:
+        """Dispatch of a tensor class, recorded; the list is bound here, for this runs for every operator."""
+        dispatch, spans, now, ident = tensor_class.__torch_dispatch__, self._spans, monotonic_ns, threading.get_ident
+        append = spans.append
+
+        def recorded(op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            started = now()
+            try:
+                return dispatch(op, types, args, kwargs)
+            finally:
+                if len(spans) < MOST_SPANS:
+                    append(("op", op, started, now(), ident()))
+                else:
+                    self._dropped += 1
+
+        # As for dispatch itself (dtensor/wiring.py): torch.compile is not to look into it where a graph breaks.
+        _eval_frame.set_code_exec_strategy(recorded.__code__, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
+        return recorded
+
+    def _collective_of(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(router: Router, kind: Any, *arguments: Any) -> Any:
+            started = monotonic_ns()
+            try:
+                return run(router, kind, *arguments)
+            finally:
+                self._add("collective", getattr(kind, "gloo", kind), started, threading.get_ident())
+
+        return recorded
+
+    def _wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(work: Any, *arguments: Any, **named: Any) -> Any:
+            started = monotonic_ns()
+            try:
+                return wait(work, *arguments, **named)
+            finally:
+                self._add("wait", "a collective of torch.distributed", started, threading.get_ident())
+
+        return recorded
+
+    def _keep_plan(
+        self, source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None, plan: CompiledPlan
+    ) -> None:
+        found = Compiled(source, target, wire_dtype, world.current().costs)
+        for step in plan.steps:
+            if step.transfer is not None and step.communicator is not None:
+                self._plans[step.transfer] = found
+
+    def _observe_new(self, communicator: PackedCommunicator) -> None:
+        self._threads.setdefault(threading.get_ident(), communicator._rank)
+        self._observe(communicator)
+
+    def _observe(self, communicator: PackedCommunicator) -> None:
+        """Records a communicator's exchanges, by functions that hide those of its class."""
+        self._observed.append(communicator)
+        for kind, has_work in (("pack", _packs), ("keep", _keeps), ("unpack", _unpacks)):
+            self._hide(communicator, f"_{kind}", self._phase(getattr(communicator, f"_{kind}"), kind, has_work))
+        self._hide(communicator, "_exchange", self._exchange_of(communicator))
+        self._hide(communicator, "in_order", self._in_order_of(communicator.in_order))
+        self._hide(communicator, "start", self._messages_of(communicator, communicator.start, "send"))
+        self._hide(communicator, "finish", self._messages_of(communicator, communicator.finish, "wait"))
+        self._hide(communicator._queue, "wait_for", self._wait_for_of(communicator._queue.wait_for))
+
+    def _hide(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(owner, name, function)
+        self._undo.append(lambda: owner.__dict__.pop(name, None))
+
+    def _phase(self, run: Callable[..., None], kind: str, has_work: Callable[[Any], bool]) -> Callable[..., None]:
+        def recorded(plan: Any, *arguments: Any) -> None:
+            started = monotonic_ns()
+            run(plan, *arguments)
+            if has_work(plan):
+                self._add(kind, kind, started, threading.get_ident())
+
+        return recorded
+
+    def _exchange_of(self, communicator: PackedCommunicator) -> Callable[..., None]:
+        exchange = communicator._exchange
+
+        def recorded(sources: Any, targets: Any, transfer: Transfer, site: int) -> None:
+            started = monotonic_ns()
+            try:
+                exchange(sources, targets, transfer, site)
+            finally:
+                self._add("exchange", transfer, started, threading.get_ident())
+                if transfer.description not in self._sites:
+                    self._sites[transfer.description] = communicator._recorder.site_text(site) if site >= 0 else ""
+
+        return recorded
+
+    def _in_order_of(self, in_order: Callable[..., None]) -> Callable[..., None]:
+        def recorded(run: Any, description: str) -> None:
+            started = monotonic_ns()
+            try:
+                in_order(run, description)
+            finally:
+                self._add("redistribution", description, started, threading.get_ident())
+
+        return recorded
+
+    def _messages_of(
+        self, communicator: PackedCommunicator, run: Callable[..., None], kind: str
+    ) -> Callable[..., None]:
+        def recorded(record: Any, receives: MessageBuffers, sends: MessageBuffers) -> None:
+            started = monotonic_ns()
+            try:
+                run(record, receives, sends)
+            finally:
+                thread = threading.get_ident()
+                ended = self._add(kind, record.text, started, thread)
+                told, slices = (self._sends, sends.slices) if kind == "send" else (self._receives, receives.slices)
+                told.append(_Told(communicator, communicator.sequence, slices, started, ended, thread, record.text))
+
+        return recorded
+
+    def _wait_for_of(self, wait_for: Callable[..., None]) -> Callable[..., None]:
+        def recorded(work: Any) -> None:
+            started = monotonic_ns()
+            try:
+                wait_for(work)
+            finally:
+                self._add("wait", work.description, started, threading.get_ident())
+
+        return recorded
+
+    def _redistributions(self, names: set[str], rank: int) -> dict[str, Redistribution]:
+        found = {name: Redistribution(self._sites.get(name, "")) for name in names}
+        for transfer, compiled in self._plans.items():
+            if transfer.description in names and compiled.source.mesh.identity.rank == rank:
+                found[transfer.description] = explained(compiled, self._sites.get(transfer.description, ""))
+        return found
+
+
+# Recordings that are on; one, but for tests of a recording within another.
+_active: list[Recording] = []
+
+
+def mark_step() -> None:
+    """Marks the end of a training step for `python -m tritondt trace`; does nothing where no trace is on.
+
+    Not a collective call, but all ranks should call it. Without it, every call of an optimizer's `step` ends a step of
+    the summary.
+
+    >>> mark_step()
+    """
+    for recording in _active:
+        recording.mark_step()
+
+
+def _messages(told: _Told) -> list[Message]:
+    key, ranks = told.communicator._key, told.communicator._ranks
+    return [
+        Message(
+            key, told.sequence, ranks[piece.peer], piece.num_bytes, told.began_ns, told.at_ns, told.thread, told.name
+        )
+        for piece in told.slices
+    ]
+
+
+def _name(kind: str, subject: Any) -> str:
+    return cast("Transfer", subject).description if kind == "exchange" else str(subject)
+
+
+def _packs(plan: Any) -> bool:
+    return plan.pack is not None
+
+
+def _keeps(plan: Any) -> bool:
+    return plan.keep is not None
+
+
+def _unpacks(plan: Any) -> bool:
+    return plan.unpack is not None or bool(plan.reduces)
+
+
+def _boot_id() -> str:
+    """A text that is equal in processes that read one clock: the name of this start of the machine, else its name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:  # noqa: PTH123
+            return file.read().strip()
+    except OSError:
+        return platform.node()
