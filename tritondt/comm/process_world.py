@@ -41,9 +41,8 @@ from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.device_types import ByDeviceType
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
-from tritondt.planning.cost import CostTable
-
 from tritondt.planning import prices
+from tritondt.planning.cost import CostTable
 
 _MAX_NAMED = 16
 
