@@ -47,7 +47,7 @@ class _Comparison:
 
     def __init__(self, program: Program, traces: Sequence[Trace]) -> None:
         self._program, self._traces = program, traces
-        self._run = OneDeviceRun(program.seed)
+        self._run = OneDeviceRun(program.seed, program.mesh_shape)
         self._observer = Observer(self._run.plain)
         self._failures: list[Failure] = []
         self._refused: list[str] = []
