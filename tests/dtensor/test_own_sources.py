@@ -16,6 +16,7 @@ WRITES = {
     "index_copy_": lambda x, rows, like: x.index_copy_(0, rows, source=x),
     "index_put_": lambda x, rows, like: x.index_put_((rows,), x, accumulate=True),
     "put_": lambda x, rows, like: x.put_(like, x),
+    "index_fill_": lambda x, rows, like: rows.index_fill_(0, rows, 2),
     "its own indices": lambda x, rows, like: like.scatter_add_(0, like, like),
 }
 

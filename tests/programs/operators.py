@@ -36,7 +36,7 @@ PURE: Mapping[str, Sequence[str]] = {
         ({x:f}.abs() + 1).rsqrt() ; torch.atan2({x:f}, {y}) ; {x:fi}.erf() ; torch.lerp({x:f}, {z}, 0.25) ;
         torch.hypot({x:f}, {y:f}) ; F.elu({x:f}) ; torch.logaddexp({x:f}, {y:f}) ; {x:c}.abs() ;
         {x:f}.pow(1.5).nan_to_num() ; torch.addcdiv({x:f}, {y}, {z}.abs() + 1) ; {x:c}.exp() ; F.hardswish({x:f}) ;
-        ({x:c} + 0).angle()
+        ({x:c} + 0).contiguous().angle()
     """),
     "cast": _templates("""
         {x:fibc}.to({dtype}) ; {x:fibc}.double() ; {x:fib}.long() ; {x:fibc}.bool() ; {x:fi}.to(torch.int8) ;

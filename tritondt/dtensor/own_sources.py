@@ -13,7 +13,8 @@ from tritondt.errors import PropagationError
 
 _BY_INDEX = frozenset({
     *("aten::scatter_", "aten::scatter_add_", "aten::scatter_reduce_", "aten::put_"),
-    *("aten::index_add_", "aten::index_copy_", "aten::index_reduce_", "aten::index_put_", "aten::_index_put_impl_"),
+    *("aten::index_add_", "aten::index_copy_", "aten::index_reduce_", "aten::index_fill_"),
+    *("aten::index_put_", "aten::_index_put_impl_"),
 })  # fmt: skip
 
 
