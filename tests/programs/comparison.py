@@ -95,7 +95,7 @@ class _Comparison:
         if statement.kind == "grad" or not self._expanded.isdisjoint(statement.reads):
             self._expanded.update(statement.makes)
         self._expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
-        if statement.kind == "shape_out":  # what is resized is row-major
+        if statement.kind in ("out", "shape_out"):  # what is resized is row-major
             self._expanded.update(expected.seen)
         steps = [trace.steps[number] for trace in self._traces]
         if statement.kind == "dynamic":

@@ -164,8 +164,8 @@ class Dispatcher:
         return plain and are_replicated(written=self._writes(op, args, kwargs, self._is_plain))
 
     def _may_need_gradient(self, argument: Any) -> bool:
-        """Whether an argument is a tensor of this rank alone of a dtype that has gradients."""
-        if not isinstance(argument, torch.Tensor) or isinstance(argument, self._class):
+        """Whether an argument that has gradients is plain, or empty: torch.cat gives such a one a plain gradient."""
+        if not isinstance(argument, torch.Tensor) or (isinstance(argument, self._class) and argument.shape != (0,)):
             return False
         return argument.is_floating_point() or argument.is_complex()
 
