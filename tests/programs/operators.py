@@ -27,7 +27,7 @@ PURE: Mapping[str, Sequence[str]] = {
     """),
     "compare": _templates("""
         {x:fib} > {y} ; {x:fibc} == {y} ; {x:fib}.ge({n}) ; {x:fibc} != {n} ; torch.logical_and({x:fib}, {y}) ;
-        {x:fibc}.isnan() ; torch.signbit({x:fi}) ; torch.logical_not({x:fib}) ; torch.isclose({x:f}, {z}) ;
+        {x:fibc}.isnan() ; torch.signbit({x:fi} + 0) ; torch.logical_not({x:fib}) ; torch.isclose({x:f}, {z}) ;
         torch.isin({x:fi}, {y}) ; {x:fi}.lt({y}) | {x}.gt(1)
     """),
     "smooth": _templates("""
