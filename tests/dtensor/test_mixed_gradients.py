@@ -66,6 +66,22 @@ def test_gradients_are_of_their_tensors_kind(loss: Loss, text: str) -> None:
     run_ranks(2, body)
 
 
+def test_what_cat_leaves_out_has_a_distributed_gradient() -> None:
+    def body(rank: int) -> None:
+        mesh = T.Mesh((2,))
+        for text in ("R", "S0"):
+            empty = distribute(torch.ones(0), mesh, text).requires_grad_()
+            x = distribute(torch.ones(3, 2), mesh, "R")
+            for _ in range(2):  # decided, then kept
+                torch.cat([x, empty], 0).sum().backward()
+            assert isinstance(empty.grad, T.DTensor)
+            assert empty.grad.full_tensor().shape == (0,)
+            (found,) = torch.autograd.grad(torch.cat([empty, x], 1).sum(), [empty])
+            assert isinstance(found, T.DTensor)
+
+    run_ranks(2, body)
+
+
 def test_hooks_of_others_see_plain_gradients() -> None:
     def body(rank: int) -> None:
         x = distribute(FULL, T.Mesh((2,)), "S0")

@@ -53,6 +53,17 @@ def test_shapes_changed_in_place_on_and_under_moved_views(name, text):
     run_ranks(2, body)
 
 
+def test_a_list_with_a_moved_view_that_cannot_be_written_is_refused_before_any_of_it_is_written():
+    def body(rank):
+        x = distribute(numbers(4, 4), T.Mesh((2,)), "S1")
+        view = x.unfold(1, 2, 1)
+        with pytest.raises(T.PropagationError, match="would not reach what it is a view of"):
+            torch._foreach_zero_([x, view])
+        equal(x, numbers(4, 4))
+
+    run_ranks(2, body)
+
+
 def test_other_changes_in_place_of_moved_views_are_refused():
     def body(rank):
         mesh = T.Mesh((2,))

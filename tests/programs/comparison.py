@@ -47,7 +47,7 @@ class _Comparison:
 
     def __init__(self, program: Program, traces: Sequence[Trace]) -> None:
         self._program, self._traces = program, traces
-        self._run = OneDeviceRun(program.seed)
+        self._run = OneDeviceRun(program.seed, program.mesh_shape)
         self._observer = Observer(self._run.plain)
         self._failures: list[Failure] = []
         self._refused: list[str] = []
@@ -95,7 +95,7 @@ class _Comparison:
         if statement.kind == "grad" or not self._expanded.isdisjoint(statement.reads):
             self._expanded.update(statement.makes)
         self._expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
-        if statement.kind == "shape_out":  # what is resized is row-major
+        if statement.kind in ("out", "shape_out"):  # what is resized is row-major
             self._expanded.update(expected.seen)
         steps = [trace.steps[number] for trace in self._traces]
         if statement.kind == "dynamic":

@@ -30,7 +30,7 @@ REFUSED_SHARE = 0.05
 # So many programs in a row share a mesh, some shapes and some layouts: what was decided for one then serves another.
 FAMILY = 32
 # Errors of tensors made in inference mode, which distributed ones are not, and those that come a statement late.
-_NOT_KEPT = ("nference", "is a view and its base")
+_NOT_KEPT = ("nference", "is a view and its base", "its base or another view of its base has been modified")
 
 
 class Generator:
@@ -38,7 +38,6 @@ class Generator:
 
     def __init__(self, seed: int, leave_out: Collection[str] = (), max_statements: int = 40) -> None:
         self._seed, self._chosen, self._leave_out = seed, random.Random(seed), frozenset(leave_out)
-        self._run = OneDeviceRun(seed)
         self._statements: list[Statement] = []
         self._refused: set[int] = set()
         # Variables whose lengths ranks outside the mesh cannot know: nothing else is made of them.
@@ -51,6 +50,7 @@ class Generator:
         if shared.random() < 0.2 and "outside" not in self._leave_out:
             size = shared.randint(1, self.world_size)
         self.mesh_shape = shared.choice(MESH_SHAPES[size])
+        self._run = OneDeviceRun(seed, self.mesh_shape)
         self.ranks = tuple(range(size))
         if shared.random() < 0.3 and "outside" not in self._leave_out:
             self.ranks = tuple(shared.sample(range(self.world_size), size))
@@ -221,7 +221,8 @@ class Generator:
 
     def _try(self, statement: Statement) -> None:
         """Runs a statement on one device, and takes it into the program if it can be compared."""
-        before = versions(self._run.plain.tensors())
+        tensors = self._run.plain.tensors()
+        before, shapes = versions(tensors), {name: tensor.shape for name, tensor in tensors.items()}
         try:
             self._run.run(statement)
         except Exception as error:  # noqa: BLE001  whatever torch raises
@@ -233,7 +234,7 @@ class Generator:
             if statement.kind in WRITES:
                 self._replay()
             return
-        if self._is_sound(statement, before):
+        if self._is_sound(statement, before, shapes):
             self._statements.append(statement)
             if statement.kind == "dynamic" and len(self.ranks) < self.world_size:
                 self._unknown_outside.update(statement.makes)
@@ -243,7 +244,7 @@ class Generator:
         if statement.kind in WRITES:
             self._replay()
 
-    def _is_sound(self, statement: Statement, before: dict[str, int | None]) -> bool:
+    def _is_sound(self, statement: Statement, before: dict[str, int | None], shapes: Mapping[str, torch.Size]) -> bool:
         try:
             changed = self._run.changed(statement, before)
             tensors = self._run.plain.tensors()
@@ -252,7 +253,10 @@ class Generator:
                 return False
             if statement.kind == "data" and any(is_expanded(tensors[name]) for name in statement.reads):
                 return False
-            if statement.kind == "shape_out" and _shares_memory(changed, tensors):
+            resized = [name for name in changed if name in shapes and tensors[name].shape != shapes[name]]
+            if statement.kind in ("out", "shape_out") and _shares_memory(resized, tensors):
+                return False
+            if self._run.is_decided_by_rounding(statement):
                 return False
             if any(name in before and is_expanded(tensors[name]) for name in changed):
                 return False
@@ -273,7 +277,7 @@ class Generator:
 
     def _replay(self) -> None:
         """Runs the program again, without what was last."""
-        self._run = OneDeviceRun(self._seed)
+        self._run = OneDeviceRun(self._seed, self.mesh_shape)
         for number, statement in enumerate(self._statements):
             if number not in self._refused:
                 self._run.run(statement)

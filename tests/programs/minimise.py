@@ -54,7 +54,7 @@ def _with_fewer_statements(program: Program) -> Iterator[Program]:
 
 def _with_results_made(program: Program) -> Iterator[Program]:
     """A new tensor in place of a statement's result, whole or cut along a dim."""
-    run = OneDeviceRun(program.seed)
+    run = OneDeviceRun(program.seed, program.mesh_shape)
     for number, statement in enumerate(program.statements):
         if number in program.refused_by_one_device:
             continue

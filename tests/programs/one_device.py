@@ -5,7 +5,7 @@ through all later statements and backward passes as a rounding error does, with 
 arithmetic is exact nothing is disturbed, and values are compared exactly.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.places import OneDevice
-from tests.programs.statements import Statement, compiled
+from tests.programs.statements import Call, Statement, compiled
 
 # Kinds that only move elements, or pick among them: no rounding.
 MOVING = frozenset({
@@ -24,6 +24,10 @@ MOVING = frozenset({
 POLYNOMIAL = frozenset({
     "pointwise", "reduction", "matmul", "cumulative", "cast", "write", "foreach", "out", "data", "backward", "grad",
 })  # fmt: skip
+# Kinds with results that jump, as the index of the least element does where two are alike.
+DECIDING = frozenset({"pointwise", "compare", "reduction", "sort", "cumulative", "cast", "index", "softmax", "conv"})
+# Draws of which every one agrees by chance, where two elements are alike, once in 2^6.
+NUM_DRAWS = 6
 # Every rounding of the twin is this many units of the last place of the largest number that took part.
 NOISE_ULPS = 8.0
 # An error of the library's own order of additions may be so many times that of the twin.
@@ -64,7 +68,8 @@ class Environment:
 class OneDeviceRun:
     """The two runs of a program on one device, statement by statement."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, mesh_shape: Sequence[int]) -> None:
+        self._mesh_shape = mesh_shape
         self.plain, self.twin = Environment(OneDevice()), Environment(OneDevice())
         self._noise = torch.Generator().manual_seed(seed)
 
@@ -73,10 +78,16 @@ class OneDeviceRun:
         before = versions(self.plain.tensors())
         self.plain.run(statement)
         self.twin.run(statement)
-        if statement.kind in MOVING:
+        if statement.kind in MOVING and not self._is_thirded(statement):
             return
         for name in self.changed(statement, before):
             self._disturb(name, statement)
+
+    def _is_thirded(self, statement: Statement) -> bool:
+        """Whether it makes a mean of terms, their number no power of two: dividing the terms rounds, not their mean."""
+        placements = () if isinstance(statement, Call) else statement.placements
+        sizes = [size for size, text in zip(self._mesh_shape, placements, strict=False) if text == "P(avg)"]
+        return prod(sizes) & (prod(sizes) - 1) != 0
 
     def changed(self, statement: Statement, before: dict[str, int | None]) -> list[str]:
         """What a statement has made or written."""
@@ -109,6 +120,25 @@ class OneDeviceRun:
             return 0.0
         return HEADROOM * difference(plain, twin)
 
+    def is_decided_by_rounding(self, statement: Statement) -> bool:
+        """Whether what a statement makes jumps where its inputs are a rounding off: the twin is one such draw alone."""
+        errors = {name: self.tolerance(name) for name in statement.reads}
+        if statement.kind not in DECIDING or not any(errors.values()):
+            return False
+        noise = torch.Generator().manual_seed(0)
+        for _ in range(NUM_DRAWS):
+            names = dict(self.plain.names)
+            for name, error in errors.items():
+                tensor: torch.Tensor = names[name].detach()
+                if error:
+                    signs = torch.randint(-2, 3, tensor.shape, generator=noise)
+                    names[name] = tensor + (signs * (error / HEADROOM)).to(tensor.dtype)
+            with torch.no_grad():
+                exec(compiled(statement.source), names)
+            if any(_is_apart(self.plain[name].detach(), names[name]) for name in statement.makes):
+                return True
+        return False
+
     def is_sound(self, names: Iterable[str]) -> bool:
         """Whether variables are of moderate size, and no rounding decides them."""
         for name in names:
@@ -117,14 +147,19 @@ class OneDeviceRun:
                 return False
             if not plain.numel():
                 continue
-            size, apart = magnitude(plain), difference(plain, twin)
-            is_exact_kind = not (plain.is_floating_point() or plain.is_complex())
-            # Not a number, too; bfloat16 has 8 bits of its own.
-            if not size <= (2**40 if plain.dtype is torch.int64 else 1e4) or (is_exact_kind and apart):
-                return False
-            if apart > max(1.0, size) * (0.02 if plain.dtype is torch.bfloat16 else 1e-3):
+            # Not a number, too.
+            if not magnitude(plain) <= (2**40 if plain.dtype is torch.int64 else 1e4) or _is_apart(plain, twin):
                 return False
         return True
+
+
+def _is_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether values are further from each other than roundings, of which bfloat16 with its 8 bits has larger ones."""
+    if one.shape != other.shape:
+        return True
+    apart, is_exact_kind = difference(one, other), not (one.is_floating_point() or one.is_complex())
+    allowed = max(1.0, magnitude(one)) * (0.02 if one.dtype is torch.bfloat16 else 1e-3)
+    return apart > (0.0 if is_exact_kind else allowed)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:

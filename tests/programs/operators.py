@@ -27,7 +27,7 @@ PURE: Mapping[str, Sequence[str]] = {
     """),
     "compare": _templates("""
         {x:fib} > {y} ; {x:fibc} == {y} ; {x:fib}.ge({n}) ; {x:fibc} != {n} ; torch.logical_and({x:fib}, {y}) ;
-        {x:fibc}.isnan() ; torch.signbit({x:fi}) ; torch.logical_not({x:fib}) ; torch.isclose({x:f}, {z}) ;
+        {x:fibc}.isnan() ; torch.signbit({x:fi} + 0) ; torch.logical_not({x:fib}) ; torch.isclose({x:f}, {z}) ;
         torch.isin({x:fi}, {y}) ; {x:fi}.lt({y}) | {x}.gt(1)
     """),
     "smooth": _templates("""
@@ -36,7 +36,7 @@ PURE: Mapping[str, Sequence[str]] = {
         ({x:f}.abs() + 1).rsqrt() ; torch.atan2({x:f}, {y}) ; {x:fi}.erf() ; torch.lerp({x:f}, {z}, 0.25) ;
         torch.hypot({x:f}, {y:f}) ; F.elu({x:f}) ; torch.logaddexp({x:f}, {y:f}) ; {x:c}.abs() ;
         {x:f}.pow(1.5).nan_to_num() ; torch.addcdiv({x:f}, {y}, {z}.abs() + 1) ; {x:c}.exp() ; F.hardswish({x:f}) ;
-        ({x:c} + 0).angle()
+        ({x:c} + 0).contiguous().angle()
     """),
     "cast": _templates("""
         {x:fibc}.to({dtype}) ; {x:fibc}.double() ; {x:fib}.long() ; {x:fibc}.bool() ; {x:fi}.to(torch.int8) ;

@@ -17,7 +17,7 @@ from tests.programs.one_device import OneDeviceRun
 from tests.programs.operators import PURE, WRITING
 from tests.programs.printing import listing, printed
 from tests.programs.ranks import quieten
-from tests.programs.statements import Program
+from tests.programs.statements import Call, Make, Move, Program
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.sharding.placement import Replicate, Shard
 
@@ -60,7 +60,7 @@ def test_a_seed_gives_one_program():
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_printed_runs_by_itself_to_the_same_values(tmp_path, capsys):
     program = random_program(3, WITHOUT)
-    run = OneDeviceRun(program.seed)
+    run = OneDeviceRun(program.seed, program.mesh_shape)
     for number, statement in enumerate(program.statements):
         if number not in program.refused_by_one_device:
             run.run(statement)
@@ -77,6 +77,28 @@ def test_what_is_printed_runs_by_itself_to_the_same_values(tmp_path, capsys):
     path.write_text(path.read_text().replace("tensors(program(OneDevice()))", f"tensors(({other})(OneDevice()))"))
     with pytest.raises(AssertionError, match="expected"):
         runpy.run_path(str(path))
+
+
+@pytest.mark.parametrize(("mesh_shape", "is_exact"), [((2,), True), ((3,), False), ((3, 2), False), ((1, 4), True)])
+def test_terms_of_a_mean_round_where_their_number_is_no_power_of_two(mesh_shape, is_exact):
+    run = OneDeviceRun(0, mesh_shape)
+    placements = ("P(avg)", "R")[: len(mesh_shape)] if mesh_shape[0] > 1 else ("R", "P(avg)")
+    run.run(Make("v0", 5, (4, 4), "float32", ("R",) * len(mesh_shape)))
+    run.run(Move("v1", "v0", placements))
+    assert run.tolerance("v0") == 0
+    assert (run.tolerance("v1") == 0) is is_exact
+
+
+def test_what_rounding_decides_is_told_from_what_it_does_not():
+    run = OneDeviceRun(0, (2,))
+    run.run(Make("v0", 5, (1, 6), "float32", ("R",)))
+    run.run(Call("join", "v1 = torch.cat([v0, v0, v0])", ("v0",), ("v1",)))
+    run.run(Call("smooth", "v2 = v1.sin()", ("v1",), ("v2",)))
+    run.run(Call("pointwise", "v3 = v2 + torch.arange(3.)[:, None]", ("v2",), ("v3",)))
+    for source, is_decided in (("v1", False), ("v2", True), ("v3", False)):
+        statement = Call("reduction", f"w, {source}_at = {source}.min(0)", (source,), ("w", f"{source}_at"))
+        run.plain.run(statement)
+        assert run.is_decided_by_rounding(statement) is is_decided, source
 
 
 @pytest.fixture

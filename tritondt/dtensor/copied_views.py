@@ -9,7 +9,7 @@ count alike, and only operators and redistributions do it. What one rank writes 
 know; it is refused when it is found.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,6 +80,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         if torch.Tag.inplace_view in op.tags:
             return _reshape(op, args, given, dispatch_any)
         if share_memory(op, args):
+            _check_reach_bases(op, (item for is_write, item in _aliased(op, args, given) if is_write))
             return run_by_position(op, args, given)
         for tensor in _tensors((*args, *given.values())):
             refresh(tensor)
@@ -132,6 +133,13 @@ def _written_copies(op: OpOverload, written: Sequence[Any]) -> list[Any]:
         if shared > 1 or not can_write_back(view):
             raise PropagationError(view.__dict__[ORIGIN].refusal(op))
     return copies
+
+
+def _check_reach_bases(op: OpOverload, written: Iterable[Any]) -> None:
+    """Raises PropagationError where a write would not reach a base, before those ahead of it in a list are made."""
+    for item in written:
+        if hasattr(item, "_spec") and not can_write_back(item):
+            raise PropagationError(item.__dict__[ORIGIN].refusal(op))
 
 
 def _is_past(tensor: Any) -> bool:

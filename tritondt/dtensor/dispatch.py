@@ -28,6 +28,7 @@ from tritondt.dtensor.compiled_call import (
 from tritondt.dtensor.decompose import decompose, fit_outs
 from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.live_views import keeps_views
+from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
@@ -143,6 +144,7 @@ class Dispatcher:
                 return self._run_any(op, *self._all_distributed(args, kwargs))
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
+                check_from_others(op, args, kwargs)
                 result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -162,8 +164,8 @@ class Dispatcher:
         return plain and are_replicated(written=self._writes(op, args, kwargs, self._is_plain))
 
     def _may_need_gradient(self, argument: Any) -> bool:
-        """Whether an argument is a tensor of this rank alone of a dtype that has gradients."""
-        if not isinstance(argument, torch.Tensor) or isinstance(argument, self._class):
+        """Whether an argument that has gradients is plain, or empty: torch.cat gives such a one a plain gradient."""
+        if not isinstance(argument, torch.Tensor) or (isinstance(argument, self._class) and argument.shape != (0,)):
             return False
         return argument.is_floating_point() or argument.is_complex()
 
@@ -266,6 +268,7 @@ class Dispatcher:
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
         run = keeps_views(schema, decision.output_spec, Signature(schema, decision, local, written, *made_by).run)
+        run = from_others(schema.op, run) if written else run
         return in_order(schema.op, run) if decision.needs_redistribute and written_lists(schema.op) else run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:

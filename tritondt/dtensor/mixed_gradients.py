@@ -21,13 +21,13 @@ def keep_kinds(tensors: Iterable[Any], *, writes_plain: bool) -> None:
     """Lets the plain ones of an operator's arguments have plain gradients, the same on every rank of the mesh.
 
     Where the operator writes to a plain one (`writes_plain`), its gradient is plain, and what the distributed ones get
-    of it is made distributed.
+    of it is made distributed; so are the plain zeros that torch.cat gives one of shape (0,), which it leaves out.
     """
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
             if not isinstance(tensor, DTensor):
                 _hook_first(tensor, _whole)
-            elif writes_plain:
+            elif writes_plain or tensor.shape == (0,):
                 _hook_first(tensor, _Distributed(tensor._spec.mesh))
 
 
