@@ -57,8 +57,11 @@ class InterruptsWhenItDies:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_a_destructor_swallows_ends_the_run():
+    def take(_):
+        InterruptsWhenItDies()
+
     with pytest.raises(KeyboardInterrupt):
-        run_on_ranks(1, sleep, 1, 20, on_message=lambda _: InterruptsWhenItDies() and None)
+        run_on_ranks(1, sleep, 1, 20, on_message=take)
     assert multiprocessing.active_children() == []
 
 

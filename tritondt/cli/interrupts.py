@@ -59,5 +59,5 @@ def noted() -> Iterator[Interrupts]:
     try:
         yield made
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for which, handler in before.items():
+            signal.signal(which, handler)
