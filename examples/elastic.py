@@ -1,9 +1,8 @@
 """Training that goes on from its last checkpoint after a rank has died, on as many ranks as there are then.
 
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py
 
-Started again with another number of ranks, it goes on from there, too. Without the variable, ranks that torch 2.13's
-torchrun starts again find the addresses of the dead ones in the store, and Gloo cannot connect.
+Started again with another number of ranks, it goes on from there, too.
 """
 
 import torch

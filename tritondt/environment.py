@@ -51,6 +51,17 @@ def master_address() -> str | None:
     return os.environ.get("MASTER_ADDR")
 
 
+def launcher_store_port() -> int | None:
+    """Port of the store that torchrun holds for its ranks; None where rank 0 holds one, or the program makes it."""
+    port = os.environ.get("MASTER_PORT", "")
+    return int(port) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and port.isdecimal() else None
+
+
+def num_restarts() -> int:
+    """How often torchrun has started the ranks of this machine again."""
+    return _whole("TORCHELASTIC_RESTART_COUNT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 def launch_command() -> str | None:
     """Command that starts a program as torch.distributed expects it; None but where srun or MPI has started this one.
 

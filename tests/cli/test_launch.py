@@ -1,9 +1,12 @@
 """Starting ranks: which one failed, and how, when several end because of it."""
 
+import multiprocessing
 import os
 import signal
 import sys
+import time
 from functools import partial
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch.distributed as dist
@@ -37,3 +40,55 @@ def kill_this_process():
 def test_the_rank_that_failed_is_named(how, message):
     with pytest.raises(RankFailedError, match=message):
         run_on_ranks(3, fail_on_rank_1, how, on_message=print)
+
+
+def sleep(send, num_messages, seconds):
+    for number in range(num_messages):
+        send(number)
+    time.sleep(seconds)
+
+
+class InterruptsWhenItDies:
+    """An object in whose destructor Ctrl-C strikes: Python prints what that raises, and goes on."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_destructor_swallows_ends_the_run():
+    def take(_):
+        InterruptsWhenItDies()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_on_ranks(1, sleep, 1, 20, on_message=take)
+    assert multiprocessing.active_children() == []
+
+
+def test_interrupts_while_ranks_end_leave_none_behind(monkeypatch):
+    """Python would wait at its exit for those that are left, and they for it."""
+    kill, told = BaseProcess.kill, []
+
+    def interrupted(process):
+        told.append(process.pid)
+        os.kill(os.getpid(), signal.SIGINT)
+        kill(process)
+
+    monkeypatch.setattr(BaseProcess, "kill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_ranks(2, sleep, 0, 0, on_message=print)
+    assert len(told) == 2
+    assert multiprocessing.active_children() == []
+
+
+def test_an_interrupt_between_the_start_of_a_rank_and_of_the_next_leaves_none_behind(monkeypatch):
+    start = BaseProcess.start
+
+    def interrupted(process):
+        start(process)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_on_ranks(2, sleep, 0, 600, on_message=print)
+    assert multiprocessing.active_children() == []

@@ -240,6 +240,32 @@ def test_all_ranks_are_told(three_ranks: GlooRanks, tmp_path: Path) -> None:
     assert "rank 0 failed while beginning a checkpoint" in unwritable
 
 
+def fail_to_copy(rank: int, folder: str) -> str:
+    """What ranks are told where one cannot copy its part, before anything is written; the next save is as any other."""
+
+    class Unreadable:
+        def state_dict(self) -> dict[str, Any]:
+            if rank == 2:
+                raise RuntimeError("out of memory")
+            return {"part": torch.ones(3)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise AssertionError("nothing is loaded")
+
+    checkpoints = CheckpointFolder(folder)
+    with pytest.raises(CheckpointError) as raised:
+        checkpoints.async_save({"model": Unreadable()}, 1)
+    assert checkpoints.async_save(cut(0.0, T.Mesh((3,)), T.Shard(0)), 2).result().step == 2
+    return str(raised.value)
+
+
+def test_a_rank_that_cannot_copy_its_part_tells_the_others(three_ranks: GlooRanks, tmp_path: Path) -> None:
+    told = three_ranks.run(fail_to_copy, str(tmp_path))
+    assert len(set(told)) == 1
+    assert told[0].startswith("rank 2 failed while copying the state for ")
+    assert told[0].endswith("RuntimeError: out of memory")
+
+
 def raise_in_write(rank: int, folder: str) -> str:
     class FullDisk(dcp.FileSystemWriter):
         def write_data(self, *arguments: Any) -> Any:

@@ -19,6 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 PROGRAM = REPOSITORY / "examples" / "elastic.py"
 # One of a step's exchanges, behind the first checkpoint and between two.
 KILLED_AT = 40
+# One of the optimizer's steps, behind the second checkpoint.
+KILLED_BEHIND_STEP = 12
 
 
 def run(*command: str, folder: Path, timeout_s: float = 115) -> str:
@@ -77,3 +79,16 @@ def test_a_killed_training_goes_on_with_as_many_ranks_and_with_others(tmp_path: 
     assert_close(trained(tmp_path / "same"), expected, rtol=0, atol=0)
     for name in ("fewer", "more"):
         assert_close(trained(tmp_path / name), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.extended
+def test_torchrun_starts_ranks_again_and_training_goes_on(tmp_path: Path) -> None:
+    """Its store outlives the ranks that it ends, and has their addresses still."""
+    runs(tmp_path, ("unbroken", "", 2, 0))
+    restarted = tmp_path / "restarted"
+    restarted.mkdir()
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    killed_once = ("-m", "tests.harness.killed_once", str(PROGRAM), str(KILLED_BEHIND_STEP))
+    printed = run(*torchrun, *killed_once, folder=restarted)
+    assert "steps 10 to 20 on 2 ranks" in printed, printed
+    assert_close(trained(restarted), trained(tmp_path / "unbroken"), rtol=0, atol=0)

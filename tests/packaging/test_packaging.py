@@ -1,6 +1,7 @@
 """The package is the same from a wheel, from an editable install and from the repository's root."""
 
 import compileall
+import email
 import importlib.metadata
 import json
 import os
@@ -129,6 +130,19 @@ def test_wheel_brings_the_command(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith("/entry_points.txt")]
         assert archive.read(name).decode().split("\n")[:2] == ["[console_scripts]", "tritondt = tritondt.__main__:run"]
+
+
+@pytest.mark.extended
+def test_wheel_says_its_licence_and_what_it_needs(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (licence,) = [name for name in archive.namelist() if name.endswith("/licenses/LICENSE")]
+        assert archive.read(licence) == (REPOSITORY / "LICENSE").read_bytes()
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["License-Expression"] == "MIT"
+    needed = metadata.get_all("Requires-Dist", [])
+    assert [text for text in needed if "extra ==" not in text] == ["torch>=2.12"]
+    assert {"cli", "triton"} <= set(metadata.get_all("Provides-Extra", []))
 
 
 @pytest.mark.extended

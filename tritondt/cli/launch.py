@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tritondt.cli.interrupts import Interrupts, noted
 from tritondt.comm import world
 from tritondt.errors import PeerError
 
@@ -31,6 +32,8 @@ from tritondt.errors import PeerError
 _FAILURE_GRACE_SECONDS = 1.0
 # For closing connections once all results are here; whoever takes longer is killed.
 _ENDING_SECONDS = 10.0
+# How often it is looked whether a signal has been swallowed.
+_CHECK_SECONDS = 1.0
 
 Body = Callable[..., object]
 
@@ -79,24 +82,36 @@ def run_on_ranks(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[_Rank] = []
-    try:
-        with _waiting_threads_sleep():
-            for number in range(num_ranks):
-                ranks.append(_start(number, (num_ranks, store.port, body, arguments), preload))
-        results = _listen(ranks, on_message)
-        for rank in ranks:
-            rank.connection.send(None)
-        for rank in ranks:
-            rank.process.join(_ENDING_SECONDS)
-        return results
-    finally:
-        for rank in ranks:
-            rank.process.kill()
-            rank.process.join()
-            rank.connection.close()
+    with noted() as interrupts:
+        try:
+            with _waiting_threads_sleep():
+                for number in range(num_ranks):
+                    _start(ranks, number, (num_ranks, store.port, body, arguments), preload)
+            results = _listen(ranks, on_message, interrupts)
+            for rank in ranks:
+                rank.connection.send(None)
+            for rank in ranks:
+                rank.process.join(_ENDING_SECONDS)
+            return results
+        finally:
+            with interrupts.held():
+                _end(ranks)
+            interrupts.check()
 
 
-def _start(number: int, arguments: tuple[object, ...], preload: Sequence[str]) -> _Rank:
+def _end(ranks: list[_Rank]) -> None:
+    """Kills all ranks: Python joins at its exit whom it knows of, and each that lives waits for the launcher's end."""
+    started = [rank for rank in ranks if rank.process.pid is not None]
+    for rank in started:
+        rank.process.kill()
+    for rank in started:
+        rank.process.join()
+    for rank in ranks:
+        rank.connection.close()
+
+
+def _start(ranks: list[_Rank], number: int, arguments: tuple[object, ...], preload: Sequence[str]) -> None:
+    """Starts a rank, which is in the list before it runs: a signal in between leaves nobody behind."""
     here, there = multiprocessing.Pipe()
     context = _context(preload)
     process = context.Process(
@@ -104,9 +119,9 @@ def _start(number: int, arguments: tuple[object, ...], preload: Sequence[str]) -
         args=(number, there, dict(os.environ), *arguments),
         name=f"tritondt rank {number}",
     )
+    ranks.append(_Rank(number, process, here))
     process.start()
     there.close()
-    return _Rank(number, process, here)
 
 
 def _context(preload: Sequence[str]) -> SpawnContext | ForkServerContext:
@@ -136,14 +151,15 @@ def _waiting_threads_sleep() -> Iterator[None]:
         del os.environ["OMP_WAIT_POLICY"]
 
 
-def _listen(ranks: list[_Rank], on_message: Callable[[object], None]) -> list[object]:
+def _listen(ranks: list[_Rank], on_message: Callable[[object], None], interrupts: Interrupts) -> list[object]:
     """Results of all ranks; raises once a rank has failed and the others had time to say why."""
     results: dict[int, object] = {}
     failures: dict[int, _Failed | None] = {}
     deadline = float("inf")
     while len(results) + len(failures) < len(ranks) and time.monotonic() < deadline:
         open_ranks = {rank.connection: rank for rank in ranks if rank.number not in results | failures}
-        timeout = None if not failures else max(0.0, deadline - time.monotonic())
+        interrupts.check()
+        timeout = min(_CHECK_SECONDS, max(0.0, deadline - time.monotonic()))
         for connection in wait(list(open_ranks), timeout):
             rank = open_ranks[connection]  # type: ignore[index]  # wait returns what it was given
             message = _receive(rank.connection)

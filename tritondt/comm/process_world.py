@@ -29,6 +29,7 @@ from tritondt.comm.monitor.watch import Watch
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
+from tritondt.comm.store import starts
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
@@ -68,6 +69,7 @@ class ProcessWorld:
         self.identity = who
         self._timeout = environment.timeout()
         store: Any = dist.distributed_c10d._get_default_store()
+        starts.check_keys(store)
         self._store = dist.PrefixStore("tritondt", store)
         self._store_host = StoreHost(store)
         self._store_client = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._store_host)

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 
 from tritondt.errors import CheckpointError
 from tritondt.interop import manifest, saves
@@ -73,19 +74,20 @@ class CheckpointFolder:
     def async_save(self, state: dict[str, Any], step: int) -> "Future[saves.Save]":
         """Copies the state to the host, returns, and saves it meanwhile; a collective call.
 
-        The future's `result()`, `wait()`, or the next save raises what went wrong. The first such call makes a process
-        group, on Gloo, because the program goes on using its own.
+        CheckpointError, on all ranks, where one cannot copy its part. The future's `result()`, `wait()`, or the next
+        save raises what went wrong later. The first such call makes a process group, on Gloo, because the program goes
+        on using its own.
         """
         self.wait()
         ranks = self._ranks_beside()
         with ExitStack() as stack:
             draft = self._begin(ranks, stack)
-            written: Any = dcp.async_save(
-                state, storage_writer=_writer(draft), process_group=ranks.group, no_dist=ranks.is_alone
-            )
+            writer, copies = _writer(draft), dict[str, Any]()
+            # dcp.async_save tells nobody of a rank that cannot copy: the others wait until Gloo's timeout.
+            ranks.each(lambda: copies.update(_copied(writer, state)), f"copying the state for {draft}")
             kept = stack.pop_all()
         thread = ThreadPoolExecutor(1, thread_name_prefix="tritondt-checkpoint")
-        self._under_way = thread.submit(self._finish, ranks, written, draft, step, kept)
+        self._under_way = thread.submit(self._finish, ranks, writer, copies, draft, step, kept)
         thread.shutdown(wait=False)
         return self._under_way
 
@@ -157,10 +159,18 @@ class CheckpointFolder:
 
         return ranks.first(end, doing)
 
-    def _finish(self, ranks: Together, written: "Future[Any]", draft: Path, step: int, stack: ExitStack) -> saves.Save:
-        """Waits for torch's part of an asynchronous save, and ends it."""
+    def _finish(
+        self,
+        ranks: Together,
+        writer: dcp.FileSystemWriter,
+        copies: dict[str, Any],
+        draft: Path,
+        step: int,
+        stack: ExitStack,
+    ) -> saves.Save:
+        """Saves what was copied, in the thread of an asynchronous save."""
         with stack:
-            _run(lambda **_: written.result(), ranks, f"saving {draft}")
+            _run(partial(dcp.save, copies, storage_writer=writer), ranks, f"saving {draft}")
             return self._end(ranks, draft, step)
 
     def _ranks_beside(self) -> Together:
@@ -184,6 +194,13 @@ def _run(call: Callable[..., object], ranks: Together, doing: str) -> None:
 
 def _writer(draft: Path) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(draft, sync_files=True, overwrite=False)
+
+
+def _copied(writer: dcp.FileSystemWriter, state: dict[str, Any]) -> dict[str, Any]:
+    """Copies on the host of a rank's part of a state, which may have what has a state itself."""
+    plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+    copies: dict[str, Any] = writer.stage(plain)
+    return copies
 
 
 def _own_files(draft: Path, ranks: Together) -> list[Path]:

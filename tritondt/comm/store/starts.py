@@ -1,0 +1,116 @@
+"""Keys of its own for every start of the ranks, where torchrun holds the store.
+
+The store outlives ranks that torchrun ends and starts again (torch 2.10 to 2.15), and with it all that they wrote: the
+next ones find addresses of the dead, and neither torch's Gloo nor this package can connect. The number of restarts that
+torchrun tells tells starts apart on one machine only: those who join later count their own. So rank 0 names each start,
+and the others answer. What dead ranks have left is no answer: each process has a number drawn for it.
+"""
+
+import importlib
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+from tritondt import environment
+from tritondt.errors import PeerError, WorldError
+
+# torch.distributed has a function of the module's name.
+_handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+# How often a rank looks for its start: often at first, when all come at once.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_LEADER = "tritondt/start"
+_was_late = False
+
+Handler = Callable[..., Iterator[tuple[Any, int, int]]]
+
+
+def register() -> None:
+    """Has init_process_group take stores of torchrun so, from now on."""
+    global _was_late
+    _was_late = dist.is_initialized()
+    for scheme in ("env", "tcp"):
+        _handlers[scheme] = _with_own_keys(_handlers[scheme])
+
+
+def _with_own_keys(handler: Handler) -> Handler:
+    @wraps(handler)
+    def found(*arguments: Any, **named: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, size in handler(*arguments, **named):
+            # Without a number of ranks, which remote procedure calls allow, there are none to agree with.
+            yield (own_keys(store, rank, size) if _is_of_torchrun(store) and size > 0 else store), rank, size
+
+    return found
+
+
+def _is_of_torchrun(store: Any) -> bool:
+    port = environment.launcher_store_port()
+    return port is not None and isinstance(store, dist.TCPStore) and store.port == port
+
+
+def own_keys(store: Any, rank: int, size: int) -> Any:
+    """The store under a prefix that only this start of `size` ranks has; collective, PeerError where some are late."""
+    number, deadline = secrets.token_hex(8), time.monotonic() + store.timeout.total_seconds()
+    name = _led(store, size, deadline) if rank == 0 else _followed(store, rank, number, deadline)
+    return dist.PrefixStore(name, store)
+
+
+def _led(store: Any, size: int, deadline: float) -> str:
+    """The name that rank 0 gives to this start, once all others have answered to it."""
+    name = f"{_LEADER}/{secrets.token_hex(8)}"
+    store.set(_LEADER, name)
+    answers, pause = [_answer(name, rank) for rank in range(1, size)], _FIRST_PAUSE_S
+    while answers and not store.check(answers):
+        if time.monotonic() > deadline:
+            missing = [rank for rank in range(1, size) if not store.check([_answer(name, rank)])]
+            raise _late(store, 0, f"ranks {missing}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    if answers:
+        # To each its own answer: rank r is told no other's.
+        store.multi_set([_confirmed(name, rank) for rank in range(1, size)], store.multi_get(answers))
+    return name
+
+
+def _followed(store: Any, rank: int, number: str, deadline: float) -> str:
+    """The name of the start in which rank 0 has heard this process: one that died has left its name, and hears none."""
+    answered, pause = "", _FIRST_PAUSE_S
+    while True:
+        name = store.get(_LEADER).decode() if store.check([_LEADER]) else ""
+        if name != answered:
+            store.set(_answer(name, rank), number)
+            answered = name
+        if name and store.check([_confirmed(name, rank)]) and store.get(_confirmed(name, rank)).decode() == number:
+            return name
+        if time.monotonic() > deadline:
+            raise _late(store, rank, "rank 0")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _late(store: Any, rank: int, missing: str) -> PeerError:
+    return PeerError(
+        f"rank {rank} waited {store.timeout.total_seconds():g} s in init_process_group for {missing}; under torchrun "
+        "all ranks import tritondt before init_process_group, or none"
+    )
+
+
+def _answer(name: str, rank: int) -> str:
+    return f"{name}/answer/{rank}"
+
+
+def _confirmed(name: str, rank: int) -> str:
+    return f"{name}/confirmed/{rank}"
+
+
+def check_keys(store: Any) -> None:
+    """WorldError where the default group's store has keys of ranks that torchrun has started before these."""
+    restarts = environment.num_restarts()
+    if restarts and _was_late and _is_of_torchrun(getattr(store, "underlying_store", None)):
+        raise WorldError(
+            f"torchrun has started these ranks again ({restarts}), and its store has what those before them wrote: "
+            "import tritondt before init_process_group, which gives each start keys of its own"
+        )
