@@ -108,6 +108,19 @@ def test_what_all_ranks_send_is_what_their_transports_count():
         assert run_ranks(4, count_on) == expected, (mesh, texts, shape)
 
 
+def test_links_of_a_topology_are_told():
+    arguments = ("--mesh", "8", "--shape", "8,8", "--from", "S0", "--to", "S1", "--topology", "fat-tree:2,2")
+    found = json.loads(run_plan(*arguments, "--json").stdout)["links"]
+    # Each of 8 ranks sends 4 bytes to each of the 4 that are below the other leaf.
+    assert found["leaf up"] == {"least": 64, "mean": 64.0, "most": 64, "total": 128, "most_on": 0} | {
+        "busiest": ["leaf up", 0, 0]
+    }
+    assert run_plan(*arguments).stdout.splitlines()[-7].split()[:3] == ["bytes", "over", "links"]
+    refused = run_plan(*arguments[:-1], "ring:4")
+    assert refused.exit_code == 1
+    assert "cannot read the topology 'ring:4'" in refused.output
+
+
 def test_pictures_show_who_sends_to_whom(tmp_path):
     arguments = ("--mesh", "4", "--shape", "5,3", "--from", "S0", "--to", "R")
     page, image = tmp_path / "plan.html", tmp_path / "plan.png"
