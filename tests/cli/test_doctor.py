@@ -3,6 +3,8 @@
 import json
 import re
 import resource
+import shutil
+import socket
 from collections import namedtuple
 
 import pytest
@@ -77,13 +79,13 @@ def test_a_clock_that_is_off_is_noted(monkeypatch):
 
 def test_little_shared_memory_and_few_files_are_noted_with_what_to_do(monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: usage(1 << 26, 0, 1 << 26))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1 << 26, 0, 1 << 26))
     assert (finding("shared memory").level, finding("shared memory").value) == ("note", "64 MiB free in /dev/shm")
     assert "--shm-size=1g" in finding("shared memory").advice
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (1024, 65536))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 65536))
     assert (finding("open files").level, finding("open files").value) == ("note", "at most 1,024")
     assert "ulimit -n 4096 (or more, up to 65536)" in finding("open files").advice
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY,) * 2)
     assert (finding("open files").level, finding("open files").value) == ("ok", "unlimited")
 
 
@@ -100,7 +102,7 @@ def test_a_host_name_without_an_address_is_noted(monkeypatch):
     def unknown(name):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(machine.socket, "gethostbyname", unknown)
+    monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert finding("gloo").level == "note"
     assert "/etc/hosts" in finding("gloo").advice
 

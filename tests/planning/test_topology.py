@@ -16,6 +16,7 @@ from tritondt.planning.topology import (
     Dragonfly,
     FatTree,
     RailOptimised,
+    Topology,
     link_loads,
     loads_by_kind,
     parse_topology,
@@ -25,7 +26,7 @@ from tritondt.planning.traffic import rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
-TOPOLOGIES = [FatTree(2, 2), RailOptimised(4), Dragonfly(1, 2, 2), Dragonfly(2, 1, 3)]
+TOPOLOGIES: list[Topology] = [FatTree(2, 2), RailOptimised(4), Dragonfly(1, 2, 2), Dragonfly(2, 1, 3)]
 
 
 def kinds(topology, sender, receiver):
@@ -69,7 +70,7 @@ def test_loads_at_the_ends_are_what_the_transports_count():
 
         layouts = [Layout((2, 2), parse_placements(text), shape) for text in texts]
         loads = link_loads(rank_traffic(make_plan(*layouts, 4, CostTable(ranks_per_host=4)), 4), topology)
-        ends = Counter()
+        ends: Counter[tuple[int, str]] = Counter()
         for link, num_bytes in loads.items():
             if link.kind in ("host out", "card out"):
                 ends[link.source, "sent"] += num_bytes
