@@ -16,7 +16,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
 MAX_README_BYTES = 8192
-PAGES = (REPOSITORY / "README.md", REPOSITORY / "docs" / "guide.md", REPOSITORY / "docs" / "sharded_guide.md")
+GUIDES = ("guide", "sharded_guide", "benchmark")
+PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in GUIDES))
 
 # Each example with its number of ranks, None for a program without any, and what the first rank prints.
 PRINTED = {
@@ -28,6 +29,7 @@ PRINTED = {
         4,
         r"0\.0\.weight \(S0, S0\) \(3, 6\) of \(9, 6\)[\s\S]*1\.2\.weight \(S0, S1\) \(3, 5\)",
     ),
+    "own_collective": (2, r"the ring gives \[1\.0, 3\.0, 5\.0, 7\.0, 9\.0, 11\.0, 13\.0\]"),
     "redistribute": (4, r"exchange +\(S0, S0\) +\(R, S1\)[\s\S]*\(256, 1000\) -> \(1023, 500\).*\(256, 1000\)"),
     "sharded_tensor": (2, r"rank 0 holds \[\(1, 4\), \(4, 1\)\]"),
     "tensor_parallel": (4, r"Attention\.out +\(P\(sum\)\) -> \(R\)[\s\S]*DTensor\(\(S0\(unit=16\)\) of \(96, 96\)"),

@@ -5,15 +5,20 @@ import io
 import json
 import random
 from itertools import product
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from rich.console import Console
 
+from tritondt.cli.bench import harness
 from tritondt.cli.bench.cases import Case, default_pairs, make_cases, mesh_shape, parse_pairs
 from tritondt.cli.bench.harness import Times
 from tritondt.cli.bench.measure import Counts, Measured
 from tritondt.cli.bench.minimum import fewest_elements
-from tritondt.cli.bench.report import summarise
+from tritondt.cli.bench.report import line, print_report, summarise
 from tritondt.cli.main import main
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Replicate, Shard, parse_placements
@@ -23,7 +28,7 @@ COMMAND = ["bench", "redistribute"]
 
 @pytest.mark.extended
 def test_a_small_run_against_torch(tmp_path):
-    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "--impl", "tritondt,torch"]
+    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "--impl", "tritondt,torch", "-w", "3"]
     path = tmp_path / "found.csv"
     ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json", "--csv", str(path)])
     assert ended.exit_code == 0, ended.output
@@ -46,6 +51,7 @@ def test_a_small_run_against_torch(tmp_path):
     assert reduction["minimum_bytes"] == 2 * 35 * 4
     assert reduction["received_over_limit"] <= 1
     assert found["complete"]
+    assert (found["warmup_iterations"], found["validation"], found["average"]) == (3, 1, 3)
     lines = list(csv.DictReader(io.StringIO(path.read_text())))
     assert [(line["source"], line["implementation"]) for line in lines] == [
         *(("(S0)", "tritondt"), ("(S0)", "torch")),
@@ -80,6 +86,9 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
         (["-b", "1M", "-e", "1K"], "sizes from 1048576 to 1024 bytes were asked for"),
         (["--json", "/nowhere/found.json"], "/nowhere/found.json cannot be written: No such file or directory"),
         (["--ranks", "100000"], "--ranks 100000: at most"),
+        (["-w", "0"], "0 is not in the range x>=1"),
+        (["-c", "-1"], "-1 is not in the range x>=0"),
+        (["-a", "4"], "4 is not in the range 0<=x<=3"),
         (["--impl", "torch"], "--impl 'torch': redistributions are timed of tritondt, or of tritondt,torch"),
     ],
 )
@@ -165,3 +174,32 @@ def test_without_a_reference_there_is_no_summary():
     case = Case((4,), (2,), parse_pairs("S0->R")[0])
     counts = (Counts(0, 0, 0, 0),) * 2
     assert summarise([Measured(case, 4, Times((1.0,)), None, counts, 0, None, None)]) is None
+
+
+def test_without_a_check_there_is_no_ratio():
+    case, times = Case((4,), (2,), parse_pairs("S0->R")[0]), (Times((1.0,)), Times((2.0,)))
+    found = Measured(case, 4, *times, (Counts(0, 0, 0, 0),) * 2, 0, None, None, is_checked=False)
+    assert found.ratio_median is None
+    assert found.ratio_fastest is None
+    assert summarise([found]) is None
+    assert line(found).endswith("ratio N/A")
+    printed = io.StringIO()
+    print_report([found], Console(file=printed, width=80), 3)
+    assert printed.getvalue().count("N/A") == 2
+
+
+@pytest.mark.parametrize(("average", "seconds"), [(0, 3.0), (1, 2.5), (2, 2.0), (3, 3.0)])
+def test_a_round_takes_as_long_as_which_rank_was_asked_for(monkeypatch, average, seconds):
+    def all_reduce(own: torch.Tensor, op: Any) -> None:
+        both = torch.stack([own, torch.full_like(own, 3.0)])
+        own.copy_(
+            {dist.ReduceOp.SUM: both.sum(0), dist.ReduceOp.MIN: both.amin(0), dist.ReduceOp.MAX: both.amax(0)}[op]
+        )
+
+    # Rank 1 of two, which takes 2 s; rank 0 takes 3.
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "broadcast", lambda own, source: own.fill_(3.0))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(harness, "own_seconds", lambda runs, count: torch.full((len(runs), count), 2.0))
+    (times,) = harness.time_interleaved([lambda: None], 4, 1.0, 1, average)
+    assert times.seconds == (seconds,) * 4

@@ -55,7 +55,7 @@ def collective(**others: object) -> dict[str, object]:
 
 def redistributions() -> dict[str, object]:
     seconds = [0.001 * (1 + number / 10) for number in range(9)]
-    case = {"shape": [64, 96], "mesh": [4], "source": "(S0)", "target": "(S1)", "seconds": seconds}
+    case: dict[str, object] = {"shape": [64, 96], "mesh": [4], "source": "(S0)", "target": "(S1)", "seconds": seconds}
     case |= {"median_s": 0.0014, "bus_gb_per_s": 0.5, "torch_seconds": [2 * each for each in seconds]}
     return {
         "benchmark": "redistribute",

@@ -1,12 +1,22 @@
 """`python -m tritondt plan`: what it says, and what it refuses."""
 
 import json
+import random
 import re
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+import tritondt as T
 from tritondt.cli.main import main
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.planning import traffic
+from tritondt.planning.cost import CostTable
+from tritondt.planning.planner import make_plan
+from tritondt.planning.traffic import rank_traffic
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import parse_placements
 
 
 def run_plan(*arguments: str) -> Result:
@@ -65,3 +75,78 @@ def test_bad_input_ends_with_a_sentence(arguments, status, message):
     assert result.exit_code == status
     assert "Traceback" not in result.output
     assert re.search(message, result.output), result.output
+
+
+def test_all_ranks_are_counted_one_by_one():
+    arguments = ("--mesh", "4", "--shape", "5,3", "--from", "S0", "--to", "R", "--all-ranks")
+    found = json.loads(run_plan(*arguments, "--json").stdout)["ranks"]
+    # Rows 2, 2, 1 and 0 of 12 bytes go to 3 ranks each, which receive the rest.
+    assert found["sent bytes"] == {"least": 0, "mean": 45.0, "most": 72, "total": 180, "most_on": 0}
+    assert found["received bytes"] == {"least": 36, "mean": 45.0, "most": 60, "total": 180, "most_on": 3}
+    assert found["messages"]["total"] == 9
+    lines = run_plan(*arguments).stdout.splitlines()
+    assert lines[-3].split() == ["sent", "bytes", "0", "45.0", "72", "0", "180"]
+
+
+def test_what_all_ranks_send_is_what_their_transports_count():
+    rng = random.Random(0)
+    for _ in range(12):
+        mesh = rng.choice([(4,), (2, 2)])
+        texts = [",".join(rng.choices(["S0", "S1", "R"] + ["P"] * (not side), k=len(mesh))) for side in range(2)]
+        shape = (rng.randrange(1, 9), rng.randrange(1, 9))
+
+        def count_on(rank: int) -> tuple[int, int, int]:
+            device_mesh, meta = T.Mesh(mesh), T.TensorMeta.contiguous(shape)  # noqa: B023  called at once
+            source, target = (T.DTensorSpec(device_mesh, parse_placements(text), meta) for text in texts)  # noqa: B023
+            T.redistribute(torch.ones(source.local_shape), source, target)
+            counted = T.comm.world.current().communicator(range(4)).traffic
+            return counted.sent_bytes, counted.received_bytes, counted.num_sent
+
+        layouts = [Layout(mesh, parse_placements(text), shape) for text in texts]
+        found = rank_traffic(make_plan(*layouts, 4, CostTable(ranks_per_host=4)), 4)
+        expected = list(zip(found.sent, found.received, found.messages, strict=True))
+        assert run_ranks(4, count_on) == expected, (mesh, texts, shape)
+
+
+def test_links_of_a_topology_are_told():
+    arguments = ("--mesh", "8", "--shape", "8,8", "--from", "S0", "--to", "S1", "--topology", "fat-tree:2,2")
+    found = json.loads(run_plan(*arguments, "--json").stdout)["links"]
+    # Each of 8 ranks sends 4 bytes to each of the 4 that are below the other leaf.
+    assert found["leaf up"] == {"least": 64, "mean": 64.0, "most": 64, "total": 128, "most_on": 0} | {
+        "busiest": ["leaf up", 0, 0]
+    }
+    assert run_plan(*arguments).stdout.splitlines()[-7].split()[:3] == ["bytes", "over", "links"]
+    refused = run_plan(*arguments[:-1], "ring:4")
+    assert refused.exit_code == 1
+    assert "cannot read the topology 'ring:4'" in refused.output
+
+
+def test_pictures_show_who_sends_to_whom(tmp_path):
+    arguments = ("--mesh", "4", "--shape", "5,3", "--from", "S0", "--to", "R")
+    page, image = tmp_path / "plan.html", tmp_path / "plan.png"
+    assert run_plan(*arguments, "--html", str(page), "--png", str(image)).exit_code == 0
+    text = page.read_text()
+    assert text.count("<rect") == 16
+    assert "rank 0 to rank 3: 24 bytes" in text
+    assert "rank 3 to rank 0: 0 bytes" in text
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_large_worlds_are_drawn_in_groups_and_too_many_messages_are_refused(tmp_path, monkeypatch):
+    page = tmp_path / "plan.html"
+    arguments = ("--mesh", "256,2", "--shape", "512,4", "--from", "S0,R", "--to", "S0,S1", "--html", str(page))
+    assert run_plan(*arguments).exit_code == 0
+    assert "in groups of 8 neighbouring ranks" in page.read_text()
+    monkeypatch.setattr(traffic, "MOST_MESSAGES", 10_000)
+    many = run_plan("--mesh", "1024", "--shape", "1024,1024", "--from", "S0", "--to", "S1", "--all-ranks")
+    assert many.exit_code == 1
+    assert re.search("more than 10,000 messages between its 1,024 ranks, too many to be counted", many.output)
+
+
+def test_a_picture_that_cannot_be_written_is_refused():
+    both = run_plan("--mesh", "4", "--shape", "5,3", "--from", "S0", "--to", "R", "--html", "a", "--png", "a")
+    assert both.exit_code == 2
+    assert "--html and --png both go to a" in both.output
+    ended = run_plan("--mesh", "4", "--shape", "5,3", "--from", "S0", "--to", "R", "--png", "/nowhere/plan.png")
+    assert ended.exit_code == 2
+    assert "/nowhere/plan.png cannot be written: No such file" in ended.output

@@ -13,7 +13,7 @@ import tritondt as T
 from tests.ops.sharded import distribute
 from tritondt import debug, environment
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.debug import CommDebugMode, sharding_text, visualize_sharding
+from tritondt.debug import CommDebugMode, sharding_html, sharding_text, visualize_sharding
 from tritondt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from tritondt.sharding.placement import parse_placements
 
@@ -281,3 +281,18 @@ def test_counts_and_explanations_are_tables_of_notebooks():
     assert "<caption>(S0) -&gt; (S1) of (4, 4) at (0,)</caption>" in steps
     assert "<td>exchange</td><td>(S0)</td><td>(S1)</td><td>1</td><td>16</td>" in steps
     assert nothing.endswith(": nothing to do</p>")
+
+
+def test_html_has_the_cells_of_the_picture_in_a_colour_for_each_holder():
+    def body(rank: int) -> str:
+        spec = T.DTensorSpec(T.Mesh((2, 2)), parse_placements("S0,S1"), T.TensorMeta.contiguous((3, 4)))
+        with pytest.raises(T.LayoutError, match="has 3; take a slice of it"):
+            sharding_html(T.DTensorSpec(T.Mesh((2, 2)), parse_placements("S0,R"), T.TensorMeta.contiguous((2, 2, 2))))
+        return sharding_html(spec)
+
+    html, *others = run_ranks(4, body)
+    assert others == [html] * 3
+    cells = re.findall(r'<td style="background: (#[0-9a-f]+);[^>]*>([^<]*)</td>', html)
+    assert [text for _, text in cells] == ["0", "1", "2", "3"]
+    assert len({colour for colour, _ in cells}) == 4
+    assert "<th>0-1</th>" in html

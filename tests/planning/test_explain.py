@@ -12,6 +12,7 @@ from tritondt import events, identity
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
+from tritondt.sharding.layout import Layout
 
 WORLD_SIZE = 8
 CASES_PER_TEST = 100
@@ -99,3 +100,28 @@ def test_explain_moves_nothing() -> None:
         return T.explain(source, target).received_bytes if rank == 1 else 0
 
     assert run_ranks(3, body) == [0, 4, 0]
+
+
+def test_a_plot_has_the_bytes_of_every_step(tmp_path):
+    pytest.importorskip("matplotlib")
+    source, target = (Layout((4,), T.parse_placements(text), (8, 4)) for text in ("P", "R"))
+    found = explain_layouts(source, target, 4, CostTable())
+    figure = found.plot()
+    (axes,) = figure.axes
+    heights = [round(bar.get_height()) for bar in axes.patches]
+    assert len(found.steps) == 2
+    assert heights[:2] == [step.sent_bytes for step in found.steps]
+    assert heights[2:4] == [step.received_bytes for step in found.steps]
+    assert axes.get_title() == "(P(sum)) -> (R) of (8, 4) at (0,)"
+    figure.savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name)
+
+    source, target = (Layout((2,), T.parse_placements(text), (8, 4)) for text in ("S0", "R"))
+    monkeypatch.setattr("tritondt.planning.step_chart.importlib.import_module", missing)
+    with pytest.raises(ImportError, match="needs matplotlib, which is not installed: pip install matplotlib"):
+        explain_layouts(source, target, 4, CostTable()).plot()

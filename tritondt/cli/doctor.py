@@ -1,118 +1,101 @@
-"""`doctor`: what a machine offers to tritondt, and whether two processes can exchange tensors on it."""
+"""`doctor`: what a machine offers to tritondt, what to do about it, and whether each transport moves tensors on it."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import json
-import platform
-import socket
-import sys
-from collections.abc import Callable
+import textwrap
 
 import click
-import torch
-import torch.distributed as dist
 
-import tritondt as T
 from tritondt.cli.flight.command import flight
-from tritondt.cli.launch import RankFailedError, num_cores, run_on_ranks
+from tritondt.cli.machine import Finding, machine_findings
+from tritondt.cli.smoke import smoke_test, transports
+from tritondt.debug.tracing.clock import Offset
 
-_NUM_RANKS = 2
+_WIDTH = 100
+_INDENT = 16
+_MARKS = {"ok": " ", "note": "!", "problem": "X"}
 
 
-@click.group(invoke_without_command=True, short_help="Print versions and devices, and try an exchange.")
+@click.group(invoke_without_command=True, short_help="Say what this machine has, and try each transport.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option(
+    "--seconds", type=click.FloatRange(0, 600), default=5.0, show_default=True, help="Time of each transport's test."
+)
 @click.pass_context
-def doctor(context: click.Context, as_json: bool) -> None:
-    """Print versions and devices, and exchange a tensor between two processes.
+def doctor(context: click.Context, as_json: bool, seconds: float) -> None:
+    """Say what this machine has and lacks, and move tensors between two processes over each transport.
 
-    Ends with status 1 if the exchange fails, and says why. With a command, runs that instead.
+    Each finding that is not well says what to do: marked X where something cannot work, which ends the
+    command with status 1, and ! where it may matter. With a command, runs that instead.
     """
     if context.invoked_subcommand is not None:
         if as_json:
             raise click.UsageError(f"--json goes behind the command: doctor {context.invoked_subcommand} --json")
         return
-    failure = exchange_failure()
-    found: dict[str, object] = {
-        "tritondt": T.__version__,
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": str(torch.__version__),
-        "triton": _installed_version("triton"),
-        "extension": _extension(),
-        "cores": num_cores(),
-        "torch threads": torch.get_num_threads(),
-        "cuda": _cuda(),
-        "nccl": _nccl(),
-        "gloo": _gloo(),
-        "exchange": "OK" if failure is None else failure,
-    }
+    found = machine_findings()
+    if not as_json:
+        _print(found)
+    tested = smoke_findings(seconds)
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(_fields([*found, *tested]), indent=2))
     else:
-        for name, value in found.items():
-            click.echo(f"{name:<14} {value}")
-    if failure is not None:
+        _print(tested)
+    if any(finding.level == "problem" for finding in [*found, *tested]):
         raise click.exceptions.Exit(1)
 
 
 doctor.add_command(flight)
 
 
-def exchange_failure() -> str | None:
-    """Reason why two new processes could not redistribute a tensor over Gloo; None when they could."""
-    try:
-        run_on_ranks(_NUM_RANKS, _exchange_and_check, on_message=_refuse_message)
-    except RankFailedError as error:
-        return str(error)
-    return None
+def smoke_findings(seconds: float) -> list[Finding]:
+    """Findings of the smoke tests: the clocks of two processes, each transport, and "exchange" for all of them."""
+    passed, failed, offset = smoke_test(seconds)
+    found = [] if offset is None else [_clocks(offset)]
+    found += [
+        Finding(
+            f"{each.transport} test",
+            f"{each.num_exchanges:,} exchanges of 2 ranks were right; 2 of 5x3 took {each.small_s * 1e6:,.0f} us, "
+            f"2 of 1025x511 {each.large_s * 1e3:,.2f} ms (medians)",
+        )
+        for each in passed
+    ]
+    if failed is None:
+        return [*found, Finding("exchange", "OK")]
+    transport, reason = failed
+    known = [each.transport for each in passed]
+    left = [name for name in transports() if name not in (transport, *known)]
+    advice = "the traceback above names the call; TRITONDT_SOCKET_IFNAME chooses an interface, TRITONDT_TRANSPORT "
+    advice += f"another transport (passed: {', '.join(known) or 'none'})"
+    not_tested = [Finding(f"{name} test", "not reached", "note", "mend what failed before") for name in left]
+    return [*found, *not_tested, Finding("exchange", f"{transport}: {reason}", "problem", advice)]
 
 
-def _exchange_and_check(send: Callable[[object], None]) -> None:
-    """Redistributes rows of a 5 x 3 tensor to columns, compared with torch.chunk."""
-    mesh = T.init_device_mesh("cpu", (_NUM_RANKS,), mesh_dim_names=("ranks",))
-    whole = torch.arange(15.0).reshape(5, 3)
-    meta = T.TensorMeta.contiguous((5, 3))
-    rows, columns = (T.DTensorSpec(mesh, (T.Shard(dim),), meta) for dim in (0, 1))
-    rank = dist.get_rank()
-    own_columns = T.redistribute(whole.chunk(_NUM_RANKS, 0)[rank], rows, columns)
-    torch.testing.assert_close(own_columns, whole.chunk(_NUM_RANKS, 1)[rank], rtol=0, atol=0)
+def _clocks(offset: Offset) -> Finding:
+    """The offset of two processes' clocks, which on one machine is none within the error of the pings."""
+    value = f"{offset.offset_ns / 1e3:,.0f} us between two processes, off by {offset.error_ns / 1e3:,.0f} us at most"
+    if abs(offset.offset_ns) <= offset.error_ns:
+        return Finding("clock skew", value)
+    advice = "processes of one machine read different clocks (a time namespace?); traces of them are aligned by pings"
+    return Finding("clock skew", value, "note", advice)
 
 
-def _refuse_message(message: object) -> None:
-    raise AssertionError(f"the ranks of the exchange send no messages, but one sent {message!r}")
+def _print(found: list[Finding]) -> None:
+    for finding in found:
+        head = f"{_MARKS[finding.level]} {finding.name}"
+        first, *rest = str(finding.value).splitlines() or [""]
+        click.echo(f"{head:<{_INDENT}}{first}")
+        for line in rest:
+            click.echo(" " * _INDENT + line)
+        if finding.advice:
+            lines = textwrap.wrap(f"-> {finding.advice}", _WIDTH - _INDENT, subsequent_indent="   ")
+            click.echo(textwrap.indent("\n".join(lines), " " * _INDENT))
 
 
-def _installed_version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _extension() -> str:
-    """Path from which `tritondt._C` was loaded; `import tritondt` has failed already if it is not built."""
-    return str(importlib.import_module("tritondt._C").__file__)
-
-
-def _cuda() -> str:
-    if not torch.cuda.is_available():
-        built = torch.version.cuda
-        return "no device" + (" (torch is built without CUDA)" if built is None else f" (torch has {built})")
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return f"{torch.version.cuda}: {', '.join(names)}"
-
-
-def _nccl() -> str:
-    if not dist.is_nccl_available():
-        return "not in this torch"
-    return ".".join(map(str, torch.cuda.nccl.version()))
-
-
-def _gloo() -> str:
-    """Address that Gloo listens on unless GLOO_SOCKET_IFNAME names an interface."""
-    host = socket.gethostname()
-    try:
-        return f"{socket.gethostbyname(host)}, for the host name {host}"
-    except OSError as error:
-        return f"127.0.0.1, since the host name {host} has no address ({error})"
+def _fields(found: list[Finding]) -> dict[str, object]:
+    """Values by name; and by name too, what to do about those that are not well."""
+    return {
+        **{finding.name: finding.value for finding in found},
+        "notes": {finding.name: finding.advice for finding in found if finding.level == "note"},
+        "problems": {finding.name: finding.advice for finding in found if finding.level == "problem"},
+    }

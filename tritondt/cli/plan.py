@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import click
 import torch
 
+from tritondt.cli.outputs import refuse_unwritable
+from tritondt.cli.plan_picture import spread_rows, write_html, write_png
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
+from tritondt.planning.planner import make_plan
+from tritondt.planning.topology import Link, link_loads, loads_by_kind, parse_topology
+from tritondt.planning.traffic import Spread, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
@@ -30,6 +39,12 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
         raise click.BadParameter(f"{text!r} is not a list of whole numbers such as 2,4") from None
 
 
+def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
+    if path is not None:
+        refuse_unwritable(path)
+    return path
+
+
 @click.command()
 @click.option("--mesh", callback=_numbers, metavar="INTS", required=True, help="Ranks on each mesh axis.")
 @click.option("--shape", callback=_numbers, metavar="INTS", required=True, help="Shape of the whole tensor.")
@@ -39,6 +54,10 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
 @click.option("--to-order", "target_order", callback=_numbers, metavar="INTS", help="Cut order of the axes after.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
 @click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
+@click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, counted one by one.")
+@click.option("--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8 or fat-tree:8,4.")
+@click.option("--html", callback=_writable, metavar="FILE", help="Write a page: who sends how much to whom.")
+@click.option("--png", callback=_writable, metavar="FILE", help="Write that as an image.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def plan(
     mesh: tuple[int, ...],
@@ -49,6 +68,10 @@ def plan(
     target_order: tuple[int, ...] | None,
     dtype: str,
     coordinate: tuple[int, ...] | None,
+    all_ranks: bool,
+    topology: str | None,
+    html: str | None,
+    png: str | None,
     as_json: bool,
 ) -> None:
     """Explain a redistribution: steps, messages, bytes, memory, time.
@@ -67,8 +90,36 @@ def plan(
             f"{coordinate} is not on a mesh of shape {mesh}; allowed are ({ends})",
             param_hint="--coordinate",
         )
-    found = explain_layouts(before, after, _DTYPES[dtype].itemsize, CostTable(), coordinate)
-    click.echo(found.to_json() if as_json else str(found))
+    if html is not None and html == png:
+        raise click.UsageError(f"--html and --png both go to {html}")
+    network = None if topology is None else parse_topology(topology)
+    itemsize, costs = _DTYPES[dtype].itemsize, CostTable()
+    found = explain_layouts(before, after, itemsize, costs, coordinate)
+    fields, lines = json.loads(found.to_json()), [str(found)]
+    if all_ranks or any(found is not None for found in (html, png, network)):
+        traffic = rank_traffic(make_plan(before, after, itemsize, costs), itemsize)
+        fields["ranks"] = {name: asdict(spread) for name, spread in traffic.spreads.items()}
+        head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
+        lines += ["{:<16}{:>16}{:>18}{:>16}{:>9}{:>20}".format(*row) for row in (head, *spread_rows(traffic))]
+        if network is not None:
+            loads = loads_by_kind(link_loads(traffic, network))
+            fields["links"] = {kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()}
+            lines += _link_lines(loads)
+        if html is not None:
+            write_html(Path(html), found, traffic)
+        if png is not None:
+            write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
+    click.echo(json.dumps(fields) if as_json else "\n".join(lines))
+
+
+def _link_lines(loads: dict[str, tuple[Spread, Link]]) -> list[str]:
+    """Lines with the bytes over links that carry any, by their kind."""
+    form = "{:<16}{:>16}{:>18}{:>16}  {}"
+    lines = [form.format("bytes over links", "least", "mean", "most", "busiest")]
+    return lines + [
+        form.format(kind, f"{s.least:,}", f"{s.mean:,.1f}", f"{s.most:,}", f"{link.source} -> {link.target}")
+        for kind, (s, link) in loads.items()
+    ]
 
 
 def _is_on(mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> bool:

@@ -50,9 +50,9 @@ class Axis:
             first, last = math.ceil(math.log2(self.low) - 1e-9), math.floor(math.log2(self.high) + 1e-9)
             step = max(1, math.ceil((last - first + 1) / 5))
             return [2.0**power for power in range(first, last + 1, step)] or [self.low]
-        step = _round_step((self.high - self.low) / 4)
-        first_number, last_number = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [number * step for number in range(first_number, last_number + 1)]
+        width = _round_step((self.high - self.low) / 4)
+        first, last = math.ceil(self.low / width - 1e-9), math.floor(self.high / width + 1e-9)
+        return [number * width for number in range(first, last + 1)]
 
 
 def _round_step(step: float) -> float:

@@ -2,7 +2,7 @@
 
 from tritondt.debug.comm_mode import CommDebugMode, Count, write_flight_record
 from tritondt.debug.plain_gradients import check_plain_gradients
-from tritondt.debug.sharding_picture import sharding_text, visualize_sharding
+from tritondt.debug.sharding_picture import sharding_html, sharding_text, visualize_sharding
 from tritondt.debug.single_device import check_against_single_device
 from tritondt.debug.tracing.recording import mark_step
 from tritondt.redistribution.implicit import explicit_redistribution
@@ -14,6 +14,7 @@ __all__ = [
     "check_plain_gradients",
     "explicit_redistribution",
     "mark_step",
+    "sharding_html",
     "sharding_text",
     "visualize_sharding",
     "write_flight_record",

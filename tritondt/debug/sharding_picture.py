@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from html import escape
 from itertools import groupby, pairwise
 
 from tritondt.dtensor.tensor import DTensor
@@ -14,6 +15,7 @@ from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
 
 # Of cells that hold different ranks; enough to tell neighbours apart.
+_COLOURS = ("#9ed3e6", "#e6b39e", "#b7dba3", "#e6dc9e", "#b3b8ec", "#e3a9c4")
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -84,14 +86,49 @@ def sharding_text(tensor: DTensor | DTensorSpec) -> str:
     2   |  1
     """
     spec = tensor._spec if isinstance(tensor, DTensor) else tensor
-    if spec.ndim not in (1, 2):
-        raise LayoutError(f"a picture is of a tensor of 1 or 2 dims, {spec} has {spec.ndim}; take a slice of it")
+    _check_is_flat(spec)
     rows = _cells(spec)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [" | ".join(text.center(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     rule = "-+-".join("-" * width for width in widths)
     body = f"\n{rule}\n".join(lines)
     return f"{spec} on {spec.mesh}\n{body}"
+
+
+def sharding_html(tensor: DTensor | DTensorSpec) -> str:
+    """Picture of which ranks hold which indices of a tensor of one or two dims, as a table of HTML, for notebooks.
+
+    Cells that hold the same ranks have one colour; ranks are written as by `sharding_text`. Not a collective call.
+    Raises LayoutError for a tensor of other than one or two dims.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.placement import Shard
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> def html_on(rank):
+    ...     return sharding_html(DTensorSpec(Mesh((2,)), (Shard(0),), TensorMeta.contiguous((3,))))
+    >>> html = run_ranks(2, html_on)[0]
+    >>> html.startswith("<table><caption>(S0) of (3,) float32"), html.count("<td")
+    (True, 2)
+    """
+    spec = tensor._spec if isinstance(tensor, DTensor) else tensor
+    _check_is_flat(spec)
+    head, *rows = _cells(spec)
+    colours: dict[str, str] = {}
+    lines = ["<tr>" + "".join(f"<th>{escape(name)}</th>" for name in head) + "</tr>"]
+    for label, *cells in rows:
+        line = f"<tr><th>{escape(label)}</th>"
+        for cell in cells:
+            colours.setdefault(cell, _COLOURS[len(colours) % len(_COLOURS)])
+            style = f"background: {colours[cell]}; color: #111; text-align: center; padding: .3em .8em"
+            line += f'<td style="{style}">{escape(cell)}</td>'
+        lines.append(line + "</tr>")
+    return f"<table><caption>{escape(f'{spec} on {spec.mesh}')}</caption>{''.join(lines)}</table>"
+
+
+def _check_is_flat(spec: DTensorSpec) -> None:
+    if spec.ndim not in (1, 2):
+        raise LayoutError(f"a picture is of a tensor of 1 or 2 dims, {spec} has {spec.ndim}; take a slice of it")
 
 
 def _cells(spec: DTensorSpec) -> list[list[str]]:

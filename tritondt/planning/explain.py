@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan, why_more_bytes
+from tritondt.planning.step_chart import step_chart
 from tritondt.planning.storage import Block, contiguous_offset, step_blocks
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.layout import Coordinate, Layout
@@ -98,6 +99,14 @@ class Explanation:
         if not self.steps:
             return f"<p>{escape(str(self))}</p>"
         return html_table(self._title(), self._rows(), self._footer())
+
+    def plot(self) -> Any:
+        """Figure of matplotlib with the bytes that each step sends, receives and holds for a time, on this rank.
+
+        Nothing is shown or written: `figure.savefig(path)` does, and a notebook displays it. Raises ImportError where
+        matplotlib, an extra, is not installed.
+        """
+        return step_chart(self._title(), self.steps)
 
     def _title(self) -> str:
         place = self.coordinate if self.rank is None else f"rank {self.rank}"

@@ -4,6 +4,7 @@ import re
 import threading
 from datetime import timedelta
 from time import monotonic_ns
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -65,7 +66,7 @@ def two_ranks(shift: int) -> tuple[list[RankRecord], dict[int, Alignment]]:
 
 def test_messages_are_flows_between_the_right_slices_on_one_clock():
     events = trace_events(*two_ranks(5_000_000))
-    flows = {event["id"]: {} for event in events if event["ph"] in "sf"}
+    flows: dict[int, dict[str, Any]] = {event["id"]: {} for event in events if event["ph"] in "sf"}
     for event in events:
         if event["ph"] in "sf":
             flows[event["id"]][event["ph"]] = event

@@ -16,7 +16,9 @@ from tritondt.cli.bench.cases import (
     shape_of,
 )
 from tritondt.cli.bench.collective.options import SIZE
+from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.sizes import sweep
+from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
@@ -38,6 +40,16 @@ _DEFAULT_RANKS = 4
 @click.option("--pairs", help='As in "S0->R; S0,S1->R,R".  [default: about 20, on meshes of 1 and 2 axes]')
 @click.option("-n", "--rounds", type=click.IntRange(min=1), default=25, help="Most rounds of a case.")
 @click.option("--case-seconds", type=float, default=10.0, help="Time for a case; 9 rounds are made anyway.")
+@click.option(
+    "-w", "--warmup_iters", type=click.IntRange(min=1), default=WARM_UP_ROUNDS, help="Rounds that do not count."
+)
+@click.option("-c", "--check", type=click.IntRange(min=0), default=1, help="Checked runs; 0: none, and no ratios.")
+@click.option(
+    *("-a", "--average"),
+    type=click.IntRange(min(AVERAGES), max(AVERAGES)),
+    default=SLOWEST_RANK,
+    help="Time of a round: " + ", ".join(f"{number} {text}" for number, text in AVERAGES.items()) + " of ranks.",
+)
 @click.option("-d", "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
@@ -55,6 +67,9 @@ def redistribute(
     pairs: str | None,
     rounds: int,
     case_seconds: float,
+    warmup_iters: int,
+    check: int,
+    average: int,
     dtype: str,
     threads: int,
     loopback: bool,
@@ -76,7 +91,8 @@ def redistribute(
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
-    request = Request(cases, dtype, against == "torch", rounds, case_seconds, threads, loopback)
+    sides = dtype, against == "torch", rounds, case_seconds, threads, loopback
+    request = Request(cases, *sides, warmup_iters, check, average)
     status = _measure(request, num_ranks, json_to, csv_to)
     if status:
         raise click.exceptions.Exit(status)
@@ -111,7 +127,7 @@ def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str 
         status, errors = bench_ranks.run(num_ranks, measure_on_rank, request, add)
     if bench_ranks.is_first():
         if found:
-            print_report(found, Console(stderr=is_printed(json_to, csv_to)))
+            print_report(found, Console(stderr=is_printed(json_to, csv_to)), request.average)
         write_json(as_json(request, num_ranks, found, errors), json_to)
         write_text(as_csv(request, num_ranks, found), csv_to)
         for text in errors:

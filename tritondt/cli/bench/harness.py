@@ -16,7 +16,10 @@ Run = Callable[[], object]
 
 # A median of fewer rounds says little on a machine that does other things.
 _FEWEST_ROUNDS = 9
-_WARM_UP_ROUNDS = 2
+WARM_UP_ROUNDS = 2
+# nccl-tests' numbers for which of the ranks' times is reported.
+_RANK_0, _MEAN, _FASTEST_RANK, SLOWEST_RANK = range(4)
+_REDUCTIONS = {_MEAN: dist.ReduceOp.SUM, _FASTEST_RANK: dist.ReduceOp.MIN, SLOWEST_RANK: dist.ReduceOp.MAX}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -30,7 +33,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of every round; a round takes as long as its slowest rank."""
+    """Seconds of every round: of its slowest rank, where nothing else was asked for."""
 
     seconds: tuple[float, ...]
 
@@ -45,19 +48,31 @@ class Times:
         return min(self.seconds)
 
 
-def time_interleaved(runs: Sequence[Run], most_rounds: int, budget_s: float) -> list[Times]:
+def time_interleaved(
+    runs: Sequence[Run],
+    most_rounds: int,
+    budget_s: float,
+    warm_up_rounds: int = WARM_UP_ROUNDS,
+    average: int = SLOWEST_RANK,
+) -> list[Times]:
     """Times of every implementation, from the same rounds; a collective call, with one result on all ranks.
 
-    As many rounds as `budget_s` seconds have room for, but at least 9, and never above `most_rounds`.
+    As many rounds as `budget_s` seconds have room for, but at least 9, and never above `most_rounds`. `average` says
+    which of the ranks' times is a round's, by nccl-tests' number (`-a`).
     """
-    warm_up = _rounds(runs, _WARM_UP_ROUNDS)
+    warm_up = _rounds(runs, warm_up_rounds, SLOWEST_RANK)
     seconds = sum(times.seconds[-1] for times in warm_up)
-    return _rounds(runs, min(most_rounds, max(_FEWEST_ROUNDS, int(budget_s / seconds))))
+    return _rounds(runs, min(most_rounds, max(_FEWEST_ROUNDS, int(budget_s / seconds))), average)
 
 
-def _rounds(runs: Sequence[Run], num_rounds: int) -> list[Times]:
+def _rounds(runs: Sequence[Run], num_rounds: int, average: int) -> list[Times]:
     own_s = own_seconds(runs, num_rounds)
-    dist.all_reduce(own_s, dist.ReduceOp.MAX)
+    if average == _RANK_0:
+        dist.broadcast(own_s, 0)
+    else:
+        dist.all_reduce(own_s, _REDUCTIONS[average])
+    if average == _MEAN:
+        own_s /= dist.get_world_size()
     return [Times(tuple(found)) for found in own_s.tolist()]
 
 

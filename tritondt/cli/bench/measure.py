@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 import tritondt as T
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.errors import BenchmarkError
-from tritondt.cli.bench.harness import Run, Times, time_interleaved
+from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
@@ -39,6 +39,9 @@ class Request:
     case_s: float
     num_threads: int
     loopback: bool
+    warm_up_rounds: int = WARM_UP_ROUNDS
+    num_checks: int = 1
+    average: int = SLOWEST_RANK
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Measured:
     """Measurements of one case; `minimum_bytes` cannot be undercut, `counts` are those of all ranks in order.
 
     `received_over_limit` is the most that any rank received, in units of what a sum in pieces allows it:
-    None where nothing is reduced, or every box has one holder and the minimum itself is the measure.
+    None where nothing is reduced, or every box has one holder and the minimum itself is the measure. Without a check
+    there is no ratio: a wrong result may be fast.
     """
 
     case: Case
@@ -67,6 +71,7 @@ class Measured:
     minimum_bytes: int
     received_over_limit: float | None
     loopback: Loopback | None
+    is_checked: bool = True
 
     @property
     def sent_bytes(self) -> int:
@@ -81,12 +86,12 @@ class Measured:
     @property
     def ratio_median(self) -> float | None:
         """Our median time in units of theirs."""
-        return None if self.theirs is None else self.ours.median / self.theirs.median
+        return None if self.theirs is None or not self.is_checked else self.ours.median / self.theirs.median
 
     @property
     def ratio_fastest(self) -> float | None:
         """Our fastest time in units of theirs."""
-        return None if self.theirs is None else self.ours.fastest / self.theirs.fastest
+        return None if self.theirs is None or not self.is_checked else self.ours.fastest / self.theirs.fastest
 
 
 def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
@@ -129,13 +134,14 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
         return T.redistribute(local, source, target)
 
     runs = [ours, _torch_run(local, mesh, case)] if request.against_torch else [ours]
-    _check_results(case, runs, target_part(case, dtype, source.coordinate))
+    for _ in range(request.num_checks):
+        _check_results(case, runs, target_part(case, dtype, source.coordinate))
     counts = _checked_counts(ours, source, target)
     loopback = None
     moves = any(found.num_sent for found in counts)
     if request.loopback and moves and case.numel * dtype.itemsize >= _LOOPBACK_BYTES:
         loopback = count_loopback(ours)
-    times = time_interleaved(runs, request.rounds, request.case_s)
+    times = time_interleaved(runs, request.rounds, request.case_s, request.warm_up_rounds, request.average)
     return Measured(
         case=case,
         itemsize=dtype.itemsize,
@@ -145,6 +151,7 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
         minimum_bytes=fewest_elements(case.source, case.target) * dtype.itemsize,
         received_over_limit=_received_over_limit(case, counts, dtype.itemsize),
         loopback=loopback,
+        is_checked=request.num_checks > 0,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.harness import percentile
 from tritondt.cli.bench.measure import Measured, Request
 from tritondt.cli.surroundings import surroundings
@@ -46,7 +47,7 @@ class Summary:
 
 def summarise(found: Sequence[Measured]) -> Summary | None:
     """Summary of the comparison; None where there is nothing to compare to."""
-    compared = [item for item in found if item.theirs is not None]
+    compared = [item for item in found if item.ratio_median is not None]
     if not compared:
         return None
     sizes = sorted({(item.case.numel, item.case.size) for item in compared})
@@ -72,14 +73,14 @@ def line(item: Measured) -> str:
     """One case in one line, for progress."""
     text = f"{item.case}: {_ms(item.ours.median)} ms"
     if item.theirs is not None:
-        text += f", torch {_ms(item.theirs.median)} ms, ratio {item.ratio_median:.2f}"
+        text += f", torch {_ms(item.theirs.median)} ms, ratio {_ratio_of(item.ratio_median)}"
     return text
 
 
-def print_report(found: Sequence[Measured], console: Console) -> None:
+def print_report(found: Sequence[Measured], console: Console, average: int) -> None:
     """Prints the times and the bytes of all cases, in at most 80 columns, and the summary."""
     for title, header, cells in (
-        ("times in ms, of the slowest rank; GB/s: the tensor's bytes over the median", _TIMES, _times),
+        (f"times in ms, of {AVERAGES[average]} of ranks; GB/s: the tensor's bytes over the median", _TIMES, _times),
         ("bytes that all ranks send; busbw: the busiest rank's over the median, GB/s", _BYTES, _bytes),
     ):
         _say(console, title)
@@ -108,8 +109,12 @@ def _times(item: Measured) -> list[str]:
     figures = [str(len(ours.seconds)), _ms(ours.median), _ms(percentile(ours.seconds, 95)), _ms(ours.fastest)]
     cells = [item.case.pair_text, *figures, f"{_gb_per_s(item, ours.median):.2f}"]
     if theirs is not None:
-        cells += [_ms(theirs.median), _ms(theirs.fastest), f"{item.ratio_median:.3f}", f"{item.ratio_fastest:.3f}"]
+        cells += [_ms(theirs.median), _ms(theirs.fastest), _ratio_of(item.ratio_median), _ratio_of(item.ratio_fastest)]
     return cells
+
+
+def _ratio_of(ratio: float | None) -> str:
+    return "N/A" if ratio is None else f"{ratio:.3f}"
 
 
 def _bytes(item: Measured) -> list[str]:
@@ -173,6 +178,9 @@ def as_json(request: Request, num_ranks: int, found: Sequence[Measured], errors:
         "threads": request.num_threads,
         "dtype": request.dtype,
         "against": "torch" if request.against_torch else None,
+        "warmup_iterations": request.warm_up_rounds,
+        "validation": request.num_checks,
+        "average": request.average,
         "cases": [_case_json(item) for item in found],
         **_summary_json(summarise(found)),
         "errors": list(errors),

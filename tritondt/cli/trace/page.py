@@ -64,8 +64,8 @@ def _window(events: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _is_drawn(event: Mapping[str, Any], start: float, stop: float, scale: float) -> bool:
-    inside = event["ts"] < stop and event["ts"] + event["dur"] > start
-    return inside and event["dur"] * scale >= _NARROWEST
+    is_inside = event["ts"] < stop and event["ts"] + event["dur"] > start
+    return bool(is_inside and event["dur"] * scale >= _NARROWEST)
 
 
 def _axis(start: float, stop: float, scale: float) -> str:
