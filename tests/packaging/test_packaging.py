@@ -141,7 +141,7 @@ def test_wheel_says_its_licence_and_what_it_needs(wheel: Path) -> None:
         metadata = email.message_from_bytes(archive.read(name))
     assert metadata["License-Expression"] == "MIT"
     needed = metadata.get_all("Requires-Dist", [])
-    assert [text for text in needed if "extra ==" not in text] == ["torch>=2.12"]
+    assert [text for text in needed if "extra ==" not in text] == ["torch>=2.10"]
     assert {"cli", "triton"} <= set(metadata.get_all("Provides-Extra", []))
 
 
