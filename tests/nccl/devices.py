@@ -11,6 +11,7 @@ import functools
 import json
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,7 +93,12 @@ class HostDevice:
         run()
         with self._fakes.capturing():
             run()
-        return run
+
+        def replay() -> object:
+            return run()
+
+        weakref.finalize(replay, self._fakes.destroy_graphs)  # as a graph goes with what replays it
+        return replay
 
     def hold_up(self, stream: Any, seconds: float) -> None:
         threading.Timer(seconds, Gate(stream._stream).open).start()
