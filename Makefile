@@ -8,8 +8,11 @@ PYTHONS ?= $(PYTHON)
 TESTS ?=
 # Interpreters of environments that `make versions` finds ready, and leaves as they are.
 READY ?=
-# What `make gpu` runs, all of it without a name: see tests/tools/on_gpu.py.
+# What `make gpu` runs, all of it without a name, and for how many seconds: see tests/tools/on_gpu.py.
 PARTS ?=
+DEADLINE ?= 560
+# The Python whose torch, triton and pytest `make gpu-dry` links into an environment without anything else.
+DRY_PYTHON ?= $(BIN)/python
 # How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
 SOAK_SECONDS := $(if $(filter command line,$(origin SECONDS)),$(SECONDS))
 
@@ -20,7 +23,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv compiled demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu versions wheel format clean
+.PHONY: help venv compiled demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,7 +129,10 @@ bench: venv ## time redistribute against torch on 4 ranks
 
 gpu: ## run the tests and benchmarks that need a GPU, with the machine's own Python and nothing from the network
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: %s, torch %s, sees no CUDA device; name another Python with GPU_PYTHON=" % (sys.executable, torch.__version__))'
-	@$(GPU_PYTHON) -m tests.tools.on_gpu $(PARTS)
+	@$(GPU_PYTHON) -m tests.tools.on_gpu --deadline $(DEADLINE) $(PARTS)
+
+gpu-dry: ## run what `make gpu` runs without a GPU and without optional packages, Triton interpreted (under 3 minutes)
+	@$(DRY_PYTHON) -m tests.tools.gpu_dry
 
 versions: ## run the tests on other versions: TORCH="2.13.0 2.15.0" PYTHONS="python3.11 python3.13" (docs/versions.md)
 	$(PYTHON) -m tests.tools.versions --torch "$(TORCH)" --python "$(PYTHONS)" --ready "$(READY)" --tests "$(TESTS)"

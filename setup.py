@@ -1,14 +1,28 @@
 """Builds `tritondt._C` and maps `tritondt.kernels` to kernels/; the rest is in pyproject.toml."""
 
+import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pybind11
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
+
+
+def pybind11_headers():
+    """The folder of pybind11's headers: its own, or torch's, which brings them, on a machine that has torch alone."""
+    if importlib.util.find_spec("pybind11") is not None:
+        import pybind11  # noqa: PLC0415  it may not be there
+
+        return pybind11.get_include()
+    torch = importlib.util.find_spec("torch")
+    if torch is None:
+        raise SystemExit("neither pybind11 nor torch, which has its headers, is installed; one of them is needed")
+    return str(Path(torch.origin).parent / "include")
+
+
 COMPILE_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -20,7 +34,7 @@ COMPILE_FLAGS = [
     "-Wall",
     "-Wextra",
     # A system folder, so that `make check`, which adds -Werror, judges our code and not pybind11's.
-    f"-isystem{pybind11.get_include()}",
+    f"-isystem{pybind11_headers()}",
 ]
 
 

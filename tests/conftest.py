@@ -3,38 +3,58 @@
 import importlib.util
 import os
 import random
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 import torch
 
+from tests.harness.gpu_device import IS_DRY, interpret_tables
+from tests.harness.optional_packages import MissingPackages
+
 REPOSITORY = Path(__file__).parents[1]
 
-# tests/cli needs the extra `cli`, which the Python of a machine with a GPU (`make gpu`) may lack.
-HAS_CLI = all(importlib.util.find_spec(name) for name in ("click", "rich", "matplotlib"))
-collect_ignore = [] if HAS_CLI else ["cli"]
+# The Python of a machine with a GPU (`make gpu`) may have torch, Triton and pytest alone.
+LACKING = MissingPackages()
+sys.meta_path.append(LACKING)
+HAS_TIMEOUTS = importlib.util.find_spec("pytest_timeout") is not None
 
 # Cases of a parametrized test that are in the core (`make test`); the others are `extended`, for `make test-all`.
 CORE_CASES = 2
 
-# No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.
-hypothesis.settings.register_profile("tritondt", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("tritondt")
+if "hypothesis" not in LACKING.names:
+    from hypothesis import settings
+
+    # No deadline: the machine is shared. Derandomised: a change that passes here passes in CI.
+    settings.register_profile("tritondt", deadline=None, derandomize=True)
+    settings.load_profile("tritondt")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lets pyproject.toml set pytest-timeout's limit where that is not installed, which is otherwise an error."""
+    if not HAS_TIMEOUTS:
+        parser.addini("timeout", "seconds that a test may take (pytest-timeout, which is not installed)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the mark of pytest-timeout known where that is not installed."""
+    if not HAS_TIMEOUTS:
+        config.addinivalue_line("markers", "timeout(seconds): limit of a test; without pytest-timeout there is none")
 
 
 def pytest_report_header() -> list[str]:
     """Says what is left out, so that a short run is not taken for a whole one."""
-    return [] if HAS_CLI else ["tests/cli left out: click, rich or matplotlib is not installed"]
+    names = ", ".join((*LACKING.names, *(() if HAS_TIMEOUTS else ("pytest-timeout",))))
+    return [f"not installed, and what needs them is skipped: {names}"] if names else []
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what is beyond the core and what runs alone, and leaves tests that need GPUs to machines that have them."""
     _mark_tiers(items)
-    found = torch.cuda.device_count()
+    found = 1 if IS_DRY else torch.cuda.device_count()
     for item in items:
         if "alone" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.alone)
@@ -79,6 +99,13 @@ def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
 @pytest.fixture(scope="session")
 def alone() -> None:
     """Asked for by tests, and by fixtures, that must have the machine to themselves: times, memory, all its cores."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def tables_of_a_dry_run() -> Iterator[None]:
+    """Has what is marked `gpu` run on Triton's tables in a dry run."""
+    with interpret_tables():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tritondt as T
+from tests.harness.gpu_device import DEVICE
 from tests.harness.oracle.cases import check_cases, random_case
 from tritondt.comm.transports.threads import ThreadCommunicator, run_ranks
 
@@ -17,14 +18,14 @@ pytestmark = pytest.mark.gpu
 def test_random_redistributions(chunk):
     world_size = (8, 4, 6, 4, 5)[chunk % 5]
     seeds = range(800_000 + 20 * chunk, 800_020 + 20 * chunk)
-    check_cases([random_case(seed, world_size) for seed in seeds], world_size, device_type="cuda")
+    check_cases([random_case(seed, world_size) for seed in seeds], world_size, device_type=DEVICE.type)
 
 
 def test_distributing_a_tensor():
-    whole = torch.arange(77.0, device="cuda").view(7, 11)
+    whole = torch.arange(77.0, device=DEVICE).view(7, 11)
 
     def body(rank):
-        mesh = T.Mesh((4,), device_type="cuda")
+        mesh = T.Mesh((4,), device_type=DEVICE.type)
         return T.distribute_tensor(whole, mesh, [T.Shard(1)]).to_local()
 
     assert torch.equal(torch.cat(run_ranks(4, body), 1), whole)
@@ -42,7 +43,7 @@ def test_messages_of_another_dtype_give_what_the_cpu_gives(source, target, wire_
         local = replicated.redistribute(placements=before.placements).to_local()
         return T.redistribute(local, before, after, wire_dtype=wire_dtype).cpu()
 
-    found, expected = (run_ranks(4, partial(body, device_type=name)) for name in ("cuda", "cpu"))
+    found, expected = (run_ranks(4, partial(body, device_type=name)) for name in (DEVICE.type, "cpu"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -1,9 +1,10 @@
 """Packs and unpacks on a GPU: against the device's own copy, torch's split and cat, and what FSDP2 uses.
 
-python -m benchmarks.kernels.copy_boxes_gpu [--mebibytes N ...] [--rounds N] [--json FILE]
+python -m benchmarks.kernels.copy_boxes_gpu [--mebibytes N ...] [--rounds N] [--json FILE] [--dry]
 
 A matrix is packed into one message per rank, cut by columns into parts that do not divide, and unpacked again. Every
-case is checked against torch before it is timed; then all sides run in turns, timed by the device's events.
+case is checked against torch before it is timed; then all sides run in turns, timed by the device's events. The file
+is written anew after each case. A dry run, with TRITON_INTERPRET=1, shows on the CPU that it runs, and misses no limit.
 """
 
 from __future__ import annotations
@@ -11,19 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from tritondt.cli.surroundings import surroundings
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.gpu.device_time import device_seconds
-from tritondt.kernels.tables import Table, copy_table
+from tritondt.kernels.tables import Table, TritonMaker, copy_table, table_makers
 
-_DEVICE = "cuda"
+# A dry run (`make gpu-dry`) has no other device than the CPU.
+_IS_DRY = "--dry" in sys.argv
+_DEVICE = "cpu" if _IS_DRY else "cuda"
 _NUM_RANKS = 7
 _DTYPES = (torch.float32, torch.bfloat16)
 _RUN_BYTES = (16, 64, 256, 2731 * 2, 2731 * 4)
@@ -210,36 +214,46 @@ def measure(case: Case, rounds: int) -> Result:
     times: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name, run in sides.items():
-            times[name].append(device_seconds(run, repeats=1, warmups=2 if number == 0 else 0))
+            seconds = _host_seconds if _IS_DRY else device_seconds
+            times[name].append(seconds(run, repeats=1, warmups=2 if number == 0 and not _IS_DRY else 0))
     median = {name: statistics.median(found) for name, found in times.items()}
     others = {name: median[f"other {name}"] for name in case.others}
     return Result(case.name, case.num_bytes, case.run_bytes, median[""], median["copy"], others, case.least_speedup)
 
 
-def launch_us() -> float:
+def _host_seconds(run: Run, *, repeats: int, warmups: int) -> float:
+    """Seconds by the host's clock, of a dry run."""
+    start = time.perf_counter()
+    for _ in range(repeats + warmups):
+        run()
+    return (time.perf_counter() - start) / (repeats + warmups)
+
+
+def launch_us(calls: int) -> float:
     """Host time of a call of a table that has run before, while the device keeps up."""
+    synchronize = torch.cuda.synchronize if not _IS_DRY else lambda: None
     source, target = torch.randn(4096, device=_DEVICE), torch.empty(4096, device=_DEVICE)
     boxes = [CopyBox(0, 0, 512 * k, 512 * k, 4, (16, 31), (32, 1), (32, 1)) for k in range(4)]
     run = bound(copy_table(boxes, source.device), source, target)
     batches = []
-    for _ in range(_CALLS // 100):
-        torch.cuda.synchronize()
+    for _ in range(20):
+        synchronize()
         start = time.perf_counter()
-        for _ in range(100):
+        for _ in range(calls // 20):
             run()
-        batches.append((time.perf_counter() - start) / 100 * 1e6)
+        batches.append((time.perf_counter() - start) / (calls // 20) * 1e6)
     return statistics.median(batches)
 
 
-def cases(mebibytes: Sequence[int]) -> Iterator[Case]:
+def cases(mebibytes: Sequence[float]) -> Iterator[Case]:
     """Every case, made when its turn comes, so that only its own memory is held."""
     for number in mebibytes:
         for dtype in _DTYPES:
-            for run_bytes in _RUN_BYTES:
-                yield from column_cases(number << 20, dtype, run_bytes)
-            yield scattered_case(number << 20, dtype)
-            yield gathered_case(number << 20, dtype)
-            yield transposed_case(number << 20, dtype)
+            for run_bytes in _RUN_BYTES if not _IS_DRY else (256,):
+                yield from column_cases(int(number * 2**20), dtype, run_bytes)
+            yield scattered_case(int(number * 2**20), dtype)
+            yield gathered_case(int(number * 2**20), dtype)
+            yield transposed_case(int(number * 2**20), dtype)
 
 
 def report(result: Result) -> str:
@@ -249,44 +263,59 @@ def report(result: Result) -> str:
     return f"{result.case}: {gigabytes:.0f} GB/s, {result.bandwidth:.2f} of a copy; time of others: {others}"
 
 
+def missed(results: Sequence[Result]) -> tuple[list[str], list[str]]:
+    """Cases below the least bandwidth, and those below the least speed against others."""
+    long_runs = [found for found in results if found.run_bytes >= _LEAST_RUN_BYTES]
+    slow = [found.case for found in long_runs if found.bandwidth < _LEAST_BANDWIDTH]
+    return slow, [found.case for found in results if found.speedup < found.least_speedup]
+
+
+def written(results: Sequence[Result], rounds: int, call_us: float | None) -> dict[str, Any]:
+    """The JSON object of what has been measured so far."""
+    slow, close = missed(results)
+    return {
+        "benchmark": "copy_boxes_gpu",
+        **surroundings(),
+        "device": "a dry run" if _IS_DRY else torch.cuda.get_device_name(),
+        "rounds": rounds,
+        "launch_us": call_us,
+        "launch_us_limit": _MOST_LAUNCH_US,
+        "bandwidth_limit": _LEAST_BANDWIDTH,
+        "speedup_limit": _LEAST_SPEEDUP,
+        "below_bandwidth": slow,
+        "below_speedup": close,
+        "cases": [{**found._asdict(), "bandwidth": found.bandwidth, "speedup": found.speedup} for found in results],
+    }
+
+
 def main() -> None:
     """Print a line per case and how many missed a limit; write JSON where asked; fail where one did."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.copy_boxes_gpu")
-    parser.add_argument("--mebibytes", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--mebibytes", type=float, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
+    if not (_IS_DRY or torch.cuda.is_available()):
         raise SystemExit(f"this benchmark needs a CUDA device, and torch {torch.__version__} sees none")
-    results = []
+    with table_makers.replaced("cpu", TritonMaker()):
+        measure_all(options)
+
+
+def measure_all(options: argparse.Namespace) -> None:
+    """The time of a call first, then each case."""
+    call_us = launch_us(20 if _IS_DRY else _CALLS)
+    print(f"a call: {call_us:.1f} us (at most {_MOST_LAUNCH_US:.0f})", flush=True)
+    results: list[Result] = []
     for case in cases(options.mebibytes):
         results.append(measure(case, options.rounds))
         print(report(results[-1]), flush=True)
-    call_us = launch_us()
-    long_runs = [found for found in results if found.run_bytes >= _LEAST_RUN_BYTES]
-    slow = [found.case for found in long_runs if found.bandwidth < _LEAST_BANDWIDTH]
-    close = [found.case for found in results if found.speedup < found.least_speedup]
-    print(f"a call: {call_us:.1f} us (at most {_MOST_LAUNCH_US:.0f})")
-    print(
-        f"below {_LEAST_BANDWIDTH} of a copy: {len(slow)} of {len(long_runs)} (of rows from {_LEAST_RUN_BYTES} bytes)"
-    )
+        if options.json is not None:
+            options.json.write_text(json.dumps(written(results, options.rounds, call_us)) + "\n", encoding="utf-8")
+    slow, close = missed(results)
+    print(f"below {_LEAST_BANDWIDTH} of a copy: {len(slow)} (of rows from {_LEAST_RUN_BYTES} bytes)")
     print(f"below {_LEAST_SPEEDUP} (columns) or 1.0 of the fastest other's speed: {len(close)} of {len(results)}")
-    if options.json is not None:
-        written = {
-            "benchmark": "copy_boxes_gpu",
-            **surroundings(),
-            "device": torch.cuda.get_device_name(),
-            "rounds": options.rounds,
-            "launch_us": call_us,
-            "launch_us_limit": _MOST_LAUNCH_US,
-            "bandwidth_limit": _LEAST_BANDWIDTH,
-            "speedup_limit": _LEAST_SPEEDUP,
-            "below_bandwidth": slow,
-            "below_speedup": close,
-            "cases": [{**found._asdict(), "bandwidth": found.bandwidth, "speedup": found.speedup} for found in results],
-        }
-        options.json.write_text(json.dumps(written) + "\n", encoding="utf-8")
-    if slow or close or call_us > _MOST_LAUNCH_US:
+    if (slow or close or call_us > _MOST_LAUNCH_US) and not _IS_DRY:
         raise SystemExit(f"limits missed by {', '.join((*slow, *close)) or 'the time of a call'}")
 
 

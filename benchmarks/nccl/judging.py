@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 TORCH = "torch"
 Seconds = Mapping[str, Sequence[float]]
 
@@ -82,11 +80,14 @@ def worst(found: Sequence[Measured]) -> dict[str, dict[str, Any]]:
     return highest
 
 
-def table_of(found: Sequence[Measured]) -> Table:
+def table_of(found: Sequence[Measured]) -> str:
     """A line for each case."""
-    table = Table("kind", "case", "us of a call", "value", "at most", "")
+    rows = [("kind", "case", "us of a call", "value", "at most", "")]
     for item in found:
         seconds = ", ".join(f"{side} {own * 1e6:.1f}" for side, own in item.seconds.items())
         values = ", ".join(f"{side} {value:.2f}" for side, value in item.values.items())
-        table.add_row(item.kind, item.case, seconds, values, f"{item.limit:g}", "" if item.holds else "missed")
-    return table
+        rows.append((item.kind, item.case, seconds, values, f"{item.limit:g}", "" if item.holds else "missed"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

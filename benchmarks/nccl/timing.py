@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +12,7 @@ import torch
 from benchmarks.nccl import sides
 from benchmarks.nccl.sides import Sides, meet
 from tests.nccl.devices import device_of
+from tests.nccl.libraries import check_shared
 
 _WARM_UP_ROUNDS = 3
 
@@ -92,13 +92,5 @@ def library(rank: int, where: str) -> dict[str, str]:
     found = {"nccl": ours.version, "nccl_path": ours.path}
     if where == "host":
         return {**found, "device": "the host, over the test double"}
-    theirs = ".".join(map(str, torch.cuda.nccl.version()[:3]))
-    mapped = _mapped_libraries()
-    if theirs != ours.version or len(mapped) != 1:
-        raise RuntimeError(f"torch uses NCCL {theirs} and we use {ours.version}, of {mapped}; they must share one")
+    check_shared(ours)
     return {**found, "device": torch.cuda.get_device_name()}
-
-
-def _mapped_libraries() -> list[str]:
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-    return sorted({line.split()[-1] for line in lines if "/libnccl.so" in line})

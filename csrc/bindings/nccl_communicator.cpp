@@ -79,6 +79,8 @@ void bind_life(CommunicatorClass* type) {
       .def("destroy", &Communicator::destroy, Released(), "Frees a communicator that is ready.")
       .def("abort", &Communicator::abort, Released(),
            "Ends whatever is under way, and the communicator; from any thread, and again.")
+      .def("leave", &Communicator::leave,
+           "Leaves the communicator to the end of the process; it takes no more calls.")
       .def("revoke", &Communicator::revoke, Released(),
            "Ends whatever is under way, and takes no more calls but split, shrink and destroy.")
       .def_property_readonly("is_blocking", &Communicator::is_blocking)

@@ -179,6 +179,11 @@ void Communicator::abort() {
   api_->check(end_comm(), api_->ncclCommAbort.name());
 }
 
+void Communicator::leave() {
+  State open = State::kOpen;
+  state_.compare_exchange_strong(open, State::kAborted);
+}
+
 // A child that NCCL has not made yet is left to it: its parent is to be aborted first.
 ncclResult_t Communicator::end_comm() {
   const ncclComm_t ended = comm();

@@ -69,6 +69,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void destroy();
   // Ends whatever is under way and frees it. On its own rank only: all ranks are to call it.
   void abort();
+  // Leaves it as it is to the end of the process: nothing is ended, also where this is destructed.
+  void leave();
   // Ends what is under way, for a split or shrink, or destroy, to follow; 2.28.
   void revoke();
 

@@ -60,8 +60,13 @@ def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) 
     return {"num_warps": choice.num_warps, **options, **bound}
 
 
+# What a captured graph reads at each replay. Nobody says when the last graph is deleted, so that it stays: some
+# kilobytes for each table that was ever captured.
+_IN_GRAPHS: set["Shared"] = set()
+
+
 class Shared:
-    """Numbers on a device that launches read on any stream."""
+    """Numbers on a device that launches read on any stream, and graphs of them whenever they are replayed."""
 
     def __init__(self, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.tensor(numbers, dtype=dtype).to(device)
@@ -74,7 +79,9 @@ class Shared:
         """
         device = self.values.device
         handle: int = torch._C._cuda_getCurrentRawStream(device.index)
-        if handle not in self._streams:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            _IN_GRAPHS.add(self)
+        elif handle not in self._streams:
             self.values.record_stream(torch.cuda.current_stream(device))
             self._streams.add(handle)
         return handle

@@ -34,6 +34,7 @@ class FakeCapture:
     def __init__(self) -> None:
         self.is_under_way = False
         self.relaxed_threads: set[int] = set()
+        self.bound_threads: set[int] = set()
 
     def forbids_questions(self) -> bool:
         """Whether the calling thread may not ask for events now."""
@@ -50,6 +51,9 @@ class FakeEvent:
         self._capture, self._is_of_graph = capture, capture.is_under_way
 
     def query(self) -> bool:
+        who = threading.current_thread()
+        if who.name == "tritondt-watch" and who.ident not in self._capture.bound_threads:
+            raise AssertionError("fake CUDA: an event was asked for by a thread that has not made its device current")
         if self._is_of_graph or self._capture.forbids_questions():
             raise RuntimeError("fake CUDA: an event was asked for while a graph is captured, or one that is of a graph")
         return self._event.is_over()
@@ -155,6 +159,8 @@ class FakeStreams:
     """The streams of the double's one device, which is the CPU."""
 
     device = torch.device("cpu")
+    # The double connects when a communicator is made; a test sets this to see what a GPU's ranks do then.
+    connects_late = False
 
     def __init__(self, library: FakeNccl) -> None:
         self._library, self._host, self._on = library, _Host(), threading.local()
@@ -197,13 +203,19 @@ class FakeStreams:
     def capturing(self) -> Iterator[None]:
         """As within torch.cuda.graph, but that what is recorded also runs."""
         self._capture.is_under_way = True
+        self._library("fakeCapture", 1)
         try:
             yield
         finally:
+            self._library("fakeCapture", 0)
             self._capture.is_under_way = False
 
+    def destroy_graphs(self) -> None:
+        """Deletes all that was captured."""
+        self._library("fakeDestroyGraphs")
+
     def bind_thread(self) -> None:
-        """There is one device."""
+        self._capture.bound_threads.add(threading.get_ident())
 
     def ignore_captures(self) -> None:
         self._capture.relaxed_threads.add(threading.get_ident())

@@ -1,5 +1,8 @@
 """What reaches Triton's launcher, which a recording driver stands in for."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -9,9 +12,10 @@ from triton.runtime.driver import driver
 
 from tests.kernels.recording_driver import STREAM, RecordingDriver
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
+from tritondt.kernels.gpu import device_table
 from tritondt.kernels.gpu.box_table import box_table, by_pointers
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copy_boxes, copy_kernel
-from tritondt.kernels.gpu.device_table import Kernel, Launch
+from tritondt.kernels.gpu.device_table import Kernel, Launch, Shared
 from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
 from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
 from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel
@@ -98,3 +102,18 @@ def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted():
     with pytest.raises(ValueError, match=r"a device table on cpu"):
         copy_boxes([torch.ones(3)], [torch.ones(3)], boxes)
     copy_boxes([], [], [])
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_what_a_captured_graph_reads_outlives_its_table(monkeypatch, captures):
+    """A replay reads it after the table is gone."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: captures, raising=False)
+    monkeypatch.setattr(device_table, "_IN_GRAPHS", set())
+    shared = Shared([1, 2, 3], torch.int64, torch.device("cpu"))
+    shared._streams.add(STREAM)  # which it was read on before
+    seen = weakref.ref(shared.values)
+    assert shared.read_by_current_stream() == STREAM
+    del shared
+    gc.collect()
+    assert (seen() is not None) == captures

@@ -11,6 +11,7 @@ import functools
 import json
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,21 +19,19 @@ from typing import Any, Protocol
 import torch
 
 import tritondt._C
-from tests.csrc.nccl.wheel import known
 from tests.doubles.fake_nccl.library import Gate, build, load
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.nccl_on_host import fake_streams, use_fake_backend, use_fake_nccl
+from tests.nccl.libraries import check_shared, libraries, sharing_library, variables_for
 from tests.nccl.traces import Kernel, kernels_of
 from tritondt import environment
-from tritondt._C import NcclError, NcclLibrary
+from tritondt._C import NcclLibrary
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams, Streams
 
 Run = Callable[[], object]
 
-# The first that lets two ranks share a GPU, and what they need for it: they take turns, and a kernel that waits for the
-# other rank must leave it room.
-SHARING = 23007
+# What two ranks need to share a GPU: they take turns, and a kernel that waits for the other rank must leave it room.
 SHARED = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_NVLS_ENABLE": "0",
@@ -92,7 +91,12 @@ class HostDevice:
         run()
         with self._fakes.capturing():
             run()
-        return run
+
+        def replay() -> object:
+            return run()
+
+        weakref.finalize(replay, self._fakes.destroy_graphs)  # as a graph goes with what replays it
+        return replay
 
     def hold_up(self, stream: Any, seconds: float) -> None:
         threading.Timer(seconds, Gate(stream._stream).open).start()
@@ -167,7 +171,8 @@ def use_host() -> None:
 
 
 def use_gpu() -> None:
-    """The preparation of a rank on GPU 0."""
+    """The preparation of a rank on GPU 0, whose NCCL must be torch's."""
+    check_shared(nccl_library())
     torch.cuda.set_device(0)
 
 
@@ -176,13 +181,8 @@ def start(where: str, size: int, **variables: str) -> GlooRanks:
     if where == "host":
         return GlooRanks(size, variables, prepare=use_host, backend="tritondt")
     path = sharing_library() if size > 1 else environment.nccl_path()
-    told = {**ON_ONE_MACHINE, **(SHARED if size > 1 else {}), **(preloaded(path) if path else {}), **variables}
+    told = {**ON_ONE_MACHINE, **(SHARED if size > 1 else {}), **(variables_for(path) if path else {}), **variables}
     return GlooRanks(size, told, prepare=use_gpu, backend="tritondt", fresh=True)
-
-
-def preloaded(path: str) -> dict[str, str]:
-    """Lets torch use the library that we use."""
-    return {"TRITONDT_NCCL_SO": path, "LD_PRELOAD": path}
 
 
 def why_not(where: str, size: int) -> str | None:
@@ -192,26 +192,9 @@ def why_not(where: str, size: int) -> str | None:
     if not torch.cuda.is_available():
         return f"needs a CUDA device; torch {torch.__version__} sees none"
     if size > 1 and sharing_library() == "":
-        found = ", ".join(f"{library.version} ({library.path})" for library in _libraries()) or "none"
+        found = ", ".join(f"{library.version} ({library.path})" for library in libraries()) or "none"
         return (
             f"{size} ranks on one GPU need NCCL 2.30.7 or later, and found is {found}; name one with TRITONDT_NCCL_SO, "
             "or put it into a folder of NCCL_LIBRARIES"
         )
     return None
-
-
-def sharing_library() -> str:
-    """The path of an NCCL that lets ranks share a GPU; empty where there is none."""
-    return next((library.path for library in _libraries() if library.version_code >= SHARING), "")
-
-
-@functools.cache
-def _libraries() -> list[NcclLibrary]:
-    """The one that is used unless told otherwise, where there is one, and those that were found for tests."""
-    found = [NcclLibrary(str(nccl.library)) for nccl in known().values()]
-    try:
-        return [nccl_library(), *found]
-    except NcclError:
-        if environment.nccl_path() is not None:
-            raise
-        return found  # neither torch nor a package brings one

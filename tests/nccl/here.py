@@ -67,9 +67,10 @@ def reduced(op: str, terms: Sequence[torch.Tensor]) -> torch.Tensor:
 def connect(rank: int, where: str, options: Mapping[str, int | str] | None = None) -> Here:
     """This rank's part in a new communicator of all; collective."""
     device, size = device_of(where), dist.get_world_size()
-    unique_id = [device.library.unique_id() if rank == 0 else b""]
-    dist.broadcast_object_list(unique_id, device=torch.device("cpu"))
-    native = device.library.init(unique_id, size, rank, options)
+    # As a tensor: torch needs NumPy to broadcast an object.
+    told = torch.frombuffer(bytearray(device.library.unique_id() if rank == 0 else 128), dtype=torch.uint8)
+    dist.broadcast(told, 0)
+    native = device.library.init([bytes(told.tolist())], size, rank, options)
     return Here(device, native, device.streams.make(), rank, size)
 
 

@@ -11,16 +11,24 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tests.doubles.fake_nccl.library import build
 from tests.harness.gloo_ranks import GlooRanks
 from tests.nccl import devices
+from tests.nccl import libraries as nccls
 from tests.nccl.conftest import SettingOf
 from tritondt import environment
+from tritondt._C import NcclLibrary
 from tritondt.comm.nccl.streams import CudaStreams
 
 
+def path_of(version: str) -> str:
+    return f"/nccl/{version}/nvidia/nccl/lib/libnccl.so.2"
+
+
 def libraries(monkeypatch: pytest.MonkeyPatch, *found: tuple[str, int]) -> None:
-    made = [SimpleNamespace(version=version, version_code=code, path=f"/nccl/{version}") for version, code in found]
-    monkeypatch.setattr(devices, "_libraries", lambda: made)
+    made = [SimpleNamespace(version=version, version_code=code, path=path_of(version)) for version, code in found]
+    monkeypatch.setattr(devices, "libraries", lambda: made)
+    monkeypatch.setattr(nccls, "libraries", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
@@ -35,18 +43,53 @@ def test_two_on_one_gpu_need_a_library_that_lets_them(monkeypatch: pytest.Monkey
     libraries(monkeypatch, ("2.28.9", 22809))
     assert devices.why_not("gpu", 1) is None
     assert devices.why_not("gpu", 2) == (
-        "2 ranks on one GPU need NCCL 2.30.7 or later, and found is 2.28.9 (/nccl/2.28.9); name one with "
+        f"2 ranks on one GPU need NCCL 2.30.7 or later, and found is 2.28.9 ({path_of('2.28.9')}); name one with "
         "TRITONDT_NCCL_SO, or put it into a folder of NCCL_LIBRARIES"
     )
     libraries(monkeypatch)
     assert "and found is none; name one" in (devices.why_not("gpu", 2) or "")
 
 
-def test_torch_uses_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_finds_the_library_that_we_use(monkeypatch: pytest.MonkeyPatch) -> None:
     libraries(monkeypatch, ("2.28.9", 22809), ("2.30.7", 23007))
+    monkeypatch.setenv("PYTHONPATH", "/else")
     assert devices.why_not("gpu", 2) is None
-    path = "/nccl/2.30.7"
-    assert devices.preloaded(devices.sharing_library()) == {"TRITONDT_NCCL_SO": path, "LD_PRELOAD": path}
+    path = path_of("2.30.7")
+    told = nccls.variables_for(nccls.sharing_library())
+    repository = str(Path(__file__).parents[2])
+    assert told == {"TRITONDT_NCCL_SO": path, "PYTHONPATH": f"/nccl/2.30.7:{repository}:/else"}
+    with pytest.raises(
+        ValueError, match=r"^the NCCL at /lib/libnccl\.so\.2 was asked for; torch finds one in FOLDER/nv"
+    ):
+        nccls.variables_for("/lib/libnccl.so.2")
+
+
+def test_libraries_are_found_without_their_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "2.30.7" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    path.parent.mkdir(parents=True)
+    path.symlink_to(build())
+    monkeypatch.setenv("NCCL_LIBRARIES", str(tmp_path))
+    nccls.libraries.cache_clear()
+    try:
+        assert str(path) in [found.path for found in nccls.libraries()]
+    finally:
+        nccls.libraries.cache_clear()
+
+
+def test_torch_and_we_are_asked_for_the_version_of_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = NcclLibrary(str(build()))
+    monkeypatch.setattr(nccls, "torchs_version", lambda: ours.version_code)
+    monkeypatch.setattr(nccls, "mapped", lambda: [ours.path])
+    nccls.check_shared(ours)
+    monkeypatch.setattr(nccls, "torchs_version", lambda: 22809)
+    with pytest.raises(
+        RuntimeError, match=rf"^torch uses NCCL 22809 and we use {ours.version_code} \(.*they must share"
+    ):
+        nccls.check_shared(ours)
+    monkeypatch.setattr(nccls, "torchs_version", lambda: ours.version_code)
+    monkeypatch.setattr(nccls, "mapped", lambda: [ours.path, "/other/libnccl.so.2"])
+    with pytest.raises(RuntimeError, match=r"loaded are \[.*'/other/libnccl.so.2'\]; they must share one$"):
+        nccls.check_shared(ours)
 
 
 def what_a_rank_has(rank: int) -> tuple[str | None, float]:
@@ -73,7 +116,7 @@ class Started(dict[str, object]):
         super().__init__(options, size=size, variables=variables)
 
 
-@pytest.mark.parametrize("path", [None, "/nccl/2.32.3"])
+@pytest.mark.parametrize("path", [None, path_of("2.32.3")])
 def test_ranks_on_a_gpu_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch, path: str | None) -> None:
     libraries(monkeypatch, ("2.28.9", 22809), ("2.30.7", 23007))
     monkeypatch.setattr(devices, "GlooRanks", Started)
@@ -82,9 +125,9 @@ def test_ranks_on_a_gpu_are_told_what_they_need(monkeypatch: pytest.MonkeyPatch,
     assert isinstance(one, Started)
     assert isinstance(two, Started)
     alone = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": ""}
-    named = {} if path is None else {"TRITONDT_NCCL_SO": path, "LD_PRELOAD": path}
+    named = {} if path is None else nccls.variables_for(path)
     assert one["variables"] == {**alone, **named}
-    assert two["variables"] == {**devices.SHARED, **alone, **devices.preloaded("/nccl/2.30.7")}
+    assert two["variables"] == {**devices.SHARED, **alone, **nccls.variables_for(path_of("2.30.7"))}
     assert (two["size"], two["fresh"], two["backend"]) == (2, True, "tritondt")
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import HAS_CLI, REPOSITORY
+from tests.conftest import REPOSITORY
+from tests.harness.optional_packages import missing
 
 pytestmark = pytest.mark.extended
 
 
-@pytest.mark.skipif(not HAS_CLI, reason="benchmarks need the extra cli")
+@pytest.mark.skipif(bool(missing()), reason="benchmarks need the extra cli")
 @pytest.mark.skipif(sys.platform != "linux", reason="the double is built for Linux")
 def test_a_short_run_tells_the_time_of_each_case(tmp_path: Path) -> None:
     told = tmp_path / "told.json"

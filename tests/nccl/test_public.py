@@ -18,7 +18,10 @@ import torch.distributed as dist
 from tests.conftest import REPOSITORY
 from tests.doubles.fake_nccl.library import FakeNccl, build, load
 from tests.harness.gloo_ranks import GlooRanks
+from tests.nccl.devices import ON_ONE_MACHINE, SHARED, why_not
+from tests.nccl.libraries import sharing_library, variables_for
 from tritondt import PeerError, WorldError, nccl
+from tritondt._C import NcclLibrary
 
 PUBLIC = {
     *("Buffer", "Call", "Communicator", "Window"),
@@ -26,7 +29,7 @@ PUBLIC = {
     *("bootstrap", "empty", "init", "join", "library", "memory_pool"),
 }
 # What each rank prints of the example, and the version that brought it.
-SHRINK, PUTS, SHARING = 22703, 22902, 23007
+SHRINK, PUTS = 22703, 22902
 PRINTED = {
     "rank 0: all_reduce [[3.0, 3.0, 3.0]]": 0,
     "rank 1: all_reduce [[3.0, 3.0, 3.0]]": 0,
@@ -82,9 +85,9 @@ def free_port() -> int:
         return port
 
 
-def printed_by_example(*arguments: str) -> list[str]:
-    """The lines of both ranks of the example, sorted."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+def printed_by_example(*arguments: str, **told: str) -> list[str]:
+    """The lines of both ranks of the example, sorted; `told` are environment variables."""
+    variables = {**told, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
             [sys.executable, "examples/nccl_raw.py", *arguments],
@@ -115,10 +118,14 @@ def test_the_example_runs_on_two_ranks(version: int) -> None:
 
 @pytest.mark.gpu
 def test_the_example_runs_on_gpus() -> None:
-    version = nccl.library().version_code
-    if torch.cuda.device_count() < 2 and version < SHARING:
-        pytest.skip("one GPU, and an NCCL before 2.30.7, which lets no two ranks share it")
-    found = [line for line in printed_by_example() if "share no symmetric memory" not in line]
+    version, told = nccl.library().version_code, dict(ON_ONE_MACHINE)
+    if torch.cuda.device_count() < 2:
+        reason = why_not("gpu", 2)
+        if reason is not None:
+            pytest.skip(reason)
+        told |= {**SHARED, **variables_for(sharing_library())}
+        version = NcclLibrary(sharing_library()).version_code
+    found = [line for line in printed_by_example(**told) if "share no symmetric memory" not in line]
     expected = {line for line, since in PRINTED.items() if since <= version}
     assert set(found) <= expected
     assert {line for line in expected if " put " not in line} <= set(found)

@@ -6,10 +6,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.conftest import HAS_CLI
-
-pytestmark = pytest.mark.skipif(not HAS_CLI, reason="needs the extra `cli`")
-
 TINY = ("--ranks", "2", "--heads", "2", "--layers", "1", "--width", "8", "--seq", "8", "--batch", "2")
 
 

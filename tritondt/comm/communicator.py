@@ -131,8 +131,16 @@ class Communicator(Protocol):
         """Ends the communicator; a collective call."""
         ...
 
+    def begin_abort(self) -> None:
+        """Does the part of `abort` that waits for nothing, so that several communicators can be aborted together."""
+        ...
+
     def abort(self) -> None:
         """Ends the communicator without the other ranks."""
+        ...
+
+    def end_with_process(self, limit_s: float) -> None:
+        """Ends the communicator with its process, which may wait `limit_s` seconds for what is under way."""
         ...
 
     def disown(self, error: WorldError) -> None:

@@ -6,6 +6,7 @@ through new_group, whose counters diverge when only some ranks call it.
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from tritondt.comm.monitor.comparison import digest
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.flight_folder import FlightFolder, TemporaryFlightFolder
 from tritondt.comm.monitor.watch import Watch
+from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
@@ -46,6 +48,8 @@ from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
 
 _MAX_NAMED = 16
+# How long a process that ends waits for what is under way on a device.
+_LEAVE_S = 2.0
 
 
 class Part(Protocol):
@@ -55,7 +59,10 @@ class Part(Protocol):
         """Ends the resource; a collective call."""
 
     def abort(self) -> None:
-        """Ends the resource without the other ranks."""
+        """Ends the resource without the other ranks, and waits for nothing."""
+
+    def end_with_process(self, limit_s: float) -> None:
+        """Ends the resource with the process, which waits at most so many seconds."""
 
 
 def _ended() -> WorldError:
@@ -182,14 +189,36 @@ class ProcessWorld:
             self.abort()
 
     def abort(self) -> None:
-        """Ends all communicators without the other ranks."""
+        """Ends all communicators without the other ranks; TransportError where NCCL does not end one in time.
+
+        Aborts of NCCL are begun together: one may wait for what only another one ends.
+        """
         self._closed = True
         self._end_rendezvous()
         for communicator in self._communicators.values():
-            communicator.abort()
-        self._communicators.clear()
+            communicator.begin_abort()
         for part in self._parts.values():
             part.abort()
+        for communicator in self._communicators.values():
+            communicator.abort()
+        self._let_go()
+        unfinished = aborts.settle()
+        if unfinished is not None:
+            raise TransportError(unfinished)
+
+    def end_with_process(self) -> None:
+        """Ends all communicators with the process: what is under way on a device has a moment, and is then aborted."""
+        self._closed = True
+        self._end_rendezvous()
+        for resource in (*self._communicators.values(), *self._parts.values()):
+            resource.end_with_process(_LEAVE_S)
+        self._let_go()
+        unfinished = aborts.settle()
+        if unfinished is not None:
+            sys.stderr.write(f"tritondt: {unfinished}\n")
+
+    def _let_go(self) -> None:
+        self._communicators.clear()
         self._parts.clear()
         self._watch.close()
         self._store_client.close()

@@ -149,6 +149,10 @@ class IssueQueue(ABC):
     def close(self) -> None:
         """Ends the queue's thread when all that was submitted has run."""
 
+    def close_aborted(self) -> None:
+        """Ends the queue of a communicator that was aborted, whose work fails."""
+        self.close()
+
     @abstractmethod
     def _enqueue(self, work: Work, run: Run) -> None: ...
 

@@ -115,7 +115,7 @@ def _watch_for_the_end() -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
-    atexit.register(_end_all)
+    atexit.register(_leave_all)
 
 
 def _worlds_of_process() -> list[ProcessWorld]:
@@ -123,7 +123,17 @@ def _worlds_of_process() -> list[ProcessWorld]:
 
 
 def _end_all() -> None:
-    """Ends worlds that were not closed: no thread runs while Python is finalised, no folder without records stays."""
+    """Ends worlds that were not closed, without the other ranks."""
     for world in _worlds_of_process():
         registry.end(world.identity)
         world.abort()
+
+
+def _leave_all() -> None:
+    """Ends worlds that were not closed, with the process: no thread runs while Python is finalised, no folder stays.
+
+    NCCL, whose aborts may hang, is left to the system where nothing is under way.
+    """
+    for world in _worlds_of_process():
+        registry.end(world.identity)
+        world.end_with_process()

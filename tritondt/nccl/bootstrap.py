@@ -16,6 +16,8 @@ from tritondt.nccl.communicator import Communicator
 Options = Mapping[str, int | str]
 _TIMEOUT = timedelta(seconds=300)
 
+_ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
+
 
 def library(path: str | None = None) -> NcclLibrary:
     """The NCCL of this process, or the one at `path`.
@@ -152,9 +154,13 @@ def _id_of_group(group: Any, found: NcclLibrary) -> tuple[int, int, bytes]:
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
         raise WorldError("a communicator was asked for over a process group that this rank is not in")
-    ids: list[Any] = [found.unique_id() if rank == 0 else None]
-    dist.broadcast_object_list(ids, group=group, group_src=0)
-    return rank, num_ranks, ids[0]
+    # As a tensor: torch needs NumPy, which may not be there, to broadcast an object.
+    told = torch.frombuffer(bytearray(found.unique_id() if rank == 0 else _ID_BYTES), dtype=torch.uint8)
+    over: Any = dist.group.WORLD if group is None else group
+    if not any(device.type == "cpu" for device in over._device_types):
+        told = told.to("cuda")
+    dist.broadcast(told, group=group, group_src=0)
+    return rank, num_ranks, bytes(told.tolist())
 
 
 def _joined(

@@ -59,10 +59,12 @@ class CollectiveStream:
                 work.fail(self._monitored.failure)
                 return
             if work.ready is None:
-                self._streams.follow(self.stream, self._streams.current())
+                work.caller = self._streams.current()
+                self._streams.follow(self.stream, work.caller)
             else:
                 self.stream.wait_event(work.ready)
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
+                self._monitored.num_captured += 1
                 self._call(work.operation, tensors)
             else:
                 self._monitored.reap()
@@ -135,6 +137,11 @@ class CollectiveStream:
     def abort(self) -> None:
         """Ends what is under way without waiting for the others."""
         self.fail(WorldError(f"{self._context.name} was aborted"))
+
+    def end_with_process(self, limit_s: float) -> None:
+        """Leaves NCCL to the end of the process when the stream is through; aborts what is not within `limit_s`."""
+        if not self._monitored.leave(limit_s):
+            self.abort()
 
     def close(self) -> None:
         """Waits for all that was issued, and ends the communicator."""

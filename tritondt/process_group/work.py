@@ -34,6 +34,7 @@ class NcclWork(Work):
     sent_bytes = received_bytes = 0
     late: Wait | None = None
     ready: Event | None = None
+    caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
     _stream: Stream | None = None
     _event: Event | None = None
     _error: BaseException | None = None
@@ -110,11 +111,14 @@ class NcclWork(Work):
         if self._event is not None:
             if limit_s is not None or self.operation.waits_on_host:
                 self._wait_on_host(limit_s)
-            self._streams.current().wait_event(self._event)
+            waiter = self._streams.current()
+            waiter.wait_event(self._event)
+            # Waited for on another stream than the issuer's, what is freed could be written to before it has been read.
+            if waiter is self.caller:
+                self._held = ()
         if self._error is not None:
             self._on_raised()
             raise again(self._error) from self._error
-        self._held = ()
         return True
 
     def _wait_on_host(self, limit_s: float | None) -> None:

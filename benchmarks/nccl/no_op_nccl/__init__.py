@@ -63,6 +63,7 @@ class NoOpStreams:
     """Streams of the CPU that run nothing."""
 
     device = torch.device("cpu")
+    connects_late = False
 
     def __init__(self) -> None:
         self._stream, self._nothing = NoOpStream(), nullcontext()

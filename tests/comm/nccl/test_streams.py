@@ -1,5 +1,6 @@
 """What the streams of a GPU ask of torch, by stand-ins for its functions; tests/nccl runs them on one."""
 
+import ctypes
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from tritondt.comm.nccl import streams as streams_module
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.errors import TransportError
 
 
 class StandInStream:
@@ -118,6 +120,54 @@ def test_one_event_serves_all_who_follow(both: Both) -> None:
     both.torch.is_capturing = True  # an event of a graph is no other's
     both.ours.follow(late, early)
     assert both.torch.take() == [("recorded anew", 1), ("waits", 2, "event of 1")]
+
+
+class Driver:
+    """Stands for libcuda: priorities from 0 to -5, and handles that count up."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.made: list[tuple[int, int]] = []
+        self._status = status
+
+    def cuCtxGetStreamPriorityRange(self, least: Any, greatest: Any) -> int:  # noqa: N802
+        least._obj.value, greatest._obj.value = 0, -5
+        return 0
+
+    def cuStreamCreateWithPriority(self, handle: Any, flags: int, priority: Any) -> int:  # noqa: N802
+        self.made.append((flags, priority.value))
+        handle._obj.value = 1000 + len(self.made)
+        return self._status
+
+
+@pytest.fixture
+def driver(both: Both, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    found = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", {"libcuda.so.1": found}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: StandInContext())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: StandInStream(handle, both.torch.seen))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: pytest.fail("torch has 32 streams for all"))
+    return found
+
+
+class StandInContext:
+    """Stands for a stream that is there already."""
+
+    def synchronize(self) -> None:
+        """Makes the device's context."""
+
+
+def test_no_two_communicators_share_a_stream(both: Both, driver: Driver) -> None:
+    """torch's pool gives its first stream again after 32."""
+    handles = [both.ours.make().cuda_stream for _ in range(33)]
+    assert len(set(handles)) == 33
+    assert driver.made == [(1, -5)] * 33  # beside the default stream, of the highest priority
+
+
+def test_a_stream_that_cuda_does_not_make_is_told(both: Both, driver: Driver) -> None:
+    driver._status = 2
+    with pytest.raises(TransportError, match=r"^cuStreamCreateWithPriority was called and returned 2; it must"):
+        both.ours.make()
 
 
 class Counting:

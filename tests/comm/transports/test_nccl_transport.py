@@ -219,13 +219,14 @@ def test_a_device_that_does_not_answer_ends_what_is_under_way(monkeypatch: pytes
     watch = SimpleNamespace(
         attend=lambda find: None, leave=lambda find: None, report=lambda key, sequence, error: told.append(error)
     )
-    member: Any = SimpleNamespace(watch=watch, flight=Flight(0, 1, None), key="key")
+    member: Any = SimpleNamespace(watch=watch, flight=Flight(0, 1, None), key="key", name="rank 0")
     nothing: Any = None
-    watched: Any = nccl_watched.MonitoredNccl(member, nothing, nothing, told.append, nccl_watched.TimeoutPolicy())
+    streams: Any = SimpleNamespace(bind_thread=lambda: None)
+    watched: Any = nccl_watched.MonitoredNccl(member, nothing, streams, told.append, nccl_watched.TimeoutPolicy())
     lost: Any = Lost()
     watched.put(lost, lambda: None, "run")
     assert watched._waits() == []
-    assert watched.native.aborted.is_set()
+    assert watched.native.aborted.wait(60)
     assert told == [lost.error, lost.error]  # the other ranks, and this one
     assert str(lost.error).startswith("CUDA error: an illegal memory access")
 

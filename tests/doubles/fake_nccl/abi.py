@@ -73,6 +73,8 @@ PARAMETERS = {
     "ncclSignal": "iiiupp",
     "ncclWaitSignal": "ippp",
     "fakeSet": "pp",
+    "fakeCapture": "i",
+    "fakeDestroyGraphs": "",
     "fakeSetDevice": "i",
     "fakeGetDevice": "p",
     "fakeStreamCreate": "p",

@@ -1,20 +1,19 @@
 """The benchmark of operators: what it counts as right, as wrong and as sent, on a few of torch's operators."""
 
-import importlib.util
 import json
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.conftest import HAS_CLI
+from tests.harness.optional_packages import missing
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.sharding.placement import Replicate, Shard
 
 aten = torch.ops.aten
 
 pytestmark = pytest.mark.skipif(
-    not HAS_CLI or importlib.util.find_spec("expecttest") is None,
+    bool(missing()),
     reason="torch's operator database needs expecttest, the report the extra `cli`",
 )
 

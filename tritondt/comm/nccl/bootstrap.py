@@ -1,10 +1,12 @@
 """Start of NCCL communicators: ranks exchange the unique id through the store, and none waits for ever for another."""
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tritondt import environment
@@ -14,6 +16,10 @@ from tritondt.comm.nccl.streams import Streams
 from tritondt.errors import PeerError, TransportError
 
 Result = TypeVar("Result")
+# Each has buffers of some megabytes: of a large communicator not all need them.
+_MOST_CONNECTED = 64
+_PAUSE_S = 0.001
+_never_over: list[torch.Tensor] = []
 
 
 def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -> NcclCommunicator:
@@ -36,7 +42,10 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
 
     def join() -> NcclCommunicator:
         streams.bind_thread()
-        return library.init([unique_id], len(context.ranks), place, environment.nccl_options())
+        made = library.init([unique_id], len(context.ranks), place, environment.nccl_options())
+        if streams.connects_late:
+            connect(made, place, len(context.ranks), streams, timeout)
+        return made
 
     try:
         return within(timeout, join)
@@ -46,6 +55,32 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
         ) from None
     except NcclError as error:
         raise TransportError(f"rank {context.rank} could not make {context.name} in NCCL: {error}") from error
+
+
+def connect(native: NcclCommunicator, place: int, size: int, streams: Streams, timeout: timedelta) -> None:
+    """Exchanges a byte with the nearest ranks, by which they connect; TimeoutError where it does not end in time.
+
+    NCCL connects two ranks in the first call that needs it, and the host waits there: an abort meanwhile would free
+    what that call works on. Here nobody aborts yet.
+    """
+    near = min(_MOST_CONNECTED // 2, size - 1)
+    peers = sorted({(place + step) % size for step in range(-near, near + 1)} - {place})
+    if not peers:
+        return
+    memory = torch.zeros(2 * len(peers), dtype=torch.uint8, device=streams.device)
+    stream, ends_at = streams.make(), time.monotonic() + timeout.total_seconds()
+    streams.follow(stream, streams.current())
+    first = memory.data_ptr()
+    sends, receives = (
+        [(peer, first + side * len(peers) + number, 1) for number, peer in enumerate(peers)] for side in (0, 1)
+    )
+    native.exchange(sends, receives, stream.cuda_stream)
+    end = stream.record_event()
+    while not end.query():
+        if time.monotonic() >= ends_at:
+            _never_over.append(memory)  # it may be written to yet
+            raise TimeoutError
+        time.sleep(_PAUSE_S)
 
 
 def within(timeout: timedelta, make: Callable[[], Result]) -> Result:

@@ -6,6 +6,7 @@ Work, or by the queue where that was dropped, so that the allocator needs not be
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
@@ -14,19 +15,24 @@ from typing import Any, Protocol
 import torch
 
 from tritondt.comm import read_guard
+from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.streams import Event, Stream, Streams, answered
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
+
+_PAUSE_S = 0.0005
+_never_over: list["StreamWork"] = []
 
 
 class StreamWork(Work):
     """Work in a stream: waiting for it lets the calling thread's current stream wait, and not the host."""
 
-    __slots__ = ("_addresses", "_held", "_versions", "event")
+    __slots__ = ("_addresses", "_held", "_versions", "caller", "event")
 
     def __init__(self, queue: "StreamQueue", description: str, held: Sequence[torch.Tensor], run: Run) -> None:
         super().__init__(queue, description)
         self.event: Event | None = None
+        self.caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
         self._held: tuple[Any, ...] | None = (held, run)
         self._versions = versions(held)
         self._addresses = read_guard.begin(held, self.settle)
@@ -95,7 +101,8 @@ class StreamQueue(IssueQueue):
         assert isinstance(work, StreamWork), "work of a queue of streams"
         self._thread_id = threading.get_ident()
         try:
-            self._streams.follow(self.stream, self._streams.current())
+            work.caller = self._streams.current()
+            self._streams.follow(self.stream, work.caller)
             with self._streams.on(self.stream):
                 self._run(work, run)
         finally:
@@ -121,8 +128,11 @@ class StreamQueue(IssueQueue):
         if work.event is None:
             return  # it asks for itself while it is put into the stream
         work.check_sources()
-        self._streams.current().wait_event(work.event)
-        work.release()
+        waiter = self._streams.current()
+        waiter.wait_event(work.event)
+        # Waited for on another stream than the issuer's, what is freed could be written to before it has been read.
+        if waiter is work.caller:
+            work.release()
 
     @property
     def is_busy(self) -> bool:
@@ -153,6 +163,21 @@ class StreamQueue(IssueQueue):
             return
         self.stream.synchronize()
         self.let_go()
+
+    def close_aborted(self) -> None:
+        """Returns when the stream is through, or has been given `aborts.LIMIT_S` for that: an abort may never end.
+
+        The works that are in it still keep their tensors for as long as there is the process.
+        """
+        if self.is_disowned:
+            return
+        end, ends_at = self.stream.record_event(), time.monotonic() + aborts.LIMIT_S
+        while not answered(end.query) and time.monotonic() < ends_at:
+            time.sleep(_PAUSE_S)
+        if answered(end.query):
+            self.let_go()
+        else:
+            _never_over.extend(self._under_way)
 
     def mark_end(self, ended: Ended) -> None:
         """Sets the event of `ended`: the end of the work that is being put into the stream, or its end so far."""

@@ -14,6 +14,7 @@ import torch
 from tritondt.errors import TransportError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 # torch has 33 to a priority and device, and those that programs bring.
 _MAX_KNOWN = 256
 
@@ -53,6 +54,11 @@ class Streams(Protocol):
     @property
     def device(self) -> torch.device:
         """The device whose tensors the streams work on."""
+        ...
+
+    @property
+    def connects_late(self) -> bool:
+        """Whether ranks connect in the first call of NCCL that needs it, where the host waits for it."""
         ...
 
     def current(self) -> Stream:
@@ -105,12 +111,24 @@ def answered(ask: Callable[[], bool]) -> bool:
         return False
 
 
+def _call_driver(name: str, *arguments: Any) -> None:
+    """Calls a function of CUDA's driver, which torch has not; TransportError where it fails.
+
+    The driver's library has one name everywhere, the runtime's a name for each version.
+    """
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    if status != 0:
+        raise TransportError(f"{name} was called and returned {status}; it must return 0")
+
+
 class CudaStreams:
     """The streams of one GPU.
 
     torch.cuda makes an object for every question about the current stream, which takes longer than what CUDA does;
     here they are kept by CUDA's handles.
     """
+
+    connects_late = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -131,9 +149,23 @@ class CudaStreams:
         return found
 
     def make(self) -> Stream:
-        """A stream of the highest priority there is."""
-        made: Stream = torch.cuda.Stream(self.device, priority=-1)
+        """A stream of the highest priority there is, of nobody else's: torch has 32, which it gives again and again.
+
+        Two communicators that shared one would wait for each other's peers. It is never destroyed: torch's allocator
+        may keep events for memory that was used on it.
+        """
+        torch.cuda.current_stream(self.device).synchronize()  # makes the device's context, where there is none yet
+        made: Stream = torch.cuda.ExternalStream(self._new_stream(), self.device)
         return made
+
+    def _new_stream(self) -> int:
+        """CUDA's handle of a new stream."""
+        least, greatest, handle = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
+        with torch.cuda.device(self.device):
+            _call_driver("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+            _call_driver("cuStreamCreateWithPriority", ctypes.byref(handle), _NON_BLOCKING, greatest)
+        assert handle.value is not None, "a stream of CUDA's"
+        return handle.value
 
     def follow(self, stream: Any, other: Any) -> None:
         """Puts a wait for all that `other` has been given into `stream`, by an event that is used again."""
@@ -168,13 +200,7 @@ class CudaStreams:
 
     def ignore_captures(self) -> None:
         """Makes the calling thread's capture mode relaxed: the default lets a capture reach into all threads."""
-        mode = ctypes.c_int(_RELAXED)
-        # The driver's function, which the runtime's calls: torch has neither, and this library one name everywhere.
-        status = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-        if status != 0:
-            raise TransportError(
-                f"cuThreadExchangeStreamCaptureMode was called and returned {status}; it must return 0"
-            )
+        _call_driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(_RELAXED)))
 
     def future(
         self, stream: Any, value: Sequence[torch.Tensor], error: Callable[[], BaseException | None]

@@ -4,8 +4,10 @@ The host waits for none of them. What does not come to an end in time is aborted
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -14,13 +16,17 @@ from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import DONE, FAILED, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
+from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.bootstrap import join_nccl, within
 from tritondt.comm.nccl.streams import Streams, answered
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
-from tritondt.errors import PeerError
+from tritondt.errors import PeerError, TransportError, WorldError
 
-# The wait for an operation that is in the stream still when the watch looks.
+# How long a communicator of which operations were captured may take to be destroyed: while a graph has one of them it
+# never is, and nobody can be asked for the graphs that there are.
+_CAPTURED_S = 10.0
+_PAUSE_S = 0.005
 
 
 class InFlight(Protocol):
@@ -90,6 +96,7 @@ class MonitoredNccl:
         self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
+        self.num_captured = 0
         self.native: NcclCommunicator = join_nccl(context, library, streams)
         self._watch.attend(self._waits)
 
@@ -128,8 +135,12 @@ class MonitoredNccl:
             self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
 
     def _waits(self) -> list[Wait]:
-        """Waits for the operations that are in the stream still; called by the watch."""
+        """Waits for the operations that are in the stream still; called by the watch.
+
+        A thread that asks for an event without a device of its own gets a context on GPU 0, of half a gigabyte.
+        """
         try:
+            self._streams.bind_thread()
             # A list: others put and reap meanwhile, and a tuple of so many could be interrupted by the collector.
             under_way = [found for found in list(self._under_way) if not found.is_over()]
         except RuntimeError as error:  # the device does not answer any more
@@ -179,17 +190,39 @@ class MonitoredNccl:
             if not answered(found.is_over):
                 found.fail(error)
                 self._recorder.end(found.record, FAILED, label)
-        self.native.abort()
+        aborts.begin(self.native.abort, self._context.name, self.num_captured)
 
     def close(self, reason: BaseException) -> None:
-        """Ends the communicator when the stream has come past everything; waits for the others within the timeout."""
+        """Ends the communicator when the stream has come past everything; waits for the others within the timeout.
+
+        TransportError where NCCL does not end it for CUDA graphs that have its operations.
+        """
         if not self._ends_with(reason):
             return
         self.reap()
+        timeout = self._context.timeout
+        if self.num_captured:
+            timeout = min(timeout, timedelta(seconds=_CAPTURED_S))
         try:
-            within(self._context.timeout, self._destroy)
+            within(timeout, self._destroy)
         except TimeoutError:
-            self.native.abort()
+            self.native.abort()  # does nothing where NCCL has begun to end it
+            if self.num_captured:
+                raise TransportError(
+                    f"NCCL did not end {self._context.name} within {timeout.total_seconds():g} s"
+                    f"{aborts.captured_text(self.num_captured)}; delete them before tritondt.shutdown()"
+                ) from None
+
+    def leave(self, limit_s: float) -> bool:
+        """Leaves the communicator to the end of the process; False where the stream is not through within `limit_s`."""
+        ends_at = time.monotonic() + limit_s
+        while self.failure is None and any(not answered(found.is_over) for found in list(self._under_way)):
+            if time.monotonic() >= ends_at:
+                return False
+            time.sleep(_PAUSE_S)
+        if self._ends_with(WorldError("the process has come to its end")):
+            self.native.leave()
+        return True
 
     def _ends_with(self, error: BaseException) -> bool:
         """Whether this is the first reason to end."""

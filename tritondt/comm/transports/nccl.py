@@ -88,6 +88,7 @@ class NcclCommunicator(PackedCommunicator):
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
+            self._watched.num_captured += 1
             return
         self._queue.mark_step()
         self._watched.reap()
@@ -176,3 +177,9 @@ class NcclCommunicator(PackedCommunicator):
 
     def _interrupt(self, reason: BaseException) -> None:
         self._watched.fail(reason)
+
+    def end_with_process(self, limit_s: float) -> None:
+        """Leaves NCCL to the end of the process when the stream is through; aborts what is not within `limit_s`."""
+        if self._is_inherited or self._watched.leave(limit_s):
+            return
+        self.begin_abort()

@@ -132,13 +132,22 @@ class OrderedCommunicator(Closable, ABC):
         self._disconnect(self._end("closed"))
         self._queue.raise_unseen()
 
+    def begin_abort(self) -> None:
+        """Does the part of `abort` that waits for nothing, so that several communicators can be aborted together."""
+        if not self._is_inherited:  # connections, devices and those who wait are the parent's
+            self._interrupt(self._end("aborted"))
+
     def abort(self) -> None:
         """Ends the communicator without the other ranks: what was issued fails, and a thread that waits is woken."""
-        if self._is_inherited:  # connections, devices and those who wait are the parent's
+        if self._is_inherited:
             return
-        self._interrupt(self._end("aborted"))
-        self._queue.close()
+        self.begin_abort()
+        self._queue.close_aborted()
         self._let_go()
+
+    def end_with_process(self, limit_s: float) -> None:
+        """Ends the communicator with its process, which may wait `limit_s` seconds for what is under way."""
+        self.abort()
 
     @abstractmethod
     def _interrupt(self, reason: BaseException) -> None:

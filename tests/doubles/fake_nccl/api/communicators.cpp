@@ -105,6 +105,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   // Stays among the living until then, so that an abort by another thread ends the wait.
   found->wait_for_running();
   found->wait_for_issued();
+  found->wait_for_graphs();
   end(comm, found);
   return ncclSuccess;
 }
@@ -115,6 +116,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   const Handle found = find_communicator(comm);
   if (found == nullptr) return ncclInvalidArgument;
   found->abort();
+  found->wait_for_graphs();
   end(comm, found);
   return ncclSuccess;
 }

@@ -4,6 +4,7 @@
 
 #include "api/registry.h"
 #include "api/stream_handles.h"
+#include "engine/launch.h"
 #include "interface/fake_api.h"
 #include "settings/errors.h"
 #include "settings/settings.h"
@@ -42,6 +43,16 @@ using namespace fake_nccl;
 ncclResult_t fakeSet(const char* name, const char* value) {
   if (set(name, value)) return ncclSuccess;
   return failed(ncclInvalidArgument, std::string(name) + "=" + value + " is not understood");
+}
+
+ncclResult_t fakeCapture(int is_under_way) {
+  capture(is_under_way != 0);
+  return ncclSuccess;
+}
+
+ncclResult_t fakeDestroyGraphs() {
+  destroy_graphs();
+  return ncclSuccess;
 }
 
 ncclResult_t fakeSetDevice(int device) {

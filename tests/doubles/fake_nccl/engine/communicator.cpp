@@ -210,6 +210,23 @@ void Communicator::wait_for_running() {
   changed_.wait(lock, [this] { return num_running_ == 0; });
 }
 
+void Communicator::capture() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_in_graph_ = true;
+}
+
+void Communicator::release_graphs() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  is_in_graph_ = false;
+  changed_.notify_all();
+}
+
+// As NCCL does (localPersistentRefs, init.cc of 2.30.7), an abort too.
+void Communicator::wait_for_graphs() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !is_in_graph_; });
+}
+
 std::shared_ptr<Latch> Communicator::replace_tail(std::shared_ptr<Latch> tail) {
   const std::lock_guard<std::mutex> lock(mutex_);
   std::swap(tail_, tail);

@@ -108,6 +108,10 @@ class Communicator {
   bool wait_for_issued();
   // Until nothing runs.
   void wait_for_running();
+  // An operation that a graph has, and may run again; until all such graphs are destroyed.
+  void capture();
+  void release_graphs();
+  void wait_for_graphs();
 
   // When the operation issued last is over; operations of a communicator run in order of issue,
   // whatever their streams. Returns what was there before.
@@ -141,6 +145,7 @@ class Communicator {
   std::condition_variable changed_;
   int num_running_ = 0;
   int num_issued_ = 0;
+  bool is_in_graph_ = false;
   std::shared_ptr<Latch> tail_;
   Possessions possessions_;
 };

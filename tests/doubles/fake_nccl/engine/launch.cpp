@@ -110,11 +110,39 @@ std::mutex& launching() {
   return *made;
 }
 
+struct Graphs {
+  bool is_under_way = false;
+  std::vector<std::weak_ptr<Communicator>> communicators;
+};
+
+// Under the lock of launching().
+Graphs& graphs() {
+  static Graphs* const made = new Graphs;
+  return *made;
+}
+
 }  // namespace
+
+void capture(bool is_under_way) {
+  const std::lock_guard<std::mutex> lock(launching());
+  graphs().is_under_way = is_under_way;
+}
+
+void destroy_graphs() {
+  const std::lock_guard<std::mutex> lock(launching());
+  for (const auto& captured : graphs().communicators) {
+    if (const auto communicator = captured.lock()) communicator->release_graphs();
+  }
+  graphs().communicators.clear();
+}
 
 void launch(std::vector<Issued> calls) {
   const std::lock_guard<std::mutex> lock(launching());
   const std::shared_ptr<Communicator> communicator = calls.front().communicator;
+  if (graphs().is_under_way) {
+    communicator->capture();
+    graphs().communicators.push_back(communicator);
+  }
   const std::shared_ptr<HostStream> first = calls.front().stream;
   std::vector<std::shared_ptr<HostStream>> others;
   std::vector<std::shared_ptr<Latch>> awaited;

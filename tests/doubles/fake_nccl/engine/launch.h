@@ -22,4 +22,9 @@ struct Issued {
 // streams, it starts when all have come to it and all go on when it is over.
 void launch(std::vector<Issued> calls);
 
+// From now on, until told otherwise, what is launched is of a graph too.
+void capture(bool is_under_way);
+// Destroys all graphs.
+void destroy_graphs();
+
 }  // namespace fake_nccl

@@ -31,6 +31,11 @@ FAKE_NCCL_API ncclResult_t fakeStreamWaitEvent(cudaStream_t stream, cudaEvent_t 
 FAKE_NCCL_API ncclResult_t fakeEventSynchronize(cudaEvent_t event);
 FAKE_NCCL_API ncclResult_t fakeEventQuery(cudaEvent_t event);
 
+// What is put into streams between 1 and 0 is in a graph too, though it runs; no communicator ends
+// while a graph has an operation of it. There is one way to destroy graphs: all of them.
+FAKE_NCCL_API ncclResult_t fakeCapture(int is_under_way);
+FAKE_NCCL_API ncclResult_t fakeDestroyGraphs();
+
 // The configuration of a communicator and of its last call, as a library of the version played
 // reads them.
 FAKE_NCCL_API ncclResult_t fakeCommConfig(ncclComm_t comm, ncclConfig_t* config);

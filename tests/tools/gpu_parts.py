@@ -1,0 +1,132 @@
+"""The parts of `make gpu`, in order of value, and those of `make gpu-dry`, which run the same without a GPU."""
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+# A GPU holds the contexts of a few processes beside each other, of half a gigabyte each.
+_MOST_WORKERS = 8
+# A test that compiles many kernels is longer under way; one that hangs is ended with the process, and told by name.
+_HANG_S = 300
+_CAN_SHARE = "import sys; from tests.nccl.devices import why_not; sys.exit(why_not('gpu', 2))"
+_CAN_ASK = "import sys; from tests.nccl.libraries import why_not_shared; sys.exit(why_not_shared())"
+_CAN_SANITIZE = (
+    "import sys; from tests.kernels.test_sanitized import sanitizer;"
+    "sys.exit(None if sanitizer() else 'compute-sanitizer, of the CUDA toolkit, is not installed')"
+)
+
+
+class Part(NamedTuple):
+    """A command of at most `limit_s`; after an `essential` one that fails nothing is run.
+
+    Where `can_run` fails the part is skipped, with its last line as the reason. One of `tests` is a run of pytest,
+    which notes outcomes as they come and is continued. One that `interprets` runs in Triton's interpreter, which
+    imports NumPy, as nothing else here does.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    limit_s: float
+    essential: bool = False
+    can_run: tuple[str, ...] = ()
+    tests: bool = False
+    interprets: bool = False
+
+
+def parts(python: str) -> tuple[Part, ...]:
+    """What needs a GPU: the build, first calls, first figures, two ranks on one GPU, then all other tests."""
+    share, ask, sanitize = ((python, "-c", each) for each in (_CAN_SHARE, _CAN_ASK, _CAN_SANITIZE))
+
+    def bench(module: str, name: str, *options: str) -> tuple[str, ...]:
+        return (python, "-m", f"benchmarks.{module}", *options, "--json", f"benchmarks/results/{name}.json")
+
+    def tests(*words: str, marks: str = "gpu") -> tuple[str, ...]:
+        return (*pytest_command(python), "-m", marks, *words)
+
+    beside = ("--numprocesses", str(_workers()), "--dist", "load") if _workers() > 1 else ()
+    return (
+        Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True),
+        Part("tests-first", tests("tests/nccl/test_operations.py", "-k", "gpu-1"), 120, tests=True),
+        Part("bench-first", bench("kernels.copy_boxes_gpu", "copy_boxes_gpu", "--mebibytes", "64"), 120),
+        Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=ask),
+        Part("tests-shared", tests("tests/nccl/test_operations.py", "-k", "gpu-2"), 120, can_run=share, tests=True),
+        Part("bench-nccl", bench("nccl", "nccl_gpu_1_rank", "--rounds", "20"), 120),
+        Part("bench-nccl-2", bench("nccl", "nccl_gpu_2_ranks", "--ranks", "2"), 240, can_run=share),
+        Part("tests-nccl", tests("tests/nccl", "-k", "gpu-1 or on_gpus"), 600, tests=True),
+        Part("tests-nccl-2", tests("tests/nccl", "-k", "gpu-2"), 600, can_run=share, tests=True),
+        Part("tests-kernels", tests("tests/kernels/test_gpu_kernels.py", *beside), 900, tests=True),
+        Part("tests-engine", tests("tests/test_gpu.py", *beside), 900, tests=True),
+        Part(
+            "tests-others",
+            tests("tests", *(f"--ignore=tests/{name}" for name in ("nccl", "kernels", "test_gpu.py"))),
+            600,
+            tests=True,
+        ),
+        Part("memcheck", tests("tests/kernels/test_sanitized.py", "-k", "memcheck"), 600, can_run=sanitize, tests=True),
+        Part(
+            "racecheck", tests("tests/kernels/test_sanitized.py", "-k", "racecheck"), 600, can_run=sanitize, tests=True
+        ),
+    )
+
+
+def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
+    """The same flow on the CPU: Triton interpreted, the double of NCCL, and few cases of each; a `short` form of it."""
+    command = pytest_command(python)
+    collect = (*command[:-2], "--collect-only", "-q", "-m", "gpu", "tests")
+    host = (*command, "tests/nccl/test_operations.py", "-k")
+    kernels = (*command, "-m", "gpu", "tests/kernels/test_gpu_kernels.py")
+    bench = (python, "-m", "benchmarks.kernels.copy_boxes_gpu", "--dry", "--mebibytes", "0.04", "--rounds", "1")
+    nccl = (python, "-m", "benchmarks.nccl", "--double", "--rounds", "1", "--bytes", "64")
+    build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
+    if short:
+        return (build, Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 60))
+    return (
+        build,
+        Part("collect", collect, 120),
+        Part("tests-first", (*host, "host-1"), 120, tests=True),
+        Part("bench-first", bench, 120, interprets=True),
+        Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=(python, "-c", _CAN_ASK)),
+        Part("tests-shared", (*host, "host-2"), 120, tests=True),
+        Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 60),
+        Part("bench-nccl-2", (*nccl, "--ranks", "2", "--only", "*512 x 512*"), 60),
+        Part(
+            "tests-kernels",
+            (*kernels, "-k", "float32-sum-3 or wide1-fp80 or test_random_casts and source0-target0"),
+            120,
+            tests=True,
+            interprets=True,
+        ),
+        Part(
+            "tests-engine",
+            (*command, "-m", "gpu", "tests/test_gpu.py", "-k", "distributing or refuses"),
+            120,
+            tests=True,
+        ),
+    )
+
+
+def pytest_command(python: str) -> tuple[str, ...]:
+    """pytest, which ends a process whose test hangs; pytest-timeout cannot where the hang is within a C function."""
+    ends = ("-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true")
+    return (python, "-m", "pytest", "-q", "-rs", *ends, "-p", "tests.tools.gpu_progress")
+
+
+def environment(folder: str, given: Mapping[str, str], *, dry: bool) -> dict[str, str]:
+    """The variables of all parts: Triton's cache is kept, so that a second call compiles nothing again."""
+    found = {"TRITON_CACHE_DIR": str(Path(folder) / "triton"), **given}
+    return found | ({"TRITONDT_GPU_DRY": "1", "CUDA_VISIBLE_DEVICES": ""} if dry else {})
+
+
+def interpreting(folder: str, given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a part that interprets: NumPy is beside the environment that has torch, Triton and pytest."""
+    before = given.get("PYTHONPATH", "")
+    return {**given, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(Path(folder) / "numpy"), before])}
+
+
+def _workers() -> int:
+    """Processes that run tests side by side; one without pytest-xdist."""
+    if importlib.util.find_spec("xdist") is None:
+        return 1
+    return min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
