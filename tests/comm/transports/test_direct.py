@@ -43,6 +43,7 @@ def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[
     mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous(shape)
     before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in (source, target))
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+    assert before.coordinate is not None
     local = whole[tuple(slice(*bounds) for bounds in before.layout.boxes(before.coordinate)[0])].contiguous()
     communicator: Any = world.current().communicator(ALL)
     found = T.redistribute(local, before, after)
@@ -155,7 +156,7 @@ def connect_but_for(rank: int, what: str) -> tuple[str, list[str]]:
 
 
 def plant(patch: pytest.MonkeyPatch, what: str) -> None:
-    arena = arenas.Arena
+    arena: Any = vars(arenas)["Arena"]
 
     def failing(*arguments: Any) -> Any:
         if len(arguments) == (1 if what == "no memory" else 2):

@@ -16,6 +16,7 @@ from tritondt.comm.communicator import Traffic, Transfer
 from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference, read_note, write_note
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
+from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
 from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
 from tritondt.comm.packing.wire_cast import casting_transfer
@@ -186,7 +187,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         for table in plan.reduces:
             self._launch(table.run, [*sources, staging], targets, threads)
 
-    def _buffers(self, plan: PackedTransfer, device: torch.device) -> tuple[torch.Tensor, int, int, int]:
+    def _buffers(
+        self, plan: PackedTransfer | DirectTransfer, device: torch.device
+    ) -> tuple[torch.Tensor, int, int, int]:
         """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
         packed_at = (plan.staged_bytes + _ALIGNMENT - 1) & -_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
         num_bytes = widened_at = packed_at + plan.packed_bytes

@@ -43,7 +43,9 @@ class DirectCommunicator(SocketCommunicator):
             return super().traffic_of(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
 
-    def _compiled(self, transfer: Transfer) -> PackedTransfer | DirectTransfer:
+    def _compiled(  # type: ignore[override]  # `_move` takes both
+        self, transfer: Transfer
+    ) -> PackedTransfer | DirectTransfer:
         exchange = transfer.exchange
         if transfer.wire_dtype is not None or not (exchange.sends or exchange.receives):
             return super()._compiled(transfer)
