@@ -5,17 +5,20 @@ import inspect
 import pytest
 import torch.distributed.tensor as reference
 import torch.distributed.tensor._op_schema as op_schema_reference
+import torch.distributed.tensor._random as random_reference
 import torch.distributed.tensor.parallel as parallel_reference
+import torch.distributed.tensor.parallel.input_reshard as input_reshard_reference
+from torch.distributed import ReduceOp
 
 import tritondt as T
 import tritondt.debug
 import tritondt.ops
 import tritondt.parallel
+import tritondt.random
+from tritondt.comm.transports.threads import run_ranks
 
 debug_reference = pytest.importorskip("torch.distributed.tensor.debug", exc_type=ImportError)  # it imports NumPy
 
-# What docs/torch_api.md says is missing, or is of another form, here.
-NOT_HERE = {"loss_parallel"}
 OWN_CONSTRUCTOR = {"DTensor", "Shard", "Replicate", "Partial", "Placement"}
 
 
@@ -25,12 +28,14 @@ OWN_CONSTRUCTOR = {"DTensor", "Shard", "Replicate", "Partial", "Placement"}
         (reference, T, reference.__all__),
         (reference.DTensor, T.DTensor, ("from_local", "to_local", "redistribute", "full_tensor")),
         (parallel_reference, tritondt.parallel, parallel_reference.__all__),
+        (input_reshard_reference, tritondt.parallel, ["input_reshard"]),
+        (random_reference, tritondt.random, ["manual_seed", "is_rng_supported_mesh"]),
         (debug_reference, tritondt.debug, debug_reference.__all__),
     ],
-    ids=["tensor", "DTensor", "parallel", "debug"],
+    ids=["tensor", "DTensor", "parallel", "input_reshard", "random", "debug"],
 )
 def test_public_names_and_their_parameters_are_those_of_torch(owner, ours, names):
-    for name in set(names) - NOT_HERE:
+    for name in set(names):
         expected, found = getattr(owner, name), getattr(ours, name)
         assert isinstance(found, type) is isinstance(expected, type), name
         if name in OWN_CONSTRUCTOR:
@@ -39,11 +44,6 @@ def test_public_names_and_their_parameters_are_those_of_torch(owner, ours, names
         for parameter in inspect.signature(expected).parameters.values():
             assert parameters[parameter.name].kind is parameter.kind, (name, parameter)
             assert parameters[parameter.name].default == parameter.default, (name, parameter)
-
-
-def test_what_is_missing_is_missing_still():
-    for name in NOT_HERE:
-        assert not hasattr(tritondt.parallel, name)
 
 
 @pytest.mark.parametrize(
@@ -69,3 +69,31 @@ def test_strategies_have_the_names_of_torch_beside_the_former_ones():
 def test_a_world_is_shut_down_as_it_is_closed():
     assert T.shutdown is T.close
     assert {"close", "shutdown"} <= set(T.__all__)
+
+
+def test_terms_by_torchs_reduce_op_are_terms_by_its_name():
+    for name in ("sum", "avg", "product", "max", "min"):
+        op = getattr(ReduceOp, name.upper())
+        assert T.Partial(op) == T.Partial(name)
+        assert hash(T.Partial(op)) == hash(T.Partial(name))
+        assert T.Partial(name).is_partial(op)
+        assert not T.Partial("sum" if name != "sum" else "max").is_partial(op)
+    with pytest.raises(T.LayoutError, match="Partial got reduce_op='band'; allowed are sum, avg, max, min, product"):
+        T.Partial(ReduceOp.BAND)
+    with pytest.raises(T.LayoutError, match="Partial got reduce_op=3; allowed are sum"):
+        T.Partial(3)
+
+
+def test_random_numbers_of_one_mesh_follow_its_seed():
+    def body(rank):
+        mesh, stage = T.Mesh((2, 2)), T.Mesh((2,), ranks=(2 * (rank // 2), 2 * (rank // 2) + 1))
+        tritondt.random.manual_seed(rank // 2, stage)
+        found = T.rand(5, device_mesh=stage, placements=[T.Shard(0)]).full_tensor()
+        other = T.Mesh((2,), ranks=(2 - 2 * (rank // 2), 3 - 2 * (rank // 2)))
+        with pytest.raises(T.MeshError, match=f"manual_seed was called on rank {rank}, outside of Mesh"):
+            tritondt.random.manual_seed(0, other)
+        assert tritondt.random.is_rng_supported_mesh(mesh)
+        return found.tolist()
+
+    found = run_ranks(4, body)
+    assert found[0] == found[1] != found[2] == found[3]

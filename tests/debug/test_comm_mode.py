@@ -64,6 +64,15 @@ def test_every_step_counts_for_the_module_that_asked_for_it():
         # The bias of the second layer has 6 elements.
         assert comm.get_total_counts() == sum(by_kind.values()) == 6
         assert comm.get_sent_bytes() == comm.get_received_bytes() == 5 * 192 + 24
+        functional = torch.ops.c10d_functional
+        assert by_kind[functional.all_gather_into_tensor] == by_kind["(S1) -> (R)"] == 3
+        assert by_kind[functional.reduce_scatter_tensor] == 2
+        assert by_kind[functional.all_reduce] == by_kind["(P(sum)) -> (R)"] == 1  # of the second layer's bias
+        assert by_kind[torch.ops._dtensor.shard_dim_alltoall] == by_kind[functional.all_to_all_single] == 0
+        parameters = comm.get_parameter_info()
+        assert set(parameters) == {"Model", "Model.layers.0", "Model.layers.1"}
+        assert list(parameters["Model.layers.1"]) == ["weight", "bias"]
+        assert parameters["Model"]["layers.0.weight"].shape == (12, 6)
         assert comm.get_sharding_info()["Model.layers.1.weight"] == (T.Shard(1),)
         lines = str(comm).splitlines()
         assert lines[0].split() == [

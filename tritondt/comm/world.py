@@ -8,10 +8,12 @@ from contextlib import suppress
 from functools import lru_cache
 from types import TracebackType
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt import identity
 from tritondt.comm import registry
+from tritondt.comm.fake_world import FakeWorld
 from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.registry import World
@@ -51,10 +53,15 @@ def current() -> World:
             found = registry.find(who)
             if found is None:
                 _end_all()  # of a process group that was destroyed or replaced
-                found = InheritedWorld(who.rank, ()) if identity.is_inherited() else ProcessWorld(who)
+                found = InheritedWorld(who.rank, ()) if identity.is_inherited() else _made(who)
                 registry.enter(who, found)
                 _watch_for_the_end()
     return found
+
+
+def _made(who: Identity) -> World:
+    """A new world of this process, by the backend of torch.distributed's default group."""
+    return FakeWorld(who) if dist.get_backend() == "fake" else ProcessWorld(who)
 
 
 def close() -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tritondt import events, identity
 from tritondt.comm import world
+from tritondt.debug.functional_counts import CommCounts
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.wiring import dispatcher
 from tritondt.events import ImplicitRedistribution, StepRan
@@ -101,6 +102,7 @@ class CommDebugMode:
         self._by_operator: dict[str, dict[str, Count]] = defaultdict(lambda: defaultdict(Count))
         self._implicit: Counter[tuple[str, str]] = Counter()
         self._sharding: dict[str, tuple[Placement, ...]] = {}
+        self._parameters: dict[str, dict[str, torch.Tensor]] = {}
         self._names = _Names()
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -128,6 +130,9 @@ class CommDebugMode:
         self._names.enter(module)
         if module not in self._watched:
             self._watched.add(module)
+            self._parameters[self._names.running[-1]] = {
+                name: parameter.detach() for name, parameter in module.named_parameters()
+            }
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     self._sharding[f"{self._names.running[-1]}.{name}"] = parameter.placements
@@ -170,9 +175,9 @@ class CommDebugMode:
         """Counts of every operator: redistributions of its arguments, and those that complete its reductions."""
         return {op: dict(kinds) for op, kinds in self._by_operator.items()}
 
-    def get_comm_counts(self) -> dict[str, int]:
-        """Numbers of steps by kind."""
-        return {kind: count.steps for kind, count in self.by_kind().items()}
+    def get_comm_counts(self) -> CommCounts:
+        """Numbers of steps by kind; counts[torch.ops.c10d_functional.all_reduce] and its like are answered too."""
+        return CommCounts({kind: count.steps for kind, count in self.by_kind().items()})
 
     def get_total_counts(self) -> int:
         """Number of steps of all kinds."""
@@ -193,6 +198,10 @@ class CommDebugMode:
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
         """Placements of the distributed parameters of every module that ran, by name."""
         return dict(self._sharding)
+
+    def get_parameter_info(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Parameters of every module that ran, without history, by the module's name and then by theirs in it."""
+        return {module: dict(parameters) for module, parameters in self._parameters.items()}
 
     def to_json(self) -> str:
         """All counts as a JSON object."""

@@ -1,6 +1,7 @@
 """Distributed tensors from global ones, and modules with distributed parameters."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -134,8 +135,9 @@ def distribute_module(
     `partition_fn(name, submodule, device_mesh)` is called for every submodule and may replace its parameters; what is
     plain after it is replicated, from coordinate 0, and what several submodules share stays shared. `input_fn(module,
     inputs, device_mesh)` runs before and `output_fn(module, outputs, device_mesh)` after every forward of the module;
-    what they return, unless None, takes the place of what they were given. Raises TritondtError where the module went
-    through this before or a hook does not take three arguments, LayoutError where tied weights get different
+    what they return, unless None, takes the place of what they were given; hooks of two arguments, without the module,
+    give a FutureWarning. Raises TritondtError where the module went through this before or a hook takes another number
+    of arguments, before anything is changed, LayoutError where tied weights get different
     layouts, and what `distribute_tensor` raises.
 
     >>> import tritondt as T
@@ -156,6 +158,10 @@ def distribute_module(
             f"distribute_module was called twice for one {type(module).__name__}; call it once, with a partition_fn "
             "for all submodules"
         )
+    if input_fn is not None:
+        input_fn = _checked_hook("input_fn", input_fn, "inputs")
+    if output_fn is not None:
+        output_fn = _checked_hook("output_fn", output_fn, "outputs")
     tied = _tied_places(module)
     if partition_fn is not None:
         for name, submodule in module.named_modules():
@@ -164,10 +170,8 @@ def distribute_module(
             _tie_again(places)
     _replicate_plain(module, mesh)
     if input_fn is not None:
-        _check_hook("input_fn", input_fn, "inputs")
         module.register_forward_pre_hook(lambda called, inputs: input_fn(called, inputs, mesh))
     if output_fn is not None:
-        _check_hook("output_fn", output_fn, "outputs")
         module.register_forward_hook(lambda called, inputs, outputs: output_fn(called, outputs, mesh))
     module._tritondt_distributed = True  # type: ignore[assignment]
     return module
@@ -224,7 +228,16 @@ def _replicate_plain(module: nn.Module, mesh: "DeviceMesh | Mesh") -> None:
             held[name] = replaced[id(tensor)][1]
 
 
-def _check_hook(name: str, function: Callable[..., Any], what: str) -> None:
+def _checked_hook(name: str, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The hook of three arguments that a user's hook of three, or of the former two, makes."""
     taken = len(inspect.signature(function).parameters)
+    if taken == 2:
+        warnings.warn(
+            f"{name} of two arguments ({what}, device_mesh) is deprecated; let it take (module, {what}, device_mesh)",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return lambda module, values, mesh: function(values, mesh)
     if taken != 3:
         raise TritondtError(f"{name} takes (module, {what}, device_mesh), got a function of {taken} arguments")
+    return function

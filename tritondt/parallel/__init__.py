@@ -9,6 +9,8 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 `all_gather_matmul` and `matmul_reduce_scatter` do by themselves. torch.compile makes graphs of what lies between.
 """
 
+from tritondt.parallel.input_reshard import input_reshard
+from tritondt.parallel.loss import loss_parallel
 from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
 from tritondt.parallel.parallelize import parallelize_module
 from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -27,6 +29,8 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "all_gather_matmul",
+    "input_reshard",
+    "loss_parallel",
     "matmul_reduce_scatter",
     "parallelize_module",
 ]

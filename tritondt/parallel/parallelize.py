@@ -69,7 +69,7 @@ def parallelize_module(
         return module
     assignments = _assignments(module, parallelize_plan)
     ties = ties_of(module)
-    _check_ties(ties, assignments)
+    _check_ties(ties, assignments, canonical_mesh(mesh))
     for name, found, style in assignments:
         style.src_data_rank = src_data_rank
         with _named(name, found):
@@ -162,14 +162,14 @@ def _nothing_text(root: nn.Module, pattern: str, part: str, reached: Sequence[tu
     )
 
 
-def _check_ties(ties: Sequence[Sequence[User]], assignments: Sequence[Assignment]) -> None:
+def _check_ties(ties: Sequence[Sequence[User]], assignments: Sequence[Assignment], mesh: Mesh) -> None:
     """Refuses a parameter of two modules that would not be cut alike in both, as far as our styles say."""
     placements: dict[int, dict[str, Placement]] = {}
     unknown: set[int] = set()
     for name, module, style in assignments:
         if isinstance(style, WeightStyle):
             with _named(name, module):
-                placements[id(module)] = style.parameter_placements(module)
+                placements[id(module)] = style.parameter_placements(module, mesh)
         elif not isinstance(style, PREPARING):
             # What a style of somebody else does with parameters is seen when it is applied.
             unknown.update(map(id, module.modules()))

@@ -41,7 +41,7 @@ class ReplicateParallel(WeightStyle):
         if isinstance(self.input_layouts, Partial):
             raise ParallelizeError(f"input_layouts got {self.input_layouts}; allowed are Shard and Replicate")
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+    def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Replicate for every parameter of the module itself."""
         return {name: Replicate() for name in module._parameters}
 

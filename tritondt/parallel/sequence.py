@@ -42,7 +42,7 @@ class SequenceParallel(WeightStyle):
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+    def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Replicate for every parameter."""
         is_torchs = type(module).__module__.startswith("torch.nn.")
         if next(module.children(), None) is not None or (is_torchs and not isinstance(module, _BY_POSITION)):

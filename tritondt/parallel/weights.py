@@ -1,25 +1,28 @@
 """ColwiseParallel and RowwiseParallel: the styles that cut the weight of a matmul or of a table."""
 
 from abc import abstractmethod
+from collections.abc import Sequence
+from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
 from tritondt.parallel.embedding import ColumnEmbedding, RowEmbedding
+from tritondt.parallel.feature_cut import feature_cut
 from tritondt.parallel.linear import ColumnLinear, RowLinear
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.parameters import distribute_parameter
 from tritondt.parallel.style import ParallelStyle, check_free, checked_layout, claim
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import Placement, Replicate, Shard
+from tritondt.sharding.placement import Placement, Replicate
 
 
 class WeightStyle(ParallelStyle):
     """A style that knows the placement of every parameter of a module before it is applied."""
 
     @abstractmethod
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+    def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Placement of every parameter by name; ParallelizeError for a module that the style cannot run."""
 
     @abstractmethod
@@ -27,7 +30,7 @@ class WeightStyle(ParallelStyle):
         """Hooks around the module's forward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
-        placements = self.parameter_placements(module)
+        placements = self.parameter_placements(module, canonical_mesh(device_mesh))
         check_free(module, self, "input", "weights", "output")
         for name, placement in placements.items():
             distribute_parameter(module, name, device_mesh, placement, self.src_data_rank)
@@ -41,9 +44,10 @@ class ColwiseParallel(WeightStyle):
 
     The input is taken for `input_layouts` where it is plain (default: Replicate) and comes in whole; the output goes
     out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
-    `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0.
-    `repeats` is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. Every
-    forward may be a collective call of the mesh.
+    `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0,
+    with `balanced=True` 2, 2, 1 and 1. `sizes` are the numbers of features, one per rank, in place of both. `repeats`
+    is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. Every forward may
+    be a collective call of the mesh.
 
     With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
     rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without. Nor
@@ -70,27 +74,34 @@ class ColwiseParallel(WeightStyle):
         use_local_output: bool = True,
         unit: int = 1,
         repeats: int = 1,
+        sizes: Sequence[int] | None = None,
+        balanced: bool = False,
         overlap: bool = False,
     ) -> None:
-        self.features = Shard(-1, unit, repeats=repeats)
+        self.cut = feature_cut(unit, sizes, balanced, repeats)
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
-        self.output_layouts = checked_layout(output_layouts, "output_layouts") or self.features
+        self.output_layouts = checked_layout(output_layouts, "output_layouts")
         self.use_local_output, self.overlap = use_local_output, overlap
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+    def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Placement of the weight by its output features, which an embedding has last; of the bias alike."""
-        unit, repeats = self.features.unit, self.features.repeats
         if isinstance(module, nn.Linear):
-            return dict.fromkeys(("weight", "bias"), Shard(0, unit, repeats=repeats))
+            return dict.fromkeys(("weight", "bias"), self.cut.shard(0, module.out_features, mesh.shape[0]))
         if isinstance(module, nn.Embedding):
             _check_embedding(module, self)
-            return {"weight": Shard(1, unit, repeats=repeats)}
+            return {"weight": self.cut.shard(1, module.embedding_dim, mesh.shape[0])}
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Hooks that take the whole input in and hand own features of the output out."""
-        kind = ColumnLinear if isinstance(module, nn.Linear) else ColumnEmbedding
-        return kind(mesh, self.input_layouts, self.features, self.output_layouts, self.use_local_output, self.overlap)
+        kind, length = (
+            (ColumnLinear, module.out_features)
+            if isinstance(module, nn.Linear)
+            else (ColumnEmbedding, cast("nn.Embedding", module).embedding_dim)
+        )
+        features = self.cut.shard(-1, length, mesh.shape[0])
+        wanted = self.output_layouts or features
+        return kind(mesh, self.input_layouts, features, wanted, self.use_local_output, self.overlap)
 
 
 class RowwiseParallel(WeightStyle):
@@ -99,8 +110,8 @@ class RowwiseParallel(WeightStyle):
 
     The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
     Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
-    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together. Every forward
-    is a collective call of the mesh.
+    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together; `sizes` and
+    `balanced` are those of ColwiseParallel. Every forward is a collective call of the mesh.
 
     With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
     the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor does
@@ -126,29 +137,32 @@ class RowwiseParallel(WeightStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         unit: int = 1,
+        sizes: Sequence[int] | None = None,
+        balanced: bool = False,
         overlap: bool = False,
     ) -> None:
+        self.cut = feature_cut(unit, sizes, balanced)
         self.input_layouts = checked_layout(input_layouts, "input_layouts")
         self.output_layouts = checked_layout(output_layouts, "output_layouts") or Replicate()
-        self.use_local_output, self.unit, self.overlap = use_local_output, unit, overlap
+        self.use_local_output, self.overlap = use_local_output, overlap
 
-    def parameter_placements(self, module: nn.Module) -> dict[str, Placement]:
+    def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Placement of the weight by its input features, which an embedding has first; the bias is replicated."""
         if isinstance(module, nn.Linear):
-            return {"weight": Shard(1, self.unit), "bias": Replicate()}
+            return {"weight": self.cut.shard(1, module.in_features, mesh.shape[0]), "bias": Replicate()}
         if isinstance(module, nn.Embedding):
             _check_embedding(module, self)
-            return {"weight": Shard(0, self.unit)}
+            return {"weight": self.cut.shard(0, module.num_embeddings, mesh.shape[0])}
         raise _unknown(module, self)
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Hooks that take own features of the input in and add up the terms of the output."""
         if isinstance(module, nn.Linear):
-            given = self.input_layouts or Shard(-1, self.unit)
-            cut = Shard(-1, self.unit)
+            cut = self.cut.shard(-1, module.in_features, mesh.shape[0])
+            given = self.input_layouts or cut
             return RowLinear(mesh, given, cut, self.output_layouts, self.use_local_output, self.overlap)
-        given = self.input_layouts or Replicate()
-        return RowEmbedding(mesh, given, Shard(-1, self.unit), self.output_layouts, self.use_local_output)
+        cut = self.cut.shard(-1, cast("nn.Embedding", module).num_embeddings, mesh.shape[0])
+        return RowEmbedding(mesh, self.input_layouts or Replicate(), cut, self.output_layouts, self.use_local_output)
 
 
 def _unknown(module: nn.Module, style: ParallelStyle) -> ParallelizeError:

@@ -46,7 +46,13 @@ class Placement:
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
         """Whether the coordinates of the axis hold terms of a reduction; with `reduce_op`, of one by that op."""
-        return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
+        return isinstance(self, Partial) and (reduce_op is None or _name_of(reduce_op) == self.reduce_op)
+
+
+def _name_of(reduce_op: Any) -> Any:
+    """The name of an op of torch.distributed.ReduceOp, whose names are in capitals; anything else as it is."""
+    name = getattr(reduce_op, "name", None)  # an enumeration of C++, known by its form: torch is not imported here
+    return name.lower() if isinstance(name, str) and hasattr(type(reduce_op), "__members__") else reduce_op
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +114,10 @@ class Replicate(Placement):
 class Partial(Placement):
     """Placement that gives each coordinate of the axis one term of the tensor, which is their reduction by `reduce_op`.
 
-    `reduce_op` is sum, avg, max, min or product; every term has the tensor's shape along this axis. avg is a sum
-    divided once by the number of coordinates. A redistribution to Replicate or Shard reduces, in coordinate order: half
-    types in float32, rounded once. Several Partial axes of one tensor have one op, or sum with avg. Which dtypes have
-    which ops is checked by DTensorSpec.
+    `reduce_op` is sum, avg, max, min or product, by name or as torch.distributed's ReduceOp (kept by name); every term
+    has the tensor's shape along this axis. avg is a sum divided once by the number of coordinates. A redistribution to
+    Replicate or Shard reduces, in coordinate order: half types in float32, rounded once. Several Partial axes of one
+    tensor have one op, or sum with avg. Which dtypes have which ops is checked by DTensorSpec.
 
     Raises LayoutError for any other op.
 
@@ -122,6 +128,8 @@ class Partial(Placement):
     reduce_op: ReduceOp = "sum"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.reduce_op, str):
+            object.__setattr__(self, "reduce_op", _name_of(self.reduce_op))
         if self.reduce_op not in REDUCE_OPS:
             raise LayoutError(f"Partial got reduce_op={self.reduce_op!r}; allowed are {', '.join(REDUCE_OPS)}")
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LayoutError, ReductionError
+from tritondt.sharding.dim_map import DimMaps, placements_of_map
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import OPS_OF_KIND, ElementKind, Partial, Placement, ReduceOp, placements_text
@@ -43,7 +44,7 @@ class TensorMeta(NamedTuple):
         return cls(tuple(shape), dense_strides(tuple(shape)), dtype)
 
 
-class DTensorSpec:
+class DTensorSpec(DimMaps):
     """Placements of one tensor on one mesh, with global shape, stride and dtype, as this rank sees them.
 
     `mesh` is a DeviceMesh or a `Mesh`; `placements` has one placement per axis; `tensor_meta` is the global shape,
@@ -165,6 +166,20 @@ class DTensorSpec:
     def dtype(self) -> torch.dtype:
         """Element type."""
         return self.tensor_meta.dtype
+
+    @classmethod
+    def from_dim_map(
+        cls, mesh: "Mesh | DeviceMesh", dim_map: Sequence[int], sums: Sequence[int], tensor_meta: TensorMeta
+    ) -> "DTensorSpec":
+        """Spec whose dim i is cut by axis dim_map[i], -1 for none, and which holds terms of sums on the axes `sums`.
+
+        Raises LayoutError for an axis that the mesh has not or that is named twice, and as DTensorSpec does.
+        """
+        return cls(mesh, placements_of_map(mesh, dim_map, sums), tensor_meta)
+
+    def shallow_copy_with_tensor_meta(self, tensor_meta: TensorMeta) -> "DTensorSpec":
+        """Spec of another tensor under these placements, in this cut order."""
+        return DTensorSpec(self.mesh, self.placements, tensor_meta, self.order)
 
     @property
     def local_numel(self) -> int:

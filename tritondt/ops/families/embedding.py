@@ -57,3 +57,30 @@ def embedding_backward(schema: OpSchema) -> list[AxisStrategy]:
     if not scale_grad_by_freq:  # frequencies are counted over all positions
         found += [AxisStrategy((Shard(dim), Shard(dim)), (Partial(),)) for dim in range(indices.ndim)]
     return [*found, AxisStrategy((Replicate(), Replicate()), (Replicate(),))]
+
+
+def _local_renorm(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    """The renormalization of those rows among the indices that this rank holds."""
+    weight = schema.args_spec[0]
+    if not weight.layout.axes_of_dim[0] or weight.coordinate is None:
+        return None
+    held, length = weight.layout.intervals(0, weight.coordinate), weight.shape[0]
+
+    def renormalize(table: torch.Tensor, indices: torch.Tensor, max_norm: float, norm_type: float) -> torch.Tensor:
+        check_indices(indices, length, "embedding index")
+        if not total(held):
+            return table
+        rows, missing = positions_among(held, indices)
+        found: torch.Tensor = torch.embedding_renorm_(table, rows[~missing], max_norm, norm_type)
+        return found
+
+    return renormalize
+
+
+@strategy_of([aten.embedding_renorm_.default], localize=_local_renorm)
+def embedding_renorm(schema: OpSchema) -> list[AxisStrategy]:
+    """Rows are whole, for their norms, and every replica is given all indices."""
+    return [
+        AxisStrategy((Replicate(), Replicate()), (Replicate(),)),
+        AxisStrategy((Shard(0), Replicate()), (Shard(0),)),
+    ]

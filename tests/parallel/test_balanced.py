@@ -1,0 +1,88 @@
+"""Cuts of features by sizes, and balanced: no rank without heads where there are as many heads as ranks."""
+
+import pytest
+import torch
+from torch import nn
+
+import tritondt as T
+from tests.parallel.test_transformer import FOLLOWING, HEAD_WIDTH, Model, plan, train
+from tritondt.comm.transports.threads import run_ranks
+from tritondt.errors import ParallelizeError
+from tritondt.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from tritondt.parallel.feature_cut import FeatureCut
+
+
+@pytest.mark.parametrize("options", [{"unit": HEAD_WIDTH, "balanced": True}, {"sizes": (8, 0, 4, 12)}], ids=str)
+def test_losses_and_norms_are_those_of_one_process(options):
+    expected = train(Model(), FOLLOWING)
+
+    def body(rank: int) -> tuple[int, ...]:
+        mesh, model, styles = T.Mesh((4,)), Model(), plan()
+        styles["attention.w[qkv]"] = ColwiseParallel(use_local_output=False, **options)
+        styles["attention.wo"] = RowwiseParallel(output_layouts=T.Shard(1), use_local_output=False, **options)
+        parallelize_module(model, mesh, styles)
+        torch.testing.assert_close(train(model, T.distribute_tensor(FOLLOWING, mesh)), expected)
+        return tuple(model.attention.wo.weight.to_local().shape)
+
+    held = (8, 8, 4, 4) if "balanced" in options else (8, 0, 4, 12)
+    assert run_ranks(4, body) == [(24, columns) for columns in held]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_units", [1, 4, 6, 7])
+def test_balanced_pieces_differ_by_one_unit_at_most(num_units, num_ranks):
+    for repeats in (1, 3):
+        found = FeatureCut(unit=5, balanced=True, repeats=repeats).shard(0, 5 * num_units * repeats, num_ranks)
+        layout = T.Layout((num_ranks,), (found,), (5 * num_units * repeats,))
+        lengths = [layout.local_shape((rank,))[0] // (5 * repeats) for rank in range(num_ranks)]
+        assert sum(lengths) == num_units
+        assert max(lengths) - min(lengths) <= 1
+        assert lengths == sorted(lengths, reverse=True)
+
+
+def test_an_embedding_by_sizes_and_by_balanced_rows():
+    torch.manual_seed(3)
+    single, indices = nn.Embedding(9, 6), torch.tensor([[0, 8, 4], [5, 5, 7]])
+
+    def body(rank: int) -> list[tuple[int, ...]]:
+        found = []
+        for style in (
+            ColwiseParallel(sizes=(1, 0, 2, 3), output_layouts=T.Replicate()),
+            RowwiseParallel(balanced=True),
+        ):
+            torch.manual_seed(3)
+            module = parallelize_module(nn.Embedding(9, 6), T.Mesh((4,)), style)
+            torch.testing.assert_close(module(indices), single(indices), rtol=0, atol=0)
+            found.append(tuple(module.weight.to_local().shape))
+        return found
+
+    assert run_ranks(4, body) == [[(9, 1), (3, 6)], [(9, 0), (2, 6)], [(9, 2), (2, 6)], [(9, 3), (2, 6)]]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ColwiseParallel(sizes=(4, 4), balanced=True), r"sizes=\(4, 4\) and balanced=True were given; allowed"),
+        (lambda: RowwiseParallel(sizes=(4, 4), balanced=True), r"sizes=\(4, 4\) and balanced=True were given; allowed"),
+        (
+            lambda: ColwiseParallel(unit=3, balanced=True),
+            "balanced=True cuts 8 features into whole units of 3; allowed",
+        ),
+        (lambda: ColwiseParallel(unit=4, repeats=3, balanced=True), "in 3 equal blocks into whole units of 4"),
+        (lambda: ColwiseParallel(sizes=(4, 5)), "the sizes sum to 9, they must sum to 8"),
+        (lambda: ColwiseParallel(sizes=(8,)), "1 sizes were given, allowed are 2, one per coordinate"),
+    ],
+)
+def test_cuts_that_no_layer_has_are_refused_before_anything_changes(make, message):
+    def body(rank: int) -> None:
+        linear = nn.Linear(8, 8)
+
+        def apply() -> None:
+            style: ParallelStyle = make()
+            parallelize_module(linear, T.Mesh((2,)), style)
+
+        with pytest.raises(ParallelizeError, match=message):
+            apply()
+        assert type(linear.weight) is nn.Parameter
+
+    run_ranks(2, body)
