@@ -1,6 +1,7 @@
-"""Random programs, and the tests marked `soak`, side by side for a number of seconds: `make soak SECONDS=600`.
+"""Random programs, the tests marked `soak`, and ranks that may not grow, side by side: `make soak SECONDS=600`.
 
-A seed from the clock, told first, so that no two runs are alike; the exit status is 1 where anything fails.
+Two ranks train, move, save and make worlds anew, and their memory, descriptors and threads stay as they are. Seeds
+follow from the clock, and are told first, so that no two runs are alike; the exit status is 1 where anything fails.
 """
 
 import argparse
@@ -33,8 +34,9 @@ def main() -> int:
         # It ends by itself when the time is over: the test that runs then is the last.
         *("-p", "tests.tools.soak_order", "--deselect", "tests/programs"),
     ], env={**os.environ, "TRITONDT_SOAK": f"{asked.seed}:{time.time() + asked.seconds}"})  # fmt: skip
+    flat = subprocess.Popen([sys.executable, "-m", "tests.tools.flat", str(asked.seconds)])
     statuses = []
-    for process in (programs, tests):
+    for process in (programs, tests, flat):
         try:
             statuses.append(process.wait(timeout=asked.seconds + GRACE_S))
         except subprocess.TimeoutExpired:
