@@ -26,7 +26,7 @@ def test_on_thread_ranks(size: int) -> None:
     every()
 
 
-@pytest.fixture(scope="module", params=["sockets", "gloo", "nccl"])
+@pytest.fixture(scope="module", params=["sockets", "direct", "gloo", "nccl"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     with ranks_on(request.param, 4, TRITONDT_TIMEOUT="20") as started:
         started.transport = request.param  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def run_all(rank: int, several: list[Program]) -> None:
 
 @pytest.mark.extended
 def test_on_processes(ranks: GlooRanks) -> None:
-    num_orders = {"sockets": 26, "gloo": 3, "nccl": 5}[ranks.transport]  # type: ignore[attr-defined]
+    num_orders = {"sockets": 26, "direct": 8, "gloo": 3, "nccl": 5}[ranks.transport]  # type: ignore[attr-defined]
 
     # Nothing is shrunk: what fails on processes alone may not fail again.
     @settings(max_examples=num_orders, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
