@@ -277,7 +277,7 @@ def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:
 
 
 def ranks_on(transport: str, size: int, **environment: str) -> GlooRanks:
-    """Processes whose messages go over sockets, gloo, or nccl, which is then the double."""
+    """Processes whose messages go over sockets, direct, gloo, or nccl, which is then the double."""
     if transport == "nccl":
         return GlooRanks(size, environment, prepare=use_fake_nccl)
     return GlooRanks(size, {**environment, "TRITONDT_TRANSPORT": transport})
