@@ -150,3 +150,20 @@ def test_what_there_is_no_room_for_is_counted(monkeypatch):
     found = recording.record(0, 1)
     assert len(found.spans) == 1
     assert found.dropped > 0
+
+
+def test_threads_of_communicators_that_have_ended_are_not_taken_for_those_of_now():
+    kept: list[Any] = []
+
+    def body(rank: int) -> None:
+        program(rank)
+        kept.append(T.comm.world.current().communicator((0, 1)))
+
+    for _ in range(4):  # their threads have ended, and the system gives their numbers again
+        run_ranks(2, body)
+    recording = Recording()
+    recording.begin()
+    run_ranks(2, body)
+    recording.end()
+    assert [len(recording.record(rank, 2).program_threads) for rank in range(2)] == [1, 1]
+    assert len(kept) == 10

@@ -65,8 +65,8 @@ class Recording:
         self._marks: list[tuple[int, int, bool]] = []  # time, thread, whether the program itself has set it
         self._plans: dict[Transfer, Compiled] = {}
         self._sites: dict[str, str] = {}
-        self._observed: list[PackedCommunicator] = []
-        self._threads: dict[int, int] = {}  # rank of each program thread that has made a communicator
+        self._threads: dict[int, int] = {}  # rank of each thread that has made a communicator, or exchanged
+        self._queues: set[int] = set()  # threads of communicators that run what was issued
         self._undo: list[Callable[[], object]] = []
         self._dropped = 0
 
@@ -95,11 +95,8 @@ class Recording:
 
     def record(self, rank: int, num_ranks: int, failure: str = "") -> RankRecord:
         """The record of a rank: all of this process, where its ranks are no threads that share it."""
-        queues = {id(found): found._queue._thread_id for found in self._observed}
-        shared = len({found._rank for found in self._observed}) > 1
-        own = [found for found in self._observed if found._rank == rank]
+        shared = len(set(self._threads.values())) > 1
         threads = {thread for thread, number in self._threads.items() if number == rank}
-        threads |= {thread for found in own if (thread := queues[id(found)]) is not None}
 
         def is_own(thread: int) -> bool:
             return not shared or thread in threads
@@ -121,7 +118,7 @@ class Recording:
                 message for told in self._receives if told.communicator._rank == rank for message in _messages(told)
             ],
             redistributions=self._redistributions({span.name for span in spans if span.kind == "exchange"}, rank),
-            program_threads=sorted({span.thread for span in spans} - set(queues.values())),
+            program_threads=sorted({span.thread for span in spans} - self._queues),
             marks_ns=asked or [time for time, thread, _ in self._marks if is_own(thread)],
             dropped=self._dropped,
             failure=failure,
@@ -205,7 +202,6 @@ class Recording:
 
     def _observe(self, communicator: PackedCommunicator) -> None:
         """Records a communicator's exchanges, by functions that hide those of its class."""
-        self._observed.append(communicator)
         for kind, has_work in (("pack", _packs), ("keep", _keeps), ("unpack", _unpacks)):
             self._hide(communicator, f"_{kind}", self._phase(getattr(communicator, f"_{kind}"), kind, has_work))
         self._hide(communicator, "_exchange", self._exchange_of(communicator))
@@ -235,7 +231,11 @@ class Recording:
             try:
                 exchange(sources, targets, transfer, site)
             finally:
-                self._add("exchange", transfer, started, threading.get_ident())
+                thread = threading.get_ident()
+                self._add("exchange", transfer, started, thread)
+                self._threads[thread] = communicator._rank
+                if communicator._queue.is_own_thread():
+                    self._queues.add(thread)
                 if transfer.description not in self._sites:
                     self._sites[transfer.description] = communicator._recorder.site_text(site) if site >= 0 else ""
 
