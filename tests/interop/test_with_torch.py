@@ -18,6 +18,7 @@ from tritondt.interop import acceleration
 
 NUM_RANDOM = 300
 FULL = torch.arange(35.0).view(5, 7)
+EVEN = torch.arange(48.0).view(8, 6)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +110,40 @@ def test_random_redistributions_of_torch_run_on_the_engine(ranks: GlooRanks) -> 
     assert ranks.run(check_random_redistributions, 0, NUM_RANDOM) == [0] * 4
 
 
+def check_what_stays_with_torch(rank: int) -> None:
+    """New terms, which torch makes in its own way, and masked ones: its function runs, and the values are its own."""
+    mesh, ran = mesh_of((4,)), list[str]()
+    replicated: Any = torch_tensor.distribute_tensor(FULL, mesh)
+    table = torch_tensor.distribute_tensor(EVEN, mesh, [torch_tensor.Shard(0)])  # torch takes no empty shard here
+    indices = torch_tensor.distribute_tensor(torch.tensor([4, 0, 2]), mesh)
+    with T.accelerate_torch():
+        kept: Any = acceleration._original
+
+        def counted(local: Any, source: Any, target: Any, **options: Any) -> Any:
+            ran.append(f"{source.placements} -> {target.placements}")
+            return kept(local, source, target, **options)
+
+        acceleration._original = counted
+        try:
+            target = torch_tensor._dtensor_spec.DTensorSpec(
+                mesh, (torch_tensor.Partial(),), replicated._spec.tensor_meta
+            )
+            own = torch_tensor._redistribute.redistribute_local_tensor(FULL, replicated._spec, target)
+            assert len(ran) == 1
+            terms = torch_tensor.DTensor.from_local(own, mesh, target.placements)
+            torch.testing.assert_close(terms.full_tensor(), FULL)
+            assert len(ran) == 1  # what reduces them is ours
+            looked_up: Any = torch.nn.functional.embedding(indices, table)
+            torch.testing.assert_close(looked_up.full_tensor(), EVEN[[4, 0, 2]], rtol=0, atol=0)
+        finally:
+            acceleration._original = kept
+
+
+@pytest.mark.extended
+def test_terms_of_torchs_own_kinds_stay_with_torch(ranks: GlooRanks) -> None:
+    ranks.run(check_what_stays_with_torch)
+
+
 def train_step(rank: int, accelerated: bool) -> list[torch.Tensor]:
     mesh = mesh_of((4,))
     generator = torch.Generator().manual_seed(0)
@@ -145,10 +180,23 @@ def check_there_and_back(rank: int) -> None:
         (back.full_tensor() * 3).sum().backward()
         assert isinstance(x.grad, T.DTensor)
         torch.testing.assert_close(x.grad.full_tensor(), torch.full((5, 7), 3.0), rtol=0, atol=0)
+    strided = torch_tensor.placement_types._StridedShard(0, split_factor=2)
+    even: Any = T.distribute_tensor(EVEN, mesh, T.parse_placements("S0, S0"), order=(1, 0)).requires_grad_()
+    y = even.to_torch()
+    assert y.placements == (strided, torch_tensor.Shard(0))
+    torch.testing.assert_close(y.full_tensor(), EVEN, rtol=0, atol=0)
+    assert T.from_torch(y)._spec is even._spec
+    (T.from_torch(y).full_tensor() * 3).sum().backward()
+    torch.testing.assert_close(even.grad.full_tensor(), torch.full((8, 6), 3.0), rtol=0, atol=0)
+    with T.accelerate_torch():
+        torch.testing.assert_close(y.full_tensor(), EVEN, rtol=0, atol=0)
+    whole = torch_tensor.distribute_tensor(EVEN, mesh, [strided, torch_tensor.Shard(0)])
+    assert T.from_torch(whole)._spec is even._spec
+    torch.testing.assert_close(T.from_torch(whole).full_tensor(), EVEN, rtol=0, atol=0)
     strange = T.distribute_tensor(FULL, mesh, T.parse_placements("S0, S0"), order=(1, 0))
     with pytest.raises(T.LayoutError, match=r"torch's DTensor cannot hold \(S0, S0\) in order \(1, 0\) of \(5, 7\)"):
         T.to_torch(strange)
-    strided = torch_tensor.placement_types._StridedShard(0, split_factor=2)
+    y = T.to_torch(T.distribute_tensor(FULL, mesh))
     spec = torch_tensor._dtensor_spec.DTensorSpec(mesh, (strided, torch_tensor.Shard(0)), y._spec.tensor_meta)
     with pytest.raises(T.LayoutError, match="allowed are Shard, Replicate and Partial: redistribute it to these first"):
         T.from_torch(torch_tensor.DTensor(torch.ones(2, 7), spec, requires_grad=False))

@@ -1,8 +1,9 @@
 """Torch's own DTensor on our engine: its redistributions, explicit and implicit, run here while this is switched on.
 
 Torch has one function that redistributes a local tensor, which its modules import by name; each name is set. What the
-engine cannot hold stays with torch, decided alike on all ranks by specs: placements of torch's own (_StridedShard,
-masks and norms), new terms of a sum, which torch makes otherwise (v / n on each rank), traced graphs, fake groups.
+engine cannot hold stays with torch, decided alike on all ranks by specs: placements of torch's own (masks, norms, and
+_StridedShard where lengths do not divide), new terms of a sum, which torch makes otherwise (v / n on each rank), traced
+graphs, fake groups.
 """
 
 import importlib

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial as TorchPartial
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tritondt.errors import LayoutError, MeshError
 from tritondt.sharding.layout import Layout
@@ -20,26 +22,57 @@ _OPS: tuple[ReduceOp, ...] = ("sum", "avg", "max", "min", "product")
 
 
 def placements_of_torch(spec: Any) -> tuple[tuple[Placement, ...], tuple[int, ...] | None] | None:
-    """Placements and cut order of torch's spec; None where it has placements of its own, as _StridedShard."""
+    """Placements and cut order of torch's spec; None where it has placements that no order of ours says."""
     found = [_placement(placement) for placement in spec.placements]
     placements = tuple(placement for placement in found if placement is not None)
     if len(placements) != len(found):
         return None
+    if any(type(placement) is _StridedShard for placement in spec.placements):
+        cuts = _cuts_of_strided(spec)
+        if cuts is None:
+            return None
+    else:  # torch before 2.10 cuts from left to right only
+        cuts = [entry.mesh_dims for entry in getattr(spec, "shard_order", None) or ()]
     order = list(range(len(found)))
-    for entry in getattr(spec, "shard_order", None) or ():  # torch before 2.10 cuts from left to right only
-        for slot, axis in zip(sorted(entry.mesh_dims), entry.mesh_dims, strict=True):
+    for axes in cuts:
+        for slot, axis in zip(sorted(axes), axes, strict=True):
             order[slot] = axis
     return placements, tuple(order)
 
 
 def _placement(placement: Any) -> Placement | None:
-    if type(placement) is TorchShard:
+    if type(placement) in (TorchShard, _StridedShard):
         return Shard(placement.dim)
     if type(placement) is TorchReplicate:
         return Replicate()
     if type(placement) is TorchPartial and placement.reduce_op in _OPS:
         return Partial(placement.reduce_op)
     return None
+
+
+def _cuts_of_strided(spec: Any) -> list[list[int]] | None:
+    """Axes that cut each dim, in cut order, where _StridedShard is among them.
+
+    Its split factor is the product of the sizes of axes to its right that cut before it. None where no order has these
+    factors, and where a length does not divide: pieces of interleaved chunks are others than those of cuts in turn.
+    """
+    if spec.tensor_meta is None:
+        return None
+    axes_of_dim: dict[int, list[int]] = {}
+    for axis in reversed(range(len(spec.placements))):
+        placement = spec.placements[axis]
+        if type(placement) not in (TorchShard, _StridedShard):
+            continue
+        axes = axes_of_dim.setdefault(placement.dim, [])
+        wanted = placement.split_factor if type(placement) is _StridedShard else 1
+        factors = [prod(spec.mesh.size(before) for before in axes[:place]) for place in range(len(axes) + 1)]
+        if wanted not in factors:
+            return None
+        axes.insert(factors.index(wanted), axis)
+    shape = spec.tensor_meta.shape
+    if any(shape[dim] % prod(map(spec.mesh.size, axes)) for dim, axes in axes_of_dim.items()):
+        return None
+    return list(axes_of_dim.values())
 
 
 def spec_of_torch(spec: Any, dtype: torch.dtype) -> DTensorSpec | None:
@@ -52,17 +85,40 @@ def spec_of_torch(spec: Any, dtype: torch.dtype) -> DTensorSpec | None:
 
 
 def torch_placements(spec: DTensorSpec) -> list[Any]:
-    """Torch's placements for a tensor of our spec, alike on all ranks.
+    """Torch's placements for a tensor of our spec, alike on all ranks; _StridedShard for axes that cut out of order.
 
-    LayoutError where torch cannot hold it: its axes cut from left to right, into the pieces of torch.chunk.
+    LayoutError where torch cannot hold it: its axes cut into the pieces of torch.chunk, in another order than from left
+    to right only where lengths divide.
     """
-    found = [_torch_placement(placement) for placement in spec.placements]
-    if not _is_chunked(spec.layout):
+    if _is_chunked(spec.layout):
+        return [_torch_placement(placement) for placement in spec.placements]
+    if not _is_even(spec.layout):
         raise LayoutError(
             f"torch's DTensor cannot hold {spec}: there axes cut a dim from left to right, into the pieces of "
             "torch.chunk; redistribute to Shard(dim) without unit, sizes, repeats and order first"
         )
+    found = []
+    for axis, placement in enumerate(spec.placements):
+        factor = 1
+        if isinstance(placement, Shard):
+            axes = spec.layout.axes_of_dim[placement.dim]
+            factor = prod(spec.mesh.shape[before] for before in axes[: axes.index(axis)] if before > axis)
+        is_strided = isinstance(placement, Shard) and factor > 1
+        found.append(
+            _StridedShard(placement.dim, split_factor=factor)  # type: ignore[attr-defined]
+            if is_strided
+            else _torch_placement(placement)
+        )
     return found
+
+
+def _is_even(layout: Layout) -> bool:
+    """Whether axes cut in some order alone, into equal pieces."""
+    plain = all(not isinstance(p, Shard) or p == Shard(p.dim) for p in layout.placements)
+    return plain and all(
+        length % prod(layout.mesh_shape[axis] for axis in axes) == 0
+        for length, axes in zip(layout.shape, layout.axes_of_dim, strict=True)
+    )
 
 
 def _torch_placement(placement: Placement) -> Any:

@@ -15,8 +15,11 @@ from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
 from tritondt.parallel.parallelize import parallelize_module
 from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from tritondt.parallel.replicated import ReplicateParallel
+from tritondt.parallel.ring_attention import ring_attention
 from tritondt.parallel.sequence import SequenceParallel
+from tritondt.parallel.sequence_cut import context_parallel_shard, context_parallel_unshard
 from tritondt.parallel.style import ParallelStyle
+from tritondt.parallel.ulysses import ulysses_attention
 from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
 
 __all__ = [
@@ -29,8 +32,12 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "all_gather_matmul",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "input_reshard",
     "loss_parallel",
     "matmul_reduce_scatter",
     "parallelize_module",
+    "ring_attention",
+    "ulysses_attention",
 ]

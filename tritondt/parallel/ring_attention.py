@@ -1,0 +1,186 @@
+"""Attention over a sequence that is cut over ranks: keys and values go round, and no rank ever holds all of them.
+
+Of n ranks each computes its queries against one part of the keys after another, which its neighbour sends while it
+computes; outputs are brought together by their log-sum-exp. Backward goes round once more with keys, values and their
+gradients. A part moves on by a redistribution between meshes of the same ranks, rotated by one.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.comm import registry
+from tritondt.errors import LocalTensorError
+from tritondt.parallel.sequence_cut import SequenceCut, axis_mesh, check_length
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+_SEQUENCE = 2
+
+
+def ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    device_mesh: "DeviceMesh | Mesh",
+    *,
+    length: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    balanced: bool = False,
+) -> torch.Tensor:
+    """Scaled dot product attention of this rank's queries over all keys, which stay cut.
+
+    `query` is (batch, heads, positions, width), `key` and `value` (batch, key heads, positions, width), this rank's
+    part of `length` positions, cut into runs of torch.chunk or `balanced`, as `context_parallel_shard` does, by which
+    ranks have equally much to do under a causal mask; parts may be uneven and empty. Key heads divide the heads
+    (grouped queries). The result is as `query`. Sums are in float32, or float64 of float64. A collective call of all
+    ranks of the mesh of one axis, forward and backward. Raises LocalTensorError for parts of other shapes, and
+    MeshError.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.sequence_cut import context_parallel_shard
+    >>> x = torch.eye(4).view(1, 1, 4, 4)
+    >>> expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    >>> def attended(rank):
+    ...     part = context_parallel_shard(x, Mesh((2,)), 2)
+    ...     found = ring_attention(part, part, part, Mesh((2,)), length=4, is_causal=True)
+    ...     return (found - expected[:, :, 2 * rank : 2 * rank + 2]).abs().max().item() < 1e-6
+    >>> run_ranks(2, attended)
+    [True, True]
+    """
+    mesh, rank = axis_mesh(device_mesh, "ring_attention")
+    cut = SequenceCut(length, mesh.shape[0], balanced)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise LocalTensorError(
+                f"ring_attention got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, "
+                "positions, width"
+            )
+        check_length(name, tensor, _SEQUENCE, cut, rank)
+    if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        raise LocalTensorError(
+            f"ring_attention got {query.shape[1]} heads, key {tuple(key.shape)} and value {tuple(value.shape)}; "
+            "allowed are keys and values of one batch and number of heads that divides the heads"
+        )
+    ring = _Ring(mesh, rank, cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Ring(NamedTuple):
+    """The ranks of a ring, this one's place, and what is asked of them."""
+
+    mesh: Mesh
+    rank: int
+    cut: SequenceCut
+    is_causal: bool
+    scale: float
+
+    def spec(self, part: torch.Tensor, step: int) -> DTensorSpec:
+        """The spec of parts that have gone on by `step` ranks: rank r holds the part of rank r - step."""
+        shape = (*part.shape[:-2], self.cut.length, part.shape[-1])
+        meta = TensorMeta.contiguous(shape, part.dtype)
+        return DTensorSpec(_rotated(self.mesh, step % self.mesh.shape[0]), [Shard(-2, sizes=self.cut.sizes)], meta)
+
+    def owner(self, step: int) -> int:
+        """The rank whose keys are here at a step."""
+        return (self.rank - step) % self.mesh.shape[0]
+
+    def hidden(self, step: int, device: torch.device) -> torch.Tensor | None:
+        """Pairs of own queries and of the keys at a step that the mask hides, if there is a mask."""
+        if not self.is_causal:
+            return None
+        queries, keys = self.cut.positions(self.rank), self.cut.positions(self.owner(step))
+        return (queries[:, None] < keys[None, :]).to(device)
+
+
+@lru_cache(maxsize=256)
+def _rotated(mesh: Mesh, step: int) -> Mesh:
+    """The mesh on whose index i stands the rank `step` places after that of `mesh`."""
+    ranks = mesh.ranks[step:] + mesh.ranks[:step]
+    return Mesh(mesh.shape, ranks=ranks, device_type=mesh.device_type) if step else mesh
+
+
+def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
+    """Scaled products (batch, key heads, group, queries, keys), -inf where hidden."""
+    scores = query @ key.unsqueeze(2).transpose(-1, -2) * scale
+    found: torch.Tensor = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    return found
+
+
+def _grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
+    """(batch, key heads, group, queries, width), in the dtype of sums."""
+    wide = torch.float64 if query.dtype is torch.float64 else torch.float32
+    return query.to(wide).unflatten(1, (key_heads, query.shape[1] // key_heads))
+
+
+class _RingAttention(torch.autograd.Function):
+    """Attention over parts that go round; its backward goes round once more."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ring: _Ring) -> torch.Tensor:
+        """Own queries over all keys; keeps own parts, the result and its log-sum-exp."""
+        grouped, width = _grouped(query, key.shape[1]), key.shape[-1]
+        here, steps = torch.cat([key, value], -1).contiguous(), ring.mesh.shape[0]
+        out = grouped.new_zeros((*grouped.shape[:-1], value.shape[-1]))
+        lse = grouped.new_full(grouped.shape[:-1], -torch.inf)
+        for step in range(steps):
+            coming, work = here, None
+            if step + 1 < steps:
+                coming, work = redistribute_local_async(here, ring.spec(here, step), ring.spec(here, step + 1))
+            keys, values = here[..., :width].to(grouped.dtype), here[..., width:].to(grouped.dtype)
+            scores = _scores(grouped, keys, ring.scale, ring.hidden(step, query.device))
+            if scores.numel():
+                part = scores.logsumexp(-1)
+                both = torch.logaddexp(lse, part)
+                # Rows that have seen no key yet have no weights: exp(-inf - -inf) would be NaN.
+                shift = both.masked_fill(both == -torch.inf, 0.0).unsqueeze(-1)
+                out = out * (lse.unsqueeze(-1) - shift).exp() + (scores - shift).exp() @ values.unsqueeze(2)
+                lse = both
+            if work is not None:
+                work.wait()
+            here = coming
+        ctx.ring = ring
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out.flatten(1, 2).to(query.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        """Gradients of own parts; those of keys and values arrive after a whole round."""
+        query, key, value, out, lse = ctx.saved_tensors
+        ring, width, steps = ctx.ring, key.shape[-1], ctx.ring.mesh.shape[0]
+        grouped, upstream = _grouped(query, key.shape[1]), _grouped(grad, key.shape[1])
+        here = torch.cat([key, value], -1).contiguous()
+        back = torch.zeros_like(here, dtype=grouped.dtype)
+        grad_query, delta = torch.zeros_like(grouped), (upstream * out).sum(-1, keepdim=True)
+        shift = lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)
+        for step in range(steps):
+            coming, work = here, None
+            if step + 1 < steps:
+                coming, work = redistribute_local_async(here, ring.spec(here, step), ring.spec(here, step + 1))
+            keys, values = here[..., :width].to(grouped.dtype), here[..., width:].to(grouped.dtype)
+            weights = (_scores(grouped, keys, ring.scale, ring.hidden(step, query.device)) - shift).exp()
+            of_scores = weights * (upstream @ values.unsqueeze(2).transpose(-1, -2) - delta) * ring.scale
+            grad_query = grad_query + of_scores @ keys.unsqueeze(2)
+            back[..., :width] += (of_scores.transpose(-1, -2) @ grouped).sum(2)
+            back[..., width:] += (weights.transpose(-1, -2) @ upstream).sum(2)
+            if steps > 1:
+                back = redistribute_local(back, ring.spec(back, step), ring.spec(back, step + 1))
+            if work is not None:
+                work.wait()
+            here = coming
+        return (
+            grad_query.flatten(1, 2).to(query.dtype),
+            back[..., :width].to(key.dtype),
+            back[..., width:].to(value.dtype),
+            None,
+        )
+
+
+registry.on_end(_rotated.cache_clear)

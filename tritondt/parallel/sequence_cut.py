@@ -1,0 +1,106 @@
+"""Which positions of a sequence each rank of a context-parallel axis holds, and tensors cut so."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import LocalTensorError, MeshError
+from tritondt.redistribution.autograd import redistribute
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+
+
+@dataclass(frozen=True)
+class SequenceCut:
+    """The cut of a sequence of `length` positions over `num_ranks`: runs of torch.chunk, or `balanced` ones.
+
+    A balanced cut has 2 n runs, the lengths of which differ by one at most; rank r has run r and run 2 n - 1 - r, so
+    that under a causal mask every rank has as much to do as the others.
+
+    >>> cut = SequenceCut(9, 2, balanced=True)
+    >>> [cut.positions(rank).tolist() for rank in range(2)], cut.sizes
+    ([[0, 1, 6, 7, 8], [2, 3, 4, 5]], (5, 4))
+    """
+
+    length: int
+    num_ranks: int
+    balanced: bool = False
+
+    def runs(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Starts and stops of the runs that a rank holds, in order."""
+        if not self.balanced:
+            piece = -(-self.length // self.num_ranks)
+            return ((min(rank * piece, self.length), min((rank + 1) * piece, self.length)),)
+        bounds = [place * self.length // (2 * self.num_ranks) for place in range(2 * self.num_ranks + 1)]
+        return tuple((bounds[run], bounds[run + 1]) for run in (rank, 2 * self.num_ranks - 1 - rank))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of positions of every rank."""
+        return tuple(sum(stop - start for start, stop in self.runs(rank)) for rank in range(self.num_ranks))
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """Positions that a rank holds, in the order in which it holds them."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.runs(rank)])
+
+
+@lru_cache(maxsize=256)
+def whole_order(cut: SequenceCut) -> torch.Tensor:
+    """Places, in the parts of all ranks one after the other, of positions 0, 1, ..."""
+    return torch.cat([cut.positions(rank) for rank in range(cut.num_ranks)]).argsort()
+
+
+def axis_mesh(device_mesh: "DeviceMesh | Mesh", what: str) -> tuple[Mesh, int]:
+    """The mesh of one axis and this rank's index; MeshError for another mesh, or a rank outside of it."""
+    mesh = canonical_mesh(device_mesh)
+    if mesh.ndim != 1:
+        raise MeshError(f"{what} takes a mesh of one axis, got {mesh}; give it one slice, as mesh['cp']")
+    if mesh.coordinate is None:
+        raise MeshError(f"{what} was called on rank {mesh.identity.rank}, outside of {mesh}; allowed are its ranks")
+    return mesh, mesh.coordinate[0]
+
+
+def context_parallel_shard(
+    tensor: torch.Tensor, device_mesh: "DeviceMesh | Mesh", dim: int, *, balanced: bool = False
+) -> torch.Tensor:
+    """This rank's positions of a tensor that every rank has whole, along `dim`; differentiable, and not collective.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> run_ranks(2, lambda rank: context_parallel_shard(torch.arange(8), Mesh((2,)), 0, balanced=True).tolist())
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    mesh, rank = axis_mesh(device_mesh, "context_parallel_shard")
+    cut = SequenceCut(tensor.shape[dim], mesh.shape[0], balanced)
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in cut.runs(rank)], dim)
+
+
+def context_parallel_unshard(
+    local: torch.Tensor, device_mesh: "DeviceMesh | Mesh", dim: int, *, length: int, balanced: bool = False
+) -> torch.Tensor:
+    """The whole tensor on every rank of which `local` is this rank's part, `length` positions along `dim`.
+
+    A collective call of the mesh, and differentiable: the gradient of a result that is alike on all ranks comes back as
+    this rank's part. Raises LocalTensorError where the part has another number of positions.
+    """
+    mesh, rank = axis_mesh(device_mesh, "context_parallel_unshard")
+    cut, dim = SequenceCut(length, mesh.shape[0], balanced), dim % local.ndim
+    check_length("local", local, dim, cut, rank)
+    shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
+    meta = TensorMeta.contiguous(shape, local.dtype)
+    source, target = (DTensorSpec(mesh, [p], meta) for p in (Shard(dim, sizes=cut.sizes), Replicate()))
+    whole = redistribute(local, source, target)
+    return whole.index_select(dim, whole_order(cut).to(local.device)) if balanced else whole
+
+
+def check_length(name: str, local: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> None:
+    """Refuses a local tensor of another number of positions than the cut gives this rank."""
+    if local.shape[dim] != cut.sizes[rank]:
+        kind = "balanced " if cut.balanced else ""
+        raise LocalTensorError(
+            f"{name} has {local.shape[dim]} positions along dim {dim} on rank {rank} of the mesh; a {kind}cut of "
+            f"{cut.length} positions over {cut.num_ranks} ranks gives it {cut.sizes[rank]}: context_parallel_shard "
+            "makes the parts"
+        )

@@ -1,0 +1,67 @@
+"""Attention over a sequence that is cut over ranks, by heads: one all-to-all before it and one after (Ulysses)."""
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.dtensor.many import redistribute_many
+from tritondt.dtensor.tensor import DTensor
+from tritondt.parallel.feature_cut import FeatureCut
+from tritondt.parallel.sequence_cut import SequenceCut, axis_mesh, check_length
+from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.placement import Shard
+
+_HEADS, _SEQUENCE = 1, 2
+
+
+def ulysses_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    device_mesh: "DeviceMesh | Mesh",
+    *,
+    length: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Scaled dot product attention of this rank's queries over all keys; every rank computes some heads of all of them.
+
+    Shapes are those of `ring_attention`, parts are runs of torch.chunk. Heads and key heads are cut evenly, whole
+    groups of queries together: 6 heads over 4 ranks are 2, 2, 1 and 1. With fewer key heads than ranks some ranks wait,
+    which `ring_attention` has not. A collective call of all ranks of the mesh of one axis, forward and backward: one
+    exchange before and one after. Raises LocalTensorError for parts of other lengths, and MeshError.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel.sequence_cut import context_parallel_shard
+    >>> x = torch.arange(24.0).view(1, 3, 4, 2)
+    >>> expected = F.scaled_dot_product_attention(x, x, x)
+    >>> def attended(rank):
+    ...     part = context_parallel_shard(x, Mesh((2,)), 2)
+    ...     found = ulysses_attention(part, part, part, Mesh((2,)), length=4)
+    ...     return (found - expected[:, :, 2 * rank : 2 * rank + 2]).abs().max().item() < 1e-5
+    >>> run_ranks(2, attended)
+    [True, True]
+    """
+    mesh, rank = axis_mesh(device_mesh, "ulysses_attention")
+    cut = SequenceCut(length, mesh.shape[0])
+    group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
+    moves = []
+    for name, local, unit in (("query", query, group), ("key", key, 1), ("value", value, 1)):
+        check_length(name, local, _SEQUENCE, cut, rank)
+        shape = (*local.shape[:_SEQUENCE], length, local.shape[-1])
+        part = DTensor.from_local(
+            local, mesh, [Shard(_SEQUENCE)], shape=shape, stride=torch.empty(shape, device="meta").stride()
+        )
+        by_heads = FeatureCut(unit, balanced=True).shard(_HEADS, local.shape[_HEADS], mesh.shape[0])
+        moves.append((part, [by_heads]))
+    queries, keys, values = (x.to_local() for x in redistribute_many(moves))
+    if queries.shape[_HEADS]:
+        grouped = queries.shape[_HEADS] != keys.shape[_HEADS]
+        found = F.scaled_dot_product_attention(
+            queries, keys, values, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+    else:  # no heads are here, and all three still get their gradients, on this rank like on the others
+        found = queries @ keys.transpose(-1, -2) @ values
+    shape = (*query.shape[:_SEQUENCE], length, value.shape[-1])
+    whole = DTensor.from_local(found, mesh, moves[0][1], shape=shape, stride=torch.empty(shape, device="meta").stride())
+    return whole.redistribute(placements=[Shard(_SEQUENCE)]).to_local()
