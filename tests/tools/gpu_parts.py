@@ -100,7 +100,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
         ),
         Part(
             "tests-engine",
-            (*command, "-m", "gpu", "tests/test_gpu.py", "-k", "distributing or refuses"),
+            (*command, "-m", "gpu", "tests/test_gpu.py", "-k", "distributing or of_another_dtype and S0-S1"),
             120,
             tests=True,
         ),
