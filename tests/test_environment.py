@@ -13,8 +13,8 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCES = ("tritondt/**/*.py", "kernels/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h")
 NAME = re.compile(r"\bTRITONDT_[A-Z0-9_]+")
 READS = re.compile(r"os\.(environ|getenv)|\bgetenv\(")
-# Starts processes, whose environment it makes.
-WRITERS = {"tritondt/cli/launch.py"}
+# They start processes, whose environment they make; smoke is run in such, once for each transport.
+WRITERS = {"tritondt/cli/launch.py", "tritondt/cli/smoke.py", "tritondt/cli/trace/starting.py"}
 
 
 def sources() -> dict[str, str]:

@@ -79,9 +79,9 @@ def test_terms_by_torchs_reduce_op_are_terms_by_its_name():
         assert T.Partial(name).is_partial(op)
         assert not T.Partial("sum" if name != "sum" else "max").is_partial(op)
     with pytest.raises(T.LayoutError, match="Partial got reduce_op='band'; allowed are sum, avg, max, min, product"):
-        T.Partial(ReduceOp.BAND)
+        T.Partial(ReduceOp.BAND)  # type: ignore[arg-type]
     with pytest.raises(T.LayoutError, match="Partial got reduce_op=3; allowed are sum"):
-        T.Partial(3)
+        T.Partial(3)  # type: ignore[arg-type]
 
 
 def test_random_numbers_of_one_mesh_follow_its_seed():

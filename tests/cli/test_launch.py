@@ -48,6 +48,14 @@ def sleep(send, num_messages, seconds):
     time.sleep(seconds)
 
 
+@pytest.fixture
+def takes_interrupts():
+    """A shell that starts a program in the background has SIGINT ignored, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class InterruptsWhenItDies:
     """An object in whose destructor Ctrl-C strikes: Python prints what that raises, and goes on."""
 
@@ -56,7 +64,7 @@ class InterruptsWhenItDies:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_a_destructor_swallows_ends_the_run():
+def test_an_interrupt_that_a_destructor_swallows_ends_the_run(takes_interrupts):
     def take(_):
         InterruptsWhenItDies()
 
@@ -65,7 +73,7 @@ def test_an_interrupt_that_a_destructor_swallows_ends_the_run():
     assert multiprocessing.active_children() == []
 
 
-def test_interrupts_while_ranks_end_leave_none_behind(monkeypatch):
+def test_interrupts_while_ranks_end_leave_none_behind(takes_interrupts, monkeypatch):
     """Python would wait at its exit for those that are left, and they for it."""
     kill, told = BaseProcess.kill, []
 
@@ -81,7 +89,7 @@ def test_interrupts_while_ranks_end_leave_none_behind(monkeypatch):
     assert multiprocessing.active_children() == []
 
 
-def test_an_interrupt_between_the_start_of_a_rank_and_of_the_next_leaves_none_behind(monkeypatch):
+def test_an_interrupt_between_the_start_of_a_rank_and_of_the_next_leaves_none_behind(takes_interrupts, monkeypatch):
     start = BaseProcess.start
 
     def interrupted(process):

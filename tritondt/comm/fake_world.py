@@ -12,16 +12,26 @@ from tritondt.comm.registry import World
 from tritondt.comm.transports.fake import FakeCommunicator
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
+from tritondt.planning.cost import CostTable
 
 
 class FakeWorld:
     """One rank of a world of any size, whose exchanges move nothing; it opens no store, no thread and no file."""
 
     def __init__(self, who: Identity) -> None:
-        self.identity, self.costs = who, default_costs(who.size)
+        self.identity, self._costs = who, default_costs(who.size)
         self.flight = Flight(who.rank, who.size, None)
         self._communicators: dict[tuple[int, ...], FakeCommunicator] = {}
         self._closed = False
+
+    @property
+    def costs(self) -> CostTable:
+        """Prices for tensors on the CPU."""
+        return self._costs["cpu"]
+
+    def costs_for(self, device_type: str) -> CostTable:
+        """Prices for tensors on such devices; the CPU's for a type without prices."""
+        return self._costs.get(device_type, self._costs["cpu"])
 
     def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
         """The communicator of `ranks`: one for all types of devices."""

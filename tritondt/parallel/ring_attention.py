@@ -108,9 +108,8 @@ def _rotated(mesh: Mesh, step: int) -> Mesh:
 
 def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, hidden: torch.Tensor | None) -> torch.Tensor:
     """Scaled products (batch, key heads, group, queries, keys), -inf where hidden."""
-    scores = query @ key.unsqueeze(2).transpose(-1, -2) * scale
-    found: torch.Tensor = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-    return found
+    scores: torch.Tensor = query @ key.unsqueeze(2).transpose(-1, -2) * scale
+    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
 
 
 def _grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
