@@ -1,5 +1,7 @@
 """Cuts of features by sizes, and balanced: no rank without heads where there are as many heads as ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -22,7 +24,8 @@ def test_losses_and_norms_are_those_of_one_process(options):
         styles["attention.wo"] = RowwiseParallel(output_layouts=T.Shard(1), use_local_output=False, **options)
         parallelize_module(model, mesh, styles)
         torch.testing.assert_close(train(model, T.distribute_tensor(FOLLOWING, mesh)), expected)
-        return tuple(model.attention.wo.weight.to_local().shape)
+        weight: Any = model.attention.wo.weight
+        return tuple(weight.to_local().shape)
 
     held = (8, 8, 4, 4) if "balanced" in options else (8, 0, 4, 12)
     assert run_ranks(4, body) == [(24, columns) for columns in held]
@@ -51,7 +54,7 @@ def test_an_embedding_by_sizes_and_by_balanced_rows():
             RowwiseParallel(balanced=True),
         ):
             torch.manual_seed(3)
-            module = parallelize_module(nn.Embedding(9, 6), T.Mesh((4,)), style)
+            module: Any = parallelize_module(nn.Embedding(9, 6), T.Mesh((4,)), style)
             torch.testing.assert_close(module(indices), single(indices), rtol=0, atol=0)
             found.append(tuple(module.weight.to_local().shape))
         return found

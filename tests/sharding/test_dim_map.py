@@ -28,7 +28,8 @@ def test_maps_are_those_of_torch_and_read_back() -> None:
     torch_meta = reference.TensorMeta(torch.Size(META.shape), META.stride, META.dtype)
 
     def body(rank: int) -> None:
-        mesh, torch_mesh = T.Mesh((2, 3)), TorchMesh()
+        mesh = T.Mesh((2, 3))
+        torch_mesh: Any = TorchMesh()
         for pair in itertools.product(kinds, repeat=2):
             spec = T.DTensorSpec(mesh, [ours for ours, _ in pair], META)
             expected: Any = reference.DTensorSpec(torch_mesh, tuple(other for _, other in pair), torch_meta)
