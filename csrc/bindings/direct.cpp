@@ -28,7 +28,8 @@ using SlotMessageFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 std::vector<SlotMessage> make_slot_messages(const std::vector<SlotMessageFields>& fields) {
   std::vector<SlotMessage> messages;
   messages.reserve(fields.size());
-  for (const auto& [peer, offset, num_bytes] : fields) messages.push_back({peer, offset, num_bytes});
+  for (const auto& [peer, offset, num_bytes] : fields)
+    messages.push_back({peer, offset, num_bytes});
   return messages;
 }
 
@@ -67,10 +68,11 @@ std::unique_ptr<DirectPlan> observed(const DirectPlan& plan, const std::string& 
     throw std::invalid_argument("step '" + step + "'; allowed are pack, keep and unpack");
   }
   // What is kept in a copy of the function is let go of by whoever holds the GIL: the plan's end.
-  auto kept = std::shared_ptr<py::function>(new py::function(std::move(call)), [](py::function* it) {
-    const py::gil_scoped_acquire acquired;
-    delete it;
-  });
+  auto kept =
+      std::shared_ptr<py::function>(new py::function(std::move(call)), [](py::function* it) {
+        const py::gil_scoped_acquire acquired;
+        delete it;
+      });
   *found = [kept, run = *found](const Addresses& sources, const Addresses& targets,
                                 int num_threads) {
     {

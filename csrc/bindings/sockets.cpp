@@ -109,7 +109,8 @@ void bind_watchdog(py::module_* module) {
           py::arg("group").none(false), py::arg("timeout_s"), py::arg("recorder"), py::arg("path"),
           "Expires exchanges of `group` after `timeout_s` and then writes `recorder` to `path`.")
       .def(
-          "unwatch", [](Watchdog& watchdog, const TimedExchange& group) { watchdog.unwatch(&group); },
+          "unwatch",
+          [](Watchdog& watchdog, const TimedExchange& group) { watchdog.unwatch(&group); },
           py::arg("group"), "Lets `group` take as long as it takes, from now on.")
       .def(
           "dump_on_signal",

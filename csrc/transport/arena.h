@@ -9,8 +9,8 @@ namespace tritondt {
 // Shared memory of one rank: made by it, mapped by the other ranks of its machine.
 //
 // The memory has no name, and is freed with the last process that has it mapped. It takes pages as
-// they are written, and its length is sealed: no process can take pages away that another one reads.
-// A forked child does not inherit the mapping.
+// they are written, and its length is sealed: no process can take pages away that another one
+// reads. A forked child does not inherit the mapping.
 class Arena {
  public:
   // New memory of `num_bytes` zeros. Throws std::system_error, as `Arena(path, num_bytes)` does.

@@ -49,8 +49,8 @@ class DirectBoard {
     return first[(sequence & 1) * num_ranks_ + peer];
   }
   Receipt& receipt(std::size_t peer) const {
-    auto* const first = reinterpret_cast<Receipt*>(base_ + sizeof(Bell) +
-                                                   2 * num_ranks_ * sizeof(Announcement));
+    auto* const first =
+        reinterpret_cast<Receipt*>(base_ + sizeof(Bell) + 2 * num_ranks_ * sizeof(Announcement));
     return first[peer];
   }
 

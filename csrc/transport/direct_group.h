@@ -45,8 +45,8 @@ struct DirectPlan {
 // A rank packs into one of its two slots, in turns, announces what lies there and rings its bell.
 // Receivers check the announcement against what they expect and unpack from the sender's memory. A
 // slot is packed again when all have said that they have read it. What a peer announces is checked
-// before it is used: it may come from a rank that does something else, but cannot make this one read
-// outside the arena. That a peer has left is seen at its socket.
+// before it is used: it may come from a rank that does something else, but cannot make this one
+// read outside the arena. That a peer has left is seen at its socket.
 //
 // One thread at a time calls `run`, `finish` and `skip`; `interrupt` may be called from any thread.
 class DirectGroup : public TimedExchange {

@@ -115,7 +115,8 @@ def _scores(query: torch.Tensor, key: torch.Tensor, scale: float, hidden: torch.
 def _grouped(query: torch.Tensor, key_heads: int) -> torch.Tensor:
     """(batch, key heads, group, queries, width), in the dtype of sums."""
     wide = torch.float64 if query.dtype is torch.float64 else torch.float32
-    return query.to(wide).unflatten(1, (key_heads, query.shape[1] // key_heads))
+    grouped: torch.Tensor = query.to(wide).unflatten(1, (key_heads, query.shape[1] // key_heads))
+    return grouped
 
 
 class _RingAttention(torch.autograd.Function):

@@ -156,8 +156,7 @@ void check_endings() {
 
     DirectRanks expired(2);
     DirectGroup* group = expired.group(0);
-    const Ending ending =
-        wait_while(&expired, [&] { CHECK(group->expire(group->started_ns())); });
+    const Ending ending = wait_while(&expired, [&] { CHECK(group->expire(group->started_ns())); });
     CHECK(ending.outcome == Outcome::kExpired && ending.peer == 1);
     const DirectPlan nothing = empty_plan();
     CHECK(group->run(&nothing, {}, {}, 1, 2, 6, 0, 0).outcome == Outcome::kExpired);
