@@ -13,8 +13,9 @@ class MessageSlices:
 def interface_addresses() -> list[tuple[str, str]]: ...
 
 class TimedExchange:
-    """One exchange at a time, which a watchdog may end."""
+    """One exchange at a time, which a watchdog may end; not made by itself."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
     def set_timeout(self, timeout_s: float) -> None: ...
 
 class SocketGroup(TimedExchange):
