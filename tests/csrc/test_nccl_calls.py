@@ -242,6 +242,7 @@ def test_options_of_one_call(recording):
         comm.group([("send", 16, 0, 3, "float32", "sum", 1)], STREAM, config)
 
 
+@pytest.mark.extended
 def test_options_of_one_call_came_with_2_31(libraries):
     newest = libraries()
     newer = newest.nccl.call_config({"launch_completion_event": 64})

@@ -170,6 +170,7 @@ def test_columns_of_several_peers(num_bytes, widths, itemsize, num_threads):
         assert table.num_boxes == len(widths) - widths.count(0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("lengths", "source_strides", "target_strides"),
     [

@@ -178,6 +178,7 @@ def test_groups_and_recorders_may_go_at_any_time(watchdog, tmp_path):
             one.close()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("path", "why"),
     [("missing/rank-3.json", "missing/rank-3.json: No such file or directory"), ("", "no folder for it")],

@@ -37,6 +37,7 @@ def _threads(kept: list[Callable[[], object]]) -> None:
     kept.append(end.set)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("plant", [_memory, _descriptors, _threads])
 def test_a_planted_leak_is_found(plant: Callable[[list[Callable[[], object]]], None]) -> None:
     kept: list[Callable[[], object]] = []

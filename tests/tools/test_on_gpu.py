@@ -78,6 +78,7 @@ def test_one_deadline_ends_all_and_results_are_kept_as_they_come(tmp_path: Path)
     assert {name: found["state"] for name, found in written.items()} == {"good": PASSED, "long": CUT}
 
 
+@pytest.mark.extended
 def test_a_second_call_goes_on_where_the_first_was_cut_off(tmp_path: Path) -> None:
     note = tmp_path / "ran"
     counted = OK._replace(command=("sh", "-c", f"echo ran >> {note}"))
@@ -112,6 +113,7 @@ def test_of(number):
 """
 
 
+@pytest.mark.extended
 def test_a_test_that_takes_its_process_with_it_is_told_and_the_others_run(tmp_path: Path, runner: Runner) -> None:
     (tmp_path / "test_these.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -128,6 +130,7 @@ def test_a_test_that_takes_its_process_with_it_is_told_and_the_others_run(tmp_pa
     assert (runner.folder / "tests.jsonl").read_text().removeprefix(before).count("begun") == 0
 
 
+@pytest.mark.extended
 def test_a_call_that_is_ended_ends_what_it_started(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     program = (

@@ -88,6 +88,7 @@ def fail_to_pack(rank: int, members: tuple[int, ...], culprit: int) -> None:
         move(members, "S0", "S1")
 
 
+@pytest.mark.extended
 def test_a_rank_that_cannot_pack_is_not_waited_for(failing_ranks: GlooRanks) -> None:
     """Its messages never go, but those of the others may have come."""
     *others, culprit = run(failing_ranks, (1, 2, 3), fail_to_pack, 3)

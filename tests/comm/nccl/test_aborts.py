@@ -175,6 +175,7 @@ def connect_at_first(rank: int, stalls: bool) -> str:
     return str(rows.full_tensor().sum().item())
 
 
+@pytest.mark.extended
 def test_ranks_connect_when_they_meet_within_the_timeout() -> None:
     with ranks_on("nccl", 2, TRITONDT_TIMEOUT="20") as ranks:
         assert ranks.run(connect_at_first, False) == ["15.0", "15.0"]

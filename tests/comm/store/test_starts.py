@@ -69,6 +69,7 @@ def test_ranks_that_come_before_the_first_one_wait_for_its_new_name():
         assert [found.result() for found in early] == [[b"new"], [b"new"]]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("coming", "missing"), [((0, 2), "ranks [1]"), ((1,), "rank 0")])
 def test_ranks_that_do_not_come_are_named(coming, missing):
     torchrun = Torchrun()

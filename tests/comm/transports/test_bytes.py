@@ -78,6 +78,7 @@ def test_every_reduction_stays_in_its_bounds(mesh_shape: tuple[int, ...], shape:
     check_reductions(mesh_shape, shape, pairs)
 
 
+@pytest.mark.extended
 def test_reductions_on_three_axes_stay_in_their_bounds() -> None:
     terms = [
         T.parse_placements(text) for text in ("P, P, P", "P, S0, R", "S0, P, S0", "R, P, P", "P, S1, P", "R, R, P")

@@ -54,6 +54,7 @@ assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modul
 """
 
 
+@pytest.mark.extended
 def test_first_operators_import_no_compiler():
     root = Path(__file__).parents[3]
     completed = subprocess.run(
