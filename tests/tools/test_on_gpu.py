@@ -212,8 +212,9 @@ def test_the_dry_environment_has_what_torch_requires_and_no_more(tmp_path: Path)
     assert not {"click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy", "pytest-timeout"} & names
 
 
-@pytest.mark.extended
-@pytest.mark.timeout(300)
+# It makes an environment and builds the extension in it, which takes minutes.
+@pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_a_short_dry_run_without_optional_packages() -> None:
     """`make gpu-dry` runs all of it."""
     completed = subprocess.run(

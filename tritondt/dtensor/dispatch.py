@@ -27,7 +27,6 @@ from tritondt.dtensor.compiled_call import (
 )
 from tritondt.dtensor.decompose import decompose, fit_outs
 from tritondt.dtensor.list_positions import in_order, written_lists
-from tritondt.dtensor.live_views import keeps_views
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.errors import MeshError, MixedTensorsError
@@ -267,7 +266,7 @@ class Dispatcher:
                 return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
-        run = keeps_views(schema, decision.output_spec, Signature(schema, decision, local, written, *made_by).run)
+        run = Signature(schema, decision, local, written, *made_by).run
         run = from_others(schema.op, run) if written else run
         return in_order(schema.op, run) if decision.needs_redistribute and written_lists(schema.op) else run, None
 
