@@ -57,8 +57,9 @@ class _Distributed:
 
     __hash__ = object.__hash__
 
-    def __call__(self, grad: torch.Tensor) -> torch.Tensor | None:
-        if isinstance(grad, DTensor):
+    def __call__(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        # None where nothing reaches one of an operator's several results, as linalg.svd's of no elements.
+        if grad is None or isinstance(grad, DTensor):
             return None
         return DTensor.from_local(grad, self.mesh) if grad.requires_grad else DTensor(*as_replicated(grad, self.mesh))
 

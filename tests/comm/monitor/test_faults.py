@@ -36,9 +36,11 @@ def _name(job: Job) -> str:
 
 
 def _is_in_ci(job: Job) -> bool:
-    """Every fault on threads and sockets; on the other transports those that each hears of in a way of its own."""
+    """Faults on threads where they can be, else on sockets; on the others those heard of in ways of their own."""
     fault, ranks = job
-    return ranks in ("threads", "sockets") or fault.name in ("killed", "stopped with the store", "raises in forward")
+    if ranks == "threads" or (ranks == "sockets" and fault.not_on_threads):
+        return True
+    return fault.name in ("killed", "stopped with the store", "raises in forward")
 
 
 @pytest.mark.parametrize(
