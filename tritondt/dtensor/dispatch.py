@@ -266,8 +266,8 @@ class Dispatcher:
                 return viewed_or_copied(schema.op, decision.output_spec, self._wrap, self._track_base), None
             return local, decision.output_spec
         made_by = self._wrap, self._wrap_all, self._track_base, self._propagator.fallback.admit
-        run = Signature(schema, decision, local, written, *made_by).run
-        run = from_others(schema.op, run) if written else run
+        signature = Signature(schema, decision, local, written, *made_by)
+        run = from_others(schema.op, signature.run) if written else signature.run
         return in_order(schema.op, run) if decision.needs_redistribute and written_lists(schema.op) else run, None
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
