@@ -157,28 +157,20 @@ def compile_plan(
 
     `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
     """
-    if is_one_grid(source, target):
-        made = _compiled(source, target, strides, device, wire_dtype)
-    else:
-        made = compiled_across(source, target, Start(strides, device, wire_dtype))
+    compiled = _compiled_within if is_one_grid(source, target) else compiled_across
+    made = compiled(source, target, Start(strides, device, wire_dtype))
     for hook in on_compiled:
         hook(source, target, wire_dtype, made)
     return made
 
 
-def _compiled(
-    source: DTensorSpec,
-    target: DTensorSpec,
-    strides: tuple[int, ...],
-    device: torch.device,
-    wire_dtype: torch.dtype | None,
-) -> CompiledPlan:
+def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start) -> CompiledPlan:
     """Compiled plan on one mesh."""
-    plan = plan_for(source, target, wire_dtype)
+    plan = plan_for(source, target, first.wire_dtype)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
-    starts = (Start(None if number else strides, device, wire_dtype) for number in range(len(plan.steps)))
+    starts = (first._replace(strides=None) if number else first for number in range(len(plan.steps)))
     steps = tuple(
         _compiled_step(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
