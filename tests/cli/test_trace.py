@@ -28,7 +28,7 @@ x = T.distribute_tensor(torch.arange(64.0).view(8, 8), T.init_device_mesh("cpu",
 for _ in range(3):
     y = x.redistribute(placements=[T.Shard(1)], async_op=True) + 1
     T.debug.mark_step()
-print("sum", y.full_tensor().sum().item(), sys.argv[1:])
+print(f"sum {y.full_tensor().sum().item()} {sys.argv[1:]}")
 dist.destroy_process_group()
 """
 
