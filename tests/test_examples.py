@@ -6,12 +6,13 @@ other blocks of the page, in order, which two ranks run.
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.harness.ports import free_port
 
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
@@ -75,15 +76,13 @@ def is_of_an_example(block):
 
 def run(program, num_ranks, folder):
     """What the first rank prints; every rank must end with status 0."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     found = subprocess.run(
         [sys.executable, "-c", _LAUNCHER, str(program), str(num_ranks or 1)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=110,
+        timeout=250,
         cwd=folder,
         env={**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
         check=False,

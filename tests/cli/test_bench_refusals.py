@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.cli import corrupted
+from tests.harness.ports import free_port
 from tritondt.cli.bench import ranks as bench_ranks
 from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.kinds import KINDS
@@ -162,7 +162,7 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process_behind(tmp_path, n
         started = descendants(process.pid)
         assert len(started) >= 2
         os.killpg(process.pid, number)
-        _, told = process.communicate(timeout=60)
+        _, told = process.communicate(timeout=150)
     finally:
         process.kill()
         process.communicate()
@@ -182,20 +182,19 @@ def test_ctrl_c_keeps_what_was_measured_and_leaves_no_process_behind(tmp_path, n
     "launcher", [pytest.param("slurm", marks=pytest.mark.extended), pytest.param("torchrun", marks=pytest.mark.soak)]
 )
 def test_it_runs_on_the_ranks_that_a_launcher_has_started(tmp_path, launcher):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free_port = server.getsockname()[1]
+    port = free_port()
     path = tmp_path / "found.json"
     command = [sys.executable, "-m", "tritondt", "bench", "all_gather", "--impl", "gloo", "-b", "4K", "-n", "2"]
     processes = []
     for rank in range(2):
-        variables = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": str(free_port)}
+        variables = {"SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": str(port)}
         if launcher == "torchrun":
-            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(free_port)}
+            variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
         environment = {**os.environ, **variables, "MASTER_ADDR": "127.0.0.1"}
         processes.append(
             subprocess.Popen([*command, "--json", str(path)], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE)
         )
-    printed = [process.communicate(timeout=100)[0] for process in processes]
+    printed = [process.communicate(timeout=250)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert b"# Collective test concluded: all_gather" in printed[0]
     assert printed[1] == b""

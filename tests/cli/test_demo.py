@@ -290,7 +290,7 @@ def test_under_torchrun(tmp_path):
             str(tmp_path),
         ],
         check=True,
-        timeout=100,
+        timeout=250,
         capture_output=True,
     )
     summary = json.loads((tmp_path / "summary.json").read_text())

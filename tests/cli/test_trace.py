@@ -41,7 +41,7 @@ def run_trace(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
         text=True,
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=110,
+        timeout=250,
         check=False,
     )
 

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import socket
 import threading
 import time
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.ports import free_port
 from tritondt.comm import world
 from tritondt.sharding.mesh import canonical_mesh
 
@@ -149,9 +149,7 @@ def live_twice(rank: int, port: int) -> dict[str, object]:
 
 
 def test_a_second_world_is_another() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with GlooRanks(2) as ranks:
         first, second = ranks.run(live_twice, port)
     assert first["gathered"] == second["gathered"] == [[0, 1, 2, 3, 4]] * 2

@@ -29,7 +29,7 @@ def run(program, **variables):
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=150,
         env={**os.environ, **variables},
     )
     assert ran.returncode == 0, ran.stderr

@@ -62,6 +62,22 @@ def test_several_results_are_written_to_tensors_of_another_shape():
     run_ranks(2, body)
 
 
+@pytest.mark.filterwarnings("ignore:.*which are lost")
+def test_what_a_refused_call_has_resized_is_given_back():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        numbers, real = torch.arange(6).view(3, 2), distribute(FULL[0], mesh, "S0")
+        whole, empty = distribute(numbers, mesh, "S1"), T.empty(0, device_mesh=mesh, dtype=torch.int64)
+        single = T.ones((), device_mesh=mesh, dtype=torch.int64)
+        for x, out in ((real, whole), (real, empty), (distribute(torch.ones(1, 1).char(), mesh, "R"), single)):
+            with pytest.raises(RuntimeError, match=r"Long|int64"):
+                torch.neg(x, out=out)
+        compare((whole, empty, single), (numbers, numbers[0, :0], torch.tensor(1)), exact=True)
+        assert torch.neg(real.long(), out=empty).shape == (3,)
+
+    run_ranks(2, body)
+
+
 def test_what_cannot_be_resized_is_refused():
     def body(rank):
         mesh = T.Mesh((2,))
@@ -77,7 +93,8 @@ def test_what_cannot_be_resized_is_refused():
             pytest.warns(UserWarning, match=r"out has \(2, 2\) with elements, which are lost"),
             pytest.raises(T.PropagationError, match=r"to \(0,\), of which \(S1\) is no layout"),
         ):
-            torch.sum(x, 0, out=distribute(torch.ones(2, 2), mesh, "S1"))
+            torch.sum(x, 0, out=(ones := distribute(torch.ones(2, 2), mesh, "S1")))
+        compare(ones, torch.ones(2, 2), exact=True)
         # As it was, where the new shape has no such layout.
         blocks = distribute(torch.arange(6.0), mesh, "S0(repeats=3)")
         with (

@@ -25,7 +25,7 @@ def opened(page: Path, folder: Path) -> tuple[str, list[str]]:
         [browser, *_FLAGS, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=True,
     )
     return ended.stdout, [line for line in ended.stderr.splitlines() if re.search("CONSOLE", line)]

@@ -12,18 +12,16 @@ import json
 import os
 import runpy
 import shutil
-import socket
 import sys
 from pathlib import Path
 
 from tests.harness import killed_rank
+from tests.harness.ports import free_port
 
 
 def run(program: str, folder: str, num_ranks: int, killed_at: int) -> bool:
     """Whether the ranks ended as they should."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank in range(num_ranks):
         if os.fork() == 0:
             os.chdir(folder)

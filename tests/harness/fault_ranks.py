@@ -32,7 +32,7 @@ from tests.harness.stacks import listen, stacks_of
 
 # What nobody hears of is waited for that long; what somebody hears of must come long before the other.
 SILENT_TIMEOUT_S, HEARD_TIMEOUT_S = 2.0, 30.0
-_DEADLINE_S, _SETTLE_S = 60.0, 5.0
+_DEADLINE_S, _SETTLE_S = 150.0, 5.0
 _FREE_PORT = 0
 # What the first view of a distributed tensor imports in every process is imported once: it takes 0.3 s, or a second.
 _PRELOADED = [

@@ -10,7 +10,7 @@ from tests.harness.faults import SIZE, Case, Observation, Outcome
 from tritondt.comm import read_guard
 from tritondt.comm.transports.threads import run_ranks
 
-_DEADLINE_S = 30.0
+_DEADLINE_S = 100.0
 
 
 def observe(case: Case) -> Observation:

@@ -26,7 +26,7 @@ from tritondt.comm.transports.threads import ThreadCommunicator
 SHAPE = (7, 1 << 13)
 _SMALL_BUFFER = 4096
 _NUM_STEPS = 3
-_HOLD_S = 20.0
+_HOLD_S = 100.0
 
 
 class PlantedError(Exception):

@@ -32,6 +32,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.fork_server import REPOSITORY, fork_server
+from tests.harness.ports import free_port
 from tritondt.comm import world
 
 
@@ -100,7 +101,7 @@ class GlooRanks:
     ) -> None:
         self.close()
 
-    def run(self, body: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    def run(self, body: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0) -> list[Any]:
         """The results of `body(rank, *arguments)` by rank; raises RanksError, with tracebacks, if a rank failed."""
         outcomes = self.outcomes(body, *arguments, timeout_s=timeout_s)
         failed = [f"rank {rank}:\n{found.trace}" for rank, found in enumerate(outcomes) if isinstance(found, Failure)]
@@ -108,7 +109,7 @@ class GlooRanks:
             raise RanksError("\n".join(failed))
         return outcomes
 
-    def outcomes(self, body: Callable[..., Any], *arguments: Any, timeout_s: float = 60.0) -> list[Any]:
+    def outcomes(self, body: Callable[..., Any], *arguments: Any, timeout_s: float = 150.0) -> list[Any]:
         """The results by rank, a Failure in place of one where the rank raised or died.
 
         Raises RanksError where a rank neither answers nor dies in time; all processes are then killed.
@@ -151,7 +152,7 @@ class GlooRanks:
         if not self.pids:
             return
         self.begin_close()
-        statuses = {rank: self.status(rank, timeout_s=60) for rank in self._ending or ()}
+        statuses = {rank: self.status(rank, timeout_s=150) for rank in self._ending or ()}
         self.kill()
         if any(status != 0 for status in statuses.values()):
             raise RanksError(f"ranks ended with these statuses, None being those that did not in 60 s: {statuses}")
@@ -193,9 +194,7 @@ class GlooRanks:
 
 
 def _variables(size: int, environment: Mapping[str, str]) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return {
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",

@@ -62,7 +62,7 @@ def run_on_two_hosts(
     names: tuple[str, str],
     environment: Mapping[str, str],
     shaping: str = "",
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
 ) -> tuple[str, str]:
     """What the program has written on both hosts; AssertionError with all of it where it fails on one.
 
@@ -72,7 +72,7 @@ def run_on_two_hosts(
     unshare = ["unshare", *_NAMESPACES] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", *_NAMESPACES]
     trying = [*unshare, "sh", "-c", "ip link add wire type veth peer name other"]
     try:
-        tried = subprocess.run(trying, capture_output=True, text=True, timeout=20, check=False)
+        tried = subprocess.run(trying, capture_output=True, text=True, timeout=100, check=False)
     except OSError as error:
         pytest.skip(f"two hosts need namespaces: {error}")
     if tried.returncode != 0:

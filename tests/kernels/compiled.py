@@ -130,7 +130,7 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
         file.write(cubin)
         file.flush()
         command = [str(TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
-        completed = subprocess.run(command, capture_output=True, check=True, timeout=60)
+        completed = subprocess.run(command, capture_output=True, check=True, timeout=150)
     found = dict(re.findall(r"\b(REG|STACK|LOCAL):(\d+)", completed.stdout.decode()))
     assert len(found) == 3, completed.stdout.decode() + completed.stderr.decode()
     return {name: int(value) for name, value in found.items()}

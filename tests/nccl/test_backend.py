@@ -55,7 +55,7 @@ def train(rank: int, where: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_on_torchs_own(setting: Setting, kind: str) -> None:
-    setting.ranks.run(train, setting.where, kind, timeout_s=110)
+    setting.ranks.run(train, setting.where, kind, timeout_s=250)
 
 
 def record_and_replay(rank: int, where: str) -> None:

@@ -3,7 +3,6 @@
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from tests.conftest import REPOSITORY
 from tests.doubles.fake_nccl.library import FakeNccl, build, load
 from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.ports import free_port
 from tests.nccl.devices import ON_ONE_MACHINE, SHARED, why_not
 from tests.nccl.libraries import sharing_library, variables_for
 from tritondt import PeerError, WorldError, nccl
@@ -78,13 +78,6 @@ def test_importing_tritondt_does_not_import_it() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=False).returncode == 0
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def printed_by_example(*arguments: str, **told: str) -> list[str]:
     """The lines of both ranks of the example, sorted; `told` are environment variables."""
     variables = {**told, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -100,7 +93,7 @@ def printed_by_example(*arguments: str, **told: str) -> list[str]:
         for rank in range(2)
     ]
     try:
-        outcomes = [rank.communicate(timeout=100) for rank in ranks]
+        outcomes = [rank.communicate(timeout=250) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -18,7 +18,7 @@ def ranks_of() -> Iterator[Callable[[str, int], GlooRanks]]:
     def find(over: str, size: int) -> GlooRanks:
         if (over, size) not in started or not started[over, size].pids:  # a test that hangs kills them
             started[over, size] = backend_ranks(over, size, TRITONDT_TIMEOUT="60")
-            started[over, size].run(meet, timeout_s=110)
+            started[over, size].run(meet, timeout_s=250)
         return started[over, size]
 
     yield find

@@ -29,7 +29,7 @@ def started() -> Iterator[GlooRanks]:
 @pytest.fixture
 def ranks(started: GlooRanks) -> Iterator[GlooRanks]:
     """The same three for all tests: what failed is put away after each."""
-    started.run(begin, timeout_s=110)
+    started.run(begin, timeout_s=250)
     yield started
     started.run(abort)
 
@@ -37,7 +37,7 @@ def ranks(started: GlooRanks) -> Iterator[GlooRanks]:
 @pytest.fixture
 def mortal_ranks() -> Iterator[GlooRanks]:
     started = backend_ranks("nccl", 3, TRITONDT_TIMEOUT="20")
-    started.run(begin, timeout_s=110)
+    started.run(begin, timeout_s=250)
     yield started
     started.kill()
 

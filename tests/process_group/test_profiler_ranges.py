@@ -20,4 +20,4 @@ def profiled(rank: int) -> list[str]:
 
 @pytest.mark.parametrize("over", ["gloo", "nccl"])
 def test_collectives_have_ranges(over: str, ranks_of: Callable[[str, int], GlooRanks]):
-    assert ranks_of(over, 2).run(profiled, timeout_s=110) == [["tritondt::allgather", "tritondt::allreduce"]] * 2
+    assert ranks_of(over, 2).run(profiled, timeout_s=250) == [["tritondt::allgather", "tritondt::allreduce"]] * 2

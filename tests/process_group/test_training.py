@@ -34,7 +34,7 @@ def train_on_both(rank: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trains_as_on_gloo(ranks: GlooRanks, kind: str) -> None:
-    ranks.run(train_on_both, kind, timeout_s=110)
+    ranks.run(train_on_both, kind, timeout_s=250)
 
 
 def train_replicated_and_sharded(rank: int) -> None:
@@ -49,7 +49,7 @@ def train_replicated_and_sharded(rank: int) -> None:
 
 
 def test_replicas_of_sharded_models_train_as_on_gloo(ranks_of: RanksOf) -> None:
-    ranks_of("nccl", 4).run(train_replicated_and_sharded, timeout_s=110)
+    ranks_of("nccl", 4).run(train_replicated_and_sharded, timeout_s=250)
 
 
 def save_and_load(rank: int, folder: str) -> None:
@@ -66,4 +66,4 @@ def save_and_load(rank: int, folder: str) -> None:
 
 
 def test_checkpoints_of_sharded_models(ranks: GlooRanks, tmp_path: Any) -> None:
-    ranks.run(save_and_load, str(tmp_path), timeout_s=110)
+    ranks.run(save_and_load, str(tmp_path), timeout_s=250)

@@ -135,7 +135,7 @@ def _portable(error: BaseException | None) -> BaseException | None:
 
 def run_on_processes(ranks: GlooRanks, programs: Sequence[Program]) -> list[list[Trace]]:
     """The traces of all ranks of each program, on real processes."""
-    of_ranks = ranks.run(run_in_process, list(programs), timeout_s=60 + len(programs))
+    of_ranks = ranks.run(run_in_process, list(programs), timeout_s=150 + len(programs))
     return [list(traces) for traces in zip(*of_ranks, strict=True)]
 
 

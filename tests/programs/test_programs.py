@@ -167,10 +167,10 @@ def test_a_refusal_of_one_rank_alone_is_a_failure(monkeypatch):
 @pytest.mark.extended
 def test_the_command_line_tells_and_counts(tmp_path):
     command = [sys.executable, "-m", "tests.programs", "--count", "5", "--jobs", "2", "--json", tmp_path / "found.json"]
-    found = subprocess.run([*command, "--without", ",".join(WITHOUT)], capture_output=True, text=True, timeout=110)
+    found = subprocess.run([*command, "--without", ",".join(WITHOUT)], capture_output=True, text=True, timeout=250)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout.startswith("5 programs, ")
     assert json.loads((tmp_path / "found.json").read_text())["programs"] == 5
-    found = subprocess.run([*command, "--without", "nothing"], capture_output=True, text=True, timeout=110)
+    found = subprocess.run([*command, "--without", "nothing"], capture_output=True, text=True, timeout=250)
     assert found.returncode == 1
     assert "--without got nothing; allowed are make, " in found.stderr

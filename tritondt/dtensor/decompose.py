@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.decompositions import written_by_functional
 from tritondt.ops.propagation.fallback import SHAPES_UNKNOWN, decomposition_of, is_replicated
-from tritondt.ops.propagation.outputs import out_shapes, resize_outs
+from tritondt.ops.propagation.outputs import ResizedOuts, out_shapes
 from tritondt.ops.propagation.replication import implicit_replication
 from tritondt.ops.propagation.schema import OpSchema
 
@@ -27,15 +27,15 @@ def decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return NotImplemented if decomposition is None else decomposition(*args, **kwargs)
 
 
-def fit_outs(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a tensor that a call writes its results to had another shape than they have, and has been given that."""
+def outs_to_fit(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ResizedOuts:
+    """The tensors that a call writes its results to, and the shapes that these have."""
     try:
         shapes = out_shapes(schema)
     except SHAPES_UNKNOWN:
         raise PropagationError(
             f"{schema} writes results to out whose shapes only values tell; call it without out"
         ) from None
-    return resize_outs(schema, shapes, args, kwargs)
+    return ResizedOuts(schema, shapes, args, kwargs)
 
 
 def _shapes_are_known(schema: OpSchema) -> bool:

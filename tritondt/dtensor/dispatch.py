@@ -25,7 +25,7 @@ from tritondt.dtensor.compiled_call import (
     alias_of,
     viewed_or_copied,
 )
-from tritondt.dtensor.decompose import decompose, fit_outs
+from tritondt.dtensor.decompose import decompose, outs_to_fit
 from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
@@ -147,8 +147,9 @@ class Dispatcher:
                 result = decompose(schema, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            if schema.is_out_variant and fit_outs(schema, args, kwargs):
-                return self._run_any(op, args, kwargs)
+            if schema.is_out_variant and (outs := outs_to_fit(schema, args, kwargs)).any:
+                with outs:
+                    return self._run_any(op, args, kwargs)
             found = self._with_gradients_kept(op, self._compile(schema)) if mixed else self._compile(schema)
             if is_kept:
                 _keep(operator, key, found)

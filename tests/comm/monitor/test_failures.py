@@ -52,7 +52,7 @@ def connect(rank: int, ranks: tuple[int, ...]) -> None:
 def run(ranks: GlooRanks, members: tuple[int, ...], body: Any, *arguments: Any) -> list[Any]:
     """Outcomes of the members, after they have connected; a member that waits for good is a failure at `timeout_s`."""
     ranks.run(connect, members)
-    outcomes = ranks.outcomes(body, members, *arguments, timeout_s=60)
+    outcomes = ranks.outcomes(body, members, *arguments, timeout_s=150)
     return [outcomes[rank] for rank in members]
 
 
@@ -303,14 +303,14 @@ def test_ranks_hear_of_those_that_die() -> None:
         assert_heard(others)
         assert any("rank 3" in outcome.text for outcome in others)
 
-        *others, dead, _ = ranks.outcomes(end_uncaught, (0, 1, 2), 2, timeout_s=60)
+        *others, dead, _ = ranks.outcomes(end_uncaught, (0, 1, 2), 2, timeout_s=150)
         assert dead.kind == "died"
         assert ranks.status(2) == 1
         assert_heard(others)
         assert any("rank 2 failed" in outcome.text for outcome in others)
         assert any("UncaughtError: out of luck" in outcome.text for outcome in others)
 
-        dead, other, *_ = ranks.outcomes(die, (0, 1), 0, timeout_s=60)
+        dead, other, *_ = ranks.outcomes(die, (0, 1), 0, timeout_s=150)
         assert dead.kind == "died"
         assert_heard([other])
         ranks.end(1)

@@ -164,7 +164,7 @@ def test_what_a_rank_holds_is_never_pruned() -> None:
         "import sys; from pathlib import Path; from tritondt.comm.monitor.flight_folder import prune; "
         "prune(Path(sys.argv[1]))"
     )
-    subprocess.run([sys.executable, "-c", program, str(own_folder())], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program, str(own_folder())], check=True, timeout=150)
     assert (own_folder() / WORLD).exists()
     flight.leave()
     assert not (own_folder() / WORLD).exists()

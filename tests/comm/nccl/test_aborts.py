@@ -135,7 +135,7 @@ def test_a_process_ends_while_a_graph_is_alive(over: str) -> None:
         found = ranks.outcomes(end_with_a_live_graph, over)
         assert [failure.kind for failure in found] == ["ValueError", "ValueError"]
         ranks.begin_close()
-        assert [ranks.status(rank, timeout_s=60) for rank in range(2)] == [0, 0]
+        assert [ranks.status(rank, timeout_s=150) for rank in range(2)] == [0, 0]
     finally:
         ranks.kill()
 

@@ -27,7 +27,7 @@ def run_cases(rank: int, cases: list[Case], device_type: str = "cpu") -> list[Ou
     return found
 
 
-def check_on(ranks: GlooRanks, first_seed: int, device_type: str = "cpu", timeout_s: float = 60.0) -> None:
+def check_on(ranks: GlooRanks, first_seed: int, device_type: str = "cpu", timeout_s: float = 150.0) -> None:
     seeds = range(first_seed, first_seed + CASES_PER_TEST)
     cases = [random_case(seed, ranks.size, scattered=False) for seed in seeds]
     outcomes = ranks.run(run_cases, cases, device_type, timeout_s=timeout_s)

@@ -60,18 +60,54 @@ def _empty(spec: Any) -> Any:
     return DTensorSpec(spec.mesh, [Replicate()] * spec.mesh.ndim, TensorMeta((0,), (1,), spec.dtype))
 
 
-def resize_outs(schema: OpSchema, shapes: Mapping[str, Any], args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a tensor that a call writes its results to had another shape; these are resized."""
-    inputs = [*args, *(value for name, value in kwargs.items() if name not in shapes)]
-    resized = False
-    for name, shape in shapes.items():
-        several = isinstance(kwargs[name], list | tuple)
-        outs, wanted = (kwargs[name], shape) if several else ([kwargs[name]], [shape])
-        for out, of in zip(outs, wanted, strict=True):
-            if tuple(out.shape) != of:
-                resize_out(schema.op, out, of, inputs)
-                resized = True
-    return resized
+class ResizedOuts:
+    """The tensors that a call writes its results to, in the shapes of these: a context that a failing call leaves.
+
+    `any` is whether one had another shape. If the call raises, each is given its own shape and elements again.
+    """
+
+    def __init__(
+        self, schema: OpSchema, shapes: Mapping[str, Any], args: Iterable[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._op, self._inputs = schema.op, [*args, *(kwargs[name] for name in kwargs.keys() - shapes.keys())]
+        self._wanted = [
+            (out, of)
+            for name, shape in shapes.items()
+            for out, of in _paired(kwargs[name], shape)
+            if tuple(out.shape) != of
+        ]
+        self._were: list[tuple[torch.Tensor, torch.Size, torch.Tensor | None]] = []
+
+    @property
+    def any(self) -> bool:
+        """Whether a tensor had another shape."""
+        return bool(self._wanted)
+
+    def __enter__(self) -> None:
+        try:
+            for out, shape in self._wanted:
+                self._were.append((out, out.shape, out.detach().clone() if out.numel() else None))
+                resize_out(self._op, out, shape, self._inputs)
+        except BaseException:
+            self._give_back()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        with torch.no_grad():
+            for out, shape, elements in self._were:
+                if out.shape == shape:  # refused before it was resized
+                    continue
+                out.resize_([0] * max(len(shape), 1)).resize_(shape)
+                if elements is not None:
+                    out.copy_(elements)
+
+
+def _paired(outs: Any, shapes: Any) -> Iterable[tuple[torch.Tensor, tuple[int, ...]]]:
+    return zip(outs, shapes, strict=True) if isinstance(outs, list | tuple) else [(outs, shapes)]
 
 
 def resize_out(op: OpOverload, out: torch.Tensor, shape: tuple[int, ...], inputs: Iterable[Any]) -> None:
