@@ -155,7 +155,7 @@ class GlooRanks:
         statuses = {rank: self.status(rank, timeout_s=150) for rank in self._ending or ()}
         self.kill()
         if any(status != 0 for status in statuses.values()):
-            raise RanksError(f"ranks ended with these statuses, None being those that did not in 60 s: {statuses}")
+            raise RanksError(f"ranks ended with these statuses, None being those that did not in 150 s: {statuses}")
 
     def status(self, rank: int, timeout_s: float = 20.0) -> int | None:
         """The exit status of a rank, negative for a signal, None where it does not end in time."""
