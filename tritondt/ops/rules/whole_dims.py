@@ -99,11 +99,13 @@ def register_whole_dims(
     for op in _overloads(name):
 
         def localize(schema: OpSchema, outputs: OutputSpecs, op: OpOverload = op) -> LocalOp | None:
+            # Along a dim without elements most are refused: on every rank, also where the rank has no rows.
+            is_refused = reduces and any(schema.args_spec[0].shape[dim] == 0 for dim in find(schema))
+            if not is_refused and (made := empty_shard_result(schema, outputs)) is not None:
+                return made
             if runs is not None:
-                return empty_shard_result(schema, outputs) or runs(op)
-            return empty_shard_result(schema, outputs) or (
-                None if sizes is None else with_local_sizes(op, sizes, outputs)
-            )
+                return runs(op)
+            return None if sizes is None else with_local_sizes(op, sizes, outputs)
 
         propagator.set_strategy(op, strategy, localize=localize)
 
