@@ -42,6 +42,35 @@ def test_views_that_moved_see_what_is_written_to_their_tensor():
         run_ranks(4, body)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_views_of_a_view_that_moved_stay_one_memory_when_it_is_copied_again(mode):
+    def chain(x):
+        moved = x[..., -1]
+        inner = moved[...]
+        part, other = inner.split(2)[0], moved[1:]
+        seen = []
+        for number in (1, 2, 3):
+            inner.add_(number)
+            seen += [part.clone(), other.clone()]  # copies what moved again
+            inner.add_(number)
+            seen += [x.clone(), part.clone()]
+            part.mul_(number)
+            x.sub_(1)
+            seen += [inner.clone(), moved.clone(), other.clone()]
+        return [*seen, x, moved, inner, part, other]
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        for shape in ((1, 1), (4, 3)):
+            with mode():
+                expected = chain(numbers(*shape))
+                for text in ("S0", "S1", "R"):
+                    for found, of in zip(chain(distribute(numbers(*shape), mesh, text)), expected, strict=True):
+                        torch.testing.assert_close(found.full_tensor(), of, rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
 def test_a_view_that_moved_follows_after_the_fallback_has_ended():
     def body(rank):
         x = distribute(numbers(12, 2), T.Mesh((4,)), "S0")

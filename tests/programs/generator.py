@@ -251,7 +251,7 @@ class Generator:
             # Torch gives some whole numbers gradients that it then cannot have, as by x[...] = number.
             if any(it.requires_grad and not (it.is_floating_point() or it.is_complex()) for it in tensors.values()):
                 return False
-            if statement.kind == "data" and any(is_expanded(tensors[name]) for name in statement.reads):
+            if statement.kind in ("data", "set_data") and any(is_expanded(tensors[name]) for name in statement.reads):
                 return False
             resized = [name for name in changed if name in shapes and tensors[name].shape != shapes[name]]
             if statement.kind in ("out", "shape_out") and _shares_memory(resized, tensors):

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from tritondt.dtensor.list_positions import run_by_position, share_memory
 from tritondt.dtensor.view_origins import Origin, can_write_back, write_back
-from tritondt.dtensor.writes import MEMORY, ORIGIN, Watch, held_local, memory_of
+from tritondt.dtensor.writes import MEMORY, ORIGIN, Watch, held_local, memory_of, renew_elements
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import admitted
 from tritondt.ops.rules.views import VIEW_OF
@@ -36,7 +36,10 @@ def _freshness(
         with admitted():
             results = dispatch_any(origin.op, (), tuple(origin.args), dict(origin.kwargs))
         renewed = results if origin.place is None else results[origin.place]
-        slot.__set__(tensor, held_local(renewed))
+        if origin.is_alias:
+            slot.__set__(tensor, held_local(renewed))
+        else:  # where the copy lies: views of it, which share its memory, are still written through
+            renew_elements(slot.__get__(tensor), held_local(renewed))
         tensor.__dict__[ORIGIN] = renewed_origin
 
     def current_local(tensor: Any) -> torch.Tensor:

@@ -18,6 +18,8 @@ import torch
 MEMORY = "_tritondt_memory"
 FORMER = "_tritondt_former_memory"
 ORIGIN = "_tritondt_origin"
+# A storage's: how far its version was raised by copying a view again.
+_RENEWALS = "_tritondt_renewals"
 
 Memory = tuple[torch.Tensor, ...]
 Count = tuple[int, int]
@@ -66,9 +68,26 @@ class Watch:
 
     def local_count(self, distributed: Any) -> LocalCount:
         """Numbers of writes to the local tensors themselves, of which other ranks do not know."""
-        return tuple(
-            -1 if local.is_inference() else local._version for local in (held_local(distributed), *self.memory)
-        )
+        return tuple(map(_num_foreign_writes, (held_local(distributed), *self.memory)))
+
+
+def _num_foreign_writes(local: torch.Tensor) -> int:
+    return -1 if local.is_inference() else local._version - getattr(local.untyped_storage(), _RENEWALS, 0)
+
+
+def renew_elements(local: torch.Tensor, elements: torch.Tensor) -> None:
+    """Gives a local tensor other elements where they lie: for autograd a write, and for no watch.
+
+    Other tensors may share its memory, and see them.
+    """
+    if local.is_inference():
+        with torch.inference_mode():
+            local.copy_(elements)
+        return
+    storage, before = local.untyped_storage(), local._version
+    with torch.no_grad():
+        local.copy_(elements)
+    setattr(storage, _RENEWALS, getattr(storage, _RENEWALS, 0) + local._version - before)
 
 
 def count_writes(tensors: Iterable[Any], *, reshapes: bool) -> None:
