@@ -23,7 +23,7 @@ KILLED_AT = 40
 KILLED_BEHIND_STEP = 12
 
 
-def run(*command: str, folder: Path, timeout_s: float = 115) -> str:
+def run(*command: str, folder: Path, timeout_s: float = 250) -> str:
     variables = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),

@@ -207,7 +207,8 @@ class Watch:
             reason = self._without_news(wait, error)
         if reason is None and wait.is_timed and has_expired:
             if silent is None:
-                self._narrow(wait)
+                with suppress(SilentStoreError):  # all are suspects still
+                    self._narrow(wait)
             reason = self._timed_out(wait, silent)
         if reason is not None and id(wait) in self._waits:
             wait.reason = reason

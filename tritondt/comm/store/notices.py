@@ -1,9 +1,14 @@
 """Notices that ranks of a communicator leave in the store: who failed first, and what each waits for."""
 
 import json
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
-from tritondt.comm.store.client import StoreClient
+import torch.distributed as dist
+
+from tritondt.comm.store.client import PATIENCE_S, StoreClient
+
+Result = TypeVar("Result")
 
 
 class Failed(NamedTuple):
@@ -22,10 +27,13 @@ class Waiting(NamedTuple):
 
 
 class Notices:
-    """The notices of one rank; `key` names a communicator. Of failures the first counts: others follow from it."""
+    """The notices of one rank; `key` names a communicator. Of failures the first counts: others follow from it.
 
-    def __init__(self, client: StoreClient, rank: int) -> None:
-        self._client, self._rank = client, rank
+    SilentStoreError where the store takes longer than `patience_s` to answer.
+    """
+
+    def __init__(self, client: StoreClient, rank: int, patience_s: float = PATIENCE_S) -> None:
+        self._client, self._rank, self._patience_s = client, rank, patience_s
 
     def report(self, key: str, sequence: int, error: BaseException) -> None:
         """Reports that this rank failed at exchange `sequence`."""
@@ -37,7 +45,7 @@ class Notices:
 
     def _report(self, key: str, error: BaseException) -> None:
         text = json.dumps(Failed(self._rank, f"{type(error).__name__}: {error}"))
-        self._client.call(lambda store: store.compare_set(key, "", text))
+        self._call(lambda store: store.compare_set(key, "", text))
 
     def failure(self, key: str, sequence: int) -> Failed | None:
         """Another rank's failure in exchange `sequence`, or for good."""
@@ -51,7 +59,7 @@ class Notices:
 
     def publish(self, key: str, waiting: Waiting) -> None:
         """Publishes what this rank waits for."""
-        self._client.call(lambda store: store.set(_waiting_key(key, self._rank), json.dumps(waiting)))
+        self._call(lambda store: store.set(_waiting_key(key, self._rank), json.dumps(waiting)))
 
     def waiting(self, key: str, ranks: tuple[int, ...]) -> dict[int, Waiting]:
         """The last published waits of other ranks, by rank."""
@@ -59,7 +67,10 @@ class Notices:
         return {rank: Waiting(*json.loads(text)) for rank, text in texts.items() if text is not None}
 
     def _read(self, key: str) -> str | None:
-        return self._client.call(lambda store: store.get(key).decode() if store.check([key]) else None)
+        return self._call(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def _call(self, function: Callable[[dist.Store], Result]) -> Result:
+        return self._client.call(function, self._patience_s)
 
 
 def _failed_key(key: str, which: int | str) -> str:

@@ -44,7 +44,7 @@ class Rendezvous:
 
         Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
         """
-        here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank)
+        here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank, self._timeout_s)
         self._asked(lambda store: store.set(self._here(rank), ""))
         started, pause = time.monotonic(), _FIRST_PAUSE_S
         while not self._asked(lambda store: store.check(here)):
