@@ -6,11 +6,13 @@ import random
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.gpu_device import IS_DRY, interpret_tables
 from tests.harness.optional_packages import MissingPackages
 
@@ -21,8 +23,9 @@ LACKING = MissingPackages()
 sys.meta_path.append(LACKING)
 HAS_TIMEOUTS = importlib.util.find_spec("pytest_timeout") is not None
 
-# Cases of a parametrized test that are in the core (`make test`); the others are `extended`, for `make test-all`.
-CORE_CASES = 2
+# Cases of a parametrized test that are in the core (`make test`); the others are `extended`, for `make test-all`. Those
+# of interpreted kernels take a hundred times as long as others.
+CORE_CASES, CORE_CASES_INTERPRETED = 2, 1
 
 if "hypothesis" not in LACKING.names:
     from hypothesis import settings
@@ -71,7 +74,7 @@ def _mark_tiers(items: Iterable[pytest.Item]) -> None:
     for cases in _cases_of_tests(items):
         chosen = cases[0].get_closest_marker("in_ci")
         ci = cases if chosen is None else _spread(cases, chosen.args[0])
-        core = _spread(ci, CORE_CASES)
+        core = _spread(ci, CORE_CASES_INTERPRETED if "interpreted" in cases[0].path.parts else CORE_CASES)
         for item in cases:
             if item not in ci:
                 item.add_marker(pytest.mark.soak)
@@ -99,6 +102,17 @@ def _spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
 @pytest.fixture(scope="session")
 def alone() -> None:
     """Asked for by tests, and by fixtures, that must have the machine to themselves: times, memory, all its cores."""
+
+
+@pytest.fixture(scope="session")
+def kept_ranks() -> Iterator[list[GlooRanks]]:
+    """Processes that all tests of a session share: those that a fixture appends end side by side."""
+    kept: list[GlooRanks] = []
+    yield kept
+    with ExitStack() as closing:
+        for ranks in kept:
+            ranks.begin_close()
+            closing.callback(ranks.close)
 
 
 @pytest.fixture(scope="session", autouse=True)

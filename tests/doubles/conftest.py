@@ -15,10 +15,10 @@ def double() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[GlooRanks]:
+def ranks(kept_ranks: list[GlooRanks]) -> GlooRanks:
     """Eight processes; a test of fewer ranks leaves the last ones idle."""
-    with GlooRanks(8) as made:
-        yield made
+    kept_ranks.append(GlooRanks(8))
+    return kept_ranks[-1]
 
 
 @pytest.fixture

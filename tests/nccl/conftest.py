@@ -1,6 +1,6 @@
 """Ranks over the double of NCCL, and on a GPU where there is one: one and two of them, started once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -33,7 +33,7 @@ GPUS = SETTINGS[2:]
 
 
 @pytest.fixture(scope="session")
-def setting_of() -> Iterator[SettingOf]:
+def setting_of(kept_ranks: list[GlooRanks]) -> SettingOf:
     """So many ranks there; skips where something is missing."""
     started: dict[tuple[str, int], GlooRanks] = {}
 
@@ -43,13 +43,10 @@ def setting_of() -> Iterator[SettingOf]:
             pytest.skip(reason)
         if (where, size) not in started or not started[where, size].pids:  # a test that hangs kills them
             started[where, size] = start(where, size, TRITONDT_TIMEOUT="60")
+            kept_ranks.append(started[where, size])
         return Setting(where, started[where, size])
 
-    yield find
-    for ranks in started.values():
-        ranks.begin_close()
-    for ranks in started.values():
-        ranks.close()
+    return find
 
 
 @pytest.fixture

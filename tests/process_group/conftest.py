@@ -1,6 +1,6 @@
 """Processes that tests share: starting them costs more than what they do here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,21 +11,18 @@ from tests.harness.nccl_on_host import backend_ranks
 
 
 @pytest.fixture(scope="session")
-def ranks_of() -> Iterator[Callable[[str, int], GlooRanks]]:
+def ranks_of(kept_ranks: list[GlooRanks]) -> Callable[[str, int], GlooRanks]:
     """The ranks on the backend over gloo or nccl, so many of them, with a group on plain Gloo to compare with."""
     started: dict[tuple[str, int], GlooRanks] = {}
 
     def find(over: str, size: int) -> GlooRanks:
         if (over, size) not in started or not started[over, size].pids:  # a test that hangs kills them
             started[over, size] = backend_ranks(over, size, TRITONDT_TIMEOUT="60")
+            kept_ranks.append(started[over, size])
             started[over, size].run(meet, timeout_s=250)
         return started[over, size]
 
-    yield find
-    for ranks in started.values():
-        ranks.begin_close()
-    for ranks in started.values():
-        ranks.close()
+    return find
 
 
 groups: dict[str, Any] = {}
