@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritondt as T
@@ -150,3 +151,17 @@ def test_what_does_not_fit_is_refused_in_torchs_words():
             torch.cumsum(x, 2)
 
     run_ranks(2, body)
+
+
+def test_what_a_fake_refuses_is_raised_and_not_logged(caplog):
+    def body(rank):
+        x = distribute(X, T.Mesh((2,)), "S1")
+        with pytest.raises(RuntimeError, match=r"Size does not match at dimension 0"):
+            x[0].gather(1, distribute(torch.zeros(9, 1, dtype=torch.int64), T.Mesh((2,)), "R"))
+
+    run_ranks(2, body)
+    assert not caplog.records
+    # What others ask of fake tensors is logged as ever.
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        torch.empty(2, 3).gather(1, torch.empty(9, 1, dtype=torch.int64))
+    assert [record.name for record in caplog.records] == ["torch._subclasses.fake_tensor"]

@@ -1,5 +1,6 @@
 """Shapes, strides and dtypes of an operator's results, by a run on tensors of global shape without memory."""
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -52,6 +53,9 @@ class _Faker:
     def __init__(self) -> None:
         self._mode: FakeTensorMode | None = None
         self._turn = threading.Lock()
+        self._thread: int | None = None
+        # Torch logs what a fake operator raises, with its traceback, 25 lines; here it is raised to who called.
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: record.thread != self._thread)
 
     def run(self, schema: OpSchema) -> tuple[Any, Any]:
         """Results, and the keyword arguments as they are afterwards."""
@@ -60,14 +64,17 @@ class _Faker:
                 self._mode = FakeTensorMode()
                 # Torch's cache of what fake operators give is never emptied: 3 entries, 4 kB, a new shape.
                 self._mode.cache_enabled = False
-            with self._mode, torch.inference_mode(False), torch.no_grad():
-                args, kwargs = fake_arguments(schema)
-                try:
+            self._thread = threading.get_ident()
+            try:
+                with self._mode, torch.inference_mode(False), torch.no_grad():
+                    args, kwargs = fake_arguments(schema)
                     return schema.op(*args, **kwargs), kwargs
-                except RuntimeError as error:
-                    if _NOT_FAKED in str(error):
-                        raise UnsupportedOperatorException(schema.op) from error
-                    raise
+            except RuntimeError as error:
+                if _NOT_FAKED in str(error):
+                    raise UnsupportedOperatorException(schema.op) from error
+                raise
+            finally:
+                self._thread = None
 
 
 _faker = _Faker()
