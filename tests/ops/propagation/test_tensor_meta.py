@@ -155,9 +155,9 @@ def test_what_does_not_fit_is_refused_in_torchs_words():
 
 def test_what_a_fake_refuses_is_raised_and_not_logged(caplog):
     def body(rank):
-        x = distribute(X, T.Mesh((2,)), "S1")
-        with pytest.raises(RuntimeError, match=r"Size does not match at dimension 0"):
-            x[0].gather(1, distribute(torch.zeros(9, 1, dtype=torch.int64), T.Mesh((2,)), "R"))
+        mesh = T.Mesh((2,))
+        with pytest.raises(RuntimeError, match="can't be cast because it is not safe"):
+            torch.neg(distribute(X, mesh, "S1"), out=T.empty(0, device_mesh=mesh, dtype=torch.int64))
 
     run_ranks(2, body)
     assert not caplog.records
