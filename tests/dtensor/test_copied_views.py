@@ -42,6 +42,28 @@ def test_views_that_moved_see_what_is_written_to_their_tensor():
         run_ranks(4, body)
 
 
+READS = {
+    "to_local": lambda v: v.to_local(),
+    "full_tensor": lambda v: v.full_tensor(),
+    "its own layout": lambda v: v.redistribute(placements=v.placements).to_local(),
+    "asynchronous": lambda v: v.redistribute(placements=[T.Replicate()], async_op=True).to_local(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_gradients_of_what_is_read_of_a_view_that_moved(name):
+    def body(rank):
+        plain, x = numbers(4, 3), distribute(numbers(4, 3), T.Mesh((2,)), "S0").requires_grad_()
+        read = READS[name]((x * 2)[1])
+        (read * read).sum().backward()
+        plain.requires_grad_()
+        ((plain * 2)[1] ** 2).sum().backward()
+        assert type(x.grad) is T.DTensor
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad, rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_views_of_a_view_that_moved_stay_one_memory_when_it_is_copied_again(mode):
     def chain(x):

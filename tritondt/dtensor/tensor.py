@@ -116,7 +116,7 @@ class DTensor(torch.Tensor):
             return self._local_tensor
         spec = self._spec
         gradient = gradient_spec(spec) if grad_placements is None else spec.with_placements(grad_placements)
-        return cast(torch.Tensor, ToLocal.apply(self, type(self), gradient))  # type: ignore[no-untyped-call]
+        return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
     def redistribute(
         self,
