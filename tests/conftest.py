@@ -23,9 +23,9 @@ LACKING = MissingPackages()
 sys.meta_path.append(LACKING)
 HAS_TIMEOUTS = importlib.util.find_spec("pytest_timeout") is not None
 
-# Cases of a parametrized test that are in the core (`make test`); the others are `extended`, for `make test-all`. Those
-# of interpreted kernels take a hundred times as long as others.
-CORE_CASES, CORE_CASES_INTERPRETED = 2, 1
+# Cases of a parametrized test that are in the core (`make test`), where its mark `in_core` says no other number; the
+# others are `extended`, for `make test-all`.
+CORE_CASES = 2
 
 if "hypothesis" not in LACKING.names:
     from hypothesis import settings
@@ -74,7 +74,8 @@ def _mark_tiers(items: Iterable[pytest.Item]) -> None:
     for cases in _cases_of_tests(items):
         chosen = cases[0].get_closest_marker("in_ci")
         ci = cases if chosen is None else _spread(cases, chosen.args[0])
-        core = _spread(ci, CORE_CASES_INTERPRETED if "interpreted" in cases[0].path.parts else CORE_CASES)
+        wanted = cases[0].get_closest_marker("in_core")
+        core = _spread(ci, CORE_CASES if wanted is None else wanted.args[0])
         for item in cases:
             if item not in ci:
                 item.add_marker(pytest.mark.soak)

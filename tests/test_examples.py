@@ -97,6 +97,7 @@ def test_every_example_is_run():
     assert {*PRINTED, "nccl_raw"} == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
+@pytest.mark.in_core(1)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     num_ranks, printed = PRINTED[name]

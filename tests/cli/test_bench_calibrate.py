@@ -22,6 +22,7 @@ def test_prices_of_figures():
     assert prices_of(Figures(1.0, 1.0, 1.0, 1.0, 1.0), asked)["host"]["bandwidth"] > 0  # no line is none upwards
 
 
+@pytest.mark.extended
 def test_what_is_printed_is_what_the_environment_takes(monkeypatch, tmp_path):
     path = tmp_path / "prices.json"
     ended = CliRunner().invoke(main, ["bench", "calibrate", "-n", "2", "--shrink", "64", "--json", str(path)])

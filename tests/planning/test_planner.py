@@ -73,6 +73,7 @@ def test_every_rank_makes_the_same_plan() -> None:
         assert len({plan for plan in plans if plan}) == 1, skewed_pair(seed)
 
 
+@pytest.mark.extended
 def test_a_process_with_other_hashes_makes_the_same_plans() -> None:
     """Ranks of a job do not share PYTHONHASHSEED: the order of a set must decide nothing."""
     code = "from tests.planning.test_planner import plan_digest; print(plan_digest(300))"

@@ -115,6 +115,7 @@ def _sum_is_wrong() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.extended
 @pytest.mark.usefixtures("_sum_is_wrong")
 def test_a_planted_wrong_strategy_is_found_and_minimised():
     campaign = Campaign(WITHOUT)

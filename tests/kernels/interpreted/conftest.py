@@ -8,6 +8,12 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 
+@pytest.hookimpl(tryfirst=True)  # before the cases of the core are chosen
+def pytest_itemcollected(item):
+    """Has the core run one case of each: they take a hundred times as long as others."""
+    item.add_marker(pytest.mark.in_core(1))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def unsanitized_integers():
     """It computes whether integers overflow, and without `debug` tells nobody."""

@@ -173,6 +173,7 @@ def test_lists_that_do_not_fit():
     run_ranks(4, body)
 
 
+@pytest.mark.extended
 def test_the_work_of_a_list_of_different_tensors_grows_with_its_length():
     def body(rank):
         return [calls(length) for length in (100, 300)]
