@@ -14,7 +14,7 @@ import pytest
 
 from tests.harness.ports import free_port
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 MAX_README_BYTES = 8192
 GUIDES = ("guide", "sharded_guide", "benchmark")
