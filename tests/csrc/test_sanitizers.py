@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("alone")]
+pytestmark = pytest.mark.extended
 
 REPOSITORY = Path(__file__).parents[2]
 SOURCES = REPOSITORY / "tests" / "csrc" / "sanitize"

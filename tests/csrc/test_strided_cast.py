@@ -173,6 +173,7 @@ def test_large_boxes_are_cut_among_threads(verb, source, target, num_threads):
     assert_one_box(verb, source, target, (2, 500_003), (500_010, 1), (500_003, 1), num_threads)
 
 
+@pytest.mark.in_core(1)
 @pytest.mark.in_ci(7)
 @pytest.mark.parametrize(("verb", "source", "target"), ONE_OF_EACH)
 @pytest.mark.parametrize("num_rows", [301, 12_007])

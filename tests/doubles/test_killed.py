@@ -102,6 +102,7 @@ def outcomes(double: Path, step: int) -> list[list[str]]:
 
 
 # From the moment it is known who joins: five more steps until all know that all have, then one sum after the other.
+@pytest.mark.in_ci(21)
 @pytest.mark.parametrize("step", [*range(2, 32), *range(35, 300, 23)])
 def test_survivors_hear_of_a_rank_that_dies_at_any_step(double: Path, step: int) -> None:
     for *joined, outcome in outcomes(double, step):

@@ -9,7 +9,7 @@ from tests.csrc.test_sanitizers import skip_unless_there
 
 MAKEFILE = Path(__file__).parent / "fake_nccl" / "Makefile"
 
-pytestmark = [pytest.mark.extended, pytest.mark.usefixtures("alone")]
+pytestmark = pytest.mark.extended
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.in_ci(7)
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("text", ["S0", "S1"])
 def test_shapes_changed_in_place_on_and_under_moved_views(name, text):

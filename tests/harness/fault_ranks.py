@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tests.harness.descriptors import open_targets
 from tests.harness.fault_training import AwayError, PlantedError, fail, train
 from tests.harness.faults import SIZE, Case, Fault, Observation, Outcome
 from tests.harness.nccl_on_host import use_fake_nccl
@@ -212,7 +213,7 @@ class _Possessions(NamedTuple):
         tasks = sorted(Path("/proc/self/task").iterdir())
         others = _sockets_of_hosted_stores()
         return _Possessions(
-            Counter(target for path in Path("/proc/self/fd").iterdir() if (target := _target(path)) not in others),
+            Counter(target for target in open_targets() if target not in others),
             Counter(_text(task / "comm").strip() for task in tasks),
             Counter(line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line),
             Counter(child for task in tasks for child in _text(task / "children").split()),
@@ -222,13 +223,6 @@ class _Possessions(NamedTuple):
         """What has come since."""
         pairs = zip(self._fields, self, before, strict=True)
         return [f"{name}: {dict(now - then)}" for name, now, then in pairs if now - then]
-
-
-def _target(descriptor: Path) -> str:
-    try:
-        return str(descriptor.readlink())
-    except FileNotFoundError:  # the descriptor with which the folder is read
-        return "gone"
 
 
 def _text(of_task: Path) -> str:

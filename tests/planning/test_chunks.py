@@ -49,6 +49,7 @@ def sharded(num_ranks: int, seed: int) -> tuple[Layout, Layout, int]:
     return cut.with_placements([T.Partial()]), cut, dim
 
 
+@pytest.mark.in_ci(13)
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 @pytest.mark.parametrize("shares", [(1,), (1, 1), (1, 1, 1), (4, 2, 1, 1), (1, 3)], ids=str)
 def test_chunks_together_are_the_exchange_and_both_sides_agree(num_ranks, shares):

@@ -128,6 +128,7 @@ def end_with_a_live_graph(rank: int, over: str) -> None:
     raise ValueError("a program that closes nothing")  # its process ends as any does
 
 
+@pytest.mark.in_core(1)
 @pytest.mark.parametrize("over", ["mesh", "backend"])
 def test_a_process_ends_while_a_graph_is_alive(over: str) -> None:
     ranks = ranks_on("nccl", 2) if over == "mesh" else backend_ranks("nccl", 2)

@@ -13,6 +13,7 @@ import torch
 import tritondt as T
 from tests.comm.transports.test_gloo_cases import check_on
 from tests.comm.transports.test_reductions import in_order, random_terms, reduced_by
+from tests.harness.descriptors import open_targets
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
 from tritondt.comm.packing.direct_transfer import DirectTransfer
@@ -190,8 +191,8 @@ def connect_fork_and_close(rank: int) -> tuple[int, int, int, int]:
     os.close(reading)
     os.close(writing)
     T.close()
-    targets = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return own, childs, num_mapped(os.getpid()), sum("memfd:tritondt" in target for target in targets)
+    descriptors = sum("memfd:tritondt" in target for target in open_targets())
+    return own, childs, num_mapped(os.getpid()), descriptors
 
 
 def num_mapped(process: int) -> int:

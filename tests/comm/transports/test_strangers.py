@@ -13,6 +13,7 @@ import pytest
 
 import tritondt as T
 from tests.comm.transports.test_tcp_connect import Places, assert_connected, places
+from tests.harness.descriptors import open_targets
 from tritondt.comm.transports import handshakes, tcp_connect
 
 
@@ -158,7 +159,7 @@ def test_a_rank_that_cannot_be_reached_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def listening_addresses() -> set[str]:
     """Addresses, as the kernel writes them, of this process's listening IPv4 sockets."""
-    own = {str(found.readlink()) for found in Path("/proc/self/fd").iterdir() if found.exists() or found.is_symlink()}
+    own = set(open_targets())
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     return {fields[1].partition(":")[0] for fields in lines if fields[3] == "0A" and f"socket:[{fields[9]}]" in own}
 

@@ -128,12 +128,14 @@ FAMILIES_ONCE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.in_ci(22)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_derivatives(family):
     function, tensors, placements = FAMILIES[family]
     check_derivatives(function, Case((2,), tensors, placements), second=family not in ONCE)
 
 
+@pytest.mark.in_ci(12)
 @pytest.mark.parametrize("family", FAMILIES_ONCE)
 def test_first_derivatives(family):
     function, tensors, placements = FAMILIES_ONCE[family]
