@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -150,3 +151,47 @@ def test_a_picture_that_cannot_be_written_is_refused():
     ended = run_plan("--mesh", "4", "--shape", "5,3", "--from", "S0", "--to", "R", "--png", "/nowhere/plan.png")
     assert ended.exit_code == 2
     assert "/nowhere/plan.png cannot be written: No such file" in ended.output
+
+
+def torchs(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run_plan(*arguments, "--against", "torch", "--json").stdout)["torch"]
+    return found
+
+
+@pytest.mark.in_core(4)
+@pytest.mark.parametrize(
+    ("source", "target", "device", "collectives"),
+    [
+        # 7 rows are 2, 2, 2 and 1: each rank sends 2, padded. A row is 5 columns of 4 bytes.
+        ("S0", "R", "cpu", [("all_gather_into_tensor", 4, 3 * 2 * 20)]),
+        # 5 columns are 2, 2, 1 and 0, padded to 8: over NCCL of 2 rows of 8 columns three quarters go and come.
+        ("S0", "S1", "cuda", [("shard_dim_alltoall", 4, 2 * 8 * 4 * 3 // 4)]),
+        ("S0", "S1", "cpu", [("all_gather_into_tensor", 4, 3 * 2 * 8 * 4)]),
+        ("P", "S0", "cpu", [("reduce_scatter_tensor", 4, 3 * 2 * 20)]),
+        ("P", "R", "cpu", [("all_reduce", 4, 2 * 3 * 7 * 20 // 4)]),
+        ("R", "S1", "cpu", []),
+    ],
+)
+def test_what_torch_would_move(source, target, device, collectives):
+    arguments = ("--mesh", "4", "--shape", "7,5", "--from", source, "--to", target, "--device", device)
+    found = torchs(*arguments)
+    assert [tuple(each.values()) for each in found["collectives"]] == collectives
+    assert found["received_bytes"] == sum(received for _, _, received in collectives)
+    assert found["version"] == str(torch.__version__)
+
+
+def test_what_torch_would_move_is_a_line():
+    arguments = ("--mesh", "2,2", "--shape", "8,8", "--from", "S0,S0", "--to", "R,R", "--coordinate", "1,0")
+    *_, last = run_plan(*arguments, "--against", "torch").output.splitlines()
+    assert last == (
+        f"torch {torch.__version__} would receive 192 bytes, 1.00 of ours; all_gather_into_tensor of 2 ranks 64; "
+        "all_gather_into_tensor of 2 ranks 128"
+    )
+
+
+def test_layouts_that_torch_cannot_hold_are_explained_all_the_same():
+    arguments = ("--mesh", "2", "--shape", "9,5", "--from", "S0(unit=3)", "--to", "R")
+    assert torchs(*arguments)["refusal"].startswith("torch's DTensor cannot hold (S0(unit=3)) of (9, 5)")
+    result = run_plan(*arguments, "--against", "torch")
+    assert result.exit_code == 0
+    assert "cannot hold" in result.output.splitlines()[-1]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
 
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import spread_rows, write_html, write_png
-from tritondt.planning.cost import CostTable
-from tritondt.planning.explain import explain_layouts
+from tritondt.cli.torch_moves import torch_moves
+from tritondt.errors import LayoutError
+from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.planner import make_plan
+from tritondt.planning.prices import CPU, CUDA
 from tritondt.planning.topology import Link, link_loads, loads_by_kind, parse_topology
 from tritondt.planning.traffic import Spread, rank_traffic
 from tritondt.sharding.layout import Layout
@@ -54,6 +57,8 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--to-order", "target_order", callback=_numbers, metavar="INTS", help="Cut order of the axes after.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
 @click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
+@click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, counted one by one.")
 @click.option("--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8 or fat-tree:8,4.")
 @click.option("--html", callback=_writable, metavar="FILE", help="Write a page: who sends how much to whom.")
@@ -68,6 +73,8 @@ def plan(
     target_order: tuple[int, ...] | None,
     dtype: str,
     coordinate: tuple[int, ...] | None,
+    device: str,
+    against: str | None,
     all_ranks: bool,
     topology: str | None,
     html: str | None,
@@ -77,7 +84,8 @@ def plan(
     """Explain a redistribution: steps, messages, bytes, memory, time.
 
     Bytes and messages are what one rank will send; times come from the default cost table. A
-    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3) or S0(repeats=3).
+    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3) or S0(repeats=3). With --against
+    torch the installed torch says which collectives it would call, over Gloo or, for cuda, NCCL.
 
     \b
     python -m tritondt plan --mesh 2,4 --shape 4096,4096 --from S0,R --to R,S0
@@ -93,9 +101,12 @@ def plan(
     if html is not None and html == png:
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
-    itemsize, costs = _DTYPES[dtype].itemsize, CostTable()
+    itemsize, costs = _DTYPES[dtype].itemsize, CUDA if device == "cuda" else CPU
     found = explain_layouts(before, after, itemsize, costs, coordinate)
     fields, lines = json.loads(found.to_json()), [str(found)]
+    if against is not None:
+        fields["torch"], line = _moved_by_torch(before, after, _DTYPES[dtype], found, device)
+        lines.append(line)
     if all_ranks or any(found is not None for found in (html, png, network)):
         traffic = rank_traffic(make_plan(before, after, itemsize, costs), itemsize)
         fields["ranks"] = {name: asdict(spread) for name, spread in traffic.spreads.items()}
@@ -110,6 +121,22 @@ def plan(
         if png is not None:
             write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
+
+
+def _moved_by_torch(
+    before: Layout, after: Layout, dtype: torch.dtype, ours: Explanation, device: str
+) -> tuple[dict[str, Any], str]:
+    """What torch would move to the explained rank, as fields of JSON and as a line."""
+    version = str(torch.__version__)
+    try:
+        collectives = torch_moves(before, after, dtype, ours.coordinate, device)
+    except LayoutError as refusal:
+        return {"version": version, "refusal": str(refusal)}, f"torch {version}: {refusal}"
+    received = sum(each.received_bytes for each in collectives)
+    fields = {"version": version, "received_bytes": received, "collectives": [asdict(each) for each in collectives]}
+    ratio = f", {received / ours.received_bytes:.2f} of ours" if ours.received_bytes else ""
+    these = "".join(f"; {each}" for each in collectives)
+    return fields, f"torch {version} would receive {received:,} bytes{ratio}{these}"
 
 
 def _link_lines(loads: dict[str, tuple[Spread, Link]]) -> list[str]:

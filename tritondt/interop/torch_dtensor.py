@@ -41,7 +41,7 @@ def to_torch(self: DTensor, device_mesh: DeviceMesh | None = None) -> TorchDTens
     if not isinstance(self, DTensor):
         raise MixedTensorsError(f"to_torch was given a {type(self).__name__}; allowed is a tritondt DTensor")
     spec = self._spec
-    mesh, placements = torch_mesh(spec.mesh, device_mesh), torch_placements(spec)
+    mesh, placements = torch_mesh(spec.mesh, device_mesh), torch_placements(spec.layout)
     made: TorchDTensor = TorchDTensor.from_local(
         self.to_local(),
         mesh,

@@ -84,25 +84,25 @@ def spec_of_torch(spec: Any, dtype: torch.dtype) -> DTensorSpec | None:
     return DTensorSpec(spec.mesh, found[0], TensorMeta(shape, tuple(spec.tensor_meta.stride), dtype), found[1])
 
 
-def torch_placements(spec: DTensorSpec) -> list[Any]:
-    """Torch's placements for a tensor of our spec, alike on all ranks; _StridedShard for axes that cut out of order.
+def torch_placements(layout: Layout) -> list[Any]:
+    """Torch's placements for our layout, alike on all ranks; _StridedShard for axes that cut out of order.
 
     LayoutError where torch cannot hold it: its axes cut into the pieces of torch.chunk, in another order than from left
     to right only where lengths divide.
     """
-    if _is_chunked(spec.layout):
-        return [_torch_placement(placement) for placement in spec.placements]
-    if not _is_even(spec.layout):
+    if _is_chunked(layout):
+        return [_torch_placement(placement) for placement in layout.placements]
+    if not _is_even(layout):
         raise LayoutError(
-            f"torch's DTensor cannot hold {spec}: there axes cut a dim from left to right, into the pieces of "
-            "torch.chunk; redistribute to Shard(dim) without unit, sizes, repeats and order first"
+            f"torch's DTensor cannot hold {layout} of {layout.shape}: there axes cut a dim from left to right, into "
+            "the pieces of torch.chunk; redistribute to Shard(dim) without unit, sizes, repeats and order first"
         )
     found = []
-    for axis, placement in enumerate(spec.placements):
+    for axis, placement in enumerate(layout.placements):
         factor = 1
         if isinstance(placement, Shard):
-            axes = spec.layout.axes_of_dim[placement.dim]
-            factor = prod(spec.mesh.shape[before] for before in axes[: axes.index(axis)] if before > axis)
+            axes = layout.axes_of_dim[placement.dim]
+            factor = prod(layout.mesh_shape[before] for before in axes[: axes.index(axis)] if before > axis)
         is_strided = isinstance(placement, Shard) and factor > 1
         found.append(
             _StridedShard(placement.dim, split_factor=factor)  # type: ignore[attr-defined]
