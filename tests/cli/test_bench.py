@@ -13,15 +13,18 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from rich.console import Console
 
+import tritondt as T
 from tritondt.cli.bench import harness
-from tritondt.cli.bench.cases import Case, default_pairs, make_cases, mesh_shape, parse_pairs
+from tritondt.cli.bench.cases import Case, default_pairs, make_cases, mesh_shape, parse_pairs, with_reductions
 from tritondt.cli.bench.harness import Times
+from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.measure import Counts, Measured
 from tritondt.cli.bench.minimum import fewest_elements
 from tritondt.cli.bench.report import line, print_report, summarise
 from tritondt.cli.main import main
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Replicate, Shard, parse_placements
+from tritondt.sharding.placement import OPS_OF_KIND, Replicate, Shard, parse_placements
 
 COMMAND = ["bench", "redistribute"]
 
@@ -82,6 +85,8 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
         (["--pairs", "S0(unit=4)->R"], "cannot be checked element by element"),
         (["--pairs", "S2->R"], "axis 0 shards dim 2"),
         (["--ranks", "3", "--pairs", "S0,S0->R,R"], "3 ranks make no mesh of 2 axes"),
+        (["--ranks", "4", "--pairs", "P(max),P->R,R"], "cannot be checked element by element"),
+        (["-o", "avg", "-d", "int32"], "-o avg was asked for of int32; allowed are sum, max, min, product, and all"),
         (["--sizes", "4*4"], "cannot read the sizes '4*4'"),
         (["-b", "1M", "-e", "1K"], "sizes from 1048576 to 1024 bytes were asked for"),
         (["--json", "/nowhere/found.json"], "/nowhere/found.json cannot be written: No such file or directory"),
@@ -114,6 +119,27 @@ def test_a_mesh_takes_all_ranks(num_ranks):
             for size in sizes:
                 total *= size
             assert (len(sizes), total) == (num_axes, num_ranks)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6])
+def test_every_reduction_is_exact_in_any_order(num_ranks, dtype):
+    texts = ["P->R", "P->S1", *(["P,P->R,S0", "P,S0->S1,R"] if num_ranks in (4, 6) else [])]
+    element = DTYPES[dtype]
+    ops = OPS_OF_KIND["float" if element.is_floating_point else "int"]
+    cases = make_cases(num_ranks, [(13, 15)], with_reductions(parse_pairs(";".join(texts)), ops))
+    assert {case.pair.reduce_op for case in cases} == set(ops)
+
+    def body(_):
+        for case in cases:
+            mesh, meta = T.Mesh(case.mesh_shape), T.TensorMeta.contiguous(case.shape, element)
+            source, target = (T.DTensorSpec(mesh, each, meta) for each in (case.pair.source, case.pair.target))
+            found = T.redistribute(source_part(case, element, source.coordinate), source, target)
+            expected = target_part(case, element, source.coordinate)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(case))
+            assert expected.any(), f"{case} would be right if nothing were moved"
+
+    run_ranks(num_ranks, body)
 
 
 def test_fewest_elements_is_what_ranks_lack():

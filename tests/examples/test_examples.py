@@ -17,7 +17,7 @@ from tests.harness.ports import free_port
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 MAX_README_BYTES = 8192
-GUIDES = ("guide", "sharded_guide", "benchmark")
+GUIDES = ("guide", "sharded_guide", "benchmark", "theory")
 PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in GUIDES))
 
 # Each example with its number of ranks, None for a program without any, and what the first rank prints.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt, prod
 
 from tritondt.errors import LayoutError
 from tritondt.sharding.layout import Layout
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, parse_placements
+from tritondt.sharding.placement import Partial, Placement, ReduceOp, Replicate, Shard, parse_placements
 
 DEFAULT_SIZES = "64x96,1023x1025,1024x1024,4096x4096"
 
@@ -27,6 +27,18 @@ class Pair:
 
     source: tuple[Placement, ...]
     target: tuple[Placement, ...]
+
+    @property
+    def reduce_op(self) -> ReduceOp | None:
+        """How terms become one, which is the same on all axes; None where there are none."""
+        return next((placement.reduce_op for placement in self.source if isinstance(placement, Partial)), None)
+
+    def reduced_by(self, op: ReduceOp) -> Pair:
+        """The pair with another reduction in place of its own."""
+        return replace(
+            self,
+            source=tuple(Partial(op) if isinstance(placement, Partial) else placement for placement in self.source),
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ def parse_pairs(text: str) -> tuple[Pair, ...]:
     """Pairs from text such as "S0->R; S0,S1->R,R".
 
     LayoutError for what cannot be read, and for what has no one right result that plain torch could
-    give: a target with a Partial, cuts other than torch.chunk's, reductions other than sums.
+    give: a target with a Partial, cuts other than torch.chunk's, several reductions in one pair.
 
     >>> parse_pairs("S0->R; P,S0->S0,S0")[1]
     Pair(source=(P(sum), S0), target=(S0, S0))
@@ -119,11 +131,14 @@ def _parse_pair(text: str) -> Pair:
             f"the pair {text.strip()!r} has {len(pair.source)} placements before and "
             f"{len(pair.target)} after; both need one per mesh axis"
         )
-    plain = [Replicate(), Partial(), *(Shard(p.dim) for p in pair.source + pair.target if isinstance(p, Shard))]
-    if any(placement not in plain for placement in pair.source + pair.target) or Partial() in pair.target:
+    plain = [Replicate(), *(Shard(p.dim) for p in pair.source + pair.target if isinstance(p, Shard))]
+    if pair.reduce_op is not None:
+        plain.append(Partial(pair.reduce_op))
+    is_plain = all(placement in plain for placement in pair.source + pair.target)
+    if not is_plain or any(isinstance(placement, Partial) for placement in pair.target):
         raise LayoutError(
             f"the pair {text.strip()!r} cannot be checked element by element against plain torch; "
-            "allowed are R and S<dim>, before the arrow also P"
+            "allowed are R and S<dim>, before the arrow also P, or P(max) and the like alike on all axes"
         )
     return pair
 
@@ -144,6 +159,17 @@ def mesh_shape(num_ranks: int, num_axes: int) -> tuple[int, ...] | None:
             return (first, *rest)
         first -= 1
     return None
+
+
+def with_reductions(pairs: Sequence[Pair], ops: Sequence[ReduceOp]) -> tuple[Pair, ...]:
+    """Pairs with terms once for each of the reductions, in place of their own, and the others once.
+
+    >>> [str(pair.source) for pair in with_reductions(parse_pairs("S0->R; P->R"), ("max", "min"))]
+    ['(S0,)', '(P(max),)', '(P(min),)']
+    """
+    return tuple(
+        other for pair in pairs for other in ([pair] if pair.reduce_op is None else [pair.reduced_by(op) for op in ops])
+    )
 
 
 def default_pairs(num_ranks: int) -> tuple[Pair, ...]:

@@ -14,7 +14,9 @@ from tritondt.cli.bench.cases import (
     parse_pairs,
     parse_sizes,
     shape_of,
+    with_reductions,
 )
+from tritondt.cli.bench.collective.data import REDOPS
 from tritondt.cli.bench.collective.options import SIZE
 from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.sizes import sweep
@@ -24,6 +26,7 @@ from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, 
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
 from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.bench.report import as_csv, as_json, line, print_report
+from tritondt.sharding.placement import OPS_OF_KIND, REDUCE_OPS, ReduceOp
 
 _DEFAULT_RANKS = 4
 
@@ -51,6 +54,7 @@ _DEFAULT_RANKS = 4
     help="Time of a round: " + ", ".join(f"{number} {text}" for number, text in AVERAGES.items()) + " of ranks.",
 )
 @click.option("-d", "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
+@click.option("-o", "--op", type=click.Choice([*REDOPS, "all"]), help="Reduction of pairs with P.  [default: theirs]")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
 @json_option
@@ -71,6 +75,7 @@ def redistribute(
     check: int,
     average: int,
     dtype: str,
+    op: str | None,
     threads: int,
     loopback: bool,
     json_to: str | None,
@@ -89,6 +94,8 @@ def redistribute(
         against = _against(impl)
     num_ranks = bench_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
+    if op is not None:
+        chosen = with_reductions(chosen, _reductions(op, dtype))
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
     sides = dtype, against == "torch", rounds, case_seconds, threads, loopback
@@ -104,6 +111,17 @@ def _shapes(
     itemsize = DTYPES[dtype].itemsize
     last = minbytes if maxbytes is None else maxbytes
     return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
+
+
+def _reductions(op: str, dtype: str) -> tuple[ReduceOp, ...]:
+    """Those of `-o`, by the names of nccl-tests, that elements of the dtype have."""
+    has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
+    if op == "all":
+        return has
+    wanted = next(each for each in REDUCE_OPS if each.startswith(op))
+    if wanted not in has:
+        raise click.UsageError(f"-o {op} was asked for of {dtype}; allowed are {', '.join(has)}, and all")
+    return (wanted,)
 
 
 def _against(impl: str) -> str | None:

@@ -1,16 +1,19 @@
-"""Inputs and expected results of a case by torch.chunk and addition alone, without the engine.
+"""Inputs and expected results of a case by torch.chunk and plain arithmetic, without the engine.
 
-Elements are small whole numbers, so sums are exact in any order and results can be compared exactly.
+Elements are small whole numbers whose sums, products and means are exact in any order: results are compared exactly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import product
+from math import prod
 
 import torch
 
 from tritondt.cli.bench.cases import Case
-from tritondt.sharding.placement import Partial, Placement, Shard
+from tritondt.sharding.placement import Partial, Placement, ReduceOp, Shard
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -18,6 +21,15 @@ DTYPES = {
         *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
         *(torch.int64, torch.int32),
     )
+}
+
+# What two terms are together; a mean is a sum that is divided at the end.
+_TOGETHER: Mapping[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
 }
 
 
@@ -30,16 +42,17 @@ def source_part(case: Case, dtype: torch.dtype, coordinate: tuple[int, ...]) -> 
 
 
 def target_part(case: Case, dtype: torch.dtype, coordinate: tuple[int, ...]) -> torch.Tensor:
-    """Part of the sum of all terms that the rank at `coordinate` must hold after."""
-    sizes = [
-        size
-        for size, placement in zip(case.mesh_shape, case.pair.source, strict=True)
-        if isinstance(placement, Partial)
-    ]
-    whole = torch.zeros(case.shape, dtype=dtype)
-    for number in product(*map(range, sizes)):
-        whole += _term(case, dtype, number)
-    return _part(whole, case, case.pair.target, coordinate)
+    """Part of what all terms are together that the rank at `coordinate` must hold after."""
+    sizes, op = _partial_sizes(case), case.pair.reduce_op
+    terms = (_term(case, dtype, number) for number in product(*map(range, sizes)))
+    whole = next(terms) if op is None else reduce(_TOGETHER[op], terms)
+    return _part(whole / prod(sizes) if op == "avg" else whole, case, case.pair.target, coordinate)
+
+
+def _partial_sizes(case: Case) -> list[int]:
+    """Sizes of the mesh axes on which ranks hold terms."""
+    sizes = zip(case.mesh_shape, case.pair.source, strict=True)
+    return [size for size, placement in sizes if isinstance(placement, Partial)]
 
 
 def _term(case: Case, dtype: torch.dtype, number: tuple[int, ...]) -> torch.Tensor:
@@ -48,7 +61,11 @@ def _term(case: Case, dtype: torch.dtype, number: tuple[int, ...]) -> torch.Tens
     for index in number:
         seed = seed * 1009 + index + 1
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-8, 8, case.shape, dtype=dtype, generator=generator)
+    found = torch.randint(-8, 8, case.shape, dtype=dtype, generator=generator)
+    if case.pair.reduce_op == "product":  # powers of two
+        return (torch.where(found < 0, -1, 1) * (found.remainder(2) + 1)).to(dtype)
+    # Of multiples of their number, whether terms or sums are divided; of -2 to 1, so that half precision has the sums.
+    return found.div_(4, rounding_mode="floor") * prod(_partial_sizes(case)) if case.pair.reduce_op == "avg" else found
 
 
 def _part(

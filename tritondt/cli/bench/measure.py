@@ -175,7 +175,7 @@ def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[]
 def _torch_placement(placement: T.Placement) -> TorchPlacement:
     if isinstance(placement, T.Shard):
         return torch_tensor.Shard(placement.dim)
-    return torch_tensor.Partial() if isinstance(placement, T.Partial) else torch_tensor.Replicate()
+    return torch_tensor.Partial(placement.reduce_op) if isinstance(placement, T.Partial) else torch_tensor.Replicate()
 
 
 def _check_results(case: Case, runs: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> None:
