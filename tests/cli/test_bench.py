@@ -134,6 +134,7 @@ def test_every_reduction_is_exact_in_any_order(num_ranks, dtype):
         for case in cases:
             mesh, meta = T.Mesh(case.mesh_shape), T.TensorMeta.contiguous(case.shape, element)
             source, target = (T.DTensorSpec(mesh, each, meta) for each in (case.pair.source, case.pair.target))
+            assert source.coordinate is not None
             found = T.redistribute(source_part(case, element, source.coordinate), source, target)
             expected = target_part(case, element, source.coordinate)
             torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=str(case))
