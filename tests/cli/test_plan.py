@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import tritondt as T
+from tritondt.cli import torch_moves
 from tritondt.cli.main import main
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.planning import traffic
@@ -187,6 +188,26 @@ def test_what_torch_would_move_is_a_line():
         f"torch {torch.__version__} would receive 192 bytes, 1.00 of ours; all_gather_into_tensor of 2 ranks 64; "
         "all_gather_into_tensor of 2 ranks 128"
     )
+
+
+def test_what_torch_refuses_is_explained_all_the_same():
+    found = torchs("--mesh", "4", "--shape", "7,5", "--from", "S0", "--to", "P")
+    assert found["refusal"].startswith("torch's DTensor does not go from (S0) to (P(sum)): ")
+
+
+def test_a_collective_of_another_torch_is_no_silent_zero(monkeypatch):
+    monkeypatch.delitem(torch_moves._RECEIVED, "all_reduce")
+    ended = run_plan("--mesh", "4", "--shape", "7,5", "--from", "P", "--to", "R", "--against", "torch")
+    assert ended.exit_code != 0
+    text = f"torch {torch.__version__} called _c10d_functional.all_reduce.default; what it moves is not known"
+    assert text in ended.output + str(ended.exception)
+
+
+def test_what_torch_would_move_is_not_asked_within_a_world(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    ended = run_plan("--mesh", "4", "--shape", "7,5", "--from", "P", "--to", "R", "--against", "torch")
+    assert ended.exit_code != 0
+    assert "this one has called init_process_group" in ended.output + str(ended.exception)
 
 
 def test_layouts_that_torch_cannot_hold_are_explained_all_the_same():

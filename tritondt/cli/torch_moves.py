@@ -17,7 +17,7 @@ from torch.distributed.tensor import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritondt.errors import WorldError
+from tritondt.errors import LayoutError, TritondtError, WorldError
 from tritondt.interop.torch_specs import torch_placements
 from tritondt.sharding.layout import Coordinate, Layout
 
@@ -49,6 +49,10 @@ _RECEIVED: Mapping[str, Callable[[int, int, int], int]] = {
 _SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd"})
 
 
+class UnknownCollectiveError(TritondtError, RuntimeError):
+    """A collective of the installed torch that has no entry in the table of bytes."""
+
+
 class _Recorder(TorchDispatchMode):
     """Collectives that functions of torch call within."""
 
@@ -64,7 +68,7 @@ class _Recorder(TorchDispatchMode):
             name: str = func._schema.name.partition("::")[2]
             if name not in _SILENT:
                 if name not in _RECEIVED:
-                    raise NotImplementedError(f"torch {torch.__version__} called {func}; its bytes are not known here")
+                    raise UnknownCollectiveError(f"torch {torch.__version__} called {func}; what it moves is not known")
                 size = dist.distributed_c10d._resolve_process_group(args[-1]).size()
                 received = _RECEIVED[name](size, args[0].nbytes, result.nbytes)
                 self.found.append(Collective(name, size, received))
@@ -77,7 +81,8 @@ def torch_moves(
     """Collectives in which torch takes a tensor from one layout to another, and what the rank at `coordinate` receives.
 
     `device_type` is that of the mesh: over Gloo torch gathers where NCCL exchanges all with all. Raises LayoutError
-    where torch has no placements for one of the layouts, and WorldError in a process that is in a world already.
+    where torch has no placements for one of the layouts, or refuses to go from one to the other, and WorldError in a
+    process that is in a world already.
     """
     before, after = torch_placements(source), torch_placements(target)
     with _fake_world(source.position(coordinate), source.num_ranks), _silent():
@@ -88,8 +93,13 @@ def torch_moves(
             local, mesh, before, run_check=False, shape=torch.Size(source.shape), stride=stride
         )
         recorder = _Recorder()
-        with recorder:
-            whole.redistribute(placements=after)
+        try:
+            with recorder:
+                whole.redistribute(placements=after)
+        except UnknownCollectiveError:
+            raise
+        except RuntimeError as error:
+            raise LayoutError(f"torch's DTensor does not go from {source} to {target}: {error}") from error
     return recorder.found
 
 

@@ -16,7 +16,6 @@ from tritondt.cli.bench.cases import (
     shape_of,
     with_reductions,
 )
-from tritondt.cli.bench.collective.data import REDOPS
 from tritondt.cli.bench.collective.options import SIZE
 from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.sizes import sweep
@@ -26,9 +25,11 @@ from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, 
 from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
 from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.bench.report import as_csv, as_json, line, print_report
-from tritondt.sharding.placement import OPS_OF_KIND, REDUCE_OPS, ReduceOp
+from tritondt.sharding.placement import OPS_OF_KIND, ReduceOp
 
 _DEFAULT_RANKS = 4
+# Names of nccl-tests, which `-o` takes.
+_REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max", "min": "min", "avg": "avg"}
 
 
 @click.command(context_settings={"show_default": True})
@@ -54,7 +55,7 @@ _DEFAULT_RANKS = 4
     help="Time of a round: " + ", ".join(f"{number} {text}" for number, text in AVERAGES.items()) + " of ranks.",
 )
 @click.option("-d", "--dtype", type=click.Choice(list(DTYPES)), default="float32", help="Element type.")
-@click.option("-o", "--op", type=click.Choice([*REDOPS, "all"]), help="Reduction of pairs with P.  [default: theirs]")
+@click.option("-o", "--op", type=click.Choice([*_REDUCE_OPS, "all"]), help="Reduction of pairs with P, or all.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
 @json_option
@@ -94,8 +95,13 @@ def redistribute(
         against = _against(impl)
     num_ranks = bench_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
+    has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
     if op is not None:
-        chosen = with_reductions(chosen, _reductions(op, dtype))
+        chosen = with_reductions(chosen, has if op == "all" else (_REDUCE_OPS[op],))
+    for pair in chosen:
+        if pair.reduce_op is not None and pair.reduce_op not in has:
+            asked = f"a reduction by {pair.reduce_op} was asked for of {dtype}"
+            raise click.UsageError(f"{asked}; allowed are {', '.join(has)}")
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
     sides = dtype, against == "torch", rounds, case_seconds, threads, loopback
@@ -111,17 +117,6 @@ def _shapes(
     itemsize = DTYPES[dtype].itemsize
     last = minbytes if maxbytes is None else maxbytes
     return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
-
-
-def _reductions(op: str, dtype: str) -> tuple[ReduceOp, ...]:
-    """Those of `-o`, by the names of nccl-tests, that elements of the dtype have."""
-    has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
-    if op == "all":
-        return has
-    wanted = next(each for each in REDUCE_OPS if each.startswith(op))
-    if wanted not in has:
-        raise click.UsageError(f"-o {op} was asked for of {dtype}; allowed are {', '.join(has)}, and all")
-    return (wanted,)
 
 
 def _against(impl: str) -> str | None:

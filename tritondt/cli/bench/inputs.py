@@ -62,10 +62,12 @@ def _term(case: Case, dtype: torch.dtype, number: tuple[int, ...]) -> torch.Tens
         seed = seed * 1009 + index + 1
     generator = torch.Generator().manual_seed(seed)
     found = torch.randint(-8, 8, case.shape, dtype=dtype, generator=generator)
-    if case.pair.reduce_op == "product":  # powers of two
+    if case.pair.reduce_op == "product":  # of 1, 2 and their negatives
         return (torch.where(found < 0, -1, 1) * (found.remainder(2) + 1)).to(dtype)
-    # Of multiples of their number, whether terms or sums are divided; of -2 to 1, so that half precision has the sums.
-    return found.div_(4, rounding_mode="floor") * prod(_partial_sizes(case)) if case.pair.reduce_op == "avg" else found
+    if case.pair.reduce_op == "avg":  # of multiples of their number, whether terms or sums are divided
+        smaller = found.div(4, rounding_mode="floor")  # -2 to 1: half precision has their sums
+        return smaller * prod(_partial_sizes(case))
+    return found
 
 
 def _part(

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 import tritondt as T
 from tritondt.cli.bench.cases import Case
@@ -23,6 +22,7 @@ from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
 from tritondt.events import StepRan, subscribe
+from tritondt.interop.torch_specs import torch_placements
 
 # Below this the headers of a message weigh too much for the loopback interface's count to say anything.
 _LOOPBACK_BYTES = 1_000_000
@@ -157,9 +157,7 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
 
 def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[], torch.Tensor]:
     """Redistribution of the case by torch.distributed.tensor, its DTensor made beforehand."""
-    before, after = (
-        [_torch_placement(placement) for placement in placements] for placements in (case.pair.source, case.pair.target)
-    )
+    before, after = torch_placements(case.source), torch_placements(case.target)
     stride = torch.empty(case.shape, device="meta").stride()
     tensor = torch_tensor.DTensor.from_local(
         local, mesh, before, run_check=False, shape=torch.Size(case.shape), stride=stride
@@ -170,12 +168,6 @@ def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[]
         return result
 
     return theirs
-
-
-def _torch_placement(placement: T.Placement) -> TorchPlacement:
-    if isinstance(placement, T.Shard):
-        return torch_tensor.Shard(placement.dim)
-    return torch_tensor.Partial(placement.reduce_op) if isinstance(placement, T.Partial) else torch_tensor.Replicate()
 
 
 def _check_results(case: Case, runs: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> None:
