@@ -1,6 +1,7 @@
 """The check that the extension has been built for the Python that imports the package."""
 
 import sys
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,8 +13,20 @@ def check() -> None:
     if find_spec("tritondt._C") is not None:
         return
     version = ".".join(map(str, sys.version_info[:2]))
+    missing = f"the extension tritondt._C has not been built for Python {version} in {_PACKAGE}"
+    installed = _installed()
+    if installed is not None:
+        raise ImportError(
+            f"{missing}, which comes before {installed} on sys.path, where it has been built; use the command "
+            f"`tritondt` instead of `python -m tritondt`, start Python in another folder than {_PACKAGE.parent}, or "
+            f"run `{sys.executable} setup.py build_ext --inplace` there"
+        )
     raise ImportError(
-        f"the extension tritondt._C has not been built for Python {version} in {_PACKAGE}; run "
-        f"`{sys.executable} -m pip install {_PACKAGE.parent}`, or, to use it from there, "
+        f"{missing}; run `{sys.executable} -m pip install {_PACKAGE.parent}`, or, to use it from there, "
         f"`{sys.executable} setup.py build_ext --inplace` in {_PACKAGE.parent}"
     )
+
+
+def _installed() -> Path | None:
+    others = (Path(folder) / _PACKAGE.name for folder in sys.path)
+    return next((other for other in others if PathFinder.find_spec("_C", [str(other)]) is not None), None)

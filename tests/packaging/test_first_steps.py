@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import pytest
@@ -10,23 +11,43 @@ import pytest
 from tritondt.__main__ import run
 
 REPOSITORY = Path(__file__).parents[2]
-# Without the hook of an editable install, which would find the extension of another checkout.
+VERSION = ".".join(map(str, sys.version_info[:2]))
+# Without the hook of an editable install and without site-packages, where other copies of the package may be.
 IMPORT = """
 import sys
 sys.meta_path = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+sys.path = [folder for folder in sys.path if not folder.endswith("-packages")] + sys.argv[1:]
 import tritondt
 """
 
 
-def test_a_checkout_that_is_not_built_says_what_to_run(tmp_path: Path) -> None:
-    (tmp_path / "tritondt").mkdir()
+def import_in(checkout: Path, *more_folders: Path) -> str:
+    """The last line that importing the package prints in a checkout that is not built; further folders of sys.path."""
+    (checkout / "tritondt").mkdir(parents=True)
     for name in ("__init__.py", "_extension.py", "_import_pause.py"):
-        shutil.copy2(REPOSITORY / "tritondt" / name, tmp_path / "tritondt")
-    found = subprocess.run([sys.executable, "-c", IMPORT], cwd=tmp_path, capture_output=True, text=True, check=False)
-    version = ".".join(map(str, sys.version_info[:2]))
+        shutil.copy2(REPOSITORY / "tritondt" / name, checkout / "tritondt")
+    command = [sys.executable, "-E", "-c", IMPORT, *map(str, more_folders)]
+    found = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
     assert found.returncode == 1
-    assert found.stderr.splitlines()[-1] == (
-        f"ImportError: the extension tritondt._C has not been built for Python {version} in {tmp_path}/tritondt; run "
+    return found.stderr.splitlines()[-1]
+
+
+def test_a_checkout_that_is_not_built_before_an_installed_package_says_how_to_reach_that(tmp_path: Path) -> None:
+    installed = tmp_path / "site" / "tritondt"
+    installed.mkdir(parents=True)
+    (installed / f"_C{EXTENSION_SUFFIXES[0]}").touch()
+    checkout = tmp_path / "checkout"
+    assert import_in(checkout, tmp_path / "site") == (
+        f"ImportError: the extension tritondt._C has not been built for Python {VERSION} in {checkout}/tritondt, which "
+        f"comes before {installed} on sys.path, where it has been built; use the command `tritondt` instead of `python "
+        f"-m tritondt`, start Python in another folder than {checkout}, or run `{sys.executable} setup.py build_ext "
+        f"--inplace` there"
+    )
+
+
+def test_a_checkout_that_is_not_built_says_what_to_run(tmp_path: Path) -> None:
+    assert import_in(tmp_path) == (
+        f"ImportError: the extension tritondt._C has not been built for Python {VERSION} in {tmp_path}/tritondt; run "
         f"`{sys.executable} -m pip install {tmp_path}`, or, to use it from there, "
         f"`{sys.executable} setup.py build_ext --inplace` in {tmp_path}"
     )
