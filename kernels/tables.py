@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 
 from tritondt._C import CastTable, CopyTable, DequantizeTable, QuantizeTable, ReduceTable
-from tritondt.device_types import ByDeviceType
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
+from tritondt.kernels.device_types import ByDeviceType
 from tritondt.kernels.scaled_tables import (
     PlacedDequantizeTable,
     PlacedQuantizeTable,

@@ -5,6 +5,10 @@ from typing import Any, Literal, NoReturn, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
+_Outcome = tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]
+_Calls = Sequence[tuple[str, int, int, int, str, int | str, int]]
+_Options = Mapping[str, int | str]
+
 class MessageSlices:
     """The messages of an exchange before it is known where tensors lie."""
 
@@ -35,7 +39,7 @@ class SocketGroup(TimedExchange):
         receive_buffer: int,
         tag: int,
     ) -> None: ...
-    def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
+    def finish(self) -> _Outcome: ...
     def interrupt(self) -> None: ...
 
 class Arena:
@@ -87,8 +91,8 @@ class DirectGroup(TimedExchange):
         tag: int,
         send_buffer: int,
         receive_buffer: int,
-    ) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
-    def finish(self) -> tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]: ...
+    ) -> _Outcome: ...
+    def finish(self) -> _Outcome: ...
     def skip(self, sequence: int) -> None: ...
     def interrupt(self) -> None: ...
     def release(self) -> None: ...
@@ -116,13 +120,7 @@ class FlightRecorder:
     ) -> int: ...
     def state(self, record: int, state: int, peer: int = -1, /) -> None: ...
     def end(
-        self,
-        record: int,
-        state: int,
-        error_label: int = -1,
-        sent_bytes: int = 0,
-        received_bytes: int = 0,
-        /,
+        self, record: int, state: int, error_label: int = -1, sent_bytes: int = 0, received_bytes: int = 0, /
     ) -> None: ...
     def last(self, n: int) -> list[dict[str, Any]]: ...
     def entries(self) -> list[dict[str, Any]]: ...
@@ -180,16 +178,12 @@ class NcclLibrary:
     # torch.cuda.MemPool(torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *library.serve_pool()).allocator())
     def serve_pool(self) -> tuple[str, str]: ...
     def init(
-        self,
-        unique_ids: Sequence[bytes],
-        num_ranks: int,
-        rank: int,
-        options: Mapping[str, int | str] | None = None,
+        self, unique_ids: Sequence[bytes], num_ranks: int, rank: int, options: _Options | None = None
     ) -> NcclCommunicator: ...
     def join(
-        self, unique_id: bytes, num_ranks: int, rank: int, options: Mapping[str, int | str] | None = None
+        self, unique_id: bytes, num_ranks: int, rank: int, options: _Options | None = None
     ) -> NcclCommunicator: ...
-    def call_config(self, options: Mapping[str, int | str]) -> NcclCallConfig: ...
+    def call_config(self, options: _Options) -> NcclCallConfig: ...
 
 class NcclCalls:
     """The calls of an operation, for all times that it runs: where they read and write is said by tensor and byte."""
@@ -205,6 +199,8 @@ class NcclCallConfig:
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
 
+_Config = NcclCallConfig | None
+
 class NcclCommunicator:
     """One rank of a communicator of NCCL. Tensors are addresses and counts, streams are integers.
 
@@ -213,14 +209,12 @@ class NcclCommunicator:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
-    def split(
-        self, color: int | None, key: int, options: Mapping[str, int | str] | None = None
-    ) -> NcclCommunicator | None: ...
+    def split(self, color: int | None, key: int, options: _Options | None = None) -> NcclCommunicator | None: ...
     def shrink(
-        self, excluded: Sequence[int], options: Mapping[str, int | str] | None = None, abort: bool = False
+        self, excluded: Sequence[int], options: _Options | None = None, abort: bool = False
     ) -> NcclCommunicator: ...
     def grow(
-        self, num_ranks: int, unique_id: bytes | None = None, options: Mapping[str, int | str] | None = None
+        self, num_ranks: int, unique_id: bytes | None = None, options: _Options | None = None
     ) -> NcclCommunicator: ...
     def grow_id(self) -> bytes: ...
     def poll(self) -> bool: ...
@@ -239,37 +233,16 @@ class NcclCommunicator:
     @property
     def device(self) -> int: ...
     def all_gather(
-        self, source: int, target: int, count: int, dtype: str, stream: int, config: NcclCallConfig | None = None
+        self, source: int, target: int, count: int, dtype: str, stream: int, config: _Config = None
     ) -> None: ...
     def reduce_scatter(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: str,
-        op: int | str,
-        stream: int,
-        config: NcclCallConfig | None = None,
+        self, source: int, target: int, count: int, dtype: str, op: int | str, stream: int, config: _Config = None
     ) -> None: ...
     def all_reduce(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: str,
-        op: int | str,
-        stream: int,
-        config: NcclCallConfig | None = None,
+        self, source: int, target: int, count: int, dtype: str, op: int | str, stream: int, config: _Config = None
     ) -> None: ...
     def broadcast(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: str,
-        root: int,
-        stream: int,
-        config: NcclCallConfig | None = None,
+        self, source: int, target: int, count: int, dtype: str, root: int, stream: int, config: _Config = None
     ) -> None: ...
     def reduce(
         self,
@@ -280,43 +253,22 @@ class NcclCommunicator:
         op: int | str,
         root: int,
         stream: int,
-        config: NcclCallConfig | None = None,
+        config: _Config = None,
     ) -> None: ...
     def all_to_all(
-        self, source: int, target: int, count: int, dtype: str, stream: int, config: NcclCallConfig | None = None
+        self, source: int, target: int, count: int, dtype: str, stream: int, config: _Config = None
     ) -> None: ...
     def gather(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: str,
-        root: int,
-        stream: int,
-        config: NcclCallConfig | None = None,
+        self, source: int, target: int, count: int, dtype: str, root: int, stream: int, config: _Config = None
     ) -> None: ...
     def scatter(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: str,
-        root: int,
-        stream: int,
-        config: NcclCallConfig | None = None,
+        self, source: int, target: int, count: int, dtype: str, root: int, stream: int, config: _Config = None
     ) -> None: ...
     def send(self, address: int, count: int, dtype: str, peer: int, stream: int) -> None: ...
     def recv(self, address: int, count: int, dtype: str, peer: int, stream: int) -> None: ...
-    def group(
-        self,
-        calls: Sequence[tuple[str, int, int, int, str, int | str, int]],
-        stream: int,
-        config: NcclCallConfig | None = None,
-    ) -> None: ...
+    def group(self, calls: _Calls, stream: int, config: _Config = None) -> None: ...
     def run(self, calls: NcclCalls, addresses: Sequence[int], stream: int) -> None: ...
-    def simulate(
-        self, calls: Sequence[tuple[str, int, int, int, str, int | str, int]], stream: int = 0
-    ) -> float | None: ...
+    def simulate(self, calls: _Calls, stream: int = 0) -> float | None: ...
     def exchange(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
     ) -> None: ...
@@ -351,73 +303,48 @@ class NcclCommunicator:
     def register_window(self, address: int, num_bytes: int, flags: int = 1, timeout_s: float = 300.0) -> int: ...
     def deregister_window(self, window: int) -> None: ...
     def put(
-        self,
-        puts: Sequence[tuple[int, int, int, int]],
-        window: int,
-        stream: int,
-        signal: int = 0,
-        context: int = 0,
+        self, puts: Sequence[tuple[int, int, int, int]], window: int, stream: int, signal: int = 0, context: int = 0
     ) -> None: ...
     def wait_signals(
         self, expected: Sequence[tuple[int, int]], stream: int, signal: int = 0, context: int = 0
     ) -> None: ...
 
-class CopyTable:
+class _Table:
+    """What all tables of boxes tell of themselves."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_boxes(self) -> int: ...
+    @property
+    def num_dims(self) -> int: ...
+
+class CopyTable(_Table):
     """Boxes to copy on the CPU, prepared once and run many times."""
 
     def __init__(self, boxes: Sequence[CopyBox]) -> None: ...
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_boxes(self) -> int: ...
-    @property
-    def num_dims(self) -> int: ...
 
-class CastTable:
+class CastTable(_Table):
     """Boxes to cast on the CPU, prepared once and run many times."""
 
     def __init__(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str) -> None: ...
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_boxes(self) -> int: ...
-    @property
-    def num_dims(self) -> int: ...
 
-class QuantizeTable:
+class QuantizeTable(_Table):
     """Boxes to cast to 8 bits on the CPU, each with a scale that is written."""
 
     def __init__(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str) -> None: ...
     def run(self, source_ptrs: list[int], target_ptrs: list[int], scales_ptr: int, num_threads: int) -> None: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_boxes(self) -> int: ...
-    @property
-    def num_dims(self) -> int: ...
 
-class DequantizeTable:
+class DequantizeTable(_Table):
     """Boxes to cast from 8 bits on the CPU, each with a scale that is read."""
 
     def __init__(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str) -> None: ...
     def run(self, source_ptrs: list[int], target_ptrs: list[int], scales_ptr: int, num_threads: int) -> None: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_boxes(self) -> int: ...
-    @property
-    def num_dims(self) -> int: ...
 
-class ReduceTable:
+class ReduceTable(_Table):
     """Boxes to reduce on the CPU, prepared once and run many times."""
 
     def __init__(self, boxes: Sequence[ReduceBox], op: str, dtype: str, divisor: int) -> None: ...
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None: ...
-    @property
-    def num_bytes(self) -> int: ...
-    @property
-    def num_boxes(self) -> int: ...
-    @property
-    def num_dims(self) -> int: ...

@@ -1,10 +1,10 @@
 """tritondt moves a tensor from any layout on a mesh of ranks to any other: fewest bytes, no padding, one exchange."""
 
-from tritondt import _extension, _import_pause
+from tritondt import _importing
 
-_extension.check()
+_importing.check_extension()
 
-with _import_pause.without_collections():
+with _importing.without_collections():
     from torch.distributed.device_mesh import DeviceMesh
 
     import tritondt.interop.registration  # torch's checkpoints and state dicts take distributed tensors

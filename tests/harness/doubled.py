@@ -9,8 +9,8 @@ import torch
 from tritondt.comm import process_world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.member import ProcessContext
-from tritondt.device_types import ByDeviceType
 from tritondt.kernels import tables
+from tritondt.kernels.device_types import ByDeviceType
 from tritondt.process_group import stream
 from tritondt.process_group.stream import NcclDevice
 

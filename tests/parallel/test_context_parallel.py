@@ -16,7 +16,7 @@ from tritondt.parallel import (
     ring_attention,
     ulysses_attention,
 )
-from tritondt.parallel.sequence_cut import SequenceCut
+from tritondt.parallel.context.sequence_cut import SequenceCut
 
 
 def attended(

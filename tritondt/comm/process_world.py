@@ -41,9 +41,9 @@ from tritondt.comm.transports.gloo import GlooCommunicator
 from tritondt.comm.transports.interfaces import asked_filter, asked_interface
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
-from tritondt.device_types import ByDeviceType
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
+from tritondt.kernels.device_types import ByDeviceType
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
 

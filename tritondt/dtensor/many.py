@@ -7,9 +7,9 @@ import torch
 from torch import is_grad_enabled
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.dtensor.copied_views import refresh
 from tritondt.dtensor.pending import mark_pending, take_prefetched, waited, work_of
 from tritondt.dtensor.tensor import DTensor, wrap
+from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
 from tritondt.errors import MixedTensorsError
 from tritondt.redistribution.autograd import gradient_spec

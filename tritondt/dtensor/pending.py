@@ -12,7 +12,7 @@ import torch
 
 from tritondt.comm.work import Work
 from tritondt.dtensor.compiled_call import Wrap
-from tritondt.dtensor.copied_views import refresh
+from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import MEMORY, Count, LocalCount, Watch, held_local, memory_of
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.spec import DTensorSpec

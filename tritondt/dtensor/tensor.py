@@ -11,11 +11,11 @@ from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.copied_views import refresh, share_origin
 from tritondt.dtensor.copies import deep_copy, shallow_copy
 from tritondt.dtensor.pending import redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
+from tritondt.dtensor.views.copied_views import refresh, share_origin
 from tritondt.dtensor.writes import lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops.propagation.replication import as_replicated, with_tensors

@@ -12,12 +12,12 @@ from torch.utils._foreach_utils import _foreach_supported_types as _utility_fore
 from tritondt.dtensor import graph_ops  # noqa: F401  defines the operators that graphs keep
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
-from tritondt.dtensor.copied_views import copied_view_class, track_base
 from tritondt.dtensor.dispatch import Dispatcher
 from tritondt.dtensor.mixed_gradients import keep_kinds
 from tritondt.dtensor.pending import pending_class
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.tensor import DTensor, wrap
+from tritondt.dtensor.views.copied_views import copied_view_class, track_base
 from tritondt.ops import propagator
 from tritondt.sharding.spec import DTensorSpec
 

@@ -9,17 +9,17 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 `all_gather_matmul` and `matmul_reduce_scatter` do by themselves. torch.compile makes graphs of what lies between.
 """
 
+from tritondt.parallel.context.ring_attention import ring_attention
+from tritondt.parallel.context.sequence_cut import context_parallel_shard, context_parallel_unshard
+from tritondt.parallel.context.ulysses import ulysses_attention
 from tritondt.parallel.input_reshard import input_reshard
 from tritondt.parallel.loss import loss_parallel
 from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
 from tritondt.parallel.parallelize import parallelize_module
 from tritondt.parallel.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from tritondt.parallel.replicated import ReplicateParallel
-from tritondt.parallel.ring_attention import ring_attention
 from tritondt.parallel.sequence import SequenceParallel
-from tritondt.parallel.sequence_cut import context_parallel_shard, context_parallel_unshard
 from tritondt.parallel.style import ParallelStyle
-from tritondt.parallel.ulysses import ulysses_attention
 from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
 
 __all__ = [

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from tritondt.dtensor.autograd import ToLocal
-from tritondt.dtensor.copied_views import refresh
 from tritondt.dtensor.tensor import DTensor
+from tritondt.dtensor.views.copied_views import refresh
 from tritondt.parallel.boundary import InputPlan, OutputPlan
 from tritondt.parallel.gradients import as_distributed, is_differentiated, open_pass, summed_gradients
 from tritondt.redistribution.autograd import Redistribute, cotangent_spec, redistribute

@@ -16,8 +16,8 @@ from tritondt.comm.monitor.flight import EXCHANGING
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
-from tritondt.device_types import ByDeviceType
 from tritondt.errors import PeerError, WorldError
+from tritondt.kernels.device_types import ByDeviceType
 from tritondt.process_group.naming import PreMulSum
 from tritondt.process_group.operation import Operation
 from tritondt.process_group.work import NcclWork

@@ -25,8 +25,8 @@ from tritondt.comm.transports import base
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.debug.tracing.explanations import Compiled, explained
 from tritondt.debug.tracing.record import Message, RankRecord, Redistribution, Span
-from tritondt.dtensor.copied_views import copied_view_class
 from tritondt.dtensor.tensor import DTensor
+from tritondt.dtensor.views.copied_views import copied_view_class
 from tritondt.process_group.router import Router
 from tritondt.process_group.work import NcclWork
 from tritondt.redistribution import compile as compiling

@@ -17,7 +17,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.dtensor.list_positions import run_by_position, share_memory
-from tritondt.dtensor.view_origins import Origin, can_write_back, write_back
+from tritondt.dtensor.views.view_origins import Origin, can_write_back, write_back
 from tritondt.dtensor.writes import MEMORY, ORIGIN, Watch, held_local, memory_of, renew_elements
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import admitted

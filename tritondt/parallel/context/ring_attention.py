@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm import registry
 from tritondt.errors import LocalTensorError
-from tritondt.parallel.sequence_cut import SequenceCut, axis_mesh, check_length
+from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
@@ -43,7 +43,7 @@ def ring_attention(
     MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
-    >>> from tritondt.parallel.sequence_cut import context_parallel_shard
+    >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard
     >>> x = torch.eye(4).view(1, 1, 4, 4)
     >>> expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
     >>> def attended(rank):

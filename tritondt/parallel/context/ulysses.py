@@ -6,8 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.many import redistribute_many
 from tritondt.dtensor.tensor import DTensor
+from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
 from tritondt.parallel.feature_cut import FeatureCut
-from tritondt.parallel.sequence_cut import SequenceCut, axis_mesh, check_length
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 
@@ -32,7 +32,7 @@ def ulysses_attention(
     exchange before and one after. Raises LocalTensorError for parts of other lengths, and MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
-    >>> from tritondt.parallel.sequence_cut import context_parallel_shard
+    >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard
     >>> x = torch.arange(24.0).view(1, 3, 4, 2)
     >>> expected = F.scaled_dot_product_attention(x, x, x)
     >>> def attended(rank):

@@ -1,0 +1,1 @@
+"""Context parallelism: attention over a sequence whose positions are cut over the ranks of an axis."""
