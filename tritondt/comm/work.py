@@ -26,9 +26,17 @@ class Work:
     Waiting again returns, or raises, the same. One that nobody waits for runs all the same, and then lets go of its
     tensors.
 
-        moved = x.redistribute(placements=[T.Replicate()], async_op=True)
-        ...  # compute
-        moved.work.wait()  # or just use `moved`
+    >>> import torch
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     x = T.ones(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     moved = x.redistribute(placements=[T.Replicate()], async_op=True)
+    ...     other = torch.ones(2, 2) @ torch.ones(2, 2)  # meanwhile
+    ...     moved.work.wait()  # the first use of `moved` waits, too
+    ...     return moved.work.is_completed(), moved.to_local().tolist()
+    >>> run_ranks(2, body)[0]
+    (True, [1.0, 1.0, 1.0, 1.0])
     """
 
     __slots__ = ("__weakref__", "_error", "_finished", "_is_seen", "_issuer", "_queue", "description")

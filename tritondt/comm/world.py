@@ -23,9 +23,17 @@ from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 
 def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
-    """How long this rank waits for others of `mesh` from now on; at first TRITONDT_TIMEOUT, or 300 s.
+    """Time in seconds that this rank waits for others of `mesh` from now on; at first TRITONDT_TIMEOUT, or 300 s.
 
-    WorldError for what is no number above 0.
+    Not a collective call: ranks may wait for different times. WorldError for what is no number above 0.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> run_ranks(2, lambda rank: set_timeout(Mesh((2,)), 0.0))
+    Traceback (most recent call last):
+    tritondt.errors.WorldError: a timeout of 0.0 s was asked for; allowed is a number above 0
+    >>> run_ranks(2, lambda rank: set_timeout(Mesh((2,)), 60.0))
+    [None, None]
     """
     if not seconds > 0:
         raise WorldError(f"a timeout of {seconds!r} s was asked for; allowed is a number above 0")
@@ -69,6 +77,15 @@ def close() -> None:
 
     `tritondt.shutdown` is this function, too. Waits for all that was issued, and raises the failure of what nobody has
     waited for.
+
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     whole = T.ones(2, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)]).full_tensor()
+    ...     close()
+    ...     return whole.tolist()
+    >>> run_ranks(2, body)
+    [[1.0, 1.0], [1.0, 1.0]]
     """
     who = identity.current()
     found = registry.end(who)
@@ -86,11 +103,17 @@ def abort() -> None:
     still under way fails with WorldError. Where all ranks call it, the next collective call of each makes a new
     world of the same ranks, on which distributed tensors can be used as before.
 
-        try:
-            train_step()
-        except T.errors.PeerError:
-            T.abort()
-            restore_checkpoint()
+    >>> import tritondt as T
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     x = T.ones(2, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+    ...     try:
+    ...         raise T.PeerError("as of a training step whose connection broke")
+    ...     except T.PeerError:
+    ...         abort()
+    ...     return x.full_tensor().tolist()
+    >>> run_ranks(2, body)
+    [[1.0, 1.0], [1.0, 1.0]]
     """
     who = identity.current()
     found = registry.end(who)

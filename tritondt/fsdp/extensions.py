@@ -165,6 +165,10 @@ def register_fsdp_extensions() -> None:
 
     Not collective. FullyShardedDataParallel(model, device_mesh=mesh["dp"]) then shards what `parallelize_module` has
     laid over mesh["tp"], with `use_orig_params` and without.
+
+    >>> register_fsdp_extensions()
+    >>> _init_utils.DTensorExtensions is DTensorExtensions  # which FullyShardedDataParallel makes for its mesh
+    True
     """
     modules: tuple[Any, Any] = (_init_utils, _flat_param)
     initializing, flattening = modules

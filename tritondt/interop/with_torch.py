@@ -21,7 +21,13 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
     Not a collective call. Raises MixedTensorsError for another tensor, and LayoutError for placements that only torch
     has, as masked terms.
 
-        weight = T.from_torch(torch_weight)
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.tensor import Shard, ones
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> weight = from_torch(ones(4, device_mesh=DeviceMesh("cpu", [0]), placements=[Shard(0)]))
+    >>> weight.placements, weight.to_local().tolist()
+    ((S0,), [1.0, 1.0, 1.0, 1.0])
+    >>> dist.destroy_process_group()
     """
     made: DTensor = importlib.import_module("tritondt.interop.torch_dtensor").from_torch(tensor)
     return made
@@ -35,7 +41,13 @@ def to_torch(tensor: DTensor, device_mesh: DeviceMesh | None = None) -> "TorchDT
     LayoutError, on all ranks alike, for what torch cannot hold: any other cut than torch.chunk's; MeshError where there
     is no DeviceMesh, and MixedTensorsError for another tensor.
 
-        torch_weight = weight.to_torch()
+    >>> import torch.distributed as dist
+    >>> import tritondt as T
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> weight = T.ones(4, device_mesh=DeviceMesh("cpu", [0]), placements=[T.Shard(0)])
+    >>> to_torch(weight).placements
+    (Shard(dim=0),)
+    >>> dist.destroy_process_group()
     """
     made: TorchDTensor = importlib.import_module("tritondt.interop.torch_dtensor").to_torch(tensor, device_mesh)
     return made
@@ -49,8 +61,14 @@ def accelerate_torch() -> "Acceleration":
     of floats but for the order in which terms are added. An asynchronous one is complete when it returns. Placements
     that only torch has (masked terms, _StridedShard of other lengths), new terms and traced graphs stay with torch.
 
-        with T.accelerate_torch():
-            y = x.redistribute(placements=[Shard(1)])  # x is a torch.distributed.tensor.DTensor
+    >>> import torch.distributed as dist
+    >>> from torch.distributed.tensor import Replicate, Shard, ones
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> x = ones(4, 2, device_mesh=DeviceMesh("cpu", [0]), placements=[Shard(0)])
+    >>> with accelerate_torch():
+    ...     x.redistribute(placements=[Replicate()]).to_local().shape
+    torch.Size([4, 2])
+    >>> dist.destroy_process_group()
     """
     found: Acceleration = importlib.import_module("tritondt.interop.acceleration").Acceleration()
     return found

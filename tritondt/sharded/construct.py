@@ -211,6 +211,15 @@ def init_from_local_shards_and_global_metadata(
 
     Raises LayoutError for metadata that make up no tensor, and LocalTensorError where this rank's shards are not those
     that the metadata give it: other places, size, dtype, or flags.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     given = init_from_local_shards([Shard.from_tensor_and_offsets(torch.ones(2, 3), [2 * rank, 0], rank)], 4, 3)
+    ...     doubled = [Shard(2 * shard.tensor, shard.metadata) for shard in given.local_shards()]
+    ...     made = init_from_local_shards_and_global_metadata(doubled, given.metadata())
+    ...     return tuple(made.shape), made.local_tensor().sum().item()
+    >>> run_ranks(2, body)
+    [((4, 3), 12.0), ((4, 3), 12.0)]
     """
     _refuse_rrefs(init_rrefs)
     metadata = sharded_tensor_metadata
@@ -250,6 +259,12 @@ def init_from_local_tensor(
 
     Raises LayoutError where the spec does not fit `global_size`, LocalTensorError where it gives this rank no shard or
     several, or where the tensor is not contiguous or not of the shard's size.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharded.specs import ChunkShardingSpec
+    >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    >>> run_ranks(2, lambda rank: tuple(init_from_local_tensor(torch.ones(2, 3), rows, 4, 3).shape))
+    [(4, 3), (4, 3)]
     """
     check_spec(sharding_spec)
     properties = TensorProperties.create_from_tensor(local_tensor)

@@ -130,7 +130,19 @@ def _check_parameter(module: nn.Module, name: str, sharders: list[str]) -> None:
 
 
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """The module, whose sharded output every forward reshards to a spec; other outputs stay."""
+    """The module, whose sharded output every forward reshards to a spec; other outputs stay.
+
+    Its forward is then a collective call. Raises TypeError for what is no spec.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     rows, columns = (ChunkShardingSpec(dim, ["rank:0/cpu", "rank:1/cpu"]) for dim in (0, 1))
+    ...     net = reshard_output(nn.Identity(), columns)
+    ...     return tuple(net(ones(rows, 4, 6)).local_tensor().shape)
+    >>> from tritondt.sharded import ones
+    >>> run_ranks(2, body)
+    [(4, 3), (4, 3)]
+    """
     check_spec(resharding_spec)
 
     def reshard(_: nn.Module, inputs: Any, output: Any) -> Any:
@@ -145,6 +157,12 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
 
     The dim that a ChunkShardingSpec cuts goes where the shard's size is 1 there: of a (4, 16) output on 4 ranks each
     gets a (16,) tensor. NotImplementedError, in forward, on a rank that holds none or several; other outputs stay.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharded import ones
+    >>> rows = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    >>> run_ranks(2, lambda rank: tuple(collect_local_shard(nn.Identity())(ones(rows, 4, 6)).shape))
+    [(2, 6), (2, 6)]
     """
 
     def collect(_: nn.Module, inputs: Any, output: Any) -> Any:
@@ -160,7 +178,18 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
 
 
 def state_dict_hook(module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Hook for `module._register_state_dict_hook`: adds sharded tensors that are attributes and no parameters."""
+    """Hook for `module._register_state_dict_hook`: adds sharded tensors that are attributes and no parameters.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharded import ones
+    >>> def body(rank):
+    ...     net = nn.Module()
+    ...     net.table = ones(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 4, 6)
+    ...     net._register_state_dict_hook(state_dict_hook)
+    ...     return list(net.state_dict())
+    >>> run_ranks(2, body)
+    [['table'], ['table']]
+    """
     for path, submodule in module.named_modules():
         for name, found in vars(submodule).items():
             if isinstance(found, ShardedTensor):
@@ -177,7 +206,19 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Hook for `module._register_load_state_dict_pre_hook`, with the module: sets attributes from sharded tensors."""
+    """Hook for `module._register_load_state_dict_pre_hook`, with the module: sets attributes from sharded tensors.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharded import ones, zeros
+    >>> def body(rank):
+    ...     net, rows = nn.Module(), ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    ...     net.table = zeros(rows, 4, 6)
+    ...     net._register_load_state_dict_pre_hook(pre_load_state_dict_hook, with_module=True)
+    ...     net.load_state_dict({"table": ones(rows, 4, 6)}, strict=False)
+    ...     return net.table.local_tensor().sum().item()
+    >>> run_ranks(2, body)
+    [12.0, 12.0]
+    """
     for path, submodule in module.named_modules():
         for name in list(vars(submodule)):
             found = state_dict.get(_key(prefix, path, name))

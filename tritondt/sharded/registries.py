@@ -42,7 +42,19 @@ def custom_sharded_op_impl(func: Function) -> Callable[[Implementation], Impleme
 def custom_sharding_spec_op(
     sharding_spec_class: type[ShardingSpec], func: Function
 ) -> Callable[[Implementation], Implementation]:
-    """Decorator like `custom_sharded_op_impl`, for tensors whose spec is of the class `sharding_spec_class`."""
+    """Decorator like `custom_sharded_op_impl`, for tensors whose spec is of the class `sharding_spec_class`.
+
+    Raises TypeError as that one does.
+
+    >>> import torch
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharded import ChunkShardingSpec, ones
+    >>> @custom_sharding_spec_op(ChunkShardingSpec, torch.special.i1)
+    ... def i1(types, args, kwargs, process_group):
+    ...     return args[0].sharding_spec().dim
+    >>> run_ranks(1, lambda rank: torch.special.i1(ones(ChunkShardingSpec(1, ["rank:0/cpu"]), 2, 3)))
+    [1]
+    """
     return lambda function: _register(_of_specs, (sharding_spec_class, func), func, function)
 
 

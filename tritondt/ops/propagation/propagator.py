@@ -59,6 +59,21 @@ class ShardingPropagator:
 
         `rule` takes an OpSchema and gives an OutputSharding; see RuntimeSchemaInfo for `schema_info`. Not collective,
         but all ranks must register alike. PropagationError where users have registered something for `op` already.
+
+        >>> import torch
+        >>> import tritondt as T
+        >>> from tritondt.comm.transports.threads import run_ranks
+        >>> from tritondt.ops import OpSchema, OutputSharding, propagator
+        >>> @torch.library.custom_op("examples::doubled", mutates_args=())
+        ... def doubled(x: torch.Tensor) -> torch.Tensor:
+        ...     return 2 * x
+        >>> _ = doubled.register_fake(torch.empty_like)
+        >>> def as_it_comes(schema: OpSchema) -> OutputSharding:
+        ...     return OutputSharding(schema.args_spec[0])
+        >>> propagator.register_sharding_prop_rule(torch.ops.examples.doubled.default, as_it_comes)
+        >>> x = lambda: T.ones(4, device_mesh=T.Mesh((2,)), placements=[T.Shard(0)])
+        >>> run_ranks(2, lambda rank: doubled(x()).placements)
+        [(S0,), (S0,)]
         """
         self._replace(op, rule)
         self.set_rule(op, rule, schema_info)

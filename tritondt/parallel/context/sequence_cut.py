@@ -84,6 +84,13 @@ def context_parallel_unshard(
 
     A collective call of the mesh, and differentiable: the gradient of a result that is alike on all ranks comes back as
     this rank's part. Raises LocalTensorError where the part has another number of positions.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     part = context_parallel_shard(torch.arange(5), Mesh((2,)), 0)
+    ...     return context_parallel_unshard(part, Mesh((2,)), 0, length=5).tolist()
+    >>> run_ranks(2, body)
+    [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     """
     mesh, rank = axis_mesh(device_mesh, "context_parallel_unshard")
     cut, dim = SequenceCut(length, mesh.shape[0], balanced), dim % local.ndim
