@@ -31,13 +31,15 @@ COMMAND = ["bench", "redistribute"]
 
 @pytest.mark.extended
 def test_a_small_run_against_torch(tmp_path):
-    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "--impl", "tritondt,torch", "-w", "3"]
+    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "-w", "3", "--breakdown"]
+    options += ["--impl", "tritondt,torch"]
     path = tmp_path / "found.csv"
     ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json", "--csv", str(path)])
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)  # all else is on stderr
     assert "geometric mean of 2 cases" in ended.stderr
     assert max(map(len, ended.stderr.partition("minimum:")[0].splitlines())) <= 80
+    assert max(map(len, ended.stderr.partition("parts in ms")[2].partition("time /")[0].splitlines())) <= 80
     assert (found["ranks"], found["threads"], found["dtype"], found["against"]) == (2, 1, "float32", "torch")
     assert set(found["machine"]) == {"platform", "processor", "cores"}
     assert set(found["versions"]) == {"tritondt", "torch", "python"}
@@ -65,6 +67,8 @@ def test_a_small_run_against_torch(tmp_path):
         assert case["p50_s"] <= case["p95_s"] <= case["p99_s"]
         assert case["ratio_median"] == case["median_s"] / case["torch_median_s"]
         assert case["ratio_fastest"] == case["fastest_s"] / case["torch_fastest_s"]
+        assert len(case["local_seconds"]) == len(case["messages_seconds"]) == 3
+        assert case["share_of_peak"] > 0
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
+from tritondt import environment
 from tritondt.cli.bench import loopback as loopback_counter
 from tritondt.cli.bench import ranks as bench_ranks
 from tritondt.cli.bench.cases import (
@@ -58,6 +59,7 @@ _REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max
 @click.option("-o", "--op", type=click.Choice([*_REDUCE_OPS, "all"]), help="Reduction of pairs with P, or all.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
+@click.option("--breakdown", is_flag=True, help="Time local work and messages alone as well, and the peak.")
 @json_option
 @csv_option
 def redistribute(
@@ -79,6 +81,7 @@ def redistribute(
     op: str | None,
     threads: int,
     loopback: bool,
+    breakdown: bool,
     json_to: str | None,
     csv_to: str | None,
 ) -> None:
@@ -91,6 +94,8 @@ def redistribute(
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
     if json_to is not None and json_to == csv_to:
         raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
+    if breakdown and environment.transport() == "direct":
+        raise click.UsageError("--breakdown takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has one call")
     if impl is not None:
         against = _against(impl)
     num_ranks = bench_ranks.join(ranks, _DEFAULT_RANKS)
@@ -105,7 +110,7 @@ def redistribute(
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
     sides = dtype, against == "torch", rounds, case_seconds, threads, loopback
-    request = Request(cases, *sides, warmup_iters, check, average)
+    request = Request(cases, *sides, warmup_iters, check, average, breakdown)
     status = _measure(request, num_ranks, json_to, csv_to)
     if status:
         raise click.exceptions.Exit(status)

@@ -31,6 +31,15 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return sorted(values)[max(ceil(percent / 100 * len(values)) - 1, 0)]
 
 
+def ms_text(seconds: float) -> str:
+    """Milliseconds, with three digits behind the point below 10 ms and one above.
+
+    >>> ms_text(0.00123456), ms_text(0.0123456)
+    ('1.235', '12.3')
+    """
+    return f"{seconds * 1e3:.3f}" if seconds < 10e-3 else f"{seconds * 1e3:.1f}"
+
+
 @dataclass(frozen=True)
 class Times:
     """Seconds of every round: of its slowest rank, where nothing else was asked for."""

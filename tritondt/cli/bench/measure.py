@@ -15,12 +15,14 @@ from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import tritondt as T
+from tritondt.cli.bench.breakdown import Breakdown, parts_of, peak_runs
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
+from tritondt.comm import world
 from tritondt.events import StepRan, subscribe
 from tritondt.interop.torch_specs import torch_placements
 
@@ -42,6 +44,7 @@ class Request:
     warm_up_rounds: int = WARM_UP_ROUNDS
     num_checks: int = 1
     average: int = SLOWEST_RANK
+    breaks_down: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,12 @@ class Measured:
     received_over_limit: float | None
     loopback: Loopback | None
     is_checked: bool = True
+    breakdown: Breakdown | None = None
+
+    @property
+    def busiest_bytes(self) -> int:
+        """Bytes that the busiest rank sends, or receives where those are more."""
+        return max(max(found.sent_bytes, found.received_bytes) for found in self.counts)
 
     @property
     def sent_bytes(self) -> int:
@@ -101,11 +110,12 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     """
     torch.set_num_threads(request.num_threads)
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
+    peak_bytes_per_s = _peak_bytes_per_s(request) if request.breaks_down else None
     for case in request.cases:
         if case.mesh_shape not in meshes:
             meshes[case.mesh_shape] = T.init_device_mesh("cpu", case.mesh_shape)
         with torch.no_grad(), _quiet_torch():
-            found = _measure(case, meshes[case.mesh_shape], request)
+            found = _measure(case, meshes[case.mesh_shape], request, peak_bytes_per_s)
         if dist.get_rank() == 0:
             send(found)
 
@@ -122,7 +132,15 @@ def _quiet_torch() -> Iterator[None]:
     logger.setLevel(level)
 
 
-def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
+def _peak_bytes_per_s(request: Request) -> float:
+    """Bytes a second that a rank receives at best, while all ranks send to each other; a collective call."""
+    communicator = world.current().communicator(tuple(range(dist.get_world_size())), "cpu")
+    runs = peak_runs(communicator, dist.get_rank())
+    times = time_interleaved(list(runs.values()), request.rounds, request.case_s)
+    return max(num_bytes / found.fastest for num_bytes, found in zip(runs, times, strict=True))
+
+
+def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: float | None) -> Measured:
     dtype = DTYPES[request.dtype]
     meta = T.TensorMeta.contiguous(case.shape, dtype)
     source = T.DTensorSpec(mesh, case.pair.source, meta)
@@ -141,7 +159,8 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
     moves = any(found.num_sent for found in counts)
     if request.loopback and moves and case.numel * dtype.itemsize >= _LOOPBACK_BYTES:
         loopback = count_loopback(ours)
-    times = time_interleaved(runs, request.rounds, request.case_s, request.warm_up_rounds, request.average)
+    parts = parts_of(local, source, target) if peak_bytes_per_s is not None and moves else ()
+    times = time_interleaved([*runs, *parts], request.rounds, request.case_s, request.warm_up_rounds, request.average)
     return Measured(
         case=case,
         itemsize=dtype.itemsize,
@@ -152,6 +171,7 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request) -> Measured:
         received_over_limit=_received_over_limit(case, counts, dtype.itemsize),
         loopback=loopback,
         is_checked=request.num_checks > 0,
+        breakdown=None if not parts or peak_bytes_per_s is None else Breakdown(times[-2], times[-1], peak_bytes_per_s),
     )
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
+from tritondt.cli.bench import breakdown_report
 from tritondt.cli.bench.collective.record import AVERAGES
-from tritondt.cli.bench.harness import percentile
+from tritondt.cli.bench.harness import ms_text, percentile
 from tritondt.cli.bench.measure import Measured, Request
 from tritondt.cli.surroundings import surroundings
 
@@ -71,9 +72,9 @@ def _mean_fastest(found: Sequence[Measured]) -> float:
 
 def line(item: Measured) -> str:
     """One case in one line, for progress."""
-    text = f"{item.case}: {_ms(item.ours.median)} ms"
+    text = f"{item.case}: {ms_text(item.ours.median)} ms"
     if item.theirs is not None:
-        text += f", torch {_ms(item.theirs.median)} ms, ratio {_ratio_of(item.ratio_median)}"
+        text += f", torch {ms_text(item.theirs.median)} ms, ratio {_ratio_of(item.ratio_median)}"
     return text
 
 
@@ -90,6 +91,10 @@ def print_report(found: Sequence[Measured], console: Console, average: int) -> N
         "minimum: what the ranks lack, and for P an element's p - 1 sends that add up p terms (p where no\n"
         "rank that wants the sum has a term), and k - 1 that take it to k ranks",
     )
+    broken_down = [(item.case.size, breakdown_report.cells(item)) for item in found if item.breakdown is not None]
+    if broken_down:
+        _say(console, breakdown_report.TITLE)
+        _print_table(breakdown_report.HEADER, broken_down, console)
     summary = summarise(found)
     if summary is not None:
         _print_summary(summary, len(found), console)
@@ -106,10 +111,20 @@ _AGAINST = ("torch", "fastest", "ratio", "fastest")
 
 def _times(item: Measured) -> list[str]:
     ours, theirs = item.ours, item.theirs
-    figures = [str(len(ours.seconds)), _ms(ours.median), _ms(percentile(ours.seconds, 95)), _ms(ours.fastest)]
+    figures = [
+        str(len(ours.seconds)),
+        ms_text(ours.median),
+        ms_text(percentile(ours.seconds, 95)),
+        ms_text(ours.fastest),
+    ]
     cells = [item.case.pair_text, *figures, f"{_gb_per_s(item, ours.median):.2f}"]
     if theirs is not None:
-        cells += [_ms(theirs.median), _ms(theirs.fastest), _ratio_of(item.ratio_median), _ratio_of(item.ratio_fastest)]
+        cells += [
+            ms_text(theirs.median),
+            ms_text(theirs.fastest),
+            _ratio_of(item.ratio_median),
+            _ratio_of(item.ratio_fastest),
+        ]
     return cells
 
 
@@ -162,7 +177,7 @@ def _print_summary(summary: Summary, num_cases: int, console: Console) -> None:
     else:
         lines.append(
             f"worst by fastest where torch takes {limit} or more: {worst.ratio_fastest:.3f} in {worst.case} "
-            f"({_ms(worst.ours.fastest)} ms, torch {_ms(worst.theirs.fastest)} ms, "
+            f"({ms_text(worst.ours.fastest)} ms, torch {ms_text(worst.theirs.fastest)} ms, "
             f"{len(worst.ours.seconds)} rounds)"
         )
     for text in lines:
@@ -212,6 +227,7 @@ def _case_json(item: Measured) -> dict[str, Any]:
         fields["torch_fastest_s"] = item.theirs.fastest
         fields["ratio_median"] = item.ratio_median
         fields["ratio_fastest"] = item.ratio_fastest
+    fields |= breakdown_report.as_fields(item)
     if item.loopback is not None:
         fields["loopback_calls"] = item.loopback.num_calls
         fields["loopback_bytes"] = item.loopback.sent_bytes
@@ -222,7 +238,7 @@ def _case_json(item: Measured) -> dict[str, Any]:
 _CSV_COLUMNS = (
     *("collective", "implementation", "shape", "mesh", "source", "target", "type", "ranks", "rounds", "median_us"),
     *("fastest_us", "p95_us", "p99_us", "algbw_gbps", "busbw_gbps", "sent_bytes", "minimum_bytes", "date"),
-    *("processor", "tritondt", "torch"),
+    *("processor", "tritondt", "torch", *breakdown_report.CSV_COLUMNS),
 )
 
 
@@ -259,6 +275,7 @@ def as_csv(request: Request, num_ranks: int, found: Sequence[Measured]) -> str:
                     "processor": around["machine"]["processor"],
                     "tritondt": around["versions"]["tritondt"],
                     "torch": around["versions"]["torch"],
+                    **(breakdown_report.as_columns(item) if side == "tritondt" else {}),
                 }
             )
     return text.getvalue()
@@ -290,16 +307,12 @@ def bus_gb_per_s(item: Measured, seconds: float) -> float:
 
     For a gather, a reduction or an exchange of even parts, nccl-tests' factor gives the same.
     """
-    return max(max(counts.sent_bytes, counts.received_bytes) for counts in item.counts) / seconds / 1e9
+    return item.busiest_bytes / seconds / 1e9
 
 
 def _gb_per_s(item: Measured, seconds: float) -> float:
     """Algorithm bandwidth: the whole tensor's bytes over the time."""
     return item.case.numel * item.itemsize / seconds / 1e9
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}" if seconds < 10e-3 else f"{seconds * 1e3:.1f}"
 
 
 def _ratio_text(sent: int, least: int) -> str:

@@ -1,0 +1,60 @@
+"""Report of what the parts of redistributions take: cells of a table, fields of JSON, columns of CSV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tritondt.cli.bench.harness import ms_text
+from tritondt.cli.bench.measure import Measured
+
+TITLE = (
+    "parts in ms, by fastest rounds: all; pack, keep, unpack and reduce alone (local);\n"
+    "messages alone; the share of the shorter of these that runs beside the other\n"
+    "(hidden); busbw in % of the peak, which is messages among all ranks, GB/s"
+)
+HEADER = ("from->to", "all", "local", "messages", "hidden", "% of peak", "peak")
+CSV_COLUMNS = ("local_us", "messages_us", "hidden_share", "share_of_peak", "peak_gbps")
+
+
+def cells(item: Measured) -> list[str]:
+    """Row of a case that was broken down."""
+    found = item.breakdown
+    assert found is not None, f"{item.case} was not broken down"
+    hidden = found.hidden_share(item.ours)
+    return [
+        item.case.pair_text,
+        *(ms_text(times.fastest) for times in (item.ours, found.local, found.messages)),
+        "-" if hidden is None else f"{100 * hidden:.0f}%",
+        f"{100 * found.share_of_peak(item.busiest_bytes, item.ours):.0f}",
+        f"{found.peak_bytes_per_s / 1e9:.2f}",
+    ]
+
+
+def as_fields(item: Measured) -> dict[str, Any]:
+    """Fields of a case in JSON; none where it was not broken down."""
+    found = item.breakdown
+    if found is None:
+        return {}
+    return {
+        "local_seconds": found.local.seconds,
+        "local_fastest_s": found.local.fastest,
+        "messages_seconds": found.messages.seconds,
+        "messages_fastest_s": found.messages.fastest,
+        "hidden_share": found.hidden_share(item.ours),
+        "share_of_peak": found.share_of_peak(item.busiest_bytes, item.ours),
+        "peak_gb_per_s": found.peak_bytes_per_s / 1e9,
+    }
+
+
+def as_columns(item: Measured) -> dict[str, Any]:
+    """Columns of a case in CSV; none where it was not broken down."""
+    fields = as_fields(item)
+    if not fields:
+        return {}
+    return {
+        "local_us": fields["local_fastest_s"] * 1e6,
+        "messages_us": fields["messages_fastest_s"] * 1e6,
+        "hidden_share": fields["hidden_share"],
+        "share_of_peak": fields["share_of_peak"],
+        "peak_gbps": fields["peak_gb_per_s"],
+    }
