@@ -140,9 +140,12 @@ def test_large_worlds_are_drawn_in_groups_and_too_many_messages_are_refused(tmp_
     assert run_plan(*arguments).exit_code == 0
     assert "in groups of 8 neighbouring ranks" in page.read_text()
     monkeypatch.setattr(traffic, "MOST_MESSAGES", 10_000)
-    many = run_plan("--mesh", "1024", "--shape", "1024,1024", "--from", "S0", "--to", "S1", "--all-ranks")
+    large = ("--mesh", "1024", "--shape", "1024,1024", "--from", "S0", "--to", "S1")
+    many = run_plan(*large, "--topology", "fat-tree:8,4")
     assert many.exit_code == 1
-    assert re.search("more than 10,000 messages between its 1,024 ranks, too many to be counted", many.output)
+    assert re.search("more than 10,000 messages between its 1,024 ranks, too many to be listed for a", many.output)
+    counted = json.loads(run_plan(*large, "--all-ranks", "--json").stdout)["ranks"]
+    assert counted["messages"] == {"least": 1023, "mean": 1023.0, "most": 1023, "total": 1024 * 1023, "most_on": 0}
 
 
 def test_a_picture_that_cannot_be_written_is_refused():

@@ -17,8 +17,10 @@ from tritondt.errors import LayoutError
 from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.planner import make_plan
 from tritondt.planning.prices import CPU, CUDA
-from tritondt.planning.topology import Link, link_loads, loads_by_kind, parse_topology
-from tritondt.planning.traffic import Spread, rank_traffic
+from tritondt.planning.spread import Spread
+from tritondt.planning.topology import Link, Topology, link_loads, loads_by_kind, parse_topology
+from tritondt.planning.totals import rank_totals
+from tritondt.planning.traffic import RankTraffic, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
@@ -59,7 +61,7 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
-@click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, counted one by one.")
+@click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
 @click.option("--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8 or fat-tree:8,4.")
 @click.option("--html", callback=_writable, metavar="FILE", help="Write a page: who sends how much to whom.")
 @click.option("--png", callback=_writable, metavar="FILE", help="Write that as an image.")
@@ -107,19 +109,17 @@ def plan(
     if against is not None:
         fields["torch"], line = _moved_by_torch(before, after, _DTYPES[dtype], found, device)
         lines.append(line)
-    if all_ranks or any(found is not None for found in (html, png, network)):
-        traffic = rank_traffic(make_plan(before, after, itemsize, costs), itemsize)
-        fields["ranks"] = {name: asdict(spread) for name, spread in traffic.spreads.items()}
+    lists = any(found is not None for found in (html, png, network))
+    if all_ranks or lists:
+        steps = make_plan(before, after, itemsize, costs)
+        traffic = rank_traffic(steps, itemsize) if lists else None
+        spreads = (rank_totals(steps, itemsize) if traffic is None else traffic).spreads
+        fields["ranks"] = {name: asdict(spread) for name, spread in spreads.items()}
         head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
-        lines += ["{:<16}{:>16}{:>18}{:>16}{:>9}{:>20}".format(*row) for row in (head, *spread_rows(traffic))]
-        if network is not None:
-            loads = loads_by_kind(link_loads(traffic, network))
-            fields["links"] = {kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()}
-            lines += _link_lines(loads)
-        if html is not None:
-            write_html(Path(html), found, traffic)
-        if png is not None:
-            write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
+        lines += ["{:<16}{:>16}{:>18}{:>16}{:>9}{:>24}".format(*row) for row in (head, *spread_rows(spreads))]
+        if traffic is not None:
+            lines += _of_links(traffic, network, fields)
+            _draw(html, png, found, traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
 
 
@@ -137,6 +137,22 @@ def _moved_by_torch(
     ratio = f", {received / ours.received_bytes:.2f} of ours" if ours.received_bytes else ""
     these = "".join(f"; {each}" for each in collectives)
     return fields, f"torch {version} would receive {received:,} bytes{ratio}{these}"
+
+
+def _of_links(traffic: RankTraffic, network: Topology | None, fields: dict[str, Any]) -> list[str]:
+    """Lines about the links of a network, which go to the fields as well; none without a network."""
+    if network is None:
+        return []
+    loads = loads_by_kind(link_loads(traffic, network))
+    fields["links"] = {kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()}
+    return _link_lines(loads)
+
+
+def _draw(html: str | None, png: str | None, found: Explanation, traffic: RankTraffic) -> None:
+    if html is not None:
+        write_html(Path(html), found, traffic)
+    if png is not None:
+        write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
 
 
 def _link_lines(loads: dict[str, tuple[Spread, Link]]) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
 from tritondt.cli.html_page import page, table
 from tritondt.planning.explain import Explanation
+from tritondt.planning.spread import Spread
 from tritondt.planning.traffic import RankTraffic
 
 _MOST_GROUPS = 64
@@ -32,14 +33,14 @@ def write_html(path: Path, explained: Explanation, traffic: RankTraffic) -> None
 def spread_table(traffic: RankTraffic) -> str:
     """The spread of bytes and messages over ranks as a table."""
     head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
-    return table(head, spread_rows(traffic))
+    return table(head, spread_rows(traffic.spreads))
 
 
-def spread_rows(traffic: RankTraffic) -> list[tuple[str, ...]]:
+def spread_rows(spreads: Mapping[str, Spread]) -> list[tuple[str, ...]]:
     """Rows of that table."""
     return [
         (name, f"{s.least:,}", f"{s.mean:,.1f}", f"{s.most:,}", str(s.most_on), f"{s.total:,}")
-        for name, s in traffic.spreads.items()
+        for name, s in spreads.items()
     ]
 
 

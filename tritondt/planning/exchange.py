@@ -153,13 +153,20 @@ class Route:
         for wanted in self.target.regions(target_coordinate):
             yield from self.source_layout.holders(wanted, pinned)
 
-    def receivers(self, source_coordinate: Coordinate) -> Iterator[tuple[Coordinate, Region]]:
-        """Target coordinates that a source coordinate serves, each with the region it is served."""
+    def receiving_indices(self, source_coordinate: Coordinate) -> dict[int, int] | None:
+        """Target indices of a server's receivers, on the axes where they are known; None where it serves nobody."""
         pinned = dict.fromkeys(self.single_axes, 0)
         if not self.crosses:
             for axis in (*self.replica_axes, *self.kept_axes):
                 if pinned.setdefault(axis, source_coordinate[axis]) != source_coordinate[axis]:
-                    return
+                    return None
+        return pinned
+
+    def receivers(self, source_coordinate: Coordinate) -> Iterator[tuple[Coordinate, Region]]:
+        """Target coordinates that a source coordinate serves, each with the region it is served."""
+        pinned = self.receiving_indices(source_coordinate)
+        if pinned is None:
+            return
         own = self.source_layout.region(source_coordinate)
         for coordinate, common in self.target.holders(own, pinned):
             if self.crosses and any(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from tritondt.errors import LayoutError
-from tritondt.planning.traffic import RankTraffic, Spread
+from tritondt.planning.spread import Spread
+from tritondt.planning.traffic import RankTraffic
 
 
 class Link(NamedTuple):

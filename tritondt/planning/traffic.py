@@ -1,36 +1,17 @@
 """Bytes between all pairs of ranks in a redistribution, counted rank by rank from its plan."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from tritondt.errors import LayoutError
 from tritondt.planning.plan import Plan
+from tritondt.planning.spread import Spread
+from tritondt.planning.totals import RankTotals
 
 # Counting them takes 20 s where one of 65,536 ranks sends to all the others.
 MOST_MESSAGES = 200_000
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Least, mean and most of a figure over all ranks, the sum, and the first rank that has the most."""
-
-    least: int
-    mean: float
-    most: int
-    total: int
-    most_on: int
-
-    @classmethod
-    def of(cls, values: Sequence[int]) -> "Spread":
-        """Spread of one value per rank.
-
-        >>> Spread.of([4, 0, 8])
-        Spread(least=0, mean=4.0, most=8, total=12, most_on=2)
-        """
-        most = max(values)
-        return cls(min(values), sum(values) / len(values), most, sum(values), values.index(most))
 
 
 @dataclass(frozen=True)
@@ -60,8 +41,7 @@ class RankTraffic:
     @property
     def spreads(self) -> dict[str, Spread]:
         """Spreads of bytes sent, bytes received and messages sent."""
-        values = {"sent bytes": self.sent, "received bytes": self.received, "messages": self.messages}
-        return {name: Spread.of(each) for name, each in values.items()}
+        return RankTotals(tuple(self.sent), tuple(self.received), self.messages).spreads
 
     def blocks(self, most: int) -> tuple[list[list[int]], int]:
         """Bytes between groups of neighbouring ranks, at most `most` groups, a row for each sending one; ranks a group.
@@ -100,7 +80,8 @@ def rank_traffic(plan: Plan, itemsize: int) -> RankTraffic:
             if total > MOST_MESSAGES:
                 raise LayoutError(
                     f"{plan.source} -> {plan.target} of {plan.source.shape} has more than {MOST_MESSAGES:,} messages "
-                    f"between its {plan.source.num_ranks:,} ranks, too many to be counted one by one; explain one rank"
+                    f"between its {plan.source.num_ranks:,} ranks, too many to be listed for a picture or a topology; "
+                    "what each rank sends and receives is counted without (--all-ranks, rank_totals)"
                 )
             messages[rank] += len(sends)
             for message in sends:
