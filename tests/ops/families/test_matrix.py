@@ -176,3 +176,21 @@ def test_a_product_is_added_to_a_dim_of_length_1_that_is_cut(shape, placements):
     check(lambda to, a, b: (to * 1).addmm_(a, b), Case((2,), [added, left, right], [placements, "R", "R"]))
     check(lambda to, a, b: (to * 1).baddbmm_(a, b), Case((2,), batches, [beyond, "R", "R"]))
     check(lambda to, a, b: (to * 1).addmm_(a, b), Case((2,), [added, left, right], [placements, "R", "S1"]))
+
+
+@pytest.mark.parametrize("shapes", [((2, 3, 0), (2, 0, 4)), ((2, 0, 3), (2, 3, 4)), ((0, 2, 3), (0, 3, 4))])
+@pytest.mark.parametrize("placements", [("R", "R"), ("S0", "S0"), ("S1", "R"), ("S2", "S1")])
+def test_batches_of_two_dtypes_that_have_no_products_to_add_up_give_the_dtype_of_the_second(shapes, placements):
+    left, right = torch.zeros(shapes[0]), torch.zeros(shapes[1], dtype=torch.bfloat16)
+    check(torch.bmm, Case((2,), (left, right), placements), exact=True)
+    check(torch.bmm, Case((2,), (right.mT, left.mT), placements), exact=True)
+    assert torch.bmm(left, right).dtype is torch.bfloat16
+
+
+def test_batches_of_two_dtypes_that_have_products_are_refused_as_on_one_device():
+    def body(rank):
+        mesh = T.Mesh((2,))
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            torch.bmm(*(T.DTensor.from_local(it, mesh) for it in (BATCH_A, BATCH_B.float())))
+
+    run_ranks(2, body)

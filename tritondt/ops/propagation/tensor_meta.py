@@ -47,6 +47,11 @@ _AS_IMAGES = frozenset((
 ))  # fmt: skip
 
 
+# Where two batches of matrices start that are multiplied: kernels (2.13) compare no dtypes where there are no products
+# to add up, and give the result that of the second batch.
+_FIRST_BATCH = {aten.bmm.default: 0, aten.baddbmm.default: 1}
+
+
 class _Faker:
     """Runs operators under one fake mode for all calls: making one costs more than most operators under it."""
 
@@ -90,7 +95,7 @@ def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
 
 def _found_metas(schema: OpSchema) -> TensorMetas:
     try:
-        metas = _computed_metas(_with_dims_from_front(schema))
+        metas = _computed_metas(_with_one_dtype(_with_dims_from_front(schema)))
     except AssertionError as error:  # torch's forms in Python assert what its kernels check and raise as this
         raise RuntimeError(f"{schema.op}: {error}") from error
     if schema.op in _ROW_MAJOR or schema.op in _AS_IMAGES:
@@ -107,6 +112,21 @@ def _with_dims_from_front(schema: OpSchema) -> OpSchema:
     num_dims = schema.args_spec[0].ndim
     dims = [dim + num_dims if dim < 0 else dim for dim in args[place]]
     return replace(schema, args_schema=(*args[:place], dims, *args[place + 1 :]), found_metas=[])
+
+
+def _with_one_dtype(schema: OpSchema) -> OpSchema:
+    """The call with the dtype of the second batch of matrices for all, where products of the two have no elements."""
+    place = _FIRST_BATCH.get(schema.op)
+    if place is None:
+        return schema
+    specs = schema.args_spec
+    first, second = specs[place : place + 2]
+    if 0 not in (*first.shape, *second.shape) or len({spec.dtype for spec in specs}) == 1:
+        return schema
+    dtype = second.dtype
+    return schema.with_specs(
+        [spec.shallow_copy_with_tensor_meta(spec.tensor_meta._replace(dtype=dtype)) for spec in specs]
+    )
 
 
 def _with_kernel_strides(op: OpOverload, metas: TensorMetas) -> TensorMetas:
