@@ -86,8 +86,10 @@ class _Comparison:
     def _take_step(self, number: int) -> bool:
         """Whether one device does the statement as well."""
         statement = self._program.statements[number]
+        steps = [trace.steps[number] for trace in self._traces]
+        thirded = {name for step in steps if step is not None for name in step.thirded}
         try:
-            self._run.run(statement)
+            self._run.run(statement, thirded)
         except Exception as error:  # noqa: BLE001  whatever torch raises
             self._failures.append(Failure("accepts", number, "", f"one device raises {_text(error)}"))
             return False
@@ -97,7 +99,6 @@ class _Comparison:
         self._expanded.update(name for name, seen in expected.seen.items() if _is_expanded(seen))
         if statement.kind in ("out", "shape_out"):  # what is resized is row-major
             self._expanded.update(expected.seen)
-        steps = [trace.steps[number] for trace in self._traces]
         if statement.kind == "dynamic":
             steps = [
                 _as_inside(step, expected) if trace.coordinate is None else step

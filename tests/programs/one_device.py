@@ -5,7 +5,7 @@ through all later statements and backward passes as a rounding error does, with 
 arithmetic is exact nothing is disturbed, and values are compared exactly.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -73,28 +73,26 @@ class OneDeviceRun:
         self.plain, self.twin = Environment(OneDevice()), Environment(OneDevice())
         self._noise = torch.Generator().manual_seed(seed)
 
-    def run(self, statement: Statement) -> None:
-        """Runs a statement on both, and disturbs the twin's results; raises what the statement raises."""
+    def run(self, statement: Statement, thirded: Collection[str] = ()) -> None:
+        """Runs a statement on both, and disturbs the twin's results; raises what the statement raises.
+
+        `thirded` are variables that a mesh holds as terms of a mean after the statement, whatever made it choose so.
+        """
         before = versions(self.plain.tensors())
         self.plain.run(statement)
         self.twin.run(statement)
-        if statement.kind in MOVING and not self._is_thirded(statement):
-            return
+        makes_mean = not isinstance(statement, Call) and is_thirded(self._mesh_shape, statement.placements)
         for name in self.changed(statement, before):
-            self._disturb(name, statement)
-
-    def _is_thirded(self, statement: Statement) -> bool:
-        """Whether it makes a mean of terms, their number no power of two: dividing the terms rounds, not their mean."""
-        placements = () if isinstance(statement, Call) else statement.placements
-        sizes = [size for size, text in zip(self._mesh_shape, placements, strict=False) if text == "P(avg)"]
-        return prod(sizes) & (prod(sizes) - 1) != 0
+            rounds = makes_mean or name in thirded
+            if rounds or statement.kind not in MOVING:
+                self._disturb(name, statement, rounds)
 
     def changed(self, statement: Statement, before: dict[str, int | None]) -> list[str]:
         """What a statement has made or written."""
         after = versions(self.plain.tensors())
         return [name for name, version in after.items() if name not in before or version != before[name]]
 
-    def _disturb(self, name: str, statement: Statement) -> None:
+    def _disturb(self, name: str, statement: Statement, rounds: bool) -> None:
         tensor = self.twin.tensors()[name]
         if not (tensor.is_floating_point() or tensor.is_complex()) or 0 in (*tensor.shape, *tensor.stride()):
             return
@@ -102,7 +100,7 @@ class OneDeviceRun:
             float(magnitude(self.plain[read])) for read in statement.reads if self.plain.names.get(read) is not None
         ]
         scale = max(1.0, magnitude(tensor)) * prod(max(1.0, size) for size in sizes[:3])
-        if statement.kind in POLYNOMIAL and self._is_exact(self.plain.tensors()[name], scale):
+        if not rounds and statement.kind in POLYNOMIAL and self._is_exact(self.plain.tensors()[name], scale):
             return
         with torch.inference_mode(tensor.is_inference()):
             noise = torch.randn(tensor.shape, generator=self._noise, dtype=torch.float64).to(tensor.dtype)
@@ -151,6 +149,12 @@ class OneDeviceRun:
             if not magnitude(plain) <= (2**40 if plain.dtype is torch.int64 else 1e4) or _is_apart(plain, twin):
                 return False
         return True
+
+
+def is_thirded(mesh_shape: Sequence[int], placements: Iterable[str]) -> bool:
+    """Whether placements hold a mean by terms, their number no power of two: dividing the terms rounds."""
+    sizes = [size for size, text in zip(mesh_shape, placements, strict=False) if text == "P(avg)"]
+    return prod(sizes) & (prod(sizes) - 1) != 0
 
 
 def _is_apart(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
-from tests.programs.one_device import Environment, versions
+from tests.programs.one_device import Environment, is_thirded, versions
 from tests.programs.places import OnMesh
 from tests.programs.statements import Program
 from tritondt.comm.transports.threads import run_ranks
@@ -27,11 +27,12 @@ class Seen(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What came of a statement: the error, and what it changed."""
+    """What came of a statement: the error, what it changed, and what of that is held as terms of a mean that round."""
 
     error: BaseException | None
     seen: dict[str, Seen]
     written: frozenset[str]
+    thirded: frozenset[str] = frozenset()
 
 
 class Holding(NamedTuple):
@@ -65,8 +66,13 @@ class Observer:
         seen, now = {name: seen_of(tensor) for name, tensor in tensors.items()}, versions(tensors)
         changed = {name: item for name, item in seen.items() if self._seen.get(name) != item}
         written = frozenset(name for name, version in self._versions.items() if now.get(name, version) != version)
+        thirded = frozenset(name for name in {*changed, *written} if _is_thirded(tensors.get(name)))
         self._seen, self._versions = seen, now
-        return Step(error, changed, written)
+        return Step(error, changed, written, thirded)
+
+
+def _is_thirded(tensor: torch.Tensor | None) -> bool:
+    return isinstance(tensor, T.DTensor) and is_thirded(tensor._spec.mesh.shape, map(repr, tensor._spec.placements))
 
 
 def seen_of(tensor: torch.Tensor) -> Seen:
