@@ -33,6 +33,10 @@ FAMILY = 32
 _NOT_KEPT = ("nference", "is a view and its base", "its base or another view of its base has been modified")
 
 
+# Errors that follow from addresses and strides, which local tensors have of their own.
+_OF_ADDRESSES = "input tensor and the written-to tensor refer to a single memory location"
+
+
 class Generator:
     """The generator of one program, which `program` gives; the same for the same arguments."""
 
@@ -273,7 +277,9 @@ class Generator:
         )
         if masked and len(self.ranks) < self.world_size:
             return False
-        return "refused" not in self._leave_out and self._chosen.random() < REFUSED_SHARE
+        # The draw comes first, so that other programs stay what they were.
+        is_drawn = "refused" not in self._leave_out and self._chosen.random() < REFUSED_SHARE
+        return is_drawn and _OF_ADDRESSES not in str(error)
 
     def _replay(self) -> None:
         """Runs the program again, without what was last."""

@@ -7,6 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
+from tritondt.dtensor.own_sources import run_apart
 from tritondt.dtensor.writes import MEMORY, count_writes, memory_of, take_memory, watched
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.placeholders import placeholder_numbers
@@ -123,11 +124,8 @@ class Signature:
         """Redistributes arguments, runs the operator, copies written stand-ins back, and wraps the results."""
         if self._refusal:
             self._admit(self._op, self._refusal)
-        if self._written:
-            if read_guard.readers:
-                self._wait_for_readers(local_args, local_kwargs)
-            if watched:
-                count_writes(self._tensors_written(args, kwargs), reshapes=self._reshapes)
+        if self._written and (read_guard.readers or watched):
+            self._announce_write(local_args, local_kwargs, args, kwargs)
         replaced: list[_Replaced] = []
         if self._input_moves:
             moves = iter(self._input_moves)
@@ -138,7 +136,11 @@ class Signature:
             local_kwargs = {
                 name: self._redistributed(local_kwargs[name], moves, kwargs[name], replaced) for name in self._names
             }
-        result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
+        try:
+            result = self._local(*local_args, **local_kwargs) if self._in_mesh else None
+        except RuntimeError as error:
+            named = {name: local_kwargs[name] for name in self._names}
+            result = run_apart(self._local, local_args, named, self._written, error)
         for own, stand_in, move in replaced:
             own.copy_(redistribute_input(self._op, stand_in, move.target, move.source))
         if self._raises_versions:
@@ -151,10 +153,19 @@ class Signature:
         wrapped = self._replicated(result) if self._data_dependent else self._wrapped(result, self._outputs)
         return wrapped if self._track_base is None else self._track_base(wrapped, self._op, args, kwargs)
 
-    def _wait_for_readers(self, local_args: Sequence[Any], local_kwargs: Mapping[str, Any]) -> None:
-        """Waits for messages that still read the memory of an argument that is about to be written to."""
-        tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
-        read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
+    def _announce_write(
+        self,
+        local_args: Sequence[Any],
+        local_kwargs: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Waits for messages that still read the memory of an argument that is about to be written to; counts it."""
+        if read_guard.readers:
+            tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
+            read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
+        if watched:
+            count_writes(self._tensors_written(args, kwargs), reshapes=self._reshapes)
 
     def _tensors_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         """The distributed tensors that the operator writes to."""
