@@ -33,6 +33,9 @@ FAMILY = 32
 _NOT_KEPT = ("nference", "is a view and its base", "its base or another view of its base has been modified")
 
 
+# Gradients that go to the elements that equal the result. Where it was overwritten without autograd's knowledge none
+# does: torch divides by their number on CUDA and for subclasses (nan, as amax does everywhere), but not on the CPU (0).
+_OF_EQUAL_ELEMENTS = frozenset(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"))
 # Errors that follow from addresses and strides, which local tensors have of their own.
 _OF_ADDRESSES = "input tensor and the written-to tensor refer to a single memory location"
 
@@ -257,6 +260,8 @@ class Generator:
                 return False
             if statement.kind in ("data", "set_data") and any(is_expanded(tensors[name]) for name in statement.reads):
                 return False
+            if statement.kind == "data" and _is_extremum(tensors[statement.reads[0]], tensors):
+                return False
             resized = [name for name in changed if name in shapes and tensors[name].shape != shapes[name]]
             if statement.kind in ("out", "shape_out") and _shares_memory(resized, tensors):
                 return False
@@ -293,6 +298,13 @@ def _shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) 
     """Whether other variables have the memory of some: what is resized keeps it on one device alone."""
     held = {tensors[name].untyped_storage().data_ptr() for name in names}
     return any(it.untyped_storage().data_ptr() in held for name, it in tensors.items() if name not in names)
+
+
+def _is_extremum(written: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor has the memory of a result of which the gradient depends on what is equal to it."""
+    held = written.untyped_storage().data_ptr()
+    sharing = (it for it in tensors.values() if it.grad_fn is not None and it.untyped_storage().data_ptr() == held)
+    return any(it.grad_fn is not None and it.grad_fn.name() in _OF_EQUAL_ELEMENTS for it in sharing)
 
 
 def _random_shape(chosen: random.Random) -> tuple[int, ...]:

@@ -58,6 +58,18 @@ def test_a_seed_gives_one_program():
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_what_a_gradient_compares_with_is_not_overwritten_without_its_knowledge():
+    statements = random_program(124300, WITHOUT).statements
+    assert any(".max()" in statement.source for statement in statements)
+    assert not any(statement.kind == "data" for statement in statements)
+    x = torch.ones(3, requires_grad=True)
+    for of, expected in ((x.max(), 0), (x.amax(), torch.nan)):  # torch itself has two answers
+        of.data.fill_(5)
+        (grad,) = torch.autograd.grad(of, x)
+        torch.testing.assert_close(grad, torch.full((3,), float(expected)), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_what_is_printed_runs_by_itself_to_the_same_values(tmp_path, capsys):
     program = random_program(3, WITHOUT)
     run = OneDeviceRun(program.seed, program.mesh_shape)
@@ -104,6 +116,22 @@ def test_terms_of_a_mean_round_where_the_library_chose_them(size, is_exact):
     assert {name for name, of in report.tolerances.items() if of == 0} == {"v0", "v1", "v3"} | (
         {"v2", "v4"} if is_exact else set()
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_rows", [0, 1])
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_graphs_of_gradients_are_those_of_views_that_are_replayed(num_rows, create_graph):
+    made = [Make("v0", 3, (num_rows, 1), "float32", ("R",)), Make("v1", 4, (1, 1), "float32", ("R",), None, True)]
+    calls = [
+        Call("matmul", "v2 = F.linear(v0, v1)", ("v0", "v1"), ("v2",)),
+        Call("view", "v3 = v2.movedim(1, -2)", ("v2",), ("v3",)),
+        Call("foreach", "torch._foreach_add_([v2, v3], -2)", ("v2", "v3")),
+        Call("grad", f"(v4,) = torch.autograd.grad((v3 * v3).sum(), [v1], {create_graph=})", ("v1", "v3"), ("v4",)),
+        Call("view", "v5 = v4.mT", ("v4",), ("v5",)),
+    ]
+    program = Program(0, 2, (2,), (0, 1), (*made, *calls))
+    assert not Campaign().check(program).failures
 
 
 def test_what_rounding_decides_is_told_from_what_it_does_not():
