@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bindings/call_key.h"
+#include "bindings/daemon_threads.h"
 #include "bindings/direct.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
@@ -182,6 +183,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);
   tritondt::bind_nccl(&module);
+  tritondt::bind_daemon_threads(&module);
   module.def(
       "limit_instructions", &tritondt::limit_instructions, py::arg("name"),
       "For tests: allows functions for baseline, avx2 or avx512 at most, before the first table.");

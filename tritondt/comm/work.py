@@ -15,6 +15,7 @@ import torch
 
 from tritondt import identity
 from tritondt.comm import read_guard
+from tritondt.comm.daemons import start_daemon
 from tritondt.errors import ForkedError, WorldError
 
 Run = Callable[[], None]
@@ -253,8 +254,7 @@ class ThreadQueue(IssueQueue):
 
     def _enqueue(self, work: Work, run: Run) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="tritondt-queue", daemon=True)
-            self._thread.start()
+            self._thread = start_daemon(self._serve, "tritondt-queue")
         self._waiting.put((work, run))
 
     def _serve(self) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tritondt._C import NcclLibrary
+from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING
 from tritondt.comm.nccl.library import nccl_library
@@ -187,7 +188,7 @@ class P2PStream:
     def _connect_once(self) -> None:
         if not self._is_connecting:
             self._is_connecting = True
-            threading.Thread(target=self._connect, name=f"tritondt-{self._name}", daemon=True).start()
+            start_daemon(self._connect, f"tritondt-{self._name}")
 
     def _connect(self) -> None:
         try:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from tritondt.comm.daemons import start_daemon
 from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import Slice
@@ -167,8 +168,7 @@ class Watch:
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tritondt-watch", daemon=True)
-                self._thread.start()
+                self._thread = start_daemon(self._run, "tritondt-watch")
 
     def _run(self) -> None:
         while not self._closing.wait(self._pause_s()):

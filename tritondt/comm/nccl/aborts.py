@@ -5,11 +5,11 @@ init.cc of NCCL 2.30.7), and may wait for a device on which another communicator
 must be aborted meanwhile.
 """
 
-import threading
 import time
 from collections.abc import Callable
 
 from tritondt._C import NcclError
+from tritondt.comm.daemons import start_daemon
 
 # What an abort takes without a graph is some milliseconds; a device that has failed may never answer.
 LIMIT_S = 5.0
@@ -21,8 +21,7 @@ class Abort:
     def __init__(self, run: Callable[[], object], name: str, num_captured: int) -> None:
         self._run, self._name, self._num_captured = run, name, num_captured
         self.error: NcclError | None = None
-        self._thread = threading.Thread(target=self._abort, name="tritondt-abort", daemon=True)
-        self._thread.start()
+        self._thread = start_daemon(self._abort, "tritondt-abort")
 
     def _abort(self) -> None:
         try:

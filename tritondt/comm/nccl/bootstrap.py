@@ -1,6 +1,5 @@
 """Start of NCCL communicators: ranks exchange the unique id through the store, and none waits for ever for another."""
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from tritondt import environment
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
+from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.nccl.streams import Streams
 from tritondt.errors import PeerError, TransportError
@@ -93,8 +93,7 @@ def within(timeout: timedelta, make: Callable[[], Result]) -> Result:
         except BaseException as error:  # noqa: BLE001  the caller raises it
             outcome.append(error)
 
-    thread = threading.Thread(target=run, name="tritondt-nccl", daemon=True)
-    thread.start()
+    thread = start_daemon(run, "tritondt-nccl")
     thread.join(timeout.total_seconds())
     if not outcome:
         raise TimeoutError

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch.distributed as dist
 
+from tritondt.comm.daemons import start_daemon
 from tritondt.comm.store.host import StoreHost
 from tritondt.errors import PeerError
 
@@ -64,8 +65,7 @@ class StoreClient:
         made = _Call(function)
         with self._starting:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name="tritondt-store", daemon=True)
-                self._thread.start()
+                self._thread = start_daemon(self._serve, "tritondt-store")
         self._calls.put(made)  # type: ignore[arg-type]
         if not made.answered.wait(self._left_of(patience_s)):
             raise SilentStoreError(f"{self.host} has not answered for {patience_s:g} s")
