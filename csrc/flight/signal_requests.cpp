@@ -1,5 +1,6 @@
 #include "flight/signal_requests.h"
 
+#include <dlfcn.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -10,6 +11,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 namespace tritondt {
@@ -35,6 +37,32 @@ extern "C" void note_request(int signum) {
   errno = kept_errno;
 }
 
+// LLVM, which comes within Triton's library, takes SIGUSR1 and others when it first compiles, from
+// whoever has them. Its handler of SIGUSR1 calls a function that no program in Python can set.
+bool is_of_llvm(const struct sigaction& action) {
+  void* const handler = (action.sa_flags & SA_SIGINFO) != 0
+                            ? reinterpret_cast<void*>(action.sa_sigaction)
+                            : reinterpret_cast<void*>(action.sa_handler);
+  Dl_info object = {};
+  if (dladdr(handler, &object) == 0 || object.dli_fname == nullptr) return false;
+  std::string_view name(object.dli_fname);
+  name.remove_prefix(name.rfind('/') + 1);  // npos + 1 is 0
+  return name.rfind("libtriton", 0) == 0 || name.rfind("libLLVM", 0) == 0;
+}
+
+bool is_free(const struct sigaction& action) {
+  const bool is_default = (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL;
+  return is_default || is_of_llvm(action);
+}
+
+bool install(int signum) {
+  struct sigaction action = {};
+  action.sa_handler = note_request;
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  return sigaction(signum, &action, nullptr) == 0;
+}
+
 }  // namespace
 
 int signal_requests_fd() {
@@ -56,15 +84,14 @@ bool note_signal(int signum, struct sigaction* before) {
     throw std::invalid_argument("signal " + std::to_string(signum) +
                                 " was asked to write a flight recorder; it cannot be handled");
   }
-  if ((before->sa_flags & SA_SIGINFO) != 0 || before->sa_handler != SIG_DFL) return false;
-  struct sigaction action = {};
-  action.sa_handler = note_request;
-  action.sa_flags = SA_RESTART;
-  sigemptyset(&action.sa_mask);
-  if (sigaction(signum, &action, nullptr) != 0) {
-    throw std::system_error(errno, std::generic_category(), "sigaction");
-  }
+  if (!is_free(*before)) return false;
+  if (!install(signum)) throw std::system_error(errno, std::generic_category(), "sigaction");
   return true;
+}
+
+void keep_signal(int signum) {
+  struct sigaction now = {};
+  if (sigaction(signum, nullptr, &now) == 0 && is_of_llvm(now)) install(signum);
 }
 
 void forget_signal(int signum, const struct sigaction& before) {

@@ -17,7 +17,7 @@
 namespace tritondt {
 namespace {
 
-// How late a timeout that was shortened may be noticed.
+// How late a timeout that was shortened may be noticed, or a signal that was taken.
 constexpr std::int64_t kMaxPauseMs = 500;
 constexpr std::int64_t kNsPerMs = 1'000'000;
 
@@ -161,7 +161,10 @@ void Watchdog::run() {
 std::vector<Watchdog::Overdue> Watchdog::look(int* pause_ms) {
   std::vector<Overdue> overdue;
   const std::lock_guard<std::mutex> lock(guard_);
-  std::int64_t pause = -1;
+  if (!is_closing_) {  // they have been given back
+    for (const Signal& signal : signals_) keep_signal(signal.signum);
+  }
+  std::int64_t pause = signals_.empty() ? -1 : kMaxPauseMs;
   const std::int64_t now = coarse_ns();
   for (const Watched& watched : watched_) {
     const std::shared_ptr<TimedExchange> group = watched.group.lock();

@@ -20,8 +20,8 @@ namespace tritondt {
 //
 // The thread starts with the first thing to watch and is joined by `close`. Times are right to a
 // tick of the kernel, up to 10 ms. It wakes when an exchange under way reaches its timeout, and at
-// least twice a second while it watches groups. After a fork the child has no such thread: what it
-// does with its copy of a watchdog does nothing.
+// least twice a second while it watches groups or signals. After a fork the child has no such
+// thread: what it does with its copy of a watchdog does nothing.
 class Watchdog {
  public:
   Watchdog();
@@ -37,8 +37,8 @@ class Watchdog {
   void unwatch(const TimedExchange* group);
 
   // Writes `recorder` to `path` at every `signum` from now on, unless the process does something
-  // else with the signal already: then false. Throws like `watch`, and std::invalid_argument for
-  // what is no signal that can be handled.
+  // else with the signal already: then false. LLVM's own handler does not count, before or after.
+  // Throws like `watch`, and std::invalid_argument for what is no signal that can be handled.
   bool dump_on_signal(int signum, std::shared_ptr<FlightRecorder> recorder, std::string path);
 
   // Gives signals back and ends the thread, after what it is writing. Again, or in a forked child:
