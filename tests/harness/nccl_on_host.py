@@ -48,13 +48,13 @@ class FakeEvent:
         self._event = HostEvent(library, library.pointer("fakeEventCreate"))
         self._event.record(stream)
         self._process = os.getpid()
-        self._capture, self._is_of_graph = capture, capture.is_under_way
+        self._capture, self.is_of_graph = capture, capture.is_under_way
 
     def query(self) -> bool:
         who = threading.current_thread()
         if who.name == "tritondt-watch" and who.ident not in self._capture.bound_threads:
             raise AssertionError("fake CUDA: an event was asked for by a thread that has not made its device current")
-        if self._is_of_graph or self._capture.forbids_questions():
+        if self.is_of_graph or self._capture.forbids_questions():
             raise RuntimeError("fake CUDA: an event was asked for while a graph is captured, or one that is of a graph")
         return self._event.is_over()
 
@@ -86,8 +86,11 @@ class FakeStream:
         return FakeEvent(self._library, self._stream, self._capture)
 
     def wait_event(self, event: Any) -> None:
-        if event is not NOW:
-            self._stream.wait(event.handle)
+        if event is NOW:
+            return
+        if event.is_of_graph != self._capture.is_under_way:
+            raise RuntimeError("fake CUDA: a stream was to wait for an event, one of which is in a graph that is made")
+        self._stream.wait(event.handle)
 
     def synchronize(self) -> None:
         self._stream.synchronize()
@@ -114,23 +117,26 @@ class _Now:
     def query(self) -> bool:
         return True
 
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
 
 NOW = _Now()
 
 
-class _Host:
-    """The stream of what torch runs on the CPU: at once."""
+class HostsStream(FakeStream):
+    """The stream of what torch runs on the CPU: at once, and so the host waits for what else is put there."""
 
-    cuda_stream = 0
-
-    def record_event(self) -> _Now:
+    def record_event(self) -> Any:
+        self.synchronize()
         return NOW
 
     def wait_event(self, event: Any) -> None:
         event.synchronize()
 
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
+    def launch(self, run: Callable[[], object]) -> None:
+        self.synchronize()
+        run()
 
 
 _ALLOCATE = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default, torch.ops.aten.detach.default}
@@ -163,8 +169,8 @@ class FakeStreams:
     connects_late = False
 
     def __init__(self, library: FakeNccl) -> None:
-        self._library, self._host, self._on = library, _Host(), threading.local()
-        self._capture = FakeCapture()
+        self._library, self._on, self._capture = library, threading.local(), FakeCapture()
+        self._host = HostsStream(library, self._capture)
         self._made: weakref.WeakSet[FakeStream] = weakref.WeakSet()
 
     def current(self) -> Any:

@@ -3,6 +3,7 @@
 import gc
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
-from tests.doubles.fake_nccl.library import Gate
+from tests.doubles.fake_nccl.library import Gate, build, load
 from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.nccl_on_host import FakeStream, fake_streams
 from tests.process_group.collectives import own
 from tritondt.comm.monitor.watch import INTERVAL_S
 
@@ -115,6 +117,62 @@ def drop_what_was_looked_at(rank: int) -> int:
 
 def test_nothing_keeps_what_the_watch_has_looked_at(ranks: GlooRanks) -> None:
     assert ranks.run(drop_what_was_looked_at) == [0, 0]
+
+
+def reduce_in_streams(rank: int) -> list[bool]:
+    """Sums in two streams and in the group's own, behind a gate in the first: whether each event has come."""
+    held, streams, x = gate(), fake_streams(load(build())), own(rank)
+    held.open()
+    first, second = streams.make(), streams.make()
+    behind, ends = Gate(first._stream), []
+    for stream in (first, second):
+        with streams.on(stream):
+            dist.all_reduce(x)
+        ends.append(stream.record_event())
+    with streams.on(second):
+        work = dist.all_reduce(x, async_op=True)
+    found = [*(end.query() for end in ends), work.is_completed()]
+    behind.open()
+    work.wait()
+    torch.testing.assert_close(x, 4 * (own(0) + own(1)), rtol=0, atol=0)
+    streams.synchronize()
+    return [*found, *(end.query() for end in ends), work.is_completed()]
+
+
+def test_what_is_waited_for_at_once_goes_into_the_callers_stream_in_the_order_of_calls(ranks: GlooRanks) -> None:
+    assert ranks.run(reduce_in_streams) == [[False] * 3 + [True] * 3] * 2
+
+
+def count_events(rank: int) -> list[int]:
+    """Events recorded, and waits, for a synchronous sum, for one with a wait of its own, and for one after that."""
+    streams, x = fake_streams(load(build())), own(rank)
+    stream, counts = streams.make(), Counter[str]()
+    with streams.on(stream):
+        dist.all_reduce(x)
+        streams.synchronize()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("record_event", "wait_event"):
+                patch.setattr(FakeStream, name, counted(counts, name, getattr(FakeStream, name)))
+            found = []
+            for is_asynchronous in (False, True, False):
+                work = dist.all_reduce(x, async_op=is_asynchronous)
+                if work is not None:
+                    work.wait()
+                found += [counts.pop("record_event", 0), counts.pop("wait_event", 0)]
+    streams.synchronize()
+    return found
+
+
+def counted(counts: Counter[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(*arguments: Any) -> Any:
+        counts[name] += 1
+        return run(*arguments)
+
+    return counting
+
+
+def test_a_synchronous_operation_records_its_end_and_waits_for_nothing(ranks: GlooRanks) -> None:
+    assert ranks.run(count_events) == [[1, 0, 2, 2, 1, 0]] * 2
 
 
 def chain_futures(rank: int) -> None:

@@ -40,13 +40,23 @@ class NcclGroup:
         """The device whose tensors the group carries."""
         return self._nccl_device.streams.device
 
-    def run(self, operation: Operation, tensors: Sequence[torch.Tensor], timeout_s: float) -> NcclWork | None:
-        """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end."""
+    def run(
+        self,
+        operation: Operation,
+        tensors: Sequence[torch.Tensor],
+        timeout_s: float,
+        *,
+        is_synchronous: bool = False,
+    ) -> NcclWork | None:
+        """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end.
+
+        What is synchronous goes into the caller's stream.
+        """
         self._check_usable(operation.text)
         if self._coalesced is not None:
             self._coalesced.append(Request(operation, tensors))
             return None
-        return self._put(operation, tensors, timeout_s, self._stream_of_all())
+        return self._put(operation, tensors, timeout_s, self._stream_of_all(), is_synchronous=is_synchronous)
 
     def send(
         self, operation: Operation, tensors: Sequence[torch.Tensor], source: int, target: int, timeout_s: float
@@ -89,9 +99,12 @@ class NcclGroup:
         tensors: Sequence[torch.Tensor],
         timeout_s: float,
         into: CollectiveStream | P2PStream,
+        *,
+        is_synchronous: bool = False,
     ) -> NcclWork:
         site = self._current_world().flight.recorder.site()
         work = NcclWork(operation, tensors, self._streams, self._note_raised, site, timeout_s)
+        work.is_synchronous = is_synchronous
         into.put(work, tensors)
         self._check_usable(operation.text)  # at once: nobody need wait for the work to hear of it
         return work

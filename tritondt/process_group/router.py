@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,9 +150,12 @@ class Router:
             raise
         if self._agreement is not None:
             self._agree(kind, arguments, device, timeout_s)
+        given = tuple(tensors)  # the caller's list may change before it runs
+        is_synchronous = not getattr(arguments[-1], "asyncOp", True)
         if profiler._is_profiler_enabled:
-            return _in_range(kind, nccl_group.run, operation, tuple(tensors), timeout_s)
-        return nccl_group.run(operation, tuple(tensors), timeout_s)  # the caller's list may change before it runs
+            run = partial(nccl_group.run, is_synchronous=is_synchronous)
+            return _in_range(kind, run, operation, given, timeout_s)
+        return nccl_group.run(operation, given, timeout_s, is_synchronous=is_synchronous)
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """The Work of tensors to a rank of the group ("send") or from one ("recv"); Gloo alone looks at the tag."""

@@ -1,6 +1,7 @@
 """Operations of some ranks in the order of their issue, on a communicator of NCCL and a stream of its own.
 
-The host waits for none of them. What does not come to an end in time is aborted, never destroyed: destroying waits.
+What the caller waits for at once goes into the caller's stream, as in torch, without the events between the two. The
+host waits for nothing. What does not come to an end in time is aborted, never destroyed: destroying waits.
 """
 
 import threading
@@ -14,8 +15,9 @@ from tritondt._C import NcclLibrary
 from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING
+from tritondt.comm.nccl.call_order import CallOrder
 from tritondt.comm.nccl.library import nccl_library
-from tritondt.comm.nccl.streams import CudaStreams, Streams
+from tritondt.comm.nccl.streams import CudaStreams, Stream, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.errors import PeerError, WorldError
 from tritondt.kernels.device_types import ByDeviceType
@@ -50,6 +52,7 @@ class CollectiveStream:
         policy = TimeoutPolicy(_LIMIT, _MUST, others)
         self._monitored = MonitoredNccl(context, nccl_device.library, nccl_device.streams, on_failure, policy)
         self.stream = nccl_device.streams.make()
+        self._order = CallOrder()
         self.sequence = 0
         self._turn = threading.Lock()
 
@@ -59,22 +62,36 @@ class CollectiveStream:
             if self._monitored.failure is not None:
                 work.fail(self._monitored.failure)
                 return
-            if work.ready is None:
-                work.caller = self._streams.current()
-                self._streams.follow(self.stream, work.caller)
-            else:
-                self.stream.wait_event(work.ready)
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
                 self._monitored.num_captured += 1
-                self._call(work.operation, tensors)
-            else:
-                self._monitored.reap()
-                self._record(work)
-                try:
-                    self._monitored.put(work, self._call, "run", work.operation, tensors)
-                except PeerError:  # which its work has
-                    return
-            work.was_put(self.stream)
+                work.caller = self._streams.current()
+                self._streams.follow(self.stream, work.caller)
+                self._call(work.operation, tensors, self.stream)
+                work.was_put(self.stream)
+                return
+            stream = self._stream_for(work)
+            self._monitored.reap()
+            self._record(work)
+            try:
+                self._monitored.put(work, self._call, "run", work.operation, tensors, stream)
+            except PeerError:  # which its work has
+                return
+            work.was_put(stream, self._order)
+
+    def _stream_for(self, work: NcclWork) -> Stream:
+        """The stream that an operation goes into: it has been given waits for what the operation comes after."""
+        caller = None
+        if work.ready is None:
+            caller = work.caller = self._streams.current()
+            if work.is_synchronous:
+                self._order.let_wait(caller)
+                return caller
+            self._streams.follow(self.stream, caller)
+        else:
+            self.stream.wait_event(work.ready)
+        if caller is None or not self._order.comes_after(caller):
+            self._order.let_wait(self.stream)
+        return self.stream
 
     def _record(self, work: NcclWork) -> None:
         """Numbers an operation, for recorder and watch."""
@@ -84,30 +101,30 @@ class CollectiveStream:
         work.sequence, work.started = self.sequence, time.monotonic()
         work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site, EXCHANGING)
 
-    def _call(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
+    def _call(self, operation: Operation, tensors: Sequence[torch.Tensor], stream: Stream) -> None:
         """Gives an operation's calls to NCCL, between the copies that they need."""
         if not operation.stagings:
-            self._run(operation, tensors)
+            self._run(operation, tensors, stream)
             return
         lists = [[tensors[number] for number in staging.tensors] for staging in operation.stagings]
-        with self._streams.on(self.stream), torch.no_grad():
+        with self._streams.on(stream), torch.no_grad():
             memories = [_memory_of(parts) for parts in lists]
             for staging, memory, parts in zip(operation.stagings, memories, lists, strict=True):
                 if staging.is_before:
                     torch._foreach_copy_(_rows(memory, parts), parts)
-            self._run(operation, [*tensors, *memories])
+            self._run(operation, [*tensors, *memories], stream)
             for staging, memory, parts in zip(operation.stagings, memories, lists, strict=True):
                 if not staging.is_before:
                     torch._foreach_copy_(parts, _rows(memory, parts))
 
-    def _run(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
+    def _run(self, operation: Operation, tensors: Sequence[torch.Tensor], stream: Stream) -> None:
         addresses = [tensor.data_ptr() for tensor in tensors]
         if operation.native is None:
-            self._call_with_ops(operation, addresses)
+            self._call_with_ops(operation, addresses, stream)
         else:
-            self._monitored.native.run(operation.native, addresses, self.stream.cuda_stream)
+            self._monitored.native.run(operation.native, addresses, stream.cuda_stream)
 
-    def _call_with_ops(self, operation: Operation, addresses: list[int]) -> None:
+    def _call_with_ops(self, operation: Operation, addresses: list[int], stream: Stream) -> None:
         """Gives calls to NCCL by ops that are made for them, and end when NCCL has the calls."""
         native, made = self._monitored.native, dict[int, int]()
         try:
@@ -115,7 +132,7 @@ class CollectiveStream:
                 if isinstance(call.op, PreMulSum):
                     made[place] = self._made_op(call.op, call.dtype)
             calls = [(*call[:5], made.get(place, call.op), call.peer) for place, call in enumerate(operation.calls)]
-            native.run(operation.compiled(calls), addresses, self.stream.cuda_stream)
+            native.run(operation.compiled(calls), addresses, stream.cuda_stream)
         finally:
             for number in made.values():
                 native.destroy_op(number)
@@ -146,6 +163,7 @@ class CollectiveStream:
 
     def close(self) -> None:
         """Waits for all that was issued, and ends the communicator."""
+        self._order.let_wait(self.stream)
         self.stream.synchronize()
         with self._turn:
             self._monitored.close(WorldError(f"{self._context.name} was closed"))

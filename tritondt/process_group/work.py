@@ -10,6 +10,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from tritondt.comm.monitor.watch import Wait
+from tritondt.comm.nccl.call_order import CallOrder
 from tritondt.comm.nccl.streams import Event, Stream, Streams
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
@@ -34,8 +35,10 @@ class NcclWork(Work):
     sent_bytes = received_bytes = 0
     late: Wait | None = None
     ready: Event | None = None
+    is_synchronous = False  # whether the caller waits at once: it goes into the caller's stream
     caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
     _stream: Stream | None = None
+    _order: CallOrder | None = None
     _event: Event | None = None
     _error: BaseException | None = None
     _issued: threading.Event | None = None  # where the operation may have to wait for its stream
@@ -69,9 +72,14 @@ class NcclWork(Work):
         """Notes that there is no stream yet; another thread will say when the operation is in one, or why not."""
         self.ready, self._issued = self._streams.current().record_event(), threading.Event()
 
-    def was_put(self, stream: Stream) -> None:
-        """Notes that `stream` has been given all of the operation, and nothing after it so far."""
-        self._stream, self._event = stream, stream.record_event()
+    def was_put(self, stream: Stream, order: CallOrder | None = None) -> None:
+        """Notes that `stream` has been given all of the operation, and nothing after it so far.
+
+        `order` is of its communicator's calls, None for a call in a graph.
+        """
+        self._stream, self._order, self._event = stream, order, stream.record_event()
+        if order is not None:
+            order.note_end(stream, self._event)
         if self._issued is not None:
             self._issued.set()
 
@@ -112,7 +120,10 @@ class NcclWork(Work):
             if limit_s is not None or self.operation.waits_on_host:
                 self._wait_on_host(limit_s)
             waiter = self._streams.current()
-            waiter.wait_event(self._event)
+            if waiter is not self._stream:
+                waiter.wait_event(self._event)
+                if self._order is not None:
+                    self._order.note_wait(waiter, self._event)
             # Waited for on another stream than the issuer's, what is freed could be written to before it has been read.
             if waiter is self.caller:
                 self._held = ()

@@ -33,6 +33,7 @@ class StandIn:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[Any] = []
+        self.num_set = 0
         self.current, self.device, self.is_capturing, num_events = 7, 0, False, iter(range(100))
         stand_in = self
 
@@ -63,6 +64,7 @@ class StandIn:
 
     def _set_stream(self, stream: StandInStream) -> None:
         self.current = stream.cuda_stream
+        self.num_set += 1
 
     def take(self) -> list[Any]:
         found, self.seen[:] = list(self.seen), []
@@ -107,6 +109,9 @@ def test_operators_go_to_a_stream_and_back(both: Both) -> None:
     with both.ours.on(stream):
         assert both.torch.current == 9
     assert both.torch.current == 7
+    with both.ours.on(both.ours.current()):
+        assert both.torch.current == 7  # and was not set
+    assert (both.torch.num_set, both.torch.take()) == (2, [("asked", 0)])
     both.torch.device = 1
     context: Any = both.ours.on(stream)  # torch's own goes from device to device and back
     assert context == ("torch's", stream)

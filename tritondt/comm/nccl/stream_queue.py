@@ -2,7 +2,8 @@
 
 Between the caller's stream and this one there is an event either way: what is issued begins when the caller's operators
 before it have run, and what the caller does after a wait begins when it has ended. Tensors are kept until then by the
-Work, or by the queue where that was dropped, so that the allocator needs not be told (`record_stream`).
+Work, or by the queue where that was dropped, so that the allocator needs not be told (`record_stream`). What the caller
+waits for at once goes into its own stream, without either event.
 """
 
 import threading
@@ -16,6 +17,7 @@ import torch
 
 from tritondt.comm import read_guard
 from tritondt.comm.nccl import aborts
+from tritondt.comm.nccl.call_order import CallOrder
 from tritondt.comm.nccl.streams import Event, Stream, Streams, answered
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
@@ -84,10 +86,12 @@ class StreamQueue(IssueQueue):
         self._streams = streams
         self._ending: list[Ended] = []
         self.stream: Stream = streams.make()
+        self.target: Stream = self.stream  # what is put now goes there
+        self._order = CallOrder()
         self._under_way: deque[StreamWork] = deque()
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
-        """Runs `run` now, on the stream, after what the current stream has been given."""
+        """Runs `run` now, on the stream, after what the current stream has been given and the calls before."""
         self.let_go()
         work = StreamWork(self, description, sources, run)
         try:
@@ -100,16 +104,20 @@ class StreamQueue(IssueQueue):
     def _enqueue(self, work: Work, run: Run) -> None:
         assert isinstance(work, StreamWork), "work of a queue of streams"
         self._thread_id = threading.get_ident()
+        is_capturing = self._streams.is_capturing()
         try:
             work.caller = self._streams.current()
             self._streams.follow(self.stream, work.caller)
+            if not is_capturing and not self._order.comes_after(work.caller):
+                self._order.let_wait(self.stream)
             with self._streams.on(self.stream):
                 self._run(work, run)
         finally:
             self._thread_id = None
         work.event = self.stream.record_event()
         self._mark(work.event)
-        if not self._streams.is_capturing():  # a graph's events cannot be asked for; who waits within it keeps the work
+        if not is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
+            self._order.note_end(self.stream, work.event)
             self._under_way.append(work)
 
     def _run(self, work: Work, run: Run) -> None:
@@ -130,6 +138,7 @@ class StreamQueue(IssueQueue):
         work.check_sources()
         waiter = self._streams.current()
         waiter.wait_event(work.event)
+        self._order.note_wait(waiter, work.event)
         # Waited for on another stream than the issuer's, what is freed could be written to before it has been read.
         if waiter is work.caller:
             work.release()
@@ -161,6 +170,7 @@ class StreamQueue(IssueQueue):
         """Returns when all that was issued has run."""
         if self.is_disowned:
             return
+        self._order.let_wait(self.stream)
         self.stream.synchronize()
         self.let_go()
 
@@ -171,6 +181,7 @@ class StreamQueue(IssueQueue):
         """
         if self.is_disowned:
             return
+        self._order.let_wait(self.stream)
         end, ends_at = self.stream.record_event(), time.monotonic() + aborts.LIMIT_S
         while not answered(end.query) and time.monotonic() < ends_at:
             time.sleep(_PAUSE_S)
@@ -184,7 +195,8 @@ class StreamQueue(IssueQueue):
         if self.is_own_thread():
             self._ending.append(ended)
         else:
-            ended.event = self.stream.record_event()
+            ended.event = self.target.record_event()
+            self._order.note_end(self.target, ended.event)
 
     def mark_step(self) -> None:
         """Ends here what was to end with the work: what is put into the stream next comes after it."""
@@ -196,9 +208,37 @@ class StreamQueue(IssueQueue):
             ended.event = event
         self._ending.clear()
 
-    def joined(self) -> "Joined":
-        """Context whose operators go to the stream, after the caller's before; the caller's after it wait for them."""
-        return Joined(self._streams, self.stream)
+    def synchronous(self) -> "InCallersStream | Joined":
+        """Context of a call that the caller's next operators come after: it goes into the caller's stream.
+
+        It begins after the calls before it, whichever streams they are in. A call in a graph goes into the queue's own
+        stream, which keeps the order of the graph's calls: the events of a graph are no other call's.
+        """
+        if self._streams.is_capturing():
+            return Joined(self._streams, self.stream)
+        return InCallersStream(self, self._streams, self._order)
+
+
+class InCallersStream:
+    """Context in which what the queue is given goes into the calling thread's current stream."""
+
+    __slots__ = ("_before", "_caller", "_context", "_order", "_queue")
+
+    def __init__(self, queue: StreamQueue, streams: Streams, order: CallOrder) -> None:
+        self._queue, self._order, self._before = queue, order, queue.target
+        self._caller = streams.current()
+        self._context = streams.on(self._caller)
+
+    def __enter__(self) -> None:
+        self._order.let_wait(self._caller)
+        self._context.__enter__()
+        self._queue.target = self._caller
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._queue.target = self._before
+        self._context.__exit__(kind, error, trace)
 
 
 class Joined:

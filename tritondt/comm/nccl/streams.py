@@ -6,7 +6,7 @@ streams of its own.
 
 import ctypes
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -181,10 +181,10 @@ class CudaStreams:
         self._spare.append(event)
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Sends the operators of the calling thread to `stream`."""
+        """Sends the operators of the calling thread to `stream`, and those without a stream to its device."""
         if torch._C._cuda_getDevice() != self.device.index:
             return torch.cuda.stream(stream)
-        return _On(self, stream)
+        return _NOTHING if stream is self.current() else _On(self, stream)
 
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
         """Calls `run`: kernels go to the current stream by themselves."""
@@ -210,6 +210,9 @@ class CudaStreams:
         with self.on(stream):
             made.set_result(list(value))
         return made
+
+
+_NOTHING = nullcontext()
 
 
 class _On:

@@ -1,7 +1,8 @@
-"""Messages by NCCL on a stream of its own: the transport for tensors on GPUs.
+"""Messages by NCCL in streams: the transport for tensors on GPUs.
 
-An exchange is one pack, one group of sends and receives and one unpack, put into the communicator's stream; the host
-waits for none of them. What does not come to an end in time is aborted, never destroyed, since destroying waits.
+An exchange is one pack, one group of sends and receives and one unpack, put into the communicator's stream, or into the
+caller's where its next operators come after it anyway; the host waits for none of them. What does not come to an end in
+time is aborted, never destroyed, since destroying waits.
 """
 
 import time
@@ -77,11 +78,11 @@ class NcclCommunicator(PackedCommunicator):
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
     ) -> None:
-        """Puts this rank's side of an exchange into the stream; the current stream's next operators come after it."""
+        """Puts this rank's side of an exchange into the current stream."""
         if self._is_inherited:
             self._check_usable(transfer.description)
         site = self._recorder.site()
-        with self._queue.joined():
+        with self._queue.synchronous():
             self._exchange(sources, targets, transfer, site)
         self._raise_failure_once()
 
@@ -105,7 +106,7 @@ class NcclCommunicator(PackedCommunicator):
             receives.slices.native,
             receives.pointers,
             receives.buffer,
-            self._queue.stream.cuda_stream,
+            self._queue.target.cuda_stream,
         )
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
@@ -125,8 +126,8 @@ class NcclCommunicator(PackedCommunicator):
             return
         self._latest = None
         found.sent_bytes, found.received_bytes = sent_bytes, received_bytes
-        self._queue.mark_end(found)
         self._recorder.state(record.entry, EXCHANGING)
+        self._queue.mark_end(found)
 
     def _record_failure(self, record: ExchangeRecord, error: BaseException) -> None:
         super()._record_failure(record, error)
@@ -146,9 +147,10 @@ class NcclCommunicator(PackedCommunicator):
 
     def _all_gather(self, record: ExchangeRecord, site: int, own: bytes) -> torch.Tensor:
         """Bytes of all ranks, gathered in memory of the device; the host waits."""
-        with self._queue.joined():
+        with self._queue.synchronous():
             rows = super()._all_gather(record, site, own)
-        self._queue.stream.synchronize()
+            stream = self._queue.target
+        stream.synchronize()
         self._raise_failure_once()
         return rows.cpu()
 
