@@ -152,6 +152,42 @@ def test_what_one_rank_refuses_the_others_are_told(ranks: GlooRanks) -> None:
         assert told[1] in told[rank]
 
 
+def refuse_and_go_on(rank: int, is_first: bool, culprits: tuple[int, ...]) -> list[Any]:
+    """A sum of ones and one of tens, or what they raised; the culprits give the first a tensor that it refuses."""
+    group = dist.new_group(list(range(3)))
+    if not is_first:
+        dist.all_reduce(torch.ones(1), group=group)
+    found: list[Any] = []
+    for number, value in enumerate((1.0, 10.0)):
+        x = torch.full((6, 2), value)
+        try:
+            dist.all_reduce(x[:, :1] if number == 0 and rank in culprits else x[0], group=group)
+            found.append(x[0].tolist())
+        except T.TritondtError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("is_first", [False, True])
+def test_nobody_sums_what_belongs_to_a_refused_operation(ranks: GlooRanks, is_first: bool) -> None:
+    told = ranks.run(refuse_and_go_on, is_first, (1,))
+    refused, then = told[1]
+    assert "was given a tensor of shape (6, 1) with strides (2, 1), which is not contiguous" in refused
+    assert then.startswith(f"rank 1 refused operation {1 if is_first else 2} of process group ")
+    assert " did not: it waits in all_reduce (sum) of 2 float32" in then
+    for rank in (0, 2):
+        assert f"rank 1 failed while rank {rank} waited for" in told[rank][0]
+        assert refused in told[rank][0]
+        assert "was asked of a process group that failed before" in told[rank][1]
+
+
+@pytest.mark.extended
+def test_ranks_that_refuse_their_first_operation_alike_go_on(ranks: GlooRanks) -> None:
+    for _, sums in ranks.run(refuse_and_go_on, True, (0, 1, 2)):
+        assert sums == [30.0, 30.0]
+
+
 def wait_for_a_message(rank: int) -> str:
     if rank != 0:
         return ""

@@ -33,6 +33,7 @@ class NcclGroup:
         self._failure: BaseException | None = None
         self._is_raised = self._is_ended = False
         self._coalesced: list[Request] | None = None
+        self._refused: list[BaseException] = []  # why, before there was a stream
         self.operations = OperationCache(GroupRank(group_rank, len(ranks)), self.device, nccl_device.library)
 
     @property
@@ -77,7 +78,11 @@ class NcclGroup:
 
     def refuse(self, error: BaseException) -> None:
         """Tells the others that this rank takes no part in their next operation, and why."""
-        if self._stream is not None and self._failure is None:
+        if self._failure is not None:
+            return
+        if self._stream is None:
+            self._refused.append(error)
+        else:
             self._stream.refuse(error)
 
     def start_coalescing(self) -> None:
@@ -132,6 +137,7 @@ class NcclGroup:
         with self._making:
             self._stream, self._failure, self._is_raised = None, None, False
             self._p2p_streams.clear()
+            self._refused.clear()
 
     def _current_world(self) -> ProcessWorld:
         if self._world is None or self._world.is_closed:
@@ -146,6 +152,9 @@ class NcclGroup:
         if found is None or (self._world is not None and self._world.is_closed):
             with self._making:
                 found = self._stream = self._make_stream(self._name, self._ranks)
+                for error in self._refused:
+                    found.refuse(error)
+                self._refused.clear()
         return found
 
     def _p2p_stream(self, source: int, target: int) -> P2PStream:

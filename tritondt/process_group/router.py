@@ -146,7 +146,8 @@ class Router:
         except TritondtError as error:
             if self._agreement is not None:
                 self._compare(kind.describe(*arguments), Parts(), timeout_s, str(error))
-            nccl_group.refuse(error)
+            else:
+                nccl_group.refuse(error)
             raise
         if self._agreement is not None:
             self._agree(kind, arguments, device, timeout_s)

@@ -62,6 +62,12 @@ class CollectiveStream:
             if self._monitored.failure is not None:
                 work.fail(self._monitored.failure)
                 return
+            if self._monitored.refusals:
+                try:
+                    self._monitored.settle_refusals()
+                except PeerError as error:
+                    work.fail(error)
+                    return
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
                 self._monitored.num_captured += 1
                 work.caller = self._streams.current()

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ from tritondt.comm.monitor.flight import DONE, FAILED, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.bootstrap import join_nccl, within
+from tritondt.comm.nccl.refusals import Refusals
 from tritondt.comm.nccl.streams import Streams, answered
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
@@ -97,6 +99,7 @@ class MonitoredNccl:
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.num_captured = 0
+        self.refusals = Refusals(context)
         self.native: NcclCommunicator = join_nccl(context, library, streams)
         self._watch.attend(self._waits)
 
@@ -171,6 +174,16 @@ class MonitoredNccl:
     def refuse(self, sequence: int, error: BaseException) -> None:
         """Reports to the other ranks that this rank takes no part in operation `sequence`, and why."""
         self._watch.report(self._context.key, sequence, error)
+        with suppress(RuntimeError):  # a store that does not answer is found out when the refusal is settled
+            self.refusals.add(sequence, error)
+
+    def settle_refusals(self) -> None:
+        """Returns when all ranks have refused what this one has; ends everything with PeerError where one has not."""
+        try:
+            self.refusals.settle()
+        except PeerError as error:
+            self.give_up(error)
+            raise
 
     def give_up(self, error: BaseException) -> None:
         """Ends everything for a failure of this rank, and reports it to the other ranks."""

@@ -1,4 +1,4 @@
-"""Notices that ranks of a communicator leave in the store: who failed first, and what each waits for."""
+"""Notices that ranks of a communicator leave in the store: who failed first, what each waits for and refuses."""
 
 import json
 from collections.abc import Callable
@@ -66,6 +66,19 @@ class Notices:
         texts = {rank: self._read(_waiting_key(key, rank)) for rank in ranks if rank != self._rank}
         return {rank: Waiting(*json.loads(text)) for rank, text in texts.items() if text is not None}
 
+    def refuse(self, key: str, sequence: int) -> None:
+        """Notes that this rank takes no part in operation `sequence`."""
+        self._call(lambda store: store.set(_refused_key(key, sequence, self._rank), "1"))
+
+    def all_refuse(self, key: str, sequence: int, ranks: tuple[int, ...]) -> bool:
+        """Whether all of `ranks` have said that they take no part in operation `sequence`."""
+        keys = [_refused_key(key, sequence, rank) for rank in ranks]
+        return self._call(lambda store: store.check(keys))
+
+    def not_refusing(self, key: str, sequence: int, ranks: tuple[int, ...]) -> list[int]:
+        """Those of `ranks` that have not said that they take no part in operation `sequence`."""
+        return [rank for rank in ranks if not self.all_refuse(key, sequence, (rank,))]
+
     def _read(self, key: str) -> str | None:
         return self._call(lambda store: store.get(key).decode() if store.check([key]) else None)
 
@@ -75,6 +88,10 @@ class Notices:
 
 def _failed_key(key: str, which: int | str) -> str:
     return f"{key}/failed/{which}"
+
+
+def _refused_key(key: str, sequence: int, rank: int) -> str:
+    return f"{key}/refused/{sequence}/{rank}"
 
 
 def _waiting_key(key: str, rank: int) -> str:

@@ -88,6 +88,8 @@ class NcclCommunicator(PackedCommunicator):
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
+        if self._watched.refusals:
+            self._watched.settle_refusals()
         if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
             self._watched.num_captured += 1
             return
