@@ -6,13 +6,14 @@
 
 namespace tritondt {
 
-// What lies at the start of a rank's arena, written by that rank alone but for `sleepers`: what it
-// has for whom, and what it has read of whom. Behind it are two slots of messages.
+// What lies at the start of a rank's arena: what it has for whom, and how far it has read, written
+// by that rank alone, and two bells, which the others ring. Behind it are two slots of messages.
 //
-// Whoever waits for something here sleeps on `bell`, which changes with everything else.
+// A rank sleeps at its own bells only. It says how many rings it lacks, so that of several peers
+// the last one wakes it, and with it nobody else.
 struct alignas(64) Bell {
-  std::atomic<std::uint32_t> word;
-  std::atomic<std::uint32_t> sleepers;
+  std::atomic<std::uint32_t> rings;
+  std::atomic<std::uint32_t> wanted;  // the count of rings that wakes its rank; 0 while it is awake
 };
 
 // A message for one peer in the slot of its exchange. `sequence` is written last.
@@ -23,13 +24,13 @@ struct alignas(64) Announcement {
   std::atomic<std::uint64_t> num_bytes;
 };
 
-// The last exchange whose message of a peer has been read.
-struct alignas(64) Receipt {
+// The last exchange of which this rank has read all messages, as it has of those before.
+struct alignas(64) Progress {
   std::atomic<std::uint64_t> sequence;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
-static_assert(sizeof(Bell::word) == 4, "a futex has 4 bytes");
+static_assert(sizeof(Bell::rings) == 4, "a futex has 4 bytes");
 
 // A rank's board, wherever its arena is mapped.
 class DirectBoard {
@@ -38,23 +39,20 @@ class DirectBoard {
   DirectBoard(char* base, std::size_t num_ranks) : base_(base), num_ranks_(num_ranks) {}
 
   static std::size_t num_bytes(std::size_t num_ranks) {
-    const std::size_t used =
-        sizeof(Bell) + num_ranks * (2 * sizeof(Announcement) + sizeof(Receipt));
+    const std::size_t used = kFirstBytes + num_ranks * 2 * sizeof(Announcement);
     return (used + kPageBytes - 1) / kPageBytes * kPageBytes;
   }
 
-  Bell& bell() const { return *reinterpret_cast<Bell*>(base_); }
+  Bell& arrivals() const { return *reinterpret_cast<Bell*>(base_); }
+  Bell& readings() const { return *reinterpret_cast<Bell*>(base_ + sizeof(Bell)); }
+  Progress& read() const { return *reinterpret_cast<Progress*>(base_ + 2 * sizeof(Bell)); }
   Announcement& announcement(std::uint64_t sequence, std::size_t peer) const {
-    auto* const first = reinterpret_cast<Announcement*>(base_ + sizeof(Bell));
+    auto* const first = reinterpret_cast<Announcement*>(base_ + kFirstBytes);
     return first[(sequence & 1) * num_ranks_ + peer];
-  }
-  Receipt& receipt(std::size_t peer) const {
-    auto* const first =
-        reinterpret_cast<Receipt*>(base_ + sizeof(Bell) + 2 * num_ranks_ * sizeof(Announcement));
-    return first[peer];
   }
 
  private:
+  static constexpr std::size_t kFirstBytes = 2 * sizeof(Bell) + sizeof(Progress);
   static constexpr std::size_t kPageBytes = 4096;
 
   char* base_ = nullptr;

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -23,14 +22,26 @@ constexpr std::int64_t kPatienceNs = 200'000'000;
 // How late a waiting rank notices that a peer has left, or that it is interrupted.
 constexpr long kSliceNs = 20'000'000;
 
-// False where nobody rang for a slice.
-bool futex_wait(std::atomic<std::uint32_t>* word, std::uint32_t seen) {
+// Sleeps until the bell has rung `lacking` times since it had `seen`; false after a slice without.
+bool sleep_at(Bell* bell, std::uint32_t seen, std::uint32_t lacking) {
   const timespec slice = {0, kSliceNs};
-  return syscall(SYS_futex, word, FUTEX_WAIT, seen, &slice, nullptr, 0) == 0 || errno != ETIMEDOUT;
+  const std::uint32_t wanted = seen + lacking;
+  bell->wanted.store(wanted == 0 ? wanted - 1 : wanted);
+  // Whoever rings counts first and then looks what is wanted: either this call sees the count, or
+  // that one sees who sleeps.
+  return syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &slice, nullptr, 0) == 0 ||
+         errno != ETIMEDOUT;
 }
 
-void futex_wake_all(std::atomic<std::uint32_t>* word) {
-  syscall(SYS_futex, word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+void wake_at(Bell* bell) { syscall(SYS_futex, &bell->rings, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
+
+void ring(Bell* bell) {
+  const std::uint32_t rings = bell->rings.fetch_add(1) + 1;
+  std::uint32_t wanted = bell->wanted.load();
+  if (wanted != 0 && static_cast<std::int32_t>(rings - wanted) >= 0 &&
+      bell->wanted.compare_exchange_strong(wanted, 0)) {
+    wake_at(bell);
+  }
 }
 
 void relax() {
@@ -145,14 +156,13 @@ Ending DirectGroup::advance() {
 // Until nobody reads what lay in the slot before.
 Ending DirectGroup::await_slot() {
   const Readers& before = readers_[sequence_ & 1];
-  for (const std::size_t peer : before.peers) {
-    const Outcome outcome = await(peer, [&] {
-      const std::uint64_t read = boards_[peer].receipt(place_).sequence.load();
-      return read >= before.sequence ? Outcome::kDone : Outcome::kPending;
-    });
-    if (outcome != Outcome::kDone) return {outcome, static_cast<std::int64_t>(peer)};
-  }
-  return {Outcome::kDone, -1};
+  return await(boards_[place_].readings(), [&] {
+    pending_.clear();
+    for (const std::size_t peer : before.peers) {
+      if (boards_[peer].read().sequence.load() < before.sequence) pending_.push_back(peer);
+    }
+    return Ending{Outcome::kDone, -1};
+  });
 }
 
 void DirectGroup::send() {
@@ -168,9 +178,9 @@ void DirectGroup::send() {
     announcement.offset.store(slot + message.offset, std::memory_order_relaxed);
     announcement.num_bytes.store(message.num_bytes, std::memory_order_relaxed);
     announcement.sequence.store(sequence_, std::memory_order_release);
+    ring(&boards_[message.peer].arrivals());
     readers.peers.push_back(message.peer);
   }
-  if (!plan_->sends.empty()) ring();
   if (plan_->has_sockets) {
     group_->start(plan_->socket_sends.messages(sources_, send_buffer_),
                   plan_->socket_receives.messages(targets_, receive_buffer_), tag_);
@@ -181,11 +191,18 @@ void DirectGroup::send() {
 Ending DirectGroup::await_arrivals() {
   arrived_.assign(arenas_.size() + 1, 0);
   arrived_.back() = receive_buffer_;
-  for (const SlotMessage& message : plan_->receives) {
-    const Outcome outcome = await(message.peer, [&] { return look(message); });
-    if (outcome != Outcome::kDone) return {outcome, static_cast<std::int64_t>(message.peer)};
-  }
-  return {Outcome::kDone, -1};
+  return await(boards_[place_].arrivals(), [&] {
+    pending_.clear();
+    for (const SlotMessage& message : plan_->receives) {
+      if (arrived_[message.peer] != 0) continue;
+      const Outcome outcome = look(message);
+      if (outcome == Outcome::kPending) pending_.push_back(message.peer);
+      if (outcome == Outcome::kMismatch) {
+        return Ending{outcome, static_cast<std::int64_t>(message.peer)};
+      }
+    }
+    return Ending{Outcome::kDone, -1};
+  });
 }
 
 // Whether a message is there; its address is noted where it is the expected one.
@@ -230,53 +247,60 @@ void DirectGroup::unpack() {
     terms.insert(terms.end(), arrived_.begin(), arrived_.end());
     for (const DirectPlan::Run& reduce : plan_->reduces) reduce(terms, targets_, num_threads_);
   }
-  for (const SlotMessage& message : plan_->receives) {
-    boards_[place_].receipt(message.peer).sequence.store(sequence_, std::memory_order_release);
-  }
-  if (!plan_->receives.empty()) ring();
+  boards_[place_].read().sequence.store(sequence_);
+  for (const SlotMessage& message : plan_->receives) ring(&boards_[message.peer].readings());
 }
 
 void DirectGroup::skip(std::uint64_t sequence) {
   if (boards_.empty()) return;
   sequence_ = std::max(sequence_, sequence);
-  for (std::size_t peer = 0; peer < arenas_.size(); ++peer) {
-    boards_[place_].receipt(peer).sequence.store(sequence_, std::memory_order_release);
-  }
-  ring();
+  boards_[place_].read().sequence.store(sequence_);
+  for (const DirectBoard& board : boards_) ring(&board.readings());
 }
 
-// Until `look` says something else than kPending about what lies on the board of `peer`.
+// Until `look`, which lists in `pending_` for whom this rank waits, finds nobody, or says that
+// something is wrong. Everybody who is waited for rings at `bell`, this rank's own.
 template <typename Look>
-Outcome DirectGroup::await(std::size_t peer, const Look& look) {
-  for (int i = 0; i <= num_spins_; ++i) {
-    const Outcome outcome = look();
-    if (outcome != Outcome::kPending) return outcome;
+Ending DirectGroup::await(Bell& bell, const Look& look) {
+  for (int i = 0; i < num_spins_; ++i) {
+    const Ending ending = look();
+    if (ending.outcome != Outcome::kDone || pending_.empty()) return ending;
     relax();
   }
-  Bell& bell = boards_[peer].bell();
-  // Whoever rings changes the word and then looks for sleepers, so a change is seen by one of both.
-  bell.sleepers.fetch_add(1);
-  Outcome outcome = Outcome::kPending;
   bool has_rung = true;
-  while (outcome == Outcome::kPending) {
-    const std::uint32_t seen = bell.word.load();
-    outcome = look();
-    if (outcome != Outcome::kPending) break;
-    if (has_expired()) {
-      outcome = Outcome::kExpired;
-    } else if (is_interrupted_.load()) {
-      outcome = Outcome::kInterrupted;
-    } else if (!has_rung && has_left(peer)) {
-      outcome = look();  // it may have come before it left
-      if (outcome == Outcome::kPending) outcome = Outcome::kClosed;
-    } else if (coarse_ns() >= slice_end_ns_) {
+  Ending ending = {};
+  while (true) {
+    const std::uint32_t seen = bell.rings.load();
+    ending = look();
+    if (ending.outcome != Outcome::kDone || pending_.empty()) break;
+    ending = why_stopped(has_rung);
+    if (ending.outcome == Outcome::kClosed) {  // it may have come before it left
+      const std::int64_t peer = ending.peer;
+      ending = look();
+      const bool is_pending = std::find(pending_.begin(), pending_.end(), peer) != pending_.end();
+      if (ending.outcome == Outcome::kDone && is_pending) ending = {Outcome::kClosed, peer};
+      if (ending.outcome != Outcome::kDone || pending_.empty()) break;
+    } else if (ending.outcome != Outcome::kDone) {
       break;
-    } else {
-      has_rung = futex_wait(&bell.word, seen);
+    }
+    has_rung = sleep_at(&bell, seen, static_cast<std::uint32_t>(pending_.size()));
+  }
+  bell.wanted.store(0);
+  return ending;
+}
+
+// kDone where nothing is in the way of waiting on.
+Ending DirectGroup::why_stopped(bool has_rung) const {
+  const auto first = static_cast<std::int64_t>(pending_.front());
+  if (has_expired()) return {Outcome::kExpired, first};
+  if (is_interrupted_.load()) return {Outcome::kInterrupted, first};
+  if (!has_rung) {
+    for (const std::size_t peer : pending_) {
+      if (has_left(peer)) return {Outcome::kClosed, static_cast<std::int64_t>(peer)};
     }
   }
-  bell.sleepers.fetch_sub(1);
-  return outcome;
+  if (coarse_ns() >= slice_end_ns_) return {Outcome::kPending, first};
+  return {Outcome::kDone, -1};
 }
 
 bool DirectGroup::has_left(std::size_t peer) const {
@@ -284,21 +308,23 @@ bool DirectGroup::has_left(std::size_t peer) const {
   return poll(&polled, 1, 0) > 0 && polled.revents != 0;
 }
 
-void DirectGroup::ring() {
-  Bell& bell = boards_[place_].bell();
-  bell.word.fetch_add(1);
-  if (bell.sleepers.load() != 0) futex_wake_all(&bell.word);
-}
-
 void DirectGroup::interrupt() {
   is_interrupted_.store(true);
   wake();
 }
 
-// Who sleeps at a bell looks around within a slice.
-void DirectGroup::wake() { group_->interrupt(); }
+void DirectGroup::wake() {
+  group_->interrupt();
+  const std::lock_guard<std::mutex> held(releasing_);
+  if (boards_.empty()) return;
+  for (Bell* bell : {&boards_[place_].arrivals(), &boards_[place_].readings()}) {
+    bell->rings.fetch_add(1);
+    wake_at(bell);
+  }
+}
 
 void DirectGroup::release() {
+  const std::lock_guard<std::mutex> held(releasing_);
   boards_.clear();
   for (const std::shared_ptr<Arena>& arena : arenas_) arena->unmap();
 }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "transport/arena.h"
@@ -42,7 +43,8 @@ struct DirectPlan {
 // Ranks of one machine that read messages where their senders have packed them, in arenas that all
 // of them have mapped; driven by the thread that calls.
 //
-// A rank packs into one of its two slots, in turns, announces what lies there and rings its bell.
+// A rank packs into one of its two slots, in turns, announces what lies there and rings the bells
+// of those that it is for.
 // Receivers check the announcement against what they expect and unpack from the sender's memory. A
 // slot is packed again when all have said that they have read it. What a peer announces is checked
 // before it is used: it may come from a rank that does something else, but cannot make this one
@@ -94,9 +96,9 @@ class DirectGroup : public TimedExchange {
   Ending finish_sockets();
   void unpack();
   template <typename Look>
-  Outcome await(std::size_t peer, const Look& look);
+  Ending await(Bell& bell, const Look& look);
+  Ending why_stopped(bool has_rung) const;
   bool has_left(std::size_t peer) const;
-  void ring();
   void wake() override;
 
   const std::size_t place_;
@@ -108,6 +110,7 @@ class DirectGroup : public TimedExchange {
   const std::size_t board_bytes_;
   const std::uint64_t slot_bytes_;
   std::atomic<bool> is_interrupted_{false};
+  std::mutex releasing_;  // between a thread that wakes this rank and the end of its arenas
 
   // Peers that read a slot, and the exchange for which they do.
   struct Readers {
@@ -120,6 +123,7 @@ class DirectGroup : public TimedExchange {
   Step step_ = Step::kDone;
   const DirectPlan* plan_ = nullptr;
   std::vector<std::uintptr_t> sources_, targets_, arrived_;
+  std::vector<std::size_t> pending_;  // peers that are waited for
   int num_threads_ = 1;
   std::uint64_t sequence_ = 0, tag_ = 0;
   std::uintptr_t send_buffer_ = 0, receive_buffer_ = 0;

@@ -213,9 +213,36 @@ void check_slots() {
   skipping.join();
 }
 
+// Of two peers that a rank waits for, the last one wakes it.
+void check_bells() {
+  DirectRanks ranks(3);
+  DirectPlan both = receiving(100);
+  both.receives.push_back({2, 0, 100});
+  const DirectPlan plan = sending(100);
+  Ending ending = {};
+  std::thread waiting([&] {
+    DirectGroup* const group = ranks.group(0);
+    ending = complete(group, group->run(&both, {}, {}, 1, 1, 5, 0, 0));
+  });
+  tritondt::Bell& bell = tritondt::DirectBoard(ranks.arena(0), 3).arrivals();
+  while (bell.wanted.load() == 0) std::this_thread::yield();
+  CHECK(bell.wanted.load() == 2);
+  CHECK(ranks.group(1)->run(&plan, {}, {}, 1, 1, 5, 0, 0).outcome == Outcome::kDone);
+  CHECK(bell.rings.load() == 1 && bell.wanted.load() == 2);
+  CHECK(ranks.group(2)->run(&plan, {}, {}, 1, 1, 5, 0, 0).outcome == Outcome::kDone);
+  waiting.join();
+  CHECK(ending.outcome == Outcome::kDone);
+  CHECK(bell.rings.load() == 2 && bell.wanted.load() == 0);
+
+  DirectRanks interrupted(2);
+  interrupted.group(0)->interrupt();
+  CHECK(tritondt::DirectBoard(interrupted.arena(0), 2).arrivals().rings.load() == 1);
+}
+
 }  // namespace
 
 void check_direct_groups() {
+  check_bells();
   check_exchanges();
   check_endings();
   check_disagreements();
