@@ -2,7 +2,7 @@
 
 from tritondt.debug.comm_mode import CommDebugMode, Count, write_flight_record
 from tritondt.debug.plain_gradients import check_plain_gradients
-from tritondt.debug.sharding_picture import sharding_html, sharding_text, visualize_sharding
+from tritondt.debug.sharding_picture import sharding_html, sharding_text, visualize_sharding, write_sharding_image
 from tritondt.debug.single_device import check_against_single_device
 from tritondt.debug.tracing.recording import mark_step
 from tritondt.redistribution.implicit import explicit_redistribution
@@ -18,4 +18,5 @@ __all__ = [
     "sharding_text",
     "visualize_sharding",
     "write_flight_record",
+    "write_sharding_image",
 ]

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from html import escape
@@ -124,6 +125,50 @@ def sharding_html(tensor: DTensor | DTensorSpec) -> str:
             line += f'<td style="{style}">{escape(cell)}</td>'
         lines.append(line + "</tr>")
     return f"<table><caption>{escape(f'{spec} on {spec.mesh}')}</caption>{''.join(lines)}</table>"
+
+
+def write_sharding_image(tensor: DTensor | DTensorSpec, path: str | os.PathLike[str]) -> None:
+    """Writes a picture of which ranks hold which indices of a tensor of one or two dims, to scale, as an image.
+
+    The format is that of the path's ending: .png, .svg or .pdf. Cells that hold the same ranks have one colour, ranks
+    are written as by `sharding_text`. Not a collective call: one rank is enough. Raises LayoutError for a tensor of
+    other than one or two dims or without elements, and ImportError where matplotlib is not installed.
+
+    >>> import tempfile, pathlib
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.sharding.mesh import Mesh
+    >>> from tritondt.sharding.placement import Shard
+    >>> from tritondt.sharding.spec import TensorMeta
+    >>> def draw_on(rank, path):
+    ...     write_sharding_image(DTensorSpec(Mesh((1,)), (Shard(0),), TensorMeta.contiguous((3, 2))), path)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = pathlib.Path(folder, "weight.png")
+    ...     _ = run_ranks(1, lambda rank: draw_on(rank, path))
+    ...     path.read_bytes()[1:4]
+    b'PNG'
+    """
+    spec = tensor._spec if isinstance(tensor, DTensor) else tensor
+    _check_is_flat(spec)
+    if 0 in spec.shape:
+        raise LayoutError(f"an image is of a tensor with elements, {spec} has none")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("write_sharding_image needs matplotlib, which is not installed: pip install matplotlib")
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 5), layout="constrained")
+    rectangle = importlib.import_module("matplotlib.patches").Rectangle
+    axes = figure.subplots()
+    *rest, columns = [_bounds(spec.layout, dim) for dim in range(spec.ndim)]
+    rows = rest[0] if rest else [(0, 1)]
+    colours: dict[str, str] = {}
+    for (top, bottom), (_, *cells) in zip(rows, _cells(spec)[1:], strict=True):
+        for (left, right), cell in zip(columns, cells, strict=True):
+            colours.setdefault(cell, _COLOURS[len(colours) % len(_COLOURS)])
+            size = right - left, bottom - top
+            axes.add_patch(rectangle((left, top), *size, facecolor=colours[cell], edgecolor="#444"))
+            axes.text((left + right) / 2, (top + bottom) / 2, cell, ha="center", va="center", clip_on=True)
+    axes.set(xlim=(0, columns[-1][1]), ylim=(rows[-1][1], 0), title=f"{spec}\non {spec.mesh}")
+    axes.set_xticks([0, *(right for _, right in columns)])
+    axes.set_yticks([0, *(bottom for _, bottom in rows)] if rest else [])
+    figure.savefig(path, dpi=120)
 
 
 def _check_is_flat(spec: DTensorSpec) -> None:
