@@ -32,6 +32,17 @@ def test_causal_attention_without_a_fused_kernel(text):
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("shape", [(0, 4, 5, 3), (2, 0, 5, 3), (2, 4, 0, 3)])
+@pytest.mark.parametrize("text", ["S0", "S1", "R"])
+def test_attention_of_an_empty_batch(text, shape):
+    for options in ({}, {"is_causal": True}, {"dropout_p": 0.5}):
+
+        def attend(x, options=options):
+            return F.scaled_dot_product_attention(x, x * 2, x, **options)
+
+        check(attend, Case((2,), (torch.zeros(shape),), (text,)), gradients=True, exact=True, strides=False)
+
+
 def test_classes_positions_and_powers():
     indices = torch.tensor([2, 0, 1, 1, 2])
     check(lambda x: F.one_hot(x, 4), Case((2,), (indices,), ("S0(sizes=1/4)",)), exact=True, expect="S0(sizes=1/4)")

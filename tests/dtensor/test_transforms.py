@@ -9,7 +9,7 @@ from torch import nn
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
-from tests.ops.sharded import distribute
+from tests.ops.sharded import compare, distribute
 from tritondt.comm.transports.threads import run_ranks
 
 
@@ -35,6 +35,34 @@ def test_vmap_and_grad():
             T.MixedTensorsError, match=r"got a distributed tensor \(S0\) of \(7, 5\) float32 and a plain"
         ):
             torch.func.vmap(torch.add)(x, whole)
+
+    run_ranks(2, body)
+
+
+# None of these sends anything within: levels of forward derivatives are the process's, which rank threads share.
+DERIVED = {
+    "cube": lambda x: (x**3).sum(),
+    "linear": lambda x: (x * 3).sum(),  # the second derivative is one of torch's tensors of zeros without memory
+    "relu": lambda x: torch.relu(x - 0.3).square().sum(),
+}
+
+
+# The first takes 4 s: torch imports its compiler. Torch makes its formulas of forward derivatives with it.
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize("text", ["S0", "R"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_forward_and_second_derivatives(name, text):
+    whole, function = torch.arange(6.0).reshape(3, 2) / 4, DERIVED[name]
+
+    def body(rank):
+        x = distribute(whole, T.Mesh((2,)), text)
+        for found, expected in zip(derivatives(x), derivatives(whole), strict=True):
+            compare(found, expected)
+
+    def derivatives(x):
+        tangent = torch.func.jvp(function, (x,), (x * 2,))
+        return [*tangent, torch.func.hessian(function)(x), torch.func.jacfwd(function)(x)]
 
     run_ranks(2, body)
 

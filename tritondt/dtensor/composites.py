@@ -26,6 +26,8 @@ _MAKING = (
     *("linalg_matrix_power", "linalg_matrix_rank", "linalg_matrix_rank.tol_tensor"),
     *("linalg_matrix_rank.atol_rtol_tensor", "linalg_matrix_rank.atol_rtol_float"),
 )
+# Make their result where an argument has no elements.
+_MAKING_EMPTY = ("scaled_dot_product_attention",)
 # Fill what they make, so that the result is row-major; of distributed tensors it is compared into being.
 _FILLING = ("one_hot",)
 # Read the values of their second argument, which decide how many results there are.
@@ -55,7 +57,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 def let_composites_make_tensors(tensor_class: type[torch.Tensor], wrap: Wrap) -> None:
     """Takes tensors that composites make for replicated beside tensors of `tensor_class`; called once in a process."""
-    for name in (*_MAKING, *_READING, *_FORMS):
+    for name in (*_MAKING, *_MAKING_EMPTY, *_READING, *_FORMS):
         packet, _, overload = name.partition(".")
         op = getattr(getattr(aten, packet, None), overload or "default", None)
         if op is not None:
@@ -76,6 +78,7 @@ class _Kernel:
         form: Callable[..., torch.Tensor] | None,
     ) -> None:
         self._op, self._class, self._wrap, self._reads, self._form = op, tensor_class, wrap, reads, form
+        self._makes_empty_only = op._schema.name.removeprefix("aten::") in _MAKING_EMPTY
         self._is_filling = op._schema.name.removeprefix("aten::") in _FILLING
 
     def __call__(self, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -97,6 +100,8 @@ class _Kernel:
                 values = values.full_tensor() if mesh.coordinate is not None else outside  # type: ignore[attr-defined]
             return self._decompose((tensor, values, *rest), kwargs)
         if any(tensor.ndim and not isinstance(tensor, self._class) for tensor in tensors):
+            return self._decompose(args, kwargs)
+        if self._makes_empty_only and all(tensor.numel() for tensor in tensors):
             return self._decompose(args, kwargs)
         with implicit_replication():
             found = self._distributed(self._decompose(args, kwargs), mesh)

@@ -31,7 +31,7 @@ from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
-from tritondt.ops.propagation.replication import are_replicated, as_replicated
+from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
 from tritondt.sharding.mesh import Mesh
@@ -160,8 +160,10 @@ class Dispatcher:
 
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
-        plain = any(map(self._is_plain, _flat((*args, *kwargs.values()))))
-        return plain and are_replicated(written=self._writes(op, args, kwargs, self._is_plain))
+        plain = [*filter(self._is_plain, _flat((*args, *kwargs.values())))]
+        if not plain:
+            return False
+        return are_replicated(written=self._writes(op, args, kwargs, self._is_plain)) or are_alike(op, args, plain)
 
     def _may_need_gradient(self, argument: Any) -> bool:
         """Whether an argument that has gradients is plain, or empty: torch.cat gives such a one a plain gradient."""
@@ -281,7 +283,6 @@ class Dispatcher:
                     f"{op} got tensors on {mesh} and on {other._spec.mesh}; "  # type: ignore[attr-defined]
                     "all must be on one mesh: redistribute to full tensors, or make them on one mesh"
                 )
-
         spec = distributed[0]._spec  # type: ignore[attr-defined]
         # In declared order, whatever order the caller gave them in: signatures do not tell that apart.
         declared = (argument.name for argument in op._schema.arguments)

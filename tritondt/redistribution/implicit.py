@@ -24,8 +24,11 @@ def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec,
     """Local tensor of an argument of `op`, redistributed from `source` to the `target` that the operator needs.
 
     ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. With TRITONDT_LOG=1 each
-    that sends bytes is a line of the logger "tritondt.moves", on stderr where nobody has set up logging.
+    that sends bytes is a line of the logger "tritondt.moves", on stderr where nobody has set up logging. A meta tensor
+    has nothing to send: torch asks so for the shape of a product with zeros, as forward derivatives have.
     """
+    if local.is_meta:
+        return local.new_empty(target.local_shape)
     if _refused.get():
         # The most that any rank receives, so that all ranks refuse alike.
         num_bytes = received_bytes(source, target)

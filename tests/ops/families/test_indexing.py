@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import tritondt as T
-from tests.ops.sharded import Case, check, distribute, whole
+from tests.ops.sharded import Case, check, compare, distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.placement import parse_placements
 
@@ -270,3 +270,35 @@ def test_lists_as_indices(text):
         return y
 
     check(write, Case((2,), (x,), (text,)), gradients=True, exact=True)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1", "R", "P"])
+@pytest.mark.parametrize("value", [True, False])
+def test_masks_without_dims_give_the_tensor_a_dim(text, value):
+    whole = torch.arange(6.0).view(3, 2)
+    for mask in (torch.tensor(value), value):
+        check(lambda x, mask=mask: x[mask], Case((2,), (whole,), (text,)), exact=True, gradients=True)
+        check(lambda x, mask=mask: x[mask, 1], Case((2,), (whole,), (text,)), exact=True)
+        check(lambda x, mask=mask: x[:, mask, [1]], Case((2,), (whole,), (text,)), exact=True)
+    check(lambda x, mask: x[mask], Case((2,), (whole, torch.tensor(value)), (text, "R")), exact=True)
+
+    def written(x, mask, new):
+        y = x * 1
+        y[mask] = 7.0
+        y[mask, 1] = new[0]
+        return y
+
+    check(written, Case((2,), (whole, torch.tensor(value), whole + 9), (text, "R", "S0")), exact=True)
+
+
+def test_indices_that_the_user_brings_are_refused_but_where_any_other_picks_the_same():
+    def body(rank):
+        x = T.DTensor.from_local(torch.ones(1 - rank, 2), T.Mesh((2,), ranks=(0, 1)), [T.Shard(0, sizes=(1, 0))])
+        compare(x[torch.tensor([0])], torch.ones(1, 2), exact=True)
+        for index in (torch.tensor([0, 0]), torch.tensor([0], dtype=torch.int32), torch.tensor([[0]])):
+            with pytest.raises(T.MixedTensorsError, match="got a distributed tensor"):
+                x[index]
+        with pytest.raises(T.MixedTensorsError, match="got a distributed tensor"):
+            x[:, torch.tensor([0])]
+
+    run_ranks(2, body)

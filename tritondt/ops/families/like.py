@@ -1,11 +1,14 @@
 """Copies and constants of a tensor's shape: every placement stays, but constants have no terms."""
 
+from math import prod
+
 import torch
 
 from tritondt.ops.propagation.homomorphisms import SELECTIVE, term_strategies
 from tritondt.ops.propagation.pointwise import elementwise_passing, elementwise_strategies
+from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
-from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
+from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
 from tritondt.sharding.placement import Partial, Replicate
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.strides import strides_in_order_of
@@ -92,3 +95,12 @@ def new(schema: OpSchema) -> list[AxisStrategy]:
         kept = _unchanged(schema) if schema.op is aten.new_empty_strided.default else []
         return [*kept, *_like(schema)]
     return [AxisStrategy((placement,), (Replicate(),), exact=True) for placement in dict.fromkeys(spec.placements)]
+
+
+def _of_one_size(schema: OpSchema) -> OutputSharding:
+    """The answer whether two tensors have memory of one size, which forward derivatives ask: by their global shapes."""
+    first, second = (prod(spec.shape) for spec in schema.args_spec)
+    return OutputSharding(None, None, lambda one, other: first == second)
+
+
+propagator.set_rule(aten._has_same_storage_numel.default, _of_one_size)

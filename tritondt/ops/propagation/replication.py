@@ -1,13 +1,14 @@
 """Plain tensors beside distributed ones: which are surely alike on every rank, and count as replicated."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.autograd.graph import _engine_run_backward
 
 from tritondt.sharding.mesh import Mesh
@@ -21,6 +22,8 @@ _NOT_IN_GRAPHS = (
     "implicit_replication() does not go into a graph: enter it around the call of the compiled function, or compile "
     "without fullgraph=True"
 )
+
+_INDEXING = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"))
 
 _allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=False)
 
@@ -85,6 +88,26 @@ def are_replicated(*, written: bool = False) -> bool:
     numbers. What they write to they may return as a gradient, which would be this rank's alone.
     """
     return _allowed.get() or (not written and is_called_by_autograd())
+
+
+def are_alike(op: OpOverload, args: Sequence[Any], plain: Sequence[torch.Tensor]) -> bool:
+    """Whether the plain tensors of a call are alike on every rank, whoever made them.
+
+    Meta tensors have no values: with them torch asks what a product with the zeros of forward derivatives would be
+    like. And of masks without dims torch makes indices: it gives the tensor a dim of length 1 for each, and picks one
+    element of that or none. Such an index of the user's picks what any other of its length would.
+    """
+    if all(tensor.is_meta for tensor in plain):
+        return True
+    if op.name().partition(".")[0] not in _INDEXING or len(args) < 2:
+        return False
+    tensor, indices, *_ = args
+    dim, num_of_masks = 0, 0
+    for index in indices:
+        if any(index is one for one in plain):
+            num_of_masks += index.dtype is torch.int64 and index.ndim == 1 and index.numel() <= 1 == tensor.shape[dim]
+        dim += index.ndim if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+    return num_of_masks == len(plain)
 
 
 def is_called_by_autograd() -> bool:
