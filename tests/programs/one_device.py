@@ -6,7 +6,7 @@ arithmetic is exact nothing is disturbed, and values are compared exactly.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
@@ -103,7 +103,9 @@ class OneDeviceRun:
         if not rounds and statement.kind in POLYNOMIAL and self._is_exact(self.plain.tensors()[name], scale):
             return
         with torch.inference_mode(tensor.is_inference()):
-            noise = torch.randn(tensor.shape, generator=self._noise, dtype=torch.float64).to(tensor.dtype)
+            noise = torch.randn(tensor.shape, generator=self._noise, dtype=torch.float64)
+            # Of one number the draw may come close to zero, as if nothing had been rounded.
+            noise = (noise + noise.sign() / 2).to(tensor.dtype)
             tensor.data.add_(noise * (NOISE_ULPS * scale * torch.finfo(tensor.dtype).eps))
 
     def _is_exact(self, tensor: torch.Tensor, scale: float) -> bool:
@@ -116,7 +118,8 @@ class OneDeviceRun:
         plain, twin = self.plain.tensors()[name], self.twin.tensors().get(name)
         if twin is None or not plain.numel() or plain.dtype != twin.dtype:
             return 0.0
-        return HEADROOM * difference(plain, twin)
+        error = difference(plain, twin)
+        return HEADROOM * error if isfinite(error) else 0.0
 
     def is_decided_by_rounding(self, statement: Statement) -> bool:
         """Whether what a statement makes jumps where its inputs are a rounding off: the twin is one such draw alone."""
@@ -185,7 +188,11 @@ def magnitude(tensor: torch.Tensor) -> float:
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     """The largest absolute difference of two tensors of one shape."""
-    return float((_wide(one) - _wide(other)).abs().max()) if one.numel() else 0.0
+    if not one.numel():
+        return 0.0
+    first, second = _wide(one), _wide(other)
+    is_same = (first == second) | (first.isnan() & second.isnan())
+    return float((first - second).abs().masked_fill(is_same, 0).nan_to_num(torch.inf).max())
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import tritondt as T
 from tests.programs.campaign import Campaign
 from tests.programs.generator import FAMILY, WEIGHTS, random_program
 from tests.programs.minimise import minimised
-from tests.programs.one_device import OneDeviceRun
+from tests.programs.one_device import OneDeviceRun, difference
 from tests.programs.operators import PURE, WRITING
 from tests.programs.printing import listing, printed
 from tests.programs.ranks import quieten
@@ -132,6 +132,20 @@ def test_graphs_of_gradients_are_those_of_views_that_are_replayed(num_rows, crea
     ]
     program = Program(0, 2, (2,), (0, 1), (*made, *calls))
     assert not Campaign().check(program).failures
+
+
+def test_one_number_is_given_a_rounding_error_whatever_is_drawn():
+    run = OneDeviceRun(0, (2,))
+    run.run(Make("v0", 5, (7,), "float32", ("R",)))
+    for number in range(1, 400):
+        run.run(Call("statistics", f"v{number} = v0.var()", ("v0",), (f"v{number}",)))
+        assert run.tolerance(f"v{number}") > 4 * torch.finfo(torch.float32).eps * float(run.plain[f"v{number}"])
+
+
+def test_what_is_no_number_twice_is_no_difference():
+    nan, inf = float("nan"), float("inf")
+    assert difference(torch.tensor([nan, inf, 1]), torch.tensor([nan, inf, 3])) == 2
+    assert difference(torch.tensor([nan, 1.0]), torch.tensor([1.0, 1.0])) == inf
 
 
 def test_what_rounding_decides_is_told_from_what_it_does_not():

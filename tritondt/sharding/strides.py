@@ -22,6 +22,8 @@ def strides_in_order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[i
     >>> strides_in_order_of((6, 4), (1, 3))
     (1, 6)
     """
+    if not strides:  # a rank outside the mesh has a part of shape (0,) of a tensor without dims
+        return (1,) * len(shape)
     order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim))
     found, step = [0] * len(shape), 1
     for dim in reversed(order):

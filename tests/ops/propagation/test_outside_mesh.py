@@ -103,6 +103,18 @@ def test_what_moves_is_refused_there_as_in_the_mesh():
     on_outside(body, body)
 
 
+@pytest.mark.filterwarnings("ignore:.*which are lost")
+def test_tensors_become_ones_without_dims():
+    def body(mesh):
+        x = outside(torch.ones(1, 1), mesh, "R")
+        out = outside(torch.ones(1, 1), mesh, "R")
+        assert torch.neg(x.sum(), out=out).shape == ()
+        assert x.new_empty_strided((), ()).shape == ()
+        assert torch.rand_like(x.sum()).shape == ()
+
+    on_outside(body)
+
+
 _HAS_DATABASE = importlib.util.find_spec("expecttest") is not None
 
 
