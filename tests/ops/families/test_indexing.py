@@ -302,3 +302,18 @@ def test_indices_that_the_user_brings_are_refused_but_where_any_other_picks_the_
             x[:, torch.tensor([0])]
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1(sizes=0/2)", "R", "P"])
+@pytest.mark.parametrize("value", [True, False])
+def test_masks_without_dims_choose_everywhere(value, text):
+    full, mask = torch.arange(6.0).view(3, 2), torch.tensor(value)
+    functions = (
+        lambda x, m: x.masked_fill(m, 2.0),
+        lambda x, m: (x * 1).masked_fill_(m, 2.0),
+        lambda x, m: torch.where(m, x, -x),
+        lambda x, m: torch.where(m, x, 5.0),
+    )
+    for function in functions:
+        check(function, Case((2,), (full, mask), (text, "R")), exact=True, gradients=True)
+        check(lambda x, function=function: function(x, mask), Case((2,), (full,), (text,)), exact=True, gradients=True)
