@@ -79,6 +79,21 @@ def test_ranks_that_do_not_come_are_named(coming, missing):
         torchrun.start(_meet, coming, timeout_s=0.5)
 
 
+def test_ranks_that_lack_the_package_are_named_on_all_that_have_it():
+    def told(store: dist.TCPStore, rank: int) -> str:
+        with pytest.raises(PeerError) as caught:
+            starts.own_keys(store, rank, NUM_RANKS)
+        return str(caught.value).partition(";")[0]
+
+    torchrun = Torchrun()
+    with ThreadPoolExecutor(NUM_RANKS) as threads:
+        found = list(threads.map(lambda rank: told(torchrun.client(0.5), rank), (0, 2)))
+    assert found == [
+        "rank 0 waited 0.5 s in init_process_group for ranks [1]",
+        "rank 2 waited 0.5 s in init_process_group for ranks [1], as rank 0 does",
+    ]
+
+
 def test_a_world_of_a_restart_without_keys_of_its_own_is_refused(monkeypatch):
     store = Torchrun().client()
     torchs, named = dist.PrefixStore("default_pg", store), starts.own_keys(store, 0, 1)

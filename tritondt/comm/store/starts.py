@@ -54,7 +54,7 @@ def _is_of_torchrun(store: Any) -> bool:
 def own_keys(store: Any, rank: int, size: int) -> Any:
     """The store under a prefix that only this start of `size` ranks has; collective, PeerError where some are late."""
     number, deadline = secrets.token_hex(8), time.monotonic() + store.timeout.total_seconds()
-    name = _led(store, size, deadline) if rank == 0 else _followed(store, rank, number, deadline)
+    name = _led(store, size, deadline) if rank == 0 else _followed(store, rank, size, number, deadline)
     return dist.PrefixStore(name, store)
 
 
@@ -65,8 +65,7 @@ def _led(store: Any, size: int, deadline: float) -> str:
     answers, pause = [_answer(name, rank) for rank in range(1, size)], _FIRST_PAUSE_S
     while answers and not store.check(answers):
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(1, size) if not store.check([_answer(name, rank)])]
-            raise _late(store, 0, f"ranks {missing}")
+            raise _late(store, 0, f"ranks {_without_answer(store, name, size)}")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
     if answers:
@@ -75,7 +74,7 @@ def _led(store: Any, size: int, deadline: float) -> str:
     return name
 
 
-def _followed(store: Any, rank: int, number: str, deadline: float) -> str:
+def _followed(store: Any, rank: int, size: int, number: str, deadline: float) -> str:
     """The name of the start in which rank 0 has heard this process: one that died has left its name, and hears none."""
     answered, pause = "", _FIRST_PAUSE_S
     while True:
@@ -86,9 +85,15 @@ def _followed(store: Any, rank: int, number: str, deadline: float) -> str:
         if name and store.check([_confirmed(name, rank)]) and store.get(_confirmed(name, rank)).decode() == number:
             return name
         if time.monotonic() > deadline:
-            raise _late(store, rank, "rank 0")
+            # Rank 0 waits for those without an answer to its name, too, or has given them up.
+            missing = _without_answer(store, name, size) if name else []
+            raise _late(store, rank, f"ranks {missing}, as rank 0 does" if missing else "rank 0")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def _without_answer(store: Any, name: str, size: int) -> list[int]:
+    return [rank for rank in range(1, size) if not store.check([_answer(name, rank)])]
 
 
 def _late(store: Any, rank: int, missing: str) -> PeerError:
