@@ -22,6 +22,7 @@ from tests.nccl.devices import ON_ONE_MACHINE, SHARED, why_not
 from tests.nccl.libraries import sharing_library, variables_for
 from tritondt import PeerError, WorldError, nccl
 from tritondt._C import NcclLibrary
+from tritondt.comm.objects import gather_objects
 
 PUBLIC = {
     *("Buffer", "Call", "Communicator", "Window"),
@@ -272,15 +273,14 @@ def grow_and_shrink(rank: int, path: Path) -> list[list[float]]:
     """Two ranks become three, and one of them is left out again."""
     library = nccl.library(str(path))
     pair = dist.new_group([0, 1])
-    told: list[object] = [None]
+    told: bytes | None = None
     found = []
     tensor = torch.full((2,), float(rank + 1))
     if rank < 2:
         communicator = nccl.bootstrap(pair, library=library)
         if rank == 0:
-            told = [communicator.grow_id()]
-    dist.broadcast_object_list(told, 0)
-    unique_id = told[0]
+            told = communicator.grow_id()
+    unique_id = gather_objects(told)[0]
     assert isinstance(unique_id, bytes)
     if rank < 2:
         grown = communicator.grow(3, unique_id if rank == 0 else None)

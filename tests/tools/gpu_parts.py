@@ -103,6 +103,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
             (*command, "-m", "gpu", "tests/test_gpu.py", "-k", "distributing or of_another_dtype and S0-S1"),
             120,
             tests=True,
+            interprets=True,
         ),
     )
 

@@ -175,6 +175,12 @@ def test_the_parts_run_what_there_is(found: tuple[Part, ...]) -> None:
     assert found[0].essential
 
 
+def test_what_takes_tables_of_triton_interprets_without_a_gpu() -> None:
+    asking = [part for part in dry_parts("python", short=False) if part.tests and "gpu" in part.command]
+    assert [part.name for part in asking] == ["tests-kernels", "tests-engine"]
+    assert all(part.interprets for part in asking)
+
+
 def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     names = [part.name for part in parts("python")]
     assert names[:6] == ["build", "tests-first", "bench-first", "libraries", "tests-shared", "bench-nccl"]

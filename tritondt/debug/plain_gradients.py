@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from tritondt.comm.objects import bytes_of
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import DifferenceError, MeshError
 from tritondt.redistribution.agreement import lengths_on_all
@@ -70,5 +71,5 @@ def _digest(parameter: torch.Tensor) -> int:
         return 0
     if isinstance(grad, DTensor):
         grad = grad.full_tensor()
-    content = grad.detach().to_dense().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    content = bytes_of(grad.detach().to_dense())
     return int.from_bytes(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest(), "little", signed=True)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from tritondt import identity
+from tritondt.comm.objects import gather_objects
 from tritondt.errors import CheckpointError
 
 Result = TypeVar("Result")
@@ -39,10 +40,7 @@ class Together:
             own: tuple[bool, Any] = True, act()
         except Exception as raised:  # noqa: BLE001  raised on all ranks
             error, own = raised, (False, _told(raised))
-        found: list[Any] = [own]
-        if not self.is_alone:
-            found = [None] * self.size
-            dist.all_gather_object(found, own, group=self.group)
+        found = [own] if self.is_alone else gather_objects(own, self.group)
         for rank, (is_good, result) in enumerate(found):
             if not is_good:
                 text = result if self.size == 1 else f"rank {rank} failed while {doing}: {result}"

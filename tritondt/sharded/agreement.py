@@ -1,6 +1,7 @@
 """Checks that all ranks of a group ask for one and the same thing, and what they tell each other to find out."""
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -54,10 +55,7 @@ def values_on_all(mesh: Mesh, own: Any) -> list[Any]:
     num_bytes = max(length for (length,) in lengths_on_all(mesh, [len(content)]))
     num_words = -(-num_bytes // 8)
     words = torch.frombuffer(bytearray(content.ljust(num_words * 8)), dtype=torch.int64)
-    return [
-        json.loads(torch.tensor(row, dtype=torch.int64).numpy().tobytes())
-        for row in lengths_on_all(mesh, words.tolist())
-    ]
+    return [json.loads(array("q", row).tobytes()) for row in lengths_on_all(mesh, words.tolist())]
 
 
 def all_ranks(mesh: Mesh, own: bool) -> bool:

@@ -23,6 +23,7 @@ from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
 from tritondt.comm import world
+from tritondt.comm.objects import gather_objects
 from tritondt.events import StepRan, subscribe
 from tritondt.interop.torch_specs import torch_placements
 
@@ -224,8 +225,7 @@ def _checked_counts(run: Run, source: T.DTensorSpec, target: T.DTensorSpec) -> t
         explained.messages,
         sum(step.num_received for step in explained.steps),
     )
-    pairs: list[tuple[Counts, Counts]] = [(counted, foretold)] * dist.get_world_size()
-    dist.all_gather_object(pairs, (counted, foretold))
+    pairs = gather_objects((counted, foretold))
     for rank, (ran, said) in enumerate(pairs):
         if ran != said:
             raise BenchmarkError(

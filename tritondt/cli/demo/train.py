@@ -11,6 +11,7 @@ from tritondt.cli.demo.dtensor_style import DTensorStyle
 from tritondt.cli.demo.experiment import Experiment, Learner, RanksRun, Step, Style, ignore
 from tritondt.cli.demo.local_style import LocalStyle
 from tritondt.cli.demo.traffic import Flow, Traffic, merge_ranks
+from tritondt.comm.objects import gather_objects
 from tritondt.events import subscribe
 
 STYLES: dict[str, Style] = {style.name: style for style in (DTensorStyle(), LocalStyle())}
@@ -63,9 +64,7 @@ def _merge(
 ) -> RanksRun:
     num_ranks = dist.get_world_size()
     own = (steps, flows, compute_seconds, communication_seconds)
-    everyone: list[tuple[tuple[Step, ...], tuple[Flow, ...], float, float]] = [own] * num_ranks
-    dist.all_gather_object(everyone, own)
-    steps_of_ranks, flows_of_ranks, compute, communication = zip(*everyone, strict=True)
+    steps_of_ranks, flows_of_ranks, compute, communication = zip(*gather_objects(own), strict=True)
     return RanksRun(
         steps_of_ranks[0],
         merge_ranks(flows_of_ranks),

@@ -19,6 +19,7 @@ from tritondt.cli.bench.collective.request import Request, label
 from tritondt.cli.bench.collective.sides import Bind, Call, NotOfferedError, Run, backend_of, load
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
+from tritondt.comm.objects import gather_objects
 
 # Not among the elements that are moved, so that one that nobody wrote is found.
 _POISON = 99
@@ -75,9 +76,7 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     torch.set_num_threads(request.num_threads)
     tell = send if dist.get_rank() == 0 else _drop
     device = _device(request)
-    devices: list[Device] = [device] * request.num_ranks
-    dist.all_gather_object(devices, device)
-    tell(Devices(tuple(devices)))
+    tell(Devices(tuple(gather_objects(device))))
     sides = [_open(name, request) for name in request.sides]
     with torch.no_grad():
         for case in request.cases:
@@ -172,9 +171,7 @@ def _check(contestant: _Contestant, correct: torch.Tensor | None, request: Reque
                 wrong += num_wrong(contestant.call.case, contestant.call.out if result is None else result, correct)
     except Exception as error:  # noqa: BLE001 - whatever a library raises, it says why the row is missing
         refusal = str(error) if isinstance(error, NotOfferedError) else f"{type(error).__name__}: {error}"
-    refusals: list[str | None] = [None] * request.num_ranks
-    dist.all_gather_object(refusals, refusal)
-    contestant.refusal = _agreed(contestant, refusals)
+    contestant.refusal = _agreed(contestant, gather_objects(refusal))
     if contestant.refusal is not None:
         contestant.run = None
     elif correct is not None:
