@@ -35,6 +35,24 @@ def test_rows_to_columns_of_four_ranks():
     assert step.split()[:5] == ["exchange", "(S0)", "(S1)", "3", "24"]
 
 
+def test_what_lies_in_slots_of_shared_memory_is_told(monkeypatch):
+    arguments = ("--mesh", "4", "--shape", "8,4", "--from", "P", "--to", "R")
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
+    for result in (run_plan(*arguments, "--transport", "direct"), run_plan(*arguments)):
+        assert result.exit_code == 0, result.output
+        _, _, step, peak, slot, reason = result.output.splitlines()
+        # Each rank packs its 32 elements once, and reads those of the 3 others.
+        assert step.split()[:8] == ["reduce", "(P(sum))", "(R)", "3", "384", "3", "384", "0"]
+        assert peak.startswith("peak temporary 0 bytes; 3 peers")
+        assert slot == "up to 128 bytes packed in a slot of shared memory, where peers read them"
+        assert reason.startswith("every term goes to everybody in one step, 384 bytes a rank")
+    over_sockets = run_plan(*arguments, "--transport", "sockets").output
+    assert "slot" not in over_sockets
+    assert [line.split()[0] for line in over_sockets.splitlines()[2:4]] == ["reduce", "gather"]
+    too_many = run_plan("--mesh", "16", *arguments[2:], "--transport", "direct").output
+    assert "slot" not in too_many
+
+
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2), ("complex128", 16), ("bool", 1)])
 def test_bytes_follow_the_dtype(dtype, itemsize):
     result = run_plan("--mesh", "2", "--shape", "5,3", "--from", "S0", "--to", "R", "--dtype", dtype, "--json")

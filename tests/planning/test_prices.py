@@ -52,6 +52,18 @@ def test_no_form_brings_more_bytes_than_where_latency_decides() -> None:
             assert received <= max(fewest * (1 + 1e-6), prices.CUDA.one_shot_bytes)
 
 
+@pytest.mark.parametrize(("side", "kinds"), [(64, ["reduce"]), (1024, ["reduce", "gather"])])
+def test_small_terms_in_shared_memory_are_read_by_everybody(side: int, kinds: list[str]) -> None:
+    costs = prices.built_in(4, arena_bytes=1 << 27)["cpu"]
+    plan = make_plan(*layouts(4, (side, side)), 4, costs)
+    assert [step.kind for step in plan.steps] == kinds
+    reason = why_more_bytes(plan, 4, costs)
+    assert (reason is None) == (len(kinds) > 1)
+    if reason is not None:
+        assert reason.startswith("every term goes to everybody in one step, 49,152 bytes a rank: "), reason
+        assert reason.endswith(" for 24,576 bytes in 2 steps; up to 262,144 bytes latency decides"), reason
+
+
 def test_the_cpu_takes_the_fewest_bytes_always() -> None:
     source, target = layouts(8, (2, 2))
     plan = make_plan(source, target, 4, CostTable())

@@ -10,13 +10,15 @@ from typing import Any
 import click
 import torch
 
+from tritondt import environment
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import spread_rows, write_html, write_png
 from tritondt.cli.torch_moves import torch_moves
 from tritondt.errors import LayoutError
+from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.planner import make_plan
-from tritondt.planning.prices import CPU, CUDA
+from tritondt.planning.prices import built_in
 from tritondt.planning.spread import Spread
 from tritondt.planning.topology import Link, Topology, link_loads, loads_by_kind, parse_topology
 from tritondt.planning.totals import rank_totals
@@ -60,6 +62,11 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
 @click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
+@click.option(
+    "--transport",
+    type=click.Choice(["sockets", "direct"]),
+    help="What carries messages between CPUs.  [default: TRITONDT_TRANSPORT]",
+)
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
 @click.option("--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8 or fat-tree:8,4.")
@@ -76,6 +83,7 @@ def plan(
     dtype: str,
     coordinate: tuple[int, ...] | None,
     device: str,
+    transport: str | None,
     against: str | None,
     all_ranks: bool,
     topology: str | None,
@@ -103,7 +111,7 @@ def plan(
     if html is not None and html == png:
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
-    itemsize, costs = _DTYPES[dtype].itemsize, CUDA if device == "cuda" else CPU
+    itemsize, costs = _DTYPES[dtype].itemsize, _costs(device, transport)
     found = explain_layouts(before, after, itemsize, costs, coordinate)
     fields, lines = json.loads(found.to_json()), [str(found)]
     if against is not None:
@@ -121,6 +129,12 @@ def plan(
             lines += _of_links(traffic, network, fields)
             _draw(html, png, found, traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
+
+
+def _costs(device: str, transport: str | None) -> CostTable:
+    """Default prices on a type of device, of ranks whose messages a transport carries."""
+    is_direct = (environment.transport() if transport is None else transport) == "direct"
+    return built_in(CostTable().ranks_per_host, environment.arena_bytes() if is_direct else 0)[device]
 
 
 def _moved_by_torch(

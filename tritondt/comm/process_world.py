@@ -279,7 +279,8 @@ def _watching(flight: Flight) -> Watchdog:
 def default_costs(world_size: int) -> dict[str, CostTable]:
     """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
     per_host, given = environment.ranks_per_host(), environment.costs()
-    tables = prices.built_in(world_size if per_host is None else per_host)
+    arena_bytes = environment.arena_bytes() if environment.transport() == "direct" else 0
+    tables = prices.built_in(world_size if per_host is None else per_host, arena_bytes)
     if given is None:
         return tables
     try:

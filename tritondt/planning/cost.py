@@ -40,7 +40,8 @@ class CostTable:
     `flop_rate` is how many operations a second one thread, or a device, does in a matmul: where that is too high, what
     overlaps is cut finer than it need be, and where it is too low, less is hidden. `launch_s` is what a step takes
     whatever it moves: kernels that are launched. A form that brings a rank at most `one_shot_bytes` may be taken for
-    its predicted time, though another one brings fewer; 0 for the fewest always.
+    its predicted time, though another one brings fewer; 0 for the fewest always. `arena_bytes` is the shared memory of
+    a rank in a communicator, in which the others of its host read its messages; 0 where they are sent to them.
     """
 
     device: Link = Link(2e-6, 400e9)
@@ -54,6 +55,7 @@ class CostTable:
     flop_rate: float = 1e11
     launch_s: float = 0.0
     one_shot_bytes: int = 0
+    arena_bytes: int = 0
 
     def to_json(self) -> str:
         """Text of the table, the form in which ranks agree on one."""
@@ -110,7 +112,7 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
     is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < inf
     if name == "busy_share":
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
-    elif name in ("launch_s", "one_shot_bytes"):
+    elif name in ("launch_s", "one_shot_bytes", "arena_bytes"):
         is_allowed = is_number and of_kind(price) == price
         allowed = "whole number of 0 or more" if of_kind is int else "number of 0 or more"
     else:

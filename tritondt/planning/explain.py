@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from math import prod
 from typing import Any, NamedTuple
 
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan, why_more_bytes
+from tritondt.planning.slots import longest_of
 from tritondt.planning.step_chart import step_chart
 from tritondt.planning.storage import Block, contiguous_offset, step_blocks
 from tritondt.sharding import intervals as regions
@@ -22,7 +24,8 @@ class StepReport:
 
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
     arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
-    dtype than the tensor.
+    dtype than the tensor. `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has
+    temporary memory for those messages.
     """
 
     kind: str
@@ -35,6 +38,7 @@ class StepReport:
     packed_bytes: int
     staged_bytes: int
     seconds: float
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,12 @@ class Explanation:
         return (
             f"peak temporary {self.peak_bytes:,} bytes; {self.num_peers} peers, "
             f"first connections {self.first_connections_seconds * 1e3:.1f} ms"
-        ) + (f"\n{self.reason}" if self.reason else "")
+        ) + "".join(f"\n{line}" for line in (self._slots(), self.reason) if line)
+
+    def _slots(self) -> str:
+        """What the steps pack where peers read it; nothing where all messages are sent."""
+        most = max((step.slot_bytes for step in self.steps), default=0)
+        return f"up to {most:,} bytes packed in a slot of shared memory, where peers read them" if most else ""
 
 
 def _cells(step: StepReport) -> tuple[str, ...]:
@@ -176,6 +185,7 @@ def explain_layouts(
     """
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
     plan = make_plan(source, target, itemsize if wire_itemsize is None else wire_itemsize, costs)
+    longest = longest_of(costs, prod(source.mesh_shape))
     reports, peers = [], set[int]()
     for step in plan.steps:
         found = step.exchange(at)
@@ -183,7 +193,7 @@ def explain_layouts(
         wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
         if wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
-            reports.append(step_report(step, found, step_blocks(step, at), itemsize, seconds))
+            reports.append(step_report(step, found, step_blocks(step, at), itemsize, seconds, longest))
         else:
             reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
     peak = 0
@@ -204,17 +214,29 @@ def explain_layouts(
 
 
 def step_report(
-    step: Step, found: Exchange, stored: tuple[tuple[Block, ...], tuple[Block, ...]], itemsize: int, seconds: float
+    step: Step,
+    found: Exchange,
+    stored: tuple[tuple[Block, ...], tuple[Block, ...]],
+    itemsize: int,
+    seconds: float,
+    longest_in_slot: int = 0,
 ) -> StepReport:
-    """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`."""
+    """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
+
+    Messages of at most `longest_in_slot` bytes go through a slot, in which those that several peers receive lie once.
+    """
     source_blocks, target_blocks = stored
-    packed = sum(message.numel for message in found.sends if not is_one_run(source_blocks, message))
-    received = sum(message.numel for message in found.receives)
-    landing = 0
-    if step.kind != "reduce":
-        landing = sum(message.numel for message in found.receives if is_one_run(target_blocks, message))
-    sent = sum(message.numel for message in found.sends)
-    num_bytes = _Bytes(sent * itemsize, received * itemsize, packed * itemsize, (received - landing) * itemsize)
+    limit = longest_in_slot // itemsize
+    in_slot = {message.parts: message.numel for message in found.sends if message.numel <= limit}
+    leaving = [message for message in found.sends if message.numel > limit]
+    arriving = [message for message in found.receives if message.numel > limit]
+    packed = sum(message.numel for message in leaving if not is_one_run(source_blocks, message))
+    staged = sum(
+        message.numel for message in arriving if step.kind == "reduce" or not is_one_run(target_blocks, message)
+    )
+    sent, received = (sum(message.numel for message in messages) for messages in (found.sends, found.receives))
+    counts = (sent, received, packed, staged, sum(in_slot.values()))
+    num_bytes = _Bytes(*(count * itemsize for count in counts))
     return _step_report(step, found, num_bytes, seconds)
 
 
@@ -255,6 +277,7 @@ class _Bytes(NamedTuple):
     received: int
     packed: int
     staged: int
+    in_slot: int = 0
 
 
 def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
@@ -269,6 +292,7 @@ def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float)
         packed_bytes=num_bytes.packed,
         staged_bytes=num_bytes.staged,
         seconds=seconds,
+        slot_bytes=num_bytes.in_slot,
     )
 
 

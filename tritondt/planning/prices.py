@@ -12,6 +12,8 @@ from typing import Any
 from tritondt.planning.cost import CostTable, Link
 
 CPU = CostTable()
+# Of ranks that read each other's messages in shared memory, an exchange waits for the scheduler, not for bytes.
+_SHARED_MEMORY_ONE_SHOT_BYTES = 1 << 18
 CUDA = CostTable(
     # HBM3 of 3.35 TB/s (H100 datasheet), which a copy within a device reads and writes.
     device=Link(2e-6, 1.6e12, busy_share=0.25),
@@ -32,9 +34,16 @@ CUDA = CostTable(
 )
 
 
-def built_in(ranks_per_host: int) -> dict[str, CostTable]:
-    """Built-in tables by the type of device, for so many ranks on each host."""
-    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", CPU), ("cuda", CUDA))}
+def built_in(ranks_per_host: int, arena_bytes: int = 0) -> dict[str, CostTable]:
+    """Built-in tables by the type of device, for so many ranks on each host, whose processes may share memory.
+
+    >>> built_in(8)["cpu"].one_shot_bytes, built_in(8, arena_bytes=1 << 20)["cpu"].one_shot_bytes
+    (0, 262144)
+    """
+    cpu = CPU
+    if arena_bytes:
+        cpu = replace(CPU, one_shot_bytes=_SHARED_MEMORY_ONE_SHOT_BYTES, arena_bytes=arena_bytes)
+    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", cpu), ("cuda", CUDA))}
 
 
 def with_prices(tables: Mapping[str, CostTable], text: str) -> dict[str, CostTable]:

@@ -17,7 +17,11 @@ from tests.harness.descriptors import open_targets
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
 from tritondt.comm.packing.direct_transfer import DirectTransfer
-from tritondt.comm.transports import arenas
+from tritondt.comm.transports import arenas, direct
+from tritondt.planning.explain import explain_layouts
+from tritondt.planning.prices import built_in
+from tritondt.planning.slots import slot_bytes
+from tritondt.sharding.layout import Layout
 
 ALL = (0, 1, 2, 3)
 
@@ -79,11 +83,61 @@ def set_to(name: str, value: str | None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 61, 100])
+def test_planning_knows_how_long_slots_are(num_ranks: int) -> None:
+    group: Any = vars(direct)["DirectGroup"]
+    for arena_bytes in (4096, 3 * 4096, 1 << 20, 1 << 27, 123 << 20):
+        assert slot_bytes(arena_bytes, num_ranks) == group.slot_bytes(arena_bytes, num_ranks)
+
+
+def test_what_is_foretold_of_slots_and_sockets_is_so(four_direct_ranks: GlooRanks) -> None:
+    """With slots of 0.5 MB: all messages fit, or none of them."""
+    for shape in [(400, 700), (801, 1501)]:
+        for foretold, found in four_direct_ranks.run(foretell, shape):
+            assert foretold == found
+            assert (foretold[0] > 0) == (shape == (400, 700))
+
+
+def foretell(rank: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes in slots, packed and staged: as explained, and as compiled."""
+    T.close()
+    with set_to("TRITONDT_ARENA_MB", "1"):
+        moved(rank, shape, "S0", "S1")
+        before, after = (Layout((4,), T.parse_placements(text), shape) for text in ("S0", "S1"))
+        # Tables are agreed in a program's first world, whose arenas were longer.
+        step = explain_layouts(before, after, 4, built_in(4, arena_bytes=1 << 20)["cpu"], (rank,)).steps[0]
+    communicator: Any = world.current().communicator(ALL)
+    plan = next(plan for plan, _ in communicator._packed.values())
+    in_slots = 0 if plan.packed_bytes else plan.sent_bytes
+    T.close()
+    return (step.slot_bytes, step.packed_bytes, step.staged_bytes), (in_slots, plan.packed_bytes, plan.staged_bytes)
+
+
 def test_all_holders_have_the_same_bits_again_and_again(four_direct_ranks: GlooRanks) -> None:
     terms = random_terms(torch.bfloat16, 4)
     expected = in_order(terms, "avg")
     for local in four_direct_ranks.run(reduce_often, terms):
         torch.testing.assert_close(local, expected, rtol=0, atol=0)
+
+
+def test_small_sums_take_one_exchange_and_have_the_same_bits_on_all_ranks(four_direct_ranks: GlooRanks) -> None:
+    terms = random_terms(torch.float32, 4)
+    expected = in_order(terms, "sum")
+    for local, num_exchanges, explained in four_direct_ranks.run(reduce_counted, terms):
+        torch.testing.assert_close(local, expected, rtol=0, atol=0)
+        assert num_exchanges == 1
+        assert "every term goes to everybody in one step" in explained, explained
+
+
+def reduce_counted(rank: int, terms: list[torch.Tensor]) -> tuple[torch.Tensor, int, str]:
+    T.close()
+    communicator: Any = world.current().communicator(ALL)
+    before = communicator.sequence
+    found = reduced_by(rank, (4,), "P", "R", terms[rank])
+    num_exchanges = communicator.sequence - before
+    meta = T.TensorMeta.contiguous(found.shape)
+    specs = [T.DTensorSpec(T.Mesh((4,)), T.parse_placements(text), meta) for text in ("P", "R")]
+    return found, num_exchanges, str(T.explain(*specs))
 
 
 def reduce_often(rank: int, terms: list[torch.Tensor]) -> torch.Tensor:

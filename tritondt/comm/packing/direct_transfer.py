@@ -21,9 +21,7 @@ from tritondt.comm.packing.packed_transfer import (
 )
 from tritondt.kernels.boxes import CopyBox
 from tritondt.planning.exchange import Message, Part
-
-# Of messages in a slot; no two of them share a line of the cache.
-ALIGNMENT = 64
+from tritondt.planning.slots import ALIGNMENT, longest_message
 
 
 class DirectTransfer(NamedTuple):
@@ -83,15 +81,6 @@ def direct_transfer(transfer: Transfer, num_ranks: int, slot_bytes: int) -> Dire
         packed_bytes,
         staged_bytes,
     )
-
-
-def longest_message(num_ranks: int, slot_bytes: int) -> int:
-    """Bytes of the longest message that goes through a slot: one of that length for every peer fits.
-
-    >>> longest_message(5, 4096)
-    1024
-    """
-    return slot_bytes // max(num_ranks - 1, 1) // ALIGNMENT * ALIGNMENT
 
 
 def _split(transfer: Transfer, messages: Sequence[Message], limit: int) -> tuple[list[Message], list[Message]]:
