@@ -108,3 +108,14 @@ def test_a_program_that_another_launcher_has_started_is_told_how(
 def test_a_timeout(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("TRITONDT_TIMEOUT", value)
     assert environment.timeout().total_seconds() == float(value)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"), [({}, None), ({"LOCAL_RANK": "2", "SLURM_LOCALID": "1"}, 2), ({"SLURM_LOCALID": "1"}, 1)]
+)
+def test_the_number_of_a_process_on_its_host_is_its_launchers(monkeypatch, variables, expected):
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.local_rank() == expected

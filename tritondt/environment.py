@@ -46,6 +46,14 @@ def ranks_per_host() -> int | None:
     return int(text)
 
 
+def local_rank() -> int | None:
+    """Number of this process among those of its host, as torchrun or Slurm says; None where neither does."""
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if name in os.environ:
+            return _whole(name, os.environ[name])
+    return None
+
+
 def master_address() -> str | None:
     """Host of the job's first rank, MASTER_ADDR, or None where the launcher does not say."""
     return os.environ.get("MASTER_ADDR")

@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.cli import corrupted
-from tritondt.cli.bench import ranks as bench_ranks
+from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench.collective import command, data
 from tritondt.cli.bench.collective.case import case_of_matrix, make_case
 from tritondt.cli.bench.collective.documents import COLUMNS
@@ -158,7 +158,7 @@ def replayed(measured, monkeypatch):
                 if row.case.kind == case.kind and row.side in request.sides:
                     on_message(replace(row, case=case))
 
-    monkeypatch.setattr(bench_ranks, "run_on_ranks", run_on_ranks)
+    monkeypatch.setattr(joined_ranks, "run_on_ranks", run_on_ranks)
     return partial(CliRunner().invoke, main)
 
 
@@ -237,7 +237,7 @@ def test_the_exit_status_is_that_of_nccl_tests(replayed):
     ("error", "status", "sentence"),
     [
         (KeyboardInterrupt(), 130, "partial, 1 of 2 cases were measured: interrupted"),
-        (bench_ranks.Terminated(), 130, "partial, 1 of 2 cases were measured: terminated"),
+        (joined_ranks.Terminated(), 130, "partial, 1 of 2 cases were measured: terminated"),
         (
             RankFailedError("rank 1 of 3 was ended by SIGKILL before it was done"),
             1,
@@ -254,7 +254,7 @@ def test_what_was_measured_before_the_end_is_kept_and_said_to_be_partial(
         on_message(replace(row, case=request.cases[0]))
         raise error
 
-    monkeypatch.setattr(bench_ranks, "run_on_ranks", run_on_ranks)
+    monkeypatch.setattr(joined_ranks, "run_on_ranks", run_on_ranks)
     path = tmp_path / "found.json"
     ended = CliRunner().invoke(main, [*ALL_REDUCE, "-e", "8K", "-f", "2", "--json", str(path)])
     assert (ended.exit_code, sentence in ended.stderr) == (status, True), ended.stderr

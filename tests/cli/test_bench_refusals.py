@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from tests.cli import corrupted
 from tests.harness.ports import free_port
-from tritondt.cli.bench import ranks as bench_ranks
+from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.kinds import KINDS
 from tritondt.cli.bench.collective.on_rank import measure_on_rank
@@ -62,7 +62,7 @@ REPOSITORY = Path(__file__).parents[2]
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, options, status, sentence):
-    monkeypatch.setattr(bench_ranks, "run", None)  # nothing is started
+    monkeypatch.setattr(joined_ranks, "run", None)  # nothing is started
     ended = CliRunner().invoke(main, ["bench", "all_reduce", *options])
     assert ended.exit_code == status, ended.output
     assert sentence in ended.stderr

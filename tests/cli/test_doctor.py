@@ -5,6 +5,8 @@ import re
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 from collections import namedtuple
 
 import pytest
@@ -14,24 +16,32 @@ from click.testing import CliRunner
 import tritondt as T
 from tritondt.cli import doctor, machine, smoke
 from tritondt.cli.launch import RankFailedError
+from tritondt.cli.machine import Finding
 from tritondt.cli.main import main
-from tritondt.cli.smoke import Passed, smoke_test
+from tritondt.cli.smoke import Clock, Host, Passed, Ranks, Smoke, smoke_test
 from tritondt.debug.tracing.clock import Offset
 
 PASSED = [Passed(name, 16, 1e-4, 2e-3) for name in ("sockets", "gloo")]
 
 
-def run_doctor(monkeypatch, *arguments, passed=PASSED, failed=None, offset=None):
-    monkeypatch.setattr(doctor, "smoke_test", lambda seconds: (passed, failed, offset))
+HERE = Host("a", 0, (Finding("torch", "2.13.0"),))
+
+
+def run_doctor(monkeypatch, *arguments, passed=PASSED, failed=None, clocks=(), hosts=(HERE,)):
+    found = Smoke(passed, failed, Ranks(2 * len(hosts), tuple(hosts), tuple(clocks)))
+    monkeypatch.setattr(doctor, "smoke_test", lambda seconds: found)
     return CliRunner().invoke(main, ["doctor", *arguments])
 
 
 def test_every_transport_passes_here():
-    passed, failed, offset = smoke_test(0.0)
-    assert failed is None
-    assert [each.transport for each in passed] == ["sockets", "gloo"]
-    assert all(each.num_exchanges == 16 for each in passed)
-    assert offset is not None
+    found = smoke_test(0.0)
+    assert found.failed is None
+    assert [each.transport for each in found.passed] == ["sockets", "gloo"]
+    assert all(each.num_exchanges == 16 for each in found.passed)
+    assert found.ranks is not None
+    assert (found.ranks.num_ranks, [host.name for host in found.ranks.hosts]) == (2, [socket.gethostname()])
+    ((rank, _, offset),) = ((clock.rank, clock.host, clock.offset) for clock in found.ranks.clocks)
+    assert rank == 1
     assert abs(offset.offset_ns) <= offset.error_ns  # they read one clock
 
 
@@ -64,7 +74,7 @@ def test_the_transport_that_was_under_way_is_the_one_that_failed(monkeypatch):
         raise RankFailedError("rank 0 of 2 failed")
 
     monkeypatch.setattr(smoke, "run_on_ranks", fail)
-    assert smoke_test(1.0) == (PASSED[:1], ("gloo", "rank 0 of 2 failed"), None)
+    assert smoke_test(1.0) == Smoke(PASSED[:1], ("gloo", "rank 0 of 2 failed"))
 
 
 def finding(name):
@@ -73,8 +83,33 @@ def finding(name):
 
 
 def test_a_clock_that_is_off_is_noted(monkeypatch):
-    assert "! clock skew" in run_doctor(monkeypatch, offset=Offset(0, 9_000_000, 1000)).output
-    assert "! clock skew" not in run_doctor(monkeypatch, offset=Offset(0, 900, 1000)).output
+    clocks = [Clock(4, "b", Offset(0, nanoseconds, 1000)) for nanoseconds in (9_000_000, 900_000)]
+    output = run_doctor(monkeypatch, clocks=clocks).output
+    assert re.search("! clock skew +9,000 us from rank 0 to rank 4 on b, off by 1 us at most", output)
+    assert re.search("  clock skew +900 us from rank 0 to rank 4 on b", output)
+    assert "run chrony or ntpd on all hosts" in output
+
+
+def test_other_hosts_are_told_where_they_differ_or_are_not_well(monkeypatch):
+    there = Host("b", 2, (Finding("torch", "2.12.0"), Finding("open files", "at most 64", "note", "ulimit -n 4096")))
+    ended = run_doctor(monkeypatch, hosts=[HERE, there])
+    assert ended.exit_code == 1
+    assert re.search(r"  hosts +4 ranks on 2: a \(from rank 0 on\), b \(from rank 2 on\)", ended.output)
+    assert re.search(r"X torch of b +2\.12\.0; 2\.13\.0 on a\n +-> install one version on all hosts", ended.output)
+    assert re.search(r"! open files of b +at most 64\n +-> ulimit", ended.output)
+    assert "hosts " not in run_doctor(monkeypatch).output
+
+
+@pytest.mark.extended
+def test_the_ranks_of_a_launcher_are_tested_together():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command += ["-m", "tritondt", "doctor", "--seconds", "0", "--json"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)  # of rank 0 alone
+    assert told["sockets test"].startswith("16 exchanges of 3 ranks were right")
+    assert told["gloo test"].startswith("16 exchanges of 3 ranks were right")
+    assert re.match("-?[0-9,]+ us from rank 0 to rank 1 on ", told["clock skew"])
 
 
 def test_little_shared_memory_and_few_files_are_noted_with_what_to_do(monkeypatch):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import replace
 
 import click
 
+from tritondt.cli import ranks
 from tritondt.cli.flight.command import flight
 from tritondt.cli.machine import Finding, machine_findings
-from tritondt.cli.smoke import smoke_test, transports
-from tritondt.debug.tracing.clock import Offset
+from tritondt.cli.smoke import Clock, Ranks, smoke_test, transports
 
 _WIDTH = 100
 _INDENT = 16
+# Logs tell milliseconds.
+_MOST_SKEW_NS = 1_000_000
+_ONE = "install one version on all hosts"
 _MARKS = {"ok": " ", "note": "!", "problem": "X"}
 
 
@@ -26,6 +30,8 @@ _MARKS = {"ok": " ", "note": "!", "problem": "X"}
 def doctor(context: click.Context, as_json: bool, seconds: float) -> None:
     """Say what this machine has and lacks, and move tensors between two processes over each transport.
 
+    Under torchrun or srun, between all ranks: their hosts, versions and clocks are compared, too.
+
     Each finding that is not well says what to do: marked X where something cannot work, which ends the
     command with status 1, and ! where it may matter. With a command, runs that instead.
     """
@@ -33,13 +39,14 @@ def doctor(context: click.Context, as_json: bool, seconds: float) -> None:
         if as_json:
             raise click.UsageError(f"--json goes behind the command: doctor {context.invoked_subcommand} --json")
         return
+    is_first = ranks.is_first()
     found = machine_findings()
-    if not as_json:
+    if is_first and not as_json:
         _print(found)
     tested = smoke_findings(seconds)
-    if as_json:
+    if is_first and as_json:
         click.echo(json.dumps(_fields([*found, *tested]), indent=2))
-    else:
+    elif is_first:
         _print(tested)
     if any(finding.level == "problem" for finding in [*found, *tested]):
         raise click.exceptions.Exit(1)
@@ -49,21 +56,22 @@ doctor.add_command(flight)
 
 
 def smoke_findings(seconds: float) -> list[Finding]:
-    """Findings of the smoke tests: the clocks of two processes, each transport, and "exchange" for all of them."""
-    passed, failed, offset = smoke_test(seconds)
-    found = [] if offset is None else [_clocks(offset)]
+    """Findings of the smoke tests: hosts and clocks, each transport, and "exchange" for all of them."""
+    smoke = smoke_test(seconds)
+    found = [] if smoke.ranks is None else [*_hosts(smoke.ranks), *map(_clock, smoke.ranks.clocks)]
+    num_ranks = 0 if smoke.ranks is None else smoke.ranks.num_ranks
     found += [
         Finding(
             f"{each.transport} test",
-            f"{each.num_exchanges:,} exchanges of 2 ranks were right; 2 of 5x3 took {each.small_s * 1e6:,.0f} us, "
-            f"2 of 1025x511 {each.large_s * 1e3:,.2f} ms (medians)",
+            f"{each.num_exchanges:,} exchanges of {num_ranks} ranks were right; 2 of 5x3 took "
+            f"{each.small_s * 1e6:,.0f} us, 2 of 1025x511 {each.large_s * 1e3:,.2f} ms (medians)",
         )
-        for each in passed
+        for each in smoke.passed
     ]
-    if failed is None:
+    if smoke.failed is None:
         return [*found, Finding("exchange", "OK")]
-    transport, reason = failed
-    known = [each.transport for each in passed]
+    transport, reason = smoke.failed
+    known = [each.transport for each in smoke.passed]
     left = [name for name in transports() if name not in (transport, *known)]
     advice = "the traceback above names the call; TRITONDT_SOCKET_IFNAME chooses an interface, TRITONDT_TRANSPORT "
     advice += f"another transport (passed: {', '.join(known) or 'none'})"
@@ -71,12 +79,34 @@ def smoke_findings(seconds: float) -> list[Finding]:
     return [*found, *not_tested, Finding("exchange", f"{transport}: {reason}", "problem", advice)]
 
 
-def _clocks(offset: Offset) -> Finding:
-    """The offset of two processes' clocks, which on one machine is none within the error of the pings."""
-    value = f"{offset.offset_ns / 1e3:,.0f} us between two processes, off by {offset.error_ns / 1e3:,.0f} us at most"
-    if abs(offset.offset_ns) <= offset.error_ns:
+def _hosts(met: Ranks) -> list[Finding]:
+    """The hosts of a launcher's ranks, and what is not well on those that have printed nothing; none of one host."""
+    first, *others = met.hosts
+    if not others:
+        return []
+    names = ", ".join(f"{host.name} (from rank {host.rank} on)" for host in met.hosts)
+    found = [Finding("hosts", f"{met.num_ranks} ranks on {len(met.hosts)}: {names}")]
+    versions = {finding.name: finding.value for finding in first.findings if finding.name in ("tritondt", "torch")}
+    for host in others:
+        found += [replace(each, name=f"{each.name} of {host.name}") for each in host.findings if each.level != "ok"]
+        for each in host.findings:
+            expected = versions.get(each.name, each.value)
+            if each.value != expected:
+                value = f"{each.value}; {expected} on {first.name}"
+                found.append(Finding(f"{each.name} of {host.name}", value, "problem", _ONE))
+    return found
+
+
+def _clock(clock: Clock) -> Finding:
+    """The offset of a host's clock from rank 0's, which is none within the error of the pings on one machine."""
+    offset = clock.offset
+    value = (
+        f"{offset.offset_ns / 1e3:,.0f} us from rank 0 to rank {clock.rank} on {clock.host}, off by "
+        f"{offset.error_ns / 1e3:,.0f} us at most"
+    )
+    if abs(offset.offset_ns) <= max(offset.error_ns, _MOST_SKEW_NS):
         return Finding("clock skew", value)
-    advice = "processes of one machine read different clocks (a time namespace?); traces of them are aligned by pings"
+    advice = "times in logs and flight records do not compare: run chrony or ntpd on all hosts; traces align by pings"
     return Finding("clock skew", value, "note", advice)
 
 
@@ -84,7 +114,7 @@ def _print(found: list[Finding]) -> None:
     for finding in found:
         head = f"{_MARKS[finding.level]} {finding.name}"
         first, *rest = str(finding.value).splitlines() or [""]
-        click.echo(f"{head:<{_INDENT}}{first}")
+        click.echo(f"{head:<{_INDENT - 1}} {first}")
         for line in rest:
             click.echo(" " * _INDENT + line)
         if finding.advice:

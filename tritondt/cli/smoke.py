@@ -1,11 +1,15 @@
-"""Smoke test of each transport: two new processes that move and add tensors for some seconds, and check all."""
+"""Smoke test of each transport: processes that move and add tensors for some seconds, and check all.
+
+They are two new ones of this machine, or those that torchrun or srun has started, on any number of machines.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from statistics import median
 
@@ -13,9 +17,14 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tritondt import environment
+from tritondt.cli import ranks
 from tritondt.cli.launch import RankFailedError, run_on_ranks
+from tritondt.cli.machine import Finding, machine_findings
 from tritondt.comm import world
+from tritondt.comm.objects import gather_objects
 from tritondt.debug.tracing.clock import Offset, answer_pings, ping
+from tritondt.errors import TritondtError
 
 NUM_RANKS = 2
 # Rows of unequal number, small and large: eager messages, and more than a socket's buffer takes at once.
@@ -41,58 +50,133 @@ class Passed:
     large_s: float
 
 
+@dataclass(frozen=True)
+class Clock:
+    """A host's clock against that of rank 0's, as a rank there has measured it."""
+
+    rank: int
+    host: str
+    offset: Offset
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, the first of its ranks, and what was found there."""
+
+    name: str
+    rank: int
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Hosts of the ranks, of which there are `num_ranks`, and the clocks of the hosts but rank 0's."""
+
+    num_ranks: int
+    hosts: tuple[Host, ...]
+    clocks: tuple[Clock, ...]
+
+
+@dataclass
+class Smoke:
+    """What came of a test: transports that passed, the one that failed with its reason, and the ranks."""
+
+    passed: list[Passed] = field(default_factory=list)
+    failed: tuple[str, str] | None = None
+    ranks: Ranks | None = None
+
+
 def transports() -> tuple[str, ...]:
-    """Transports that can be tested on this machine."""
+    """Transports that can be tested by this process and one more of this machine."""
     return ("sockets", "gloo", *(("nccl",) if torch.cuda.device_count() >= NUM_RANKS else ()))
 
 
-def smoke_test(seconds: float) -> tuple[list[Passed], tuple[str, str] | None, Offset | None]:
-    """Transports that passed, the one that failed with its reason, and the offset of two processes' clocks."""
-    passed: list[Passed] = []
-    began = ["the start of two processes"]
-    offsets: list[Offset] = []
+def smoke_test(seconds: float) -> Smoke:
+    """Tests each transport on two new processes, or on all that a launcher has started: a collective call of those."""
+    found, began = Smoke(), ["the start of two processes"]
 
     def take(message: object) -> None:
         if isinstance(message, Began):
             began.append(message.transport)
         elif isinstance(message, Passed):
-            passed.append(message)
-        elif isinstance(message, Offset):
-            offsets.append(message)
+            found.passed.append(message)
+        elif isinstance(message, Ranks):
+            found.ranks = message
         else:
             raise AssertionError(f"the ranks of the smoke test send results, but one sent {message!r}")
 
     try:
-        run_on_ranks(NUM_RANKS, _test_on_rank, seconds, transports(), on_message=take)
-    except RankFailedError as error:
-        return passed, (began[-1], str(error)), next(iter(offsets), None)
-    return passed, None, next(iter(offsets), None)
+        if environment.launched() is None:
+            run_on_ranks(NUM_RANKS, _test_on_rank, seconds, on_message=take)
+        else:
+            began[0] = "the meeting of the launcher's processes"
+            ranks.join(None, NUM_RANKS)
+            _test_on_rank(take if ranks.is_first() else _drop, seconds)
+            ranks.leave()
+    except (RankFailedError, TritondtError, RuntimeError) as error:
+        found.failed = began[-1], str(error)
+    return found
 
 
-def _test_on_rank(send: Callable[[object], None], seconds: float, names: tuple[str, ...]) -> None:
+def _drop(_: object) -> None:
+    """Ignores a message, on ranks other than 0 of a launcher."""
+
+
+def _test_on_rank(send: Callable[[object], None], seconds: float) -> None:
     rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        answer_pings(store, "doctor", 1, _PATIENCE)
-    else:
-        send(ping(store, "doctor", 1, _PATIENCE))
+    tell = send if rank == 0 else _drop
+    names = _compare_hosts(tell)
     for name in names:
-        if rank == 0:
-            send(Began(name))
-        found = _tested(name, rank, seconds)
-        if rank == 0:
-            send(found)
+        tell(Began(name))
+        tell(_tested(name, rank, seconds))
         world.close()  # the next transport has a world of its own
+
+
+def _compare_hosts(tell: Callable[[object], None]) -> tuple[str, ...]:
+    """Tells of all ranks' hosts and clocks; returns the transports that every rank can use. A collective call."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    own = socket.gethostname(), _places_of_gpus()
+    first_on: dict[str, int] = {}
+    told = gather_objects(own)
+    for other, (host, _) in enumerate(told):
+        first_on.setdefault(host, other)
+    # One rank of each other host measures; of one host alone, another process there.
+    measuring = sorted(first_on.values())[1:] or ([1] if len(told) > 1 else [])
+    clock = None
+    if rank == 0:
+        for other in measuring:
+            answer_pings(store, "doctor", other, _PATIENCE, time.time_ns)
+    elif rank in measuring:
+        clock = Clock(rank, own[0], ping(store, "doctor", rank, _PATIENCE, time.time_ns))
+    is_first = first_on[own[0]] == rank
+    found = gather_objects((Host(own[0], rank, tuple(machine_findings())) if is_first else None, clock))
+    hosts, clocks = zip(*found, strict=True)
+    tell(
+        Ranks(
+            len(told),
+            tuple(host for host in hosts if host is not None),
+            tuple(each for each in clocks if each is not None),
+        )
+    )
+    gpus = [(host, place) for host, (place, count) in told if place < count]
+    return ("sockets", "gloo", *(("nccl",) if len(set(gpus)) == len(told) else ()))
+
+
+def _places_of_gpus() -> tuple[int, int]:
+    """Number of the GPU that this rank takes among those of its host, and how many there are."""
+    local = environment.local_rank()
+    return dist.get_rank() if local is None else local, torch.cuda.device_count()
 
 
 def _tested(name: str, rank: int, seconds: float) -> Passed:
     """Rows to columns and terms to their sum, in turns until the time is over, on rank 0's word."""
     device = "cuda" if name == "nccl" else "cpu"
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(_places_of_gpus()[0])
     else:
         os.environ["TRITONDT_TRANSPORT"] = name
-    mesh = T.init_device_mesh(device, (NUM_RANKS,), mesh_dim_names=("ranks",))
+    num_ranks = dist.get_world_size()
+    mesh = T.init_device_mesh(device, (num_ranks,), mesh_dim_names=("ranks",))
     times: dict[tuple[int, ...], list[float]] = {shape: [] for shape in _SHAPES}
     started, goes_on = time.monotonic(), torch.ones(1)
     while goes_on:
@@ -112,12 +196,19 @@ def _checked_round(mesh: object, shape: tuple[int, int], rank: int, device: str)
         T.DTensorSpec(mesh, (placement,), meta)  # type: ignore[arg-type]
         for placement in (T.Shard(0), T.Shard(1), T.Partial(), T.Replicate())
     )
-    own_rows = whole.chunk(NUM_RANKS, 0)[rank]
+    num_ranks = dist.get_world_size()
+    own_rows = _part(whole, 0, rank, num_ranks)
     started = time.perf_counter()
     moved, added = T.redistribute(own_rows, rows, columns), T.redistribute(whole, terms, summed)
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    torch.testing.assert_close(moved, whole.chunk(NUM_RANKS, 1)[rank], rtol=0, atol=0)
-    torch.testing.assert_close(added, NUM_RANKS * whole, rtol=0, atol=0)
+    torch.testing.assert_close(moved, _part(whole, 1, rank, num_ranks), rtol=0, atol=0)
+    torch.testing.assert_close(added, num_ranks * whole, rtol=0, atol=0)
     return seconds
+
+
+def _part(whole: torch.Tensor, dim: int, rank: int, num_ranks: int) -> torch.Tensor:
+    """A rank's part as torch.chunk cuts, empty behind the last chunk."""
+    chunks = whole.chunk(num_ranks, dim)
+    return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)

@@ -12,7 +12,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from tritondt.cli.bench import ranks as bench_ranks
+from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.surroundings import surroundings
 from tritondt.kernels.boxes import CopyBox
@@ -155,18 +155,18 @@ def calibrate(ranks: int | None, device_type: str, rounds: int, shrink: int, jso
     if device_type == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(f"prices on cuda were asked for; torch {torch.__version__} sees no CUDA device")
     asked = Asked(device_type, rounds, shrink)
-    num_ranks = bench_ranks.join(ranks, 2)
+    num_ranks = joined_ranks.join(ranks, 2)
     found: list[Figures] = []
 
     def add(message: object) -> None:
         assert isinstance(message, Figures), f"ranks send figures, not {message!r}"
         found.append(message)
 
-    status, errors = bench_ranks.run(num_ranks, measure_on_rank, asked, add)
+    status, errors = joined_ranks.run(num_ranks, measure_on_rank, asked, add)
     if status:
         raise click.ClickException("; ".join(errors))
-    if bench_ranks.is_first():
+    if joined_ranks.is_first():
         prices = {device_type: prices_of(found[0], asked)}
         click.echo(f"export TRITONDT_COSTS='{json.dumps(prices)}'", err=is_printed(json_to))
         write_json({"benchmark": "calibrate", **surroundings(), "ranks": num_ranks, "prices": prices}, json_to)
-    bench_ranks.leave()
+    joined_ranks.leave()

@@ -6,8 +6,8 @@ import click
 from rich.console import Console
 
 from tritondt import environment
+from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench import loopback as loopback_counter
-from tritondt.cli.bench import ranks as bench_ranks
 from tritondt.cli.bench.cases import (
     DEFAULT_SIZES,
     default_pairs,
@@ -98,7 +98,7 @@ def redistribute(
         raise click.UsageError("--breakdown takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has one call")
     if impl is not None:
         against = _against(impl)
-    num_ranks = bench_ranks.join(ranks, _DEFAULT_RANKS)
+    num_ranks = joined_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
     if op is not None:
@@ -142,8 +142,8 @@ def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str 
             found.append(message)
             progress.tell(f"{len(found)}/{len(request.cases)}  {line(message)}")
 
-        status, errors = bench_ranks.run(num_ranks, measure_on_rank, request, add)
-    if bench_ranks.is_first():
+        status, errors = joined_ranks.run(num_ranks, measure_on_rank, request, add)
+    if joined_ranks.is_first():
         if found:
             print_report(found, Console(stderr=is_printed(json_to, csv_to)), request.average)
         write_json(as_json(request, num_ranks, found, errors), json_to)
@@ -153,5 +153,5 @@ def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str 
     elif errors:
         click.echo(f"Error: {errors[0]}", err=True)
     if not errors:
-        bench_ranks.leave()
+        joined_ranks.leave()
     return status

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from tritondt.cli.bench.ranks import is_first
 from tritondt.cli.outputs import refuse_unwritable
+from tritondt.cli.ranks import is_first
 
 _STDOUT = "-"
 

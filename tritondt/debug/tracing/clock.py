@@ -72,12 +72,12 @@ def aligned(offsets: tuple[Offset, ...], own_host: str, first_host: str) -> Alig
     return Alignment(offsets, own_host == first_host and agrees)
 
 
-def answer_pings(store: Any, name: str, rank: int, patience: timedelta) -> None:
+def answer_pings(store: Any, name: str, rank: int, patience: timedelta, now: Callable[[], int] = monotonic_ns) -> None:
     """Answers the pings of a rank, on the first one; RuntimeError where it does not come in time."""
     for number in range(NUM_PINGS):
         key = f"{name}/{rank}/{number}"
         store.wait([f"{key}/ping"], patience)
-        store.set(f"{key}/pong", str(monotonic_ns()))
+        store.set(f"{key}/pong", str(now()))
 
 
 def ping(store: Any, name: str, rank: int, patience: timedelta, now: Callable[[], int] = monotonic_ns) -> Offset:

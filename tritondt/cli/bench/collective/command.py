@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tritondt.cli.bench import ranks as bench_ranks
+from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench.collective.documents import as_csv, as_json
 from tritondt.cli.bench.collective.kinds import KINDS, Kind
 from tritondt.cli.bench.collective.on_rank import Devices, Starting, measure_on_rank
@@ -59,7 +59,7 @@ def _command(kind: Kind) -> click.Command:
     def run(ranks: int | None, min_bw: float | None, json_to: str | None, csv_to: str | None, **values: Any) -> None:
         if json_to is not None and json_to == csv_to:
             raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-        num_ranks = bench_ranks.join(ranks, max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores())))
+        num_ranks = joined_ranks.join(ranks, max(_FEWEST_RANKS, min(_MOST_RANKS, num_cores())))
         request, notes = make_request(kind, num_ranks, Choice(**values))
         status = _measure(request, notes, min_bw, json_to, csv_to)
         if status:
@@ -87,8 +87,8 @@ def _measure(
     with ProgressLine() as progress:
         progress.tell(f"starting {request.num_ranks} ranks")
         printed = _Printed(request, notes, is_printed(json_to, csv_to), progress)
-        status, errors = bench_ranks.run(request.num_ranks, measure_on_rank, request, printed.take)
-    if bench_ranks.is_first():
+        status, errors = joined_ranks.run(request.num_ranks, measure_on_rank, request, printed.take)
+    if joined_ranks.is_first():
         _conclude(printed, errors, least_bandwidth)
         write_json(as_json(request, printed.rows, printed.devices, found, least_bandwidth, errors), json_to)
         write_text(as_csv(request, printed.rows, found), csv_to)
@@ -96,7 +96,7 @@ def _measure(
     elif errors:
         click.echo(f"Error: {errors[0]}", err=True)
     if not errors:
-        bench_ranks.leave()
+        joined_ranks.leave()
     return status
 
 
