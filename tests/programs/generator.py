@@ -24,7 +24,10 @@ WEIGHTS: Mapping[str, float] = {
     "norm": 1, "softmax": 2, "loss": 2, "cumulative": 2, "sort": 3, "conv": 1, "factory": 1, "write": 9,
     "smooth_write": 1, "setitem": 4, "foreach": 3, "out": 3, "shape_out": 0.5, "data": 2, "set_data": 0.7,
     "reshape_in_place": 1.5, "requires_grad": 1, "backward": 3, "grad": 3, "hook": 1, "compile": 2,
+    "to_local": 3, "full_tensor": 2, "from_local": 2,
 }  # fmt: skip
+# Kinds that came later: without them a seed gives the program that it gave before.
+LATER = ("to_local", "full_tensor", "from_local")
 WRITES = frozenset({*WRITING, "backward", "grad", "hook"})
 REFUSED_SHARE = 0.05
 # So many programs in a row share a mesh, some shapes and some layouts: what was decided for one then serves another.

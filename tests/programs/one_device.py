@@ -19,6 +19,7 @@ from tests.programs.statements import Call, Statement, compiled
 MOVING = frozenset({
     "make", "redistribute", "async", "prefetch", "view", "copy", "index", "join", "compare", "sort", "dynamic",
     "setitem", "set_data", "hook", "detach", "factory", "reshape_in_place", "shape_out",
+    "to_local", "full_tensor", "from_local",
 })  # fmt: skip
 # Sums of products: exact on whole numbers that are small enough for the dtype.
 POLYNOMIAL = frozenset({

@@ -147,6 +147,10 @@ PURE: Mapping[str, Sequence[str]] = {
         F.avg_pool1d({x:d3}, 2) ; F.interpolate({x:d3}, scale_factor=2) ; F.adaptive_avg_pool1d({x:d3}, 2) ;
         F.conv_transpose1d({x:d3}, {kernel}.transpose(0, 1)[:, :2])
     """),
+    # Out of distributed tensors and back into them, gradients too.
+    "to_local": _templates("place.through_local({x:fibc})"),
+    "full_tensor": _templates("place.through_whole({x:fibc})"),
+    "from_local": _templates("place.through_columns({x:fibc2})"),
     "factory": _templates("""
         torch.zeros_like({x:fibc}) ; torch.ones_like({x:fib}, dtype={dtype}) ; torch.full_like({x:fi}, {n}) ;
         {x:fib}.new_zeros(3, 2) ; {x:fi}.new_full((4,), {n})

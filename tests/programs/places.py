@@ -56,6 +56,18 @@ class OneDevice:
     def wait(self, tensor: torch.Tensor) -> None:
         """Nothing."""
 
+    def through_local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy."""
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def through_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy."""
+        return self.through_local(tensor)
+
+    def through_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The transposed view of a contiguous copy."""
+        return self.through_local(tensor).mT
+
     def compiled(self, function: Callable[..., Any], backend: str) -> Callable[..., Any]:
         """The function as it is."""
         return function
@@ -101,6 +113,28 @@ class OnMesh(OneDevice):
     def wait(self, tensor: Any) -> None:
         """Waits for a redistribution that is under way."""
         tensor.wait()
+
+    def through_local(self, tensor: Any) -> torch.Tensor:
+        """A tensor of copies of the local tensors, under the placements that it had."""
+        local, spec = super().through_local(tensor.to_local()), tensor._spec
+        return T.DTensor.from_local(local, self.mesh, spec.placements, shape=tensor.shape, order=spec.order)
+
+    def through_whole(self, tensor: Any) -> torch.Tensor:
+        """A replicated tensor of what every rank gathers."""
+        return self._replicated(super().through_local(tensor.full_tensor()), tensor.shape)
+
+    def through_columns(self, tensor: Any) -> torch.Tensor:
+        """A replicated tensor of which the local tensors are not row-major."""
+        columns = super().through_local(tensor.full_tensor())
+        shape = torch.Size((*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2]))
+        if self.mesh.coordinate is not None:
+            columns = columns.mT
+        whole = torch.empty(tensor.shape, device="meta").mT
+        return self._replicated(columns, shape, whole.stride())
+
+    def _replicated(self, local: torch.Tensor, shape: Any, stride: Any = None) -> torch.Tensor:
+        placements = [T.Replicate()] * self.mesh.ndim
+        return T.DTensor.from_local(local, self.mesh, placements, shape=torch.Size(shape), stride=stride)
 
     def compiled(self, function: Callable[..., Any], backend: str) -> Callable[..., Any]:
         """The function as torch.compile runs it."""

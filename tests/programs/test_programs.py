@@ -11,7 +11,7 @@ import torch
 
 import tritondt as T
 from tests.programs.campaign import Campaign
-from tests.programs.generator import FAMILY, WEIGHTS, random_program
+from tests.programs.generator import FAMILY, LATER, WEIGHTS, random_program
 from tests.programs.minimise import minimised
 from tests.programs.one_device import OneDeviceRun, difference
 from tests.programs.operators import PURE, WRITING
@@ -57,9 +57,30 @@ def test_a_seed_gives_one_program():
     assert not any(random_program(seed, ("refused",)).refused_by_one_device for seed in range(30))
 
 
+def test_a_seed_gives_the_program_of_before_without_the_kinds_that_came_later():
+    # Of seed 122390, as tests/README.md had it.
+    first = random_program(122390, (*WITHOUT, *LATER)).statements[0]
+    assert first == Make("v0", 353, (6, 7, 5), "bool", ("S0(repeats=2)", "R", "S0"))
+    assert random_program(122390, (*WITHOUT, *LATER)).statements[6].source.endswith("v2.mul_(v3)")
+    kinds = {it.kind for seed in range(20) for it in random_program(seed, WITHOUT).statements}
+    assert kinds.issuperset(LATER)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("placements", ["S0, P(avg)", "P, S0(sizes=4/0)", "R, S1", "P(max), R", "P(avg), P(avg)"])
+@pytest.mark.parametrize("name", ["through_local", "through_whole", "through_columns"])
+def test_gradients_go_out_of_distributed_tensors_and_back(placements, name):
+    statements = (
+        Make("v0", 5, (4, 3), "float64", tuple(placements.split(", ")), None, True),
+        Call("to_local", f"v1 = place.{name}(v0)", ("v0",), ("v1",)),
+        Call("backward", "(v1 * v1).sum().backward()", ("v1",)),
+    )
+    assert not Campaign().check(Program(0, 5, (2, 2), (4, 0, 3, 1), statements)).failures
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_what_a_gradient_compares_with_is_not_overwritten_without_its_knowledge():
-    statements = random_program(124300, WITHOUT).statements
+    statements = random_program(124300, (*WITHOUT, *LATER)).statements
     assert any(".max()" in statement.source for statement in statements)
     assert not any(statement.kind == "data" for statement in statements)
     x = torch.ones(3, requires_grad=True)
