@@ -36,7 +36,7 @@ SILENT_TIMEOUT_S, HEARD_TIMEOUT_S = 2.0, 30.0
 _DEADLINE_S, _SETTLE_S = 150.0, 5.0
 _FREE_PORT = 0
 # What the first view of a distributed tensor imports in every process is imported once: it takes 0.3 s, or a second.
-_PRELOADED = [
+PRELOADED = [
     "pytest",
     "torch._dynamo",
     "torch.distributed.tensor",
@@ -106,7 +106,7 @@ class FaultRanks:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context.set_forkserver_preload(PRELOADED)
         self._num_started += 1
         place = _Place(self._transport, self._fault, self._store.port, f"{self._num_started}")
         for rank in range(SIZE):
@@ -199,7 +199,7 @@ class _Place(NamedTuple):
         return dist.TCPStore("127.0.0.1", int(outer.get("port")), is_master=False)
 
 
-class _Possessions(NamedTuple):
+class Possessions(NamedTuple):
     """What a process has that could be left behind; of what has no name of its own, how many."""
 
     descriptors: Counter[str]
@@ -208,18 +208,22 @@ class _Possessions(NamedTuple):
     children: Counter[str]
 
     @staticmethod
-    def now() -> "_Possessions":
+    def now() -> "Possessions":
         gc.collect()
         tasks = sorted(Path("/proc/self/task").iterdir())
         others = _sockets_of_hosted_stores()
-        return _Possessions(
+        return Possessions(
             Counter(target for target in open_targets() if target not in others),
             Counter(_text(task / "comm").strip() for task in tasks),
-            Counter(line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line),
+            Counter(
+                line
+                for line in Path("/proc/self/maps").read_text().splitlines()
+                if "/dev/shm" in line or "memfd:" in line
+            ),
             Counter(child for task in tasks for child in _text(task / "children").split()),
         )
 
-    def beyond(self, before: "_Possessions") -> list[str]:
+    def beyond(self, before: "Possessions") -> list[str]:
         """What has come since."""
         pairs = zip(self._fields, self, before, strict=True)
         return [f"{name}: {dict(now - then)}" for name, now, then in pairs if now - then]
@@ -261,12 +265,12 @@ def _serve(place: _Place, rank: int, pipe: Connection) -> None:
         use_fake_nccl()
     train(T.Mesh((SIZE,)))  # starts what starts once: autograd's threads, imports
     T.close()
-    before = _Possessions.now()
+    before = Possessions.now()
     while (case := pipe.recv()) is not None:
         pipe.send(_raised(case, rank, pipe))
         pipe.recv()
         T.abort()  # for those that have not raised
-        left_behind = _left_behind(before)
+        left = left_behind(before)
         size = SIZE
         if place.fault.ends_process:
             dist.destroy_process_group()
@@ -274,14 +278,14 @@ def _serve(place: _Place, rank: int, pipe: Connection) -> None:
             place.join(2, rank - (rank > place.fault.culprit), size)
         wrong = train(T.Mesh((size,)))
         T.close()
-        pipe.send((left_behind, wrong))
+        pipe.send((left, wrong))
     dist.destroy_process_group()
 
 
-def _left_behind(before: _Possessions) -> list[str]:
+def left_behind(before: Possessions) -> list[str]:
     """What has come since and stays; a thread in a call on a store that is gone ends with the call."""
     end = time.monotonic() + _SETTLE_S
-    while (found := _Possessions.now().beyond(before)) and time.monotonic() < end:
+    while (found := Possessions.now().beyond(before)) and time.monotonic() < end:
         time.sleep(0.05)
     return found
 

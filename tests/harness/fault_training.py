@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ import tritondt as T
 from tests.harness.faults import SIZE, Case, Code, Moment
 from tests.ops.sharded import distribute
 from tritondt.comm import world
+from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.comm.transports.threads import ThreadCommunicator
@@ -123,13 +124,13 @@ class Seams:
             return
         communicator, self._communicator = self._communicator, None
         if fault.code is not None:
-            FaultyTransport(communicator, moment, lambda: self._hold(communicator))
+            faulty_transport(communicator, moment, lambda: self._hold(communicator))
             self._waits_for = communicator
         elif fault.name == "out of memory" and moment == "pack":
             ExhaustedStaging(communicator, self._tell)
         else:
             raises = fault.name == "out of memory"
-            FaultyTransport(communicator, moment, lambda: self._strike_process(fault.name), is_raised=raises)
+            faulty_transport(communicator, moment, lambda: self._strike_process(fault.name), is_raised=raises)
 
     def at(self, code: Code) -> None:
         """What the user's `code` does beside the exchange."""
@@ -170,6 +171,35 @@ def _wait(communicator: Any, event: threading.Event) -> None:
 
 # What a communicator calls at a moment of an exchange.
 _METHODS: dict[Moment, str] = {"pack": "_pack", "exchange": "_keep", "unpack": "_unpack"}
+
+
+# What the extension calls then, where it runs the whole of an exchange.
+_NATIVE_STEPS: dict[Moment, Literal["pack", "keep", "unpack"]] = {
+    "pack": "pack",
+    "exchange": "keep",
+    "unpack": "unpack",
+}
+
+
+def faulty_transport(communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool = False) -> None:
+    """Lets `act` be called at a moment of the communicator's next exchange, by a double of what runs it."""
+    if isinstance(communicator, DirectCommunicator):
+        FaultyPlan(communicator, moment, act)
+    else:
+        FaultyTransport(communicator, moment, act, is_raised=is_raised)
+
+
+class FaultyPlan:
+    """A double of the plan of a communicator's next exchange through arenas, which calls `act` at a moment of it."""
+
+    def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None]) -> None:
+        self._communicator, self._moment, self._act, self._plan = communicator, moment, act, communicator._plan
+        communicator._plan = self._faulty
+
+    def _faulty(self, transfer: Any) -> Any:
+        del self._communicator._plan
+        plan, record = self._plan(transfer)
+        return plan._replace(native=plan.native.observed(_NATIVE_STEPS[self._moment], self._act)), record
 
 
 class FaultyTransport:

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 SIZE = 3
 Moment = Literal["pack", "exchange", "unpack"]
-Ranks = Literal["threads", "sockets", "gloo", "nccl"]
+Ranks = Literal["threads", "sockets", "direct", "gloo", "nccl"]
 Code = Literal["forward", "backward", "hook"]
 MOMENTS: tuple[Moment, ...] = ("pack", "exchange", "unpack")
-RANKS: tuple[Ranks, ...] = ("threads", "sockets", "gloo", "nccl")
+RANKS: tuple[Ranks, ...] = ("threads", "sockets", "direct", "gloo", "nccl")
 
 
 class Fault(NamedTuple):

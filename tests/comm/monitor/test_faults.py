@@ -36,10 +36,15 @@ def _name(job: Job) -> str:
 
 
 def _is_in_ci(job: Job) -> bool:
-    """Faults on threads where they can be, else on sockets; on the others those heard of in ways of their own."""
+    """Faults on threads where they can be, else on sockets; on the others those heard of in ways of their own.
+
+    Ranks that share memory hear of all faults but death as those on sockets do.
+    """
     fault, ranks = job
     if ranks == "threads" or (ranks == "sockets" and fault.not_on_threads):
         return True
+    if ranks == "direct":
+        return fault.name == "killed"
     return fault.name in ("killed", "stopped with the store", "raises in forward")
 
 
