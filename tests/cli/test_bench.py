@@ -99,7 +99,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
         (["-w", "0"], "0 is not in the range x>=1"),
         (["-c", "-1"], "-1 is not in the range x>=0"),
         (["-a", "4"], "4 is not in the range 0<=x<=3"),
-        (["--impl", "torch"], "--impl 'torch': redistributions are timed of tritondt, or of tritondt,torch"),
+        (["--impl", "torch"], "--impl 'torch': redistributions are timed of tritondt, alone or with one other"),
     ],
 )
 def test_refuses_what_it_cannot_measure(options, sentence):

@@ -27,7 +27,8 @@ RANKS = 3
 FLOAT = ("float", 4)
 CORRUPTED = f"{corrupted.__name__}:bind"
 RING = "examples.own_collective:bind"
-SIDES = ("tritondt", "engine", "torch", CORRUPTED, RING)
+SIDES = ("tritondt", "engine", "shared-memory", "torch", CORRUPTED, RING)
+MOVES = ("engine", "shared-memory")
 
 
 def case_of(name, num_bytes=1 << 12, ranks=RANKS, skew=0.5, redop="sum", root=0):
@@ -92,14 +93,14 @@ def check_rows(request, messages):
     assert len(rows) == len(request.cases) * len(request.sides)
     for row in rows:
         name, side = row.case.kind.name, row.side
-        if side == "engine" and name in ("all_to_all_v", "sendrecv"):
+        if side in MOVES and name in ("all_to_all_v", "sendrecv"):
             assert row.note == f"{name} is no move from one layout to another"
             continue
         if side == RING and (name, row.case.redop) != ("all_reduce", "sum"):
             assert row.note == "the ring adds up for an all_reduce, and does nothing else"
             continue
         assert row.note is None, (name, side)
-        has_in_place = row.case.kind.has_in_place and side != "engine"
+        has_in_place = row.case.kind.has_in_place and side not in MOVES
         assert set(row.timings) == {"out", "in"} if has_in_place else {"out"}
         num_wrong = int(side == CORRUPTED)
         assert all(timing.num_wrong == num_wrong for timing in row.timings.values()), (name, side)

@@ -166,6 +166,11 @@ class ProcessWorld:
         self._parts[name] = part
 
     @property
+    def timeout(self) -> timedelta:
+        """Time that this rank waits for others where nothing else was asked for."""
+        return self._timeout
+
+    @property
     def is_closed(self) -> bool:
         """Whether the world has ended."""
         return self._closed

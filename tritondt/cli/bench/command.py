@@ -19,11 +19,12 @@ from tritondt.cli.bench.cases import (
 )
 from tritondt.cli.bench.collective.options import SIZE
 from tritondt.cli.bench.collective.record import AVERAGES
+from tritondt.cli.bench.collective.sides import imported
 from tritondt.cli.bench.collective.sizes import sweep
 from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
-from tritondt.cli.bench.measure import Measured, Request, measure_on_rank
+from tritondt.cli.bench.measure import TORCH, Measured, Request, measure_on_rank
 from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.bench.report import as_csv, as_json, line, print_report
 from tritondt.sharding.placement import OPS_OF_KIND, ReduceOp
@@ -35,7 +36,7 @@ _REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or the launcher's]")
-@click.option("--against", type=click.Choice(["torch"]), help="Time torch.distributed.tensor in turns with it.")
+@click.option("--against", help="Time torch in turns with it, or with copies by a function MODULE:FUNCTION.")
 @click.option("--impl", help="Implementations, as tritondt,torch: that is --against torch.")
 @click.option("--sizes", default=DEFAULT_SIZES, help="Shapes of the whole tensor.")
 @click.option("-b", "--minbytes", type=SIZE, help="Size of matrices in place of --sizes, as in 32M.")
@@ -98,6 +99,7 @@ def redistribute(
         raise click.UsageError("--breakdown takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has one call")
     if impl is not None:
         against = _against(impl)
+    _check_other(against)
     num_ranks = joined_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
@@ -109,7 +111,7 @@ def redistribute(
             raise click.UsageError(f"{asked}; allowed are {', '.join(has)}")
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
-    sides = dtype, against == "torch", rounds, case_seconds, threads, loopback
+    sides = dtype, against, rounds, case_seconds, threads, loopback
     request = Request(cases, *sides, warmup_iters, check, average, breakdown)
     status = _measure(request, num_ranks, json_to, csv_to)
     if status:
@@ -126,9 +128,25 @@ def _shapes(
 
 def _against(impl: str) -> str | None:
     asked = [name.strip() for name in impl.split(",")]
-    if asked not in (["tritondt"], ["tritondt", "torch"]):
-        raise click.UsageError(f"--impl {impl!r}: redistributions are timed of tritondt, or of tritondt,torch")
+    if asked[0] != "tritondt" or len(asked) > 2:
+        raise click.UsageError(
+            f"--impl {impl!r}: redistributions are timed of tritondt, alone or with one other: tritondt,torch or "
+            "tritondt,MODULE:FUNCTION"
+        )
     return asked[1] if asked[1:] else None
+
+
+def _check_other(against: str | None) -> None:
+    """Refuses what is neither torch nor the name of a function that can be imported."""
+    if against is None or against == TORCH:
+        return
+    if ":" not in against:
+        raise click.UsageError(f"{against!r} cannot be timed beside tritondt; allowed are torch and MODULE:FUNCTION")
+    if environment.transport() == "direct":
+        raise click.UsageError(
+            f"{against} is given the sockets' copies; TRITONDT_TRANSPORT=direct makes its own in C++"
+        )
+    imported(against)
 
 
 def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str | None) -> int:

@@ -15,6 +15,7 @@ from torch.distributed import tensor as torch_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import tritondt as T
+from tritondt.cli.bench import own_pack
 from tritondt.cli.bench.breakdown import Breakdown, parts_of, peak_runs
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.errors import BenchmarkError
@@ -31,13 +32,17 @@ from tritondt.interop.torch_specs import torch_placements
 _LOOPBACK_BYTES = 1_000_000
 
 
+# The other side, by name; any other name is that of a pack kernel, MODULE:FUNCTION.
+TORCH = "torch"
+
+
 @dataclass(frozen=True)
 class Request:
     """Cases and sides to measure; every rank is given the same request."""
 
     cases: tuple[Case, ...]
     dtype: str
-    against_torch: bool
+    against: str | None
     rounds: int
     case_s: float
     num_threads: int
@@ -77,6 +82,7 @@ class Measured:
     loopback: Loopback | None
     is_checked: bool = True
     breakdown: Breakdown | None = None
+    other: str = TORCH
 
     @property
     def busiest_bytes(self) -> int:
@@ -152,9 +158,13 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: f
     def ours() -> torch.Tensor:
         return T.redistribute(local, source, target)
 
-    runs = [ours, _torch_run(local, mesh, case)] if request.against_torch else [ours]
+    runs: list[Callable[[], torch.Tensor]] = [ours]
+    if request.against == TORCH:
+        runs.append(_torch_run(local, mesh, case))
+    elif request.against is not None:
+        runs.append(own_pack.bind(request.against, local, source, target))
     for _ in range(request.num_checks):
-        _check_results(case, runs, target_part(case, dtype, source.coordinate))
+        _check_results(case, runs, request.against, target_part(case, dtype, source.coordinate))
     counts = _checked_counts(ours, source, target)
     loopback = None
     moves = any(found.num_sent for found in counts)
@@ -166,13 +176,14 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: f
         case=case,
         itemsize=dtype.itemsize,
         ours=times[0],
-        theirs=times[1] if request.against_torch else None,
+        theirs=times[1] if request.against is not None else None,
         counts=counts,
         minimum_bytes=fewest_elements(case.source, case.target) * dtype.itemsize,
         received_over_limit=_received_over_limit(case, counts, dtype.itemsize),
         loopback=loopback,
         is_checked=request.num_checks > 0,
         breakdown=None if not parts or peak_bytes_per_s is None else Breakdown(times[-2], times[-1], peak_bytes_per_s),
+        other=request.against or TORCH,
     )
 
 
@@ -191,12 +202,14 @@ def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[]
     return theirs
 
 
-def _check_results(case: Case, runs: list[Callable[[], torch.Tensor]], expected: torch.Tensor) -> None:
-    for run, name in zip(runs, ("tritondt", "torch"), strict=False):
+def _check_results(
+    case: Case, runs: list[Callable[[], torch.Tensor]], against: str | None, expected: torch.Tensor
+) -> None:
+    for run, name in zip(runs, ("tritondt", against), strict=False):
         found = run()
         # DTensor may hand out a tensor that is still to come; its time would not be in the measurement.
         assert type(found) is torch.Tensor, f"{name} returned a {type(found).__name__} of {case}"
-        said = partial(_wrong_text, name, case)
+        said = partial(_wrong_text, str(name), case)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=said)
 
 

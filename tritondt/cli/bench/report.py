@@ -14,7 +14,7 @@ from rich.console import Console
 from tritondt.cli.bench import breakdown_report
 from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.harness import ms_text, percentile
-from tritondt.cli.bench.measure import Measured, Request
+from tritondt.cli.bench.measure import TORCH, Measured, Request
 from tritondt.cli.surroundings import surroundings
 
 # Single cases are judged only where the reference takes this long: below, the machine's noise alone
@@ -44,6 +44,7 @@ class Summary:
     ratio_fastest: float
     sizes: tuple[SizeMean, ...]
     worst: Measured | None
+    other: str
 
 
 def summarise(found: Sequence[Measured]) -> Summary | None:
@@ -59,7 +60,7 @@ def summarise(found: Sequence[Measured]) -> Summary | None:
         means.append(SizeMean(size, len(own), _mean_median(own), _mean_fastest(own), _mean_median(up_to)))
     judged = [item for item in compared if item.theirs is not None and item.theirs.fastest >= JUDGED_SECONDS]
     worst = max(judged, key=lambda item: item.ratio_fastest or 0.0, default=None)
-    return Summary(_mean_median(compared), _mean_fastest(compared), tuple(means), worst)
+    return Summary(_mean_median(compared), _mean_fastest(compared), tuple(means), worst, compared[0].other)
 
 
 def _mean_median(found: Sequence[Measured]) -> float:
@@ -74,14 +75,18 @@ def line(item: Measured) -> str:
     """One case in one line, for progress."""
     text = f"{item.case}: {ms_text(item.ours.median)} ms"
     if item.theirs is not None:
-        text += f", torch {ms_text(item.theirs.median)} ms, ratio {_ratio_of(item.ratio_median)}"
+        text += f", {item.other} {ms_text(item.theirs.median)} ms, ratio {_ratio_of(item.ratio_median)}"
     return text
 
 
 def print_report(found: Sequence[Measured], console: Console, average: int) -> None:
     """Prints the times and the bytes of all cases, in at most 80 columns, and the summary."""
     for title, header, cells in (
-        (f"times in ms, of {AVERAGES[average]} of ranks; GB/s: the tensor's bytes over the median", _TIMES, _times),
+        (
+            f"times in ms, of {AVERAGES[average]} of ranks; GB/s: the tensor's bytes over the median",
+            (*_TIMES, found[0].other, "fastest", "ratio", "fastest"),
+            _times,
+        ),
         ("bytes that all ranks send; busbw: the busiest rank's over the median, GB/s", _BYTES, _bytes),
     ):
         _say(console, title)
@@ -105,8 +110,7 @@ def _say(console: Console, text: str) -> None:
 
 
 _TIMES = ("from->to", "rounds", "median", "p95", "fastest", "GB/s")
-_BYTES = ("from->to", "messages", "sent", "minimum", "sent/min", "busbw")
-_AGAINST = ("torch", "fastest", "ratio", "fastest")
+_BYTES = ("from->to", "messages", "sent", "minimum", "sent/min", "busbw", "wire/sent")
 
 
 def _times(item: Measured) -> list[str]:
@@ -143,7 +147,7 @@ def _bytes(item: Measured) -> list[str]:
 def _print_table(header: Sequence[str], rows: Sequence[tuple[str, list[str]]], console: Console) -> None:
     """Prints rows below a line with their size, each column as wide as its widest cell."""
     longest = max(len(cells) for _, cells in rows)
-    names = [*header, *(_AGAINST if header is _TIMES else ("wire/sent",))][:longest]
+    names = list(header[:longest])
     widths = [
         max(len(cells[column]) for cells in [names, *(c for _, c in rows)] if column < len(cells))
         for column in range(longest)
@@ -162,7 +166,7 @@ def _print_table(header: Sequence[str], rows: Sequence[tuple[str, list[str]]], c
 
 def _print_summary(summary: Summary, num_cases: int, console: Console) -> None:
     lines = [
-        f"time / torch's, geometric mean of {num_cases} cases: {summary.ratio_median:.3f} by medians, "
+        f"time / {summary.other}'s, geometric mean of {num_cases} cases: {summary.ratio_median:.3f} by medians, "
         f"{summary.ratio_fastest:.3f} by fastest"
     ]
     lines += [
@@ -173,11 +177,11 @@ def _print_summary(summary: Summary, num_cases: int, console: Console) -> None:
     worst = summary.worst
     limit = f"{JUDGED_SECONDS * 1e3:.0f} ms"
     if worst is None or worst.theirs is None:
-        lines.append(f"no case in which torch takes {limit} or more")
+        lines.append(f"no case in which {summary.other} takes {limit} or more")
     else:
         lines.append(
-            f"worst by fastest where torch takes {limit} or more: {worst.ratio_fastest:.3f} in {worst.case} "
-            f"({ms_text(worst.ours.fastest)} ms, torch {ms_text(worst.theirs.fastest)} ms, "
+            f"worst by fastest where {summary.other} takes {limit} or more: {worst.ratio_fastest:.3f} in {worst.case} "
+            f"({ms_text(worst.ours.fastest)} ms, {summary.other} {ms_text(worst.theirs.fastest)} ms, "
             f"{len(worst.ours.seconds)} rounds)"
         )
     for text in lines:
@@ -192,7 +196,7 @@ def as_json(request: Request, num_ranks: int, found: Sequence[Measured], errors:
         "ranks": num_ranks,
         "threads": request.num_threads,
         "dtype": request.dtype,
-        "against": "torch" if request.against_torch else None,
+        "against": request.against,
         "warmup_iterations": request.warm_up_rounds,
         "validation": request.num_checks,
         "average": request.average,
@@ -222,9 +226,10 @@ def _case_json(item: Measured) -> dict[str, Any]:
         "received_over_limit": item.received_over_limit,
     }
     if item.theirs is not None:
-        fields["torch_seconds"] = item.theirs.seconds
-        fields["torch_median_s"] = item.theirs.median
-        fields["torch_fastest_s"] = item.theirs.fastest
+        name = TORCH if item.other == TORCH else "other"
+        fields[f"{name}_seconds"] = item.theirs.seconds
+        fields[f"{name}_median_s"] = item.theirs.median
+        fields[f"{name}_fastest_s"] = item.theirs.fastest
         fields["ratio_median"] = item.ratio_median
         fields["ratio_fastest"] = item.ratio_fastest
     fields |= breakdown_report.as_fields(item)
@@ -249,7 +254,7 @@ def as_csv(request: Request, num_ranks: int, found: Sequence[Measured]) -> str:
     writer.writeheader()
     around = surroundings()
     for item in found:
-        for side, times in (("tritondt", item.ours), ("torch", item.theirs)):
+        for side, times in (("tritondt", item.ours), (item.other, item.theirs)):
             if times is None:
                 continue
             writer.writerow(

@@ -35,14 +35,21 @@ def share_arenas(context: ProcessContext) -> list[Arena] | None:
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
+    if len(context.ranks) > 1 and environment.transport() != "direct":
+        _Sharing(context).tell("arena", {})
+        return None
+    return map_arenas(context)
+
+
+def map_arenas(context: ProcessContext) -> list[Arena] | None:
+    """Arenas of all ranks, as `share_arenas` gives them, where this rank asks for them whatever the environment says.
+
+    A collective call; None where a rank is alone, or some share no memory. Raises PeerError where some do not come.
+    """
     if len(context.ranks) == 1:
         return None
-    sharing = _Sharing(context)
-    if environment.transport() != "direct":
-        sharing.tell("arena", {})
-        return None
     try:
-        return sharing.run()
+        return _Sharing(context).run()
     except BaseException as error:
         context.watch.report(context.key, None, error)
         raise

@@ -6,6 +6,7 @@ The result is a new tensor, so that there is no call in place, and its allocatio
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,16 @@ from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 _Placements = tuple[T.Placement, T.Placement]
 
 
-def bind(call: Call) -> Run:
-    """What runs a call by `tritondt.redistribute`; NotOfferedError where no two layouts say it, and in place."""
+class Move(NamedTuple):
+    """A call as a redistribution: this rank's local tensor, its spec, and that of the result."""
+
+    local: torch.Tensor
+    source: T.DTensorSpec
+    target: T.DTensorSpec
+
+
+def move_of(call: Call) -> Move:
+    """The redistribution that a call is; NotOfferedError where no two layouts say it, and in place."""
     case = call.case
     name = case.kind.name
     if call.in_place:
@@ -30,7 +39,12 @@ def bind(call: Call) -> Run:
     meta = T.TensorMeta.contiguous(shape, call.x.dtype)
     source, target = (T.DTensorSpec(mesh, (placement,), meta) for placement in (before, after))
     # Ranks other than a broadcast's root hold nothing before.
-    local = call.x[: source.local_numel].view(source.local_shape)
+    return Move(call.x[: source.local_numel].view(source.local_shape), source, target)
+
+
+def bind(call: Call) -> Run:
+    """What runs a call by `tritondt.redistribute`; NotOfferedError as of `move_of`."""
+    local, source, target = move_of(call)
 
     def run() -> torch.Tensor:
         return T.redistribute(local, source, target).view(-1)

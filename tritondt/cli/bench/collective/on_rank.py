@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tritondt import environment
-from tritondt.cli.bench.collective import backends, engine
+from tritondt.cli.bench.collective import backends, engine, shared_memory
 from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.data import DTYPES, expected, given, num_wrong
 from tritondt.cli.bench.collective.record import Row, Timing
@@ -21,6 +21,8 @@ from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
 from tritondt.comm.objects import gather_objects
 
+# Implementations that bring a transport of their own; the others are backends of torch.distributed.
+_BINDS: dict[str, Bind] = {"engine": engine.bind, "shared-memory": shared_memory.bind}
 # Not among the elements that are moved, so that one that nobody wrote is found.
 _POISON = 99
 
@@ -103,7 +105,7 @@ def _open(name: str, request: Request) -> _Side:
     backend = backend_of(name, request.device)
     group = dist.new_group(backend=backend or "gloo", timeout=environment.timeout())
     assert group is not None, "all ranks are in the group"
-    bind = load(name) if ":" in name else engine.bind if name == "engine" else backends.bind
+    bind = load(name) if ":" in name else _BINDS.get(name, backends.bind)
     return _Side(name, bind, group)
 
 

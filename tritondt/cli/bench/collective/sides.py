@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +41,7 @@ Bind = Callable[[Call], Run]
 
 # By name: the backend of torch.distributed whose group the calls are made on.
 BACKENDS = {"tritondt": "tritondt", "gloo": "gloo", "nccl": "nccl", "mpi": "mpi", "ucc": "ucc"}
-NAMES = ("tritondt", "engine", "torch", "gloo", "nccl", "mpi", "ucc")
+NAMES = ("tritondt", "engine", "shared-memory", "torch", "gloo", "nccl", "mpi", "ucc")
 
 
 def refusal(name: str, device: str) -> str | None:
@@ -75,12 +76,17 @@ def backend_of(name: str, device: str) -> str | None:
 
 def load(name: str) -> Bind:
     """Function that `MODULE:FUNCTION` names; it takes a Call and returns what is to be timed."""
+    bind: Bind = imported(name)
+    return bind
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Function that `MODULE:FUNCTION` names; BenchmarkError where it is none, or cannot be imported."""
     module_name, _, attribute = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module_name), attribute)
+        found: Any = getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError) as error:
         raise BenchmarkError(f"the implementation {name!r} cannot be imported: {error}") from error
     if not callable(found):
-        raise BenchmarkError(f"the implementation {name!r} is {found!r}; allowed is a function of a Call")
-    bind: Bind = found
-    return bind
+        raise BenchmarkError(f"the implementation {name!r} is {found!r}; allowed is a function")
+    return cast("Callable[..., Any]", found)

@@ -1,0 +1,55 @@
+"""Collectives by redistributions through shared memory, whatever transport the engine takes otherwise.
+
+The plans are those of the engine; the messages of their steps lie in arenas that the ranks of a machine have mapped.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from tritondt.cli.bench.collective import engine
+from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
+from tritondt.comm import world
+from tritondt.comm.process_world import ProcessWorld
+from tritondt.comm.transports.arenas import map_arenas
+from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.redistribution.compile import compile_plan
+from tritondt.redistribution.run import run_step
+
+_NAME = "shared memory of a benchmark"
+
+
+def bind(call: Call) -> Run:
+    """What runs a call through shared memory; NotOfferedError where the engine has none, or ranks share no memory."""
+    move = engine.move_of(call)
+    if call.x.device.type != "cpu":
+        raise NotOfferedError("shared memory is for tensors on the CPU")
+    of = world.current()
+    assert isinstance(of, ProcessWorld), "benchmarks run on processes"
+    found = _communicator(of)
+    if found is None:
+        raise NotOfferedError("these ranks share no memory: they are on several machines, or the arenas were refused")
+    plan = compile_plan(move.source, move.target, move.local.stride(), move.local.device, None)
+    steps = [step if step.communicator is None else step._replace(communicator=found) for step in plan.steps]
+
+    def run() -> torch.Tensor:
+        current = whole = move.local
+        for step in steps:
+            current, whole = run_step(step, current, whole)
+        return current.view(-1)
+
+    return run
+
+
+@lru_cache(maxsize=1)
+def _communicator(of: ProcessWorld) -> DirectCommunicator | None:
+    """The communicator of all ranks of a world through arenas, made at the first call, which is collective."""
+    context = of.join(_NAME, tuple(range(of.identity.size)), of.timeout)
+    arenas = map_arenas(context)
+    if arenas is None:
+        return None
+    made = DirectCommunicator(context, arenas)
+    of.keep(_NAME, made)
+    return made

@@ -1,0 +1,77 @@
+"""Pack kernels of one's own, by name: redistributions whose copies a user's function makes, beside the engine's.
+
+`MODULE:FUNCTION` is given the boxes of a table, plain values that say what is copied from where to where, and returns
+what runs them: a function of the addresses of sources and targets. Packs, unpacks and what stays all go through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+import tritondt as T
+from tritondt.cli.bench.collective.sides import imported
+from tritondt.comm.packing.packed_transfer import packed_transfer
+from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.tables import CppMaker, Table, table_makers
+from tritondt.redistribution.compile import compile_plan
+from tritondt.redistribution.compiled_step import CompiledStep
+from tritondt.redistribution.run import run_step
+
+# What runs boxes: it is given the address of each source's first element, and of each target's.
+Copy = Callable[[Sequence[int], Sequence[int]], object]
+
+
+class _OwnTable:
+    """A table of copies that a user's function has made."""
+
+    def __init__(self, boxes: Sequence[CopyBox], copy: Copy) -> None:
+        self._copy = copy
+        self.num_boxes = sum(prod(box.lengths) > 0 for box in boxes)
+        self.num_bytes = sum(prod(box.lengths) * box.itemsize for box in boxes)
+
+    def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None:
+        self._copy(source_ptrs, target_ptrs)
+
+
+class _OwnMaker(CppMaker):
+    """Tables of the extension, but for copies."""
+
+    def __init__(self, make: Callable[[Sequence[CopyBox]], Copy]) -> None:
+        self._make = make
+
+    def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        return _OwnTable(boxes, self._make(boxes))
+
+
+def bind(name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> Callable[[], torch.Tensor]:
+    """Redistribution whose copies the function `name` makes; a collective call, and so is what it returns.
+
+    Ranks are processes: what makes tables is replaced meanwhile, for all threads. Raises BenchmarkError for a name
+    that cannot be imported.
+    """
+    make: Any = imported(name)
+    plan = compile_plan(source, target, local.stride(), local.device, None)
+
+    def run() -> torch.Tensor:
+        current = whole = local
+        for step in steps:
+            current, whole = run_step(step, current, whole)
+        return current
+
+    with table_makers.replaced("cpu", _OwnMaker(make)):
+        steps = [_with_own_tables(step) for step in plan.steps]
+        run()  # a communicator makes the tables of a transfer when it is first given one
+    return run
+
+
+def _with_own_tables(step: CompiledStep) -> CompiledStep:
+    """A step with a transfer that no communicator has seen."""
+    if step.transfer is None:
+        return step
+    transfer = replace(step.transfer)
+    return step._replace(transfer=transfer, keep=packed_transfer(transfer).keep if step.communicator is None else None)
