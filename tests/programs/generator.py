@@ -14,6 +14,7 @@ from tests.harness.oracle.random_layouts import MESH_SHAPES, random_placements
 from tests.programs.draw import Draw, NoFitError
 from tests.programs.one_device import OneDeviceRun, is_expanded, versions
 from tests.programs.operators import PURE, WRITING
+from tests.programs.soundness import is_extremum, reads_own_elements, shares_memory
 from tests.programs.statements import Call, Make, Move, Program, Statement
 
 DTYPES = ("float32", "float32", "float64", "float64", "int64", "int8", "bool", "complex64", "bfloat16")
@@ -36,11 +37,9 @@ FAMILY = 32
 _NOT_KEPT = ("nference", "is a view and its base", "its base or another view of its base has been modified")
 
 
-# Gradients that go to the elements that equal the result. Where it was overwritten without autograd's knowledge none
-# does: torch divides by their number on CUDA and for subclasses (nan, as amax does everywhere), but not on the CPU (0).
-_OF_EQUAL_ELEMENTS = frozenset(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"))
-# Errors that follow from addresses and strides, which local tensors have of their own.
+# Errors that follow from addresses and strides: those of local tensors are their own, those of gradients not promised.
 _OF_ADDRESSES = "input tensor and the written-to tensor refer to a single memory location"
+_OF_EXPANSION = "more than one element of the written-to tensor"
 
 
 class Generator:
@@ -263,10 +262,12 @@ class Generator:
                 return False
             if statement.kind in ("data", "set_data") and any(is_expanded(tensors[name]) for name in statement.reads):
                 return False
-            if statement.kind == "data" and _is_extremum(tensors[statement.reads[0]], tensors):
+            if statement.kind == "write" and reads_own_elements(statement, tensors):
+                return False
+            if statement.kind == "data" and is_extremum(tensors[statement.reads[0]], tensors):
                 return False
             resized = [name for name in changed if name in shapes and tensors[name].shape != shapes[name]]
-            if statement.kind in ("out", "shape_out") and _shares_memory(resized, tensors):
+            if statement.kind in ("out", "shape_out") and shares_memory(resized, tensors):
                 return False
             if self._run.is_decided_by_rounding(statement):
                 return False
@@ -287,7 +288,14 @@ class Generator:
             return False
         # The draw comes first, so that other programs stay what they were.
         is_drawn = "refused" not in self._leave_out and self._chosen.random() < REFUSED_SHARE
-        return is_drawn and _OF_ADDRESSES not in str(error)
+        of_strides = _OF_EXPANSION in str(error) and self._reads_gradient(statement)
+        return is_drawn and _OF_ADDRESSES not in str(error) and not of_strides
+
+    def _reads_gradient(self, statement: Statement) -> bool:
+        """Whether a statement reads a gradient, or a view of one."""
+        made = {name for it in self._statements if it.kind == "grad" for name in it.makes}
+        held = {self._run.plain[name].untyped_storage().data_ptr() for name in made}
+        return any(self._run.plain[name].untyped_storage().data_ptr() in held for name in statement.reads)
 
     def _replay(self) -> None:
         """Runs the program again, without what was last."""
@@ -295,19 +303,6 @@ class Generator:
         for number, statement in enumerate(self._statements):
             if number not in self._refused:
                 self._run.run(statement)
-
-
-def _shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether other variables have the memory of some: what is resized keeps it on one device alone."""
-    held = {tensors[name].untyped_storage().data_ptr() for name in names}
-    return any(it.untyped_storage().data_ptr() in held for name, it in tensors.items() if name not in names)
-
-
-def _is_extremum(written: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a tensor has the memory of a result of which the gradient depends on what is equal to it."""
-    held = written.untyped_storage().data_ptr()
-    sharing = (it for it in tensors.values() if it.grad_fn is not None and it.untyped_storage().data_ptr() == held)
-    return any(it.grad_fn is not None and it.grad_fn.name() in _OF_EQUAL_ELEMENTS for it in sharing)
 
 
 def _random_shape(chosen: random.Random) -> tuple[int, ...]:

@@ -33,7 +33,7 @@ PURE: Mapping[str, Sequence[str]] = {
     "smooth": _templates("""
         ({x:f} / 4).exp() ; {x:fib}.sigmoid() ; {x:f}.tanh() ; {x:fi}.sin() ; {x:fic} / {n} ; {x:f}.abs().sqrt() ;
         {x:fic} / ({y}.abs() + 1) ; {x:f}.abs().log1p() ; F.gelu({x:f}) ; F.silu({x:f}) ; F.softplus({x:f}) ;
-        ({x:f}.abs() + 1).rsqrt() ; torch.atan2({x:f}, {y}) ; {x:fi}.erf() ; torch.lerp({x:f}, {z}, 0.25) ;
+        ({x:f}.abs() + 1).rsqrt() ; torch.atan2({x:f} + 0, {y} + 0) ; {x:fi}.erf() ; torch.lerp({x:f}, {z}, 0.25) ;
         torch.hypot({x:f}, {y:f}) ; F.elu({x:f}) ; torch.logaddexp({x:f}, {y:f}) ; {x:c}.abs() ;
         {x:f}.pow(1.5).nan_to_num() ; torch.addcdiv({x:f}, {y}, {z}.abs() + 1) ; {x:c}.exp() ; F.hardswish({x:f}) ;
         ({x:c} + 0).contiguous().angle()

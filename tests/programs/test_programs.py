@@ -17,6 +17,7 @@ from tests.programs.one_device import OneDeviceRun, difference
 from tests.programs.operators import PURE, WRITING
 from tests.programs.printing import listing, printed
 from tests.programs.ranks import quieten
+from tests.programs.soundness import reads_own_elements
 from tests.programs.statements import Call, Make, Move, Program
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.sharding.placement import Replicate, Shard
@@ -88,6 +89,31 @@ def test_what_a_gradient_compares_with_is_not_overwritten_without_its_knowledge(
         of.data.fill_(5)
         (grad,) = torch.autograd.grad(of, x)
         torch.testing.assert_close(grad, torch.full((3,), float(expected)), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "reads", "is_left_out"),
+    [
+        ("x.add_(x)", "x", False),
+        ("x.add_(y)", "xy", False),
+        ("x.scatter_add_(1, i, y)", "xy", True),
+        ("x.add_(rest)", ("x", "rest"), False),
+        ("x.add_(late)", ("x", "late"), True),
+        ("x.add_(other)", ("x", "other"), False),
+    ],
+)
+def test_writes_whose_order_is_the_kernels_are_left_out(source, reads, is_left_out):
+    base = torch.arange(30.0).view(5, 6)
+    views = {"x": base[:, :2], "y": base[:, :2].view(5, 2), "rest": base[:, 2:4], "late": base[:, 1:3]}
+    tensors = {**views, "other": torch.ones(5, 2)}
+    assert reads_own_elements(Call("write", source, tuple(reads)), tensors) is is_left_out
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [300484, 300627, 300784])
+def test_seeds_of_which_one_device_has_no_one_answer(seed):
+    """The sign of a zero sum of terms; a write from what it writes to; strides of a gradient."""
+    assert not Campaign(WITHOUT).run([seed]).findings
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,0 +1,48 @@
+"""Statements to which one device has no one answer: results follow from addresses, or from what torch made of them."""
+
+import re
+from collections.abc import Collection, Mapping
+
+import torch
+
+from tests.programs.statements import Statement
+
+# Gradients that go to the elements that equal the result. Where it was overwritten without autograd's knowledge none
+# does: torch divides by their number on CUDA and for subclasses (nan, as amax does everywhere), but not on the CPU (0).
+_OF_EQUAL_ELEMENTS = frozenset(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"))
+# Writes that read their source at other places than they write to.
+_BY_INDEX = re.compile(r"scatter_|index_|setitem|put_")
+
+
+def shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether other variables have the memory of some: what is resized keeps it on one device alone."""
+    held = {tensors[name].untyped_storage().data_ptr() for name in names}
+    return any(it.untyped_storage().data_ptr() in held for name, it in tensors.items() if name not in names)
+
+
+def reads_own_elements(statement: Statement, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a write reads elements that it writes to, in an order of the kernel's."""
+    written, *read = (tensors[name] for name in statement.reads)
+    for other in read:
+        is_same = other.data_ptr() == written.data_ptr() and other.stride() == written.stride()
+        if is_same and other.shape == written.shape and not _BY_INDEX.search(statement.source):
+            continue
+        shares = other.untyped_storage().data_ptr() == written.untyped_storage().data_ptr()
+        if shares and not _places(written).isdisjoint(_places(other)):
+            return True
+    return False
+
+
+def _places(tensor: torch.Tensor) -> set[int]:
+    """The places of a tensor's elements in its memory, in bytes."""
+    starts = [tensor.storage_offset() * tensor.itemsize]
+    for length, step in zip(tensor.shape, tensor.stride(), strict=True):
+        starts = [start + index * step * tensor.itemsize for start in starts for index in range(length)]
+    return set(starts)
+
+
+def is_extremum(written: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a tensor has the memory of a result of which the gradient depends on what is equal to it."""
+    held = written.untyped_storage().data_ptr()
+    sharing = (it for it in tensors.values() if it.grad_fn is not None and it.untyped_storage().data_ptr() == held)
+    return any(it.grad_fn is not None and it.grad_fn.name() in _OF_EQUAL_ELEMENTS for it in sharing)
