@@ -35,7 +35,7 @@ def reads_own_elements(statement: Statement, tensors: Mapping[str, torch.Tensor]
 
 def _places(tensor: torch.Tensor) -> set[int]:
     """The places of a tensor's elements in its memory, in bytes."""
-    starts = [tensor.storage_offset() * tensor.itemsize]
+    starts = [int(tensor.storage_offset()) * tensor.itemsize]
     for length, step in zip(tensor.shape, tensor.stride(), strict=True):
         starts = [start + index * step * tensor.itemsize for start in starts for index in range(length)]
     return set(starts)

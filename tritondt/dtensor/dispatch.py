@@ -29,6 +29,7 @@ from tritondt.dtensor.decompose import decompose, outs_to_fit
 from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
+from tritondt.dtensor.views.recorded_views import noting_views
 from tritondt.errors import MeshError, MixedTensorsError
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
@@ -84,8 +85,7 @@ class Dispatcher:
 
     def num_signatures(self, op: OpOverload) -> int:
         """Number of signatures of an operator that are kept now."""
-        found = self._operators.get(id(op))
-        return 0 if found is None else len(found.signatures)
+        return len(found.signatures) if (found := self._operators.get(id(op))) else 0
 
     def running(self) -> OpOverload | None:
         """The operator that the calling thread runs; found among its frames, so that calls need not note it."""
@@ -150,7 +150,8 @@ class Dispatcher:
             if schema.is_out_variant and (outs := outs_to_fit(schema, args, kwargs)).any:
                 with outs:
                     return self._run_any(op, args, kwargs)
-            found = self._with_gradients_kept(op, self._compile(schema)) if mixed else self._compile(schema)
+            found = noting_views(schema, self._compile(schema), self._wrap)
+            found = self._with_gradients_kept(op, found) if mixed else found
             if is_kept:
                 _keep(operator, key, found)
         run, spec = found
@@ -276,14 +277,13 @@ class Dispatcher:
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs in place of tensors; MeshError or MixedTensorsError where tensors do not go together."""
         distributed = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, self._class)]
-        mesh = distributed[0]._spec.mesh  # type: ignore[attr-defined]
+        spec = distributed[0]._spec  # type: ignore[attr-defined]
         for other in distributed:
-            if other._spec.mesh is not mesh:  # type: ignore[attr-defined]
+            if other._spec.mesh is not spec.mesh:  # type: ignore[attr-defined]
                 raise MeshError(
-                    f"{op} got tensors on {mesh} and on {other._spec.mesh}; "  # type: ignore[attr-defined]
+                    f"{op} got tensors on {spec.mesh} and on {other._spec.mesh}; "  # type: ignore[attr-defined]
                     "all must be on one mesh: redistribute to full tensors, or make them on one mesh"
                 )
-        spec = distributed[0]._spec  # type: ignore[attr-defined]
         # In declared order, whatever order the caller gave them in: signatures do not tell that apart.
         declared = (argument.name for argument in op._schema.arguments)
         named = {name: self._spec_of(kwargs[name], op, spec) for name in declared if name in kwargs}

@@ -46,3 +46,30 @@ def test_a_vector_times_a_matrix(text):
     matrix = torch.randn(6, 7)
     case = Case((3,), (torch.randn(6), matrix), ("S0" if text == "S0" else "R", text))
     check(lambda vector, matrix: vector @ matrix, case, gradients=True)
+
+
+@pytest.mark.parametrize("text", ["S0", "S1", "R"])
+def test_a_tensor_whose_views_take_gradients_keeps_its_dims(text):
+    """Torch would take the view again of the other dims: of a square matrix, a column for a row."""
+
+    def body(rank):
+        x = distribute(torch.arange(16.0).view(4, 4), T.Mesh((2,)), text).requires_grad_()
+        row = x[1]
+        with torch.no_grad(), pytest.raises(T.PropagationError, match="which has views that take gradients"):
+            x.t_()
+        y = x * 2
+        y.view(4, 2, 2)
+        with pytest.raises(T.PropagationError, match=r"make a new tensor by aten\.unsqueeze\.default"):
+            y.unsqueeze_(0)
+        row.sum().backward()
+        assert x.grad is not None
+        torch.testing.assert_close(whole(x.grad), torch.eye(4)[1][:, None].expand(4, 4), rtol=0, atol=0)
+        # Of no consequence are views that take none, and what has none.
+        other = distribute(torch.arange(6.0).view(2, 3), T.Mesh((2,)), text).requires_grad_()
+        with torch.no_grad():
+            kept = other[0]
+            other.t_()
+        assert (other.shape, kept.shape) == ((3, 2), (3,))
+        (other.detach().clone().requires_grad_() * 1).t_().sum().backward()
+
+    run_ranks(2, body)
