@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
+from tests.harness.torch_versions import GRAPHS, needs_torch
 from tests.ops.sharded import distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
@@ -64,6 +65,7 @@ def test_a_graph_moves_on_every_rank_what_another_needs(run):
     run_ranks(2, body)
 
 
+@needs_torch("2.12", GRAPHS)
 def test_forward_and_backward_of_a_graph_move_what_eager_ones_move():
     def block(x: Any, weight: Any) -> Any:
         hidden = F.linear(x, weight.redistribute(placements=[T.Replicate()])).relu()
@@ -105,6 +107,7 @@ def test_blocks_within_checkpoints_are_graphs():
     assert run_ranks(2, body) == [1, 1]
 
 
+@needs_torch("2.11", "what does not go into a graph is refused in other words")
 def test_plain_tensors_that_count_as_replicated_go_into_a_graph_from_outside():
     def shifted(x: Any) -> Any:
         return x + torch.ones(6)

@@ -20,7 +20,11 @@ from tritondt.errors import CheckpointError
 from tritondt.interop import manifest, saves
 from tritondt.interop.checkpoint_folder import CheckpointFolder
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    # torch 2.10 itself asks for one where it writes a tensor.
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+]
 
 
 @pytest.fixture(scope="module")

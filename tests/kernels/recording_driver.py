@@ -25,7 +25,9 @@ class RecordingDriver:
 
         self.launcher_cls = Launcher
         self.utils = SimpleNamespace(
-            load_binary=lambda *_: (0, 0, 32, 0, 1024), get_device_properties=lambda _: {"max_shared_mem": 1 << 17}
+            load_binary=lambda *_: (0, 0, 32, 0, 1024),
+            unload_module=lambda _: None,  # Triton 3.9 asks for it where a kernel goes
+            get_device_properties=lambda _: {"max_shared_mem": 1 << 17},
         )
 
     def get_current_device(self) -> int:

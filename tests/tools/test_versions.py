@@ -32,6 +32,7 @@ def test_one_torch_is_installed_before_the_package(uv: str | None) -> None:
     make, torch, package = commands_of("python3.13", "2.15.0", Path("/venv"), uv)
     assert make[0] == (uv or "python3.13")
     assert "torch==2.15.0" in torch
+    assert "setuptools>=77.0.3" in torch  # the first that reads the licence of pyproject.toml; venv brings older ones
     assert "--no-build-isolation" in package
     assert all((uv or "/venv/bin/python") == command[0] for command in (torch, package))
 

@@ -88,10 +88,11 @@ def commands_of(python: str, torch: str, folder: Path, uv: str | None) -> list[l
     inside = str(folder / "bin" / "python")
     make = [uv, "venv", "--python", python, str(folder)] if uv else [python, "-m", "venv", str(folder)]
     install = [uv, "pip", "install", "--quiet", "--python", inside] if uv else [inside, "-m", "pip", "install", "-qq"]
-    # torch goes first: the extension is built without isolation, and says what is missing.
+    # torch goes first: the extension is built without isolation, and says what is missing. The setuptools that venv
+    # brings reads no licence as pyproject.toml has it.
     return [
         make,
-        [*install, f"torch=={torch}", "numpy", "setuptools", "pybind11"],
+        [*install, f"torch=={torch}", "numpy", "setuptools>=77.0.3", "pybind11"],
         [*install, "--no-build-isolation", "--editable", f"{REPOSITORY}[cli,test]"],
     ]
 

@@ -8,6 +8,7 @@ import torch
 import tritondt as T
 from tests.comm.packing.wire_values import equal, numbers, rounded
 from tests.harness.oracle import arithmetic
+from tests.harness.torch_versions import GRAPHS, needs_torch
 from tests.ops.sharded import distribute
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
@@ -90,6 +91,7 @@ def test_prefetch_is_found_with_the_same_wire_dtype_only() -> None:
     run_ranks(2, body)
 
 
+@needs_torch("2.12", GRAPHS)
 def test_a_graph_knows_the_wire_dtype() -> None:
     full = numbers((6, 4), torch.float32, 6)
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritondt as T
+from tests.harness.torch_versions import needs_torch_before
 from tests.ops.sharded import distribute
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.ops.propagation import selection, tensor_meta
@@ -56,6 +57,7 @@ assert "torch._dynamo" not in sys.modules and "torch._inductor" not in sys.modul
 
 
 @pytest.mark.extended
+@needs_torch_before("2.15", "FakeTensorMode itself imports torch._dynamo.config")
 def test_first_operators_import_no_compiler():
     root = Path(__file__).parents[3]
     completed = subprocess.run(
@@ -164,4 +166,5 @@ def test_what_a_fake_refuses_is_raised_and_not_logged(caplog):
     # What others ask of fake tensors is logged as ever.
     with FakeTensorMode(), pytest.raises(RuntimeError):
         torch.empty(2, 3).gather(1, torch.empty(9, 1, dtype=torch.int64))
-    assert [record.name for record in caplog.records] == ["torch._subclasses.fake_tensor"]
+    logged = ["torch._subclasses.fake_tensor"] if torch.__version__ < "2.15" else []  # 2.15 has stopped
+    assert [record.name for record in caplog.records] == logged
