@@ -209,8 +209,8 @@ def _reduce_if(
                 source = address_at(pointers, slot, NUM_POINTERS)
                 units = source_units(slot + SLOT_HEAD, indices, before, NUM_DIMS)
                 elements = elements_at(source, units, ELEMENT, WIDTH, IS_GROUPED)
-                # Not `inside & is_there`: the interpreter of Triton 3.9 makes integers of it, which are no mask.
-                value = _widen(tl.load(elements, mask=tl.where(is_there, inside, False)), DTYPE)
+                # The comparison is for the interpreter of Triton 3.9: of the rest it makes integers, which are no mask.
+                value = _widen(tl.load(elements, mask=(inside & is_there) != 0), DTYPE)
                 total = tl.where(is_there, _combine(total, value, OP, DTYPE), total)
         if DIVIDES:
             total = _divide(total, divisor, DTYPE)
