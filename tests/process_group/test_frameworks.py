@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.nccl_on_host import backend_ranks
 from tests.process_group.collectives import own
 
 RanksOf = Callable[[str, int], GlooRanks]
@@ -74,3 +76,19 @@ def test_a_monitored_barrier_is_a_method_of_the_group(ranks_of: RanksOf) -> None
     """torch's function takes groups of Gloo alone, by name, before 2.14."""
     refusal = "" if torch.__version__ >= "2.14" else "monitored_barrier is only implemented for GLOO backend."
     assert ranks_of("gloo", 2).run(wait_for_all) == [refusal] * 2
+
+
+def dumped(rank: int) -> list[str]:
+    dist.all_reduce(torch.ones(2))
+    dist.broadcast(torch.ones(2), 0)
+    dump: Any = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
+    return ["no dump"] if dump is None else [entry["profiling_name"] for entry in pickle.loads(dump())["entries"]]
+
+
+@pytest.mark.extended
+def test_torchs_flight_recorder_names_what_ranks_have_issued_on_the_cpu() -> None:
+    with backend_ranks("gloo", 2, TORCH_FR_BUFFER_SIZE="50") as ranks:
+        found = ranks.run(dumped, timeout_s=100)
+    if found == [["no dump"]] * 2:
+        pytest.skip(f"torch {torch.__version__} dumps its flight recorder for NCCL alone")
+    assert [names[-2:] for names in found] == [["gloo:all_reduce", "gloo:broadcast"]] * 2
