@@ -30,6 +30,7 @@ GROUPS_PER_BLOCK = 16
 _KINDS = list(Kind)
 # The mode of a piece numbers its kind and the power of 2 that is its width; these are the first numbers.
 RUNS, GROUPS, TILES, WIDE_TILES, NUM_MODES = 0, 5, 8, 12, 16
+_TILES = (Kind.TILES, Kind.WIDE_TILES)
 _FIRST_MODES = {Kind.RUNS: RUNS, Kind.GROUPS: GROUPS, Kind.TILES: TILES, Kind.WIDE_TILES: WIDE_TILES}
 
 
@@ -102,7 +103,10 @@ def division(divisor: int) -> tuple[int, int]:
 
 
 def by_pointers(pieces: Iterable[Piece]) -> list[tuple[tuple[Pointer, ...], list[Piece]]]:
-    """Groups of pieces, widest runs first, each of which touches no more tensors than a kernel takes."""
+    """Groups of pieces, widest runs first, each of which touches no more tensors than a kernel takes.
+
+    Tiles are apart from runs: one kernel for both would take the registers of both.
+    """
     ordered = sorted(pieces, key=lambda piece: (_KINDS.index(piece.kind), -piece.width))
     groups: list[tuple[dict[Pointer, None], list[Piece]]] = []
     for piece in ordered:
@@ -111,17 +115,23 @@ def by_pointers(pieces: Iterable[Piece]) -> list[tuple[tuple[Pointer, ...], list
             raise ValueError(
                 f"a box touches {len(touched)} tensors; a kernel takes up to {MAX_POINTERS}, the target included"
             )
-        if not groups or len(groups[-1][0] | touched) > MAX_POINTERS:
+        is_apart = groups and (piece.kind in _TILES) != (groups[-1][1][-1].kind in _TILES)
+        if not groups or is_apart or len(groups[-1][0] | touched) > MAX_POINTERS:
             groups.append(({}, []))
         groups[-1][0].update(touched)
         groups[-1][1].append(piece)
     return [(tuple(pointers), members) for pointers, members in groups]
 
 
-def box_table(pointers: Sequence[Pointer], pieces: Sequence[Piece], block: int) -> BoxTable:
-    """Table of a group of pieces, for a kernel that moves `block` units at a time."""
+def box_table(
+    pointers: Sequence[Pointer], pieces: Sequence[Piece], block: int, num_dims: int | None = None
+) -> BoxTable:
+    """Table of a group of pieces, for a kernel that moves `block` units at a time.
+
+    Rows have room for `num_dims` loops, or for as many as any piece has.
+    """
     place = {pointer: number for number, pointer in enumerate(pointers)}
-    num_dims = max(len(piece.lengths) for piece in pieces)
+    num_dims = num_dims or max(len(piece.lengths) for piece in pieces)
     ends = list(accumulate(num_tiles(piece, block) for piece in pieces))
     piece_cells = HEAD_CELLS + LOOP_CELLS * num_dims + SLOT_HEAD_CELLS + num_dims
     cells: list[int] = []

@@ -23,13 +23,14 @@ from tritondt.kernels.gpu.indexing import (
     units_of_tile,
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, cast_nest, coalesce
-from tritondt.kernels.gpu.pieces import WIDEST, Grain, Piece, run_pieces
+from tritondt.kernels.gpu.pieces import MAX_GROUPED_BYTES, WIDEST, Grain, Piece, run_pieces
+from tritondt.kernels.gpu.specialization import run_modes
 from tritondt.kernels.gpu.tuning import Choice
 
 GROUPS = tl.constexpr(box_table.GROUPS)
 TILES = tl.constexpr(box_table.TILES)
 
-_FLOATS = ("float32", "float64", "bfloat16", "float16")
+FLOATS = ("float32", "float64", "bfloat16", "float16")
 _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _BITS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
 # How an element is read, and the bits that are written.
@@ -38,10 +39,8 @@ READ_AS = {**WRITTEN_AS, "float32": tl.float32, "float64": tl.float64}
 # What a kernel does with scales: 0 nothing, 1 multiplies by them, 2 divides by them.
 NO_SCALES, MULTIPLIES, DIVIDES = 0, 1, 2
 _DIVIDES = tl.constexpr(DIVIDES)
-_OPTIONS = {"enable_fp_fusion": False}
-# Without a bound, the assembler spills 8 bytes to stay at 32 registers, or 40, with scales and to these (sm_100).
-_BOUNDED_TARGETS = ("float64", "float16")
-_BOUNDED_OPTIONS = {**_OPTIONS, "maxnreg": 64}
+# Without a bound, the assembler spills 8 bytes to stay at 32 registers, or 40 or 48, of some casts (sm_100).
+_OPTIONS = {"enable_fp_fusion": False, "maxnreg": 64}
 
 
 class DtypePair(NamedTuple):
@@ -65,14 +64,22 @@ class DtypePair(NamedTuple):
             "SCALES": scales,
         }
         name = "cast to float64" if self.target == "float64" else "cast"
-        options = _BOUNDED_OPTIONS if self.target in _BOUNDED_TARGETS or scales != NO_SCALES else _OPTIONS
-        return Kernel(cast_kernel, name, (), constants, options)
+        return Kernel(cast_kernel, name, (), constants, _OPTIONS, self.modes, self.lanes)
+
+    @property
+    def lanes(self) -> int:
+        """Elements of the widest units: they fill 16 bytes on the narrower side."""
+        return WIDEST // min(self.element_bytes)
+
+    @property
+    def modes(self) -> tuple[int]:
+        """The class of modes of a kernel that casts so; its widths count elements."""
+        return (run_modes(self.lanes, MAX_GROUPED_BYTES // max(self.element_bytes)),)
 
     def pieces(self, nest: LoopNest) -> Iterator[Piece]:
         """Runs of as many elements at a time as fill 16 bytes on the narrower side, with offsets in bytes."""
         target_bytes, source_bytes = self.element_bytes
-        narrower, wider = sorted(self.element_bytes)
-        for piece in run_pieces(nest, Grain(widest=WIDEST // narrower, word=1, num_bytes=wider)):
+        for piece in run_pieces(nest, Grain(widest=self.lanes, word=1, num_bytes=max(self.element_bytes))):
             target, source = piece.operands
             in_bytes = (
                 target._replace(offset=target.offset * target_bytes),
@@ -160,8 +167,8 @@ def cast_boxes(
 
 
 def _check_dtypes(source: str, target: str) -> None:
-    if source not in _FLOATS or target not in _FLOATS or source == target:
-        allowed = ", ".join(_FLOATS)
+    if source not in FLOATS or target not in FLOATS or source == target:
+        allowed = ", ".join(FLOATS)
         raise ValueError(f"cast from {source} to {target}; allowed are two different ones of {allowed}")
 
 

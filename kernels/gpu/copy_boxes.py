@@ -24,6 +24,7 @@ from tritondt.kernels.gpu.indexing import (
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, copy_nest
 from tritondt.kernels.gpu.pieces import Piece, copy_pieces
+from tritondt.kernels.gpu.specialization import ALL_RUNS, ALL_TILES, WIDE_RUNS
 from tritondt.kernels.gpu.tuning import Choice
 
 GROUPS = tl.constexpr(box_table.GROUPS)
@@ -52,7 +53,7 @@ class DeviceCopyTable(DeviceTable):
         nests = [copy_nest(position, box) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes for nest in nests)
         super().__init__(
-            Kernel(copy_kernel, "copy", (), {}, {}),
+            copies(),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(),
@@ -69,6 +70,11 @@ class DeviceCopyTable(DeviceTable):
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
         """Transposing tiles, and runs as wide as they can be."""
         return [piece for nest in nests for piece in copy_pieces(nest)]
+
+
+def copies() -> Kernel:
+    """The kernel of all copies."""
+    return Kernel(copy_kernel, "copy", (), {}, {}, (WIDE_RUNS, ALL_RUNS, ALL_TILES))
 
 
 def copy_boxes(

@@ -17,19 +17,20 @@ from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
+from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, few_dims, rounded_up
 from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
 
 # Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
 _ANY_ADDRESS = (1 << 40) + 1
 _MAX_VARIANTS = 16
-_FEW_DIMS = 4
-_MAX_REGISTERS = 128
+_MAX_REGISTERS = {8: 128, 17: 255}
 
 
 class Kernel(NamedTuple):
     """A Triton kernel, its name in tuning.json, and its further arguments.
 
-    `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's.
+    `arguments` come behind table and pointers, `constants` are compiled in, `options` are the compiler's. The kernel is
+    compiled for one of the classes of modes, `modes`; `width` is that of its widest units, as tuning.json has it.
     """
 
     function: Any
@@ -37,6 +38,8 @@ class Kernel(NamedTuple):
     arguments: tuple[int, ...]
     constants: Mapping[str, Any]
     options: Mapping[str, Any]
+    modes: tuple[int, ...]
+    width: int = WIDEST
 
 
 # The tensor that holds the scales of boxes: a source of its own. Its offset in a nest counts bytes.
@@ -50,14 +53,52 @@ class Sides(NamedTuple):
     units: tuple[int, int] = (1, 1)
 
 
-def compiler_options(options: Mapping[str, Any], num_dims: int, choice: Choice) -> dict[str, Any]:
+class Form(NamedTuple):
+    """What a kernel is compiled for: a class of modes, room for loops and pointers, and units of a block."""
+
+    modes: int
+    num_dims: int
+    num_pointers: int
+    block: int
+
+    def constants(self, kernel: Kernel) -> dict[str, Any]:
+        """All constants of the kernel, in the order of its arguments."""
+        return {
+            "NUM_POINTERS": self.num_pointers,
+            "NUM_DIMS": self.num_dims,
+            "MODES": self.modes,
+            "BLOCK": self.block,
+            **kernel.constants,
+        }
+
+
+def compile_form(
+    kernel: Kernel, form: Form, num_warps: int, cells: Any, counts: tuple[int, int, int], grid: tuple[int, int, int]
+) -> Any:
+    """A kernel compiled in a form for the current device; None from Triton's interpreter.
+
+    `cells` are a table's, or stand for them by their dtype; `counts` are of pieces, bisections and tiles, of which only
+    the type matters.
+    """
+    return kernel.function.warmup(
+        cells,
+        (_ANY_ADDRESS,) * form.num_pointers,
+        *kernel.arguments,
+        *counts,
+        *form.constants(kernel).values(),
+        grid=grid,
+        **compiler_options(kernel.options, form.num_dims, num_warps),
+    )
+
+
+def compiler_options(options: Mapping[str, Any], num_dims: int, num_warps: int) -> dict[str, Any]:
     """Compiler options of a kernel whose own options are `options`.
 
     To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
     bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
     """
-    bound = {"maxnreg": _MAX_REGISTERS} if num_dims > _FEW_DIMS else {}
-    return {"num_warps": choice.num_warps, **options, **bound}
+    bound = {"maxnreg": _MAX_REGISTERS[num_dims]} if num_dims > DIMS[0] else {}
+    return {"num_warps": num_warps, **options, **bound}
 
 
 # What a captured graph reads at each replay. Nobody says when the last graph is deleted, so that it stays: some
@@ -95,26 +136,15 @@ class Launch:
     ) -> None:
         self._cells = Shared(table.cells, torch.int64, device)
         self._device = device if device.type == "cuda" else None
-        num_pointers = max(2, 1 << (len(places) - 1).bit_length())
+        num_pointers = rounded_up(len(places), POINTERS)
         self._places = (*places, *[places[0]] * (num_pointers - len(places)))
         self._is_in_order = self._places == tuple(range(num_pointers))
         bisections = (table.num_pieces - 1).bit_length()
-        constants = {
-            "NUM_POINTERS": num_pointers,
-            "NUM_DIMS": table.num_dims,
-            "MODES": table.modes,
-            "BLOCK": choice.block,
-            **kernel.constants,
-        }
-        self._arguments = (*kernel.arguments, table.num_pieces, bisections, table.num_tiles, *constants.values())
+        counts = (table.num_pieces, bisections, table.num_tiles)
+        form = Form(class_of(table.modes, kernel.modes), table.num_dims, num_pointers, choice.block)
+        self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
-        compiled = kernel.function.warmup(
-            self._cells.values,
-            (_ANY_ADDRESS,) * num_pointers,
-            *self._arguments,
-            grid=grid,
-            **compiler_options(kernel.options, table.num_dims, choice),
-        )
+        compiled = compile_form(kernel, form, choice.num_warps, self._cells.values, counts, grid)
         # Triton's interpreter compiles nothing.
         self._start = (kernel.function if compiled is None else compiled)[grid]
 
@@ -210,7 +240,7 @@ class DeviceTable(ABC):
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels that one run launches: one, unless the boxes touch very many tensors."""
+        """Number of kernels that one run launches: one, but for tiles beside runs, or very many tensors."""
         return max(map(len, self._variants.values()), default=0)
 
     @abstractmethod
@@ -254,7 +284,7 @@ class DeviceTable(ABC):
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             launches = tuple(
                 self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
-                for pointers, pieces in by_pointers(self.pieces(shifted))
+                for pointers, pieces in by_pointers(self._pieces(shifted))
             )
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
@@ -263,20 +293,26 @@ class DeviceTable(ABC):
         self._variants[behind] = launches
         return launches
 
+    def _pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+        """Pieces of some nests, of few dims where that takes few pieces more."""
+        found = list[Piece]()
+        for nest in nests:
+            pieces = self.pieces([nest])
+            num_dims = max((len(piece.lengths) for piece in pieces), default=0)
+            found += pieces if num_dims <= DIMS[0] else self.pieces(few_dims(nest, num_dims))
+        return found
+
     def _launch(self, pointers: Sequence[Pointer], pieces: Sequence[Piece], places: Sequence[int]) -> Launch:
-        choice = self._choice or self._tuned(pieces)
+        num_dims = rounded_up(max(len(piece.lengths) for piece in pieces), DIMS)
+        choice = self._choice or self._tuned(num_dims)
         if self._max_ctas is not None:
             choice = choice._replace(max_ctas=min(choice.max_ctas, self._max_ctas))
-        return Launch(self._kernel, box_table(pointers, pieces, choice.block), places, self._device, choice)
+        return Launch(self._kernel, box_table(pointers, pieces, choice.block, num_dims), places, self._device, choice)
 
-    def _tuned(self, pieces: Sequence[Piece]) -> Choice:
-        """Tuned choice for the width that moves most bytes."""
-        num_bytes_of: dict[int, int] = {}
-        for piece in pieces:
-            num_bytes_of[piece.width] = num_bytes_of.get(piece.width, 0) + piece.num_bytes
+    def _tuned(self, num_dims: int) -> Choice:
+        """Tuned choice for the widest units: all widths are in one kernel."""
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
-        num_dims = max(len(piece.lengths) for piece in pieces)
-        return choose(name, self._kernel.name, max(num_bytes_of, key=lambda width: num_bytes_of[width]), num_dims)
+        return choose(name, self._kernel.name, self._kernel.width, num_dims)
 
 
 def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:

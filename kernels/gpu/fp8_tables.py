@@ -13,9 +13,15 @@ from tritondt.kernels.gpu.pieces import Piece
 from tritondt.kernels.gpu.scales import scale_kernel
 from tritondt.kernels.gpu.tuning import Choice
 
-_FP8 = ("float8_e4m3fn", "float8_e5m2")
-_EXACT_IN_FLOAT32 = ("float32", "bfloat16", "float16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+EXACT_IN_FLOAT32 = ("float32", "bfloat16", "float16")
 _ONE_BITS = 0x3F800000
+
+
+def scale_finding(dtypes: DtypePair) -> Kernel:
+    """The kernel that finds the scales of boxes that become fp8."""
+    constants = {"SOURCE": dtypes.source, "TARGET": dtypes.target, "READ": READ_AS[dtypes.source]}
+    return Kernel(scale_kernel, "cast", (), constants, {}, dtypes.modes, dtypes.lanes)
 
 
 class _ScaledTable(DeviceTable):
@@ -135,11 +141,7 @@ class DeviceQuantizeTable(_Fp8Table):
     ) -> None:
         dtypes = DtypePair(source_dtype, target_dtype)
         check_dtypes("quantize", dtypes)
-        finding = {"SOURCE": source_dtype, "TARGET": target_dtype, "READ": READ_AS[source_dtype]}
-        kernels = (
-            Kernel(scale_kernel, "cast", (), finding, {}),
-            dtypes.kernel(DIVIDES),
-        )
+        kernels = (scale_finding(dtypes), dtypes.kernel(DIVIDES))
         super().__init__(boxes, dtypes, kernels, device, is_aligned=is_aligned, max_ctas=max_ctas, choice=choice)
         # What no tile raises: the scale of an empty box.
         self._least = Shared([_ONE_BITS if 0 in box.lengths else 0 for box in boxes], torch.int32, self._device)
@@ -194,7 +196,7 @@ class DeviceDequantizeTable(_Fp8Table):
 
 def check_dtypes(verb: str, dtypes: DtypePair) -> None:
     """Raises ValueError where the verb, quantize or dequantize, does not go from the one dtype to the other."""
-    allowed = (_EXACT_IN_FLOAT32, _FP8) if verb == "quantize" else (_FP8, _EXACT_IN_FLOAT32)
+    allowed = (EXACT_IN_FLOAT32, FP8) if verb == "quantize" else (FP8, EXACT_IN_FLOAT32)
     if dtypes.source not in allowed[0] or dtypes.target not in allowed[1]:
         raise ValueError(
             f"{verb} from {dtypes.source} to {dtypes.target}; allowed are {', '.join(allowed[0])} to "

@@ -23,7 +23,7 @@ GROUP_UNITS = 64
 _MIN_FILLED = 0.75
 _MAX_WORDS = 2**31
 # Units of more bytes are wide enough to be indexed one by one.
-_MAX_GROUPED_BYTES = 4
+MAX_GROUPED_BYTES = 4
 
 
 class Kind(Enum):
@@ -38,12 +38,19 @@ class Kind(Enum):
 class Grain(NamedTuple):
     """Width of the units of a kernel: at most `widest` of what a nest counts in, indexed in words of `word` of them.
 
-    `num_bytes` is the most that one of them takes in any tensor: 1 where a nest counts bytes.
+    `num_bytes` is the most that one of them takes in any tensor: 1 where a nest counts bytes. Where there is a
+    `narrowest`, units are that or the widest, and nothing between.
     """
 
     widest: int = WIDEST
     word: int = 4
     num_bytes: int = 1
+    narrowest: int | None = None
+
+    def width(self, *numbers: int) -> int:
+        """The widest unit whose length divides all these."""
+        found = gcd(self.widest, *numbers)
+        return found if found == self.widest or self.narrowest is None else self.narrowest
 
 
 class Piece(NamedTuple):
@@ -112,14 +119,14 @@ def _outer_strides(nest: LoopNest) -> Iterator[int]:
 
 def _width(nest: LoopNest, grain: Grain) -> int:
     offsets = (operand.offset for operand in nest.operands)
-    return gcd(grain.widest, nest.run_bytes, *offsets, *_outer_strides(nest))
+    return grain.width(nest.run_bytes, *offsets, *_outer_strides(nest))
 
 
 def _peeled(nest: LoopNest, grain: Grain) -> Sequence[LoopNest]:
     """Head, body and tail of the runs, where the body can be moved in wider units than the whole."""
     run, start = nest.run_bytes, nest.operands[0].offset
     apart = (operand.offset - start for operand in nest.operands)
-    reach = gcd(grain.widest, *apart, *_outer_strides(nest))
+    reach = grain.width(*apart, *_outer_strides(nest))
     head = -start % reach
     body = (run - head) // reach * reach
     if reach == _width(nest, grain) or body < _MIN_BODY_UNITS * reach:
@@ -144,7 +151,7 @@ def _runs(nest: LoopNest, grain: Grain) -> Piece:
 def _kind_of_runs(unit_bytes: int, run_units: int) -> Kind:
     num_groups = -(-run_units // GROUP_UNITS)
     is_filled = run_units >= _MIN_FILLED * GROUP_UNITS * num_groups
-    return Kind.GROUPS if unit_bytes <= _MAX_GROUPED_BYTES and is_filled else Kind.RUNS
+    return Kind.GROUPS if unit_bytes <= MAX_GROUPED_BYTES and is_filled else Kind.RUNS
 
 
 def _piece(kind: Kind, width: int, loops: Sequence[tuple[int, ...]], operands: Sequence[Operand]) -> Piece:

@@ -9,6 +9,7 @@ import triton.language as tl
 from tritondt.kernels.arguments import check_tensors, common_device, common_dtype
 from tritondt.kernels.boxes import ReduceBox
 from tritondt.kernels.gpu import box_table
+from tritondt.kernels.gpu.box_table import mode
 from tritondt.kernels.gpu.device_table import DeviceTable, Kernel, Sides
 from tritondt.kernels.gpu.floats import to_bfloat16_bits, to_float32
 from tritondt.kernels.gpu.indexing import (
@@ -22,11 +23,14 @@ from tritondt.kernels.gpu.indexing import (
     units_of_tile,
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, reduce_nest
-from tritondt.kernels.gpu.pieces import Grain, Piece, run_pieces
+from tritondt.kernels.gpu.pieces import MAX_GROUPED_BYTES, WIDEST, Grain, Kind, Piece, run_pieces
 from tritondt.kernels.gpu.tuning import Choice
-from tritondt.kernels.reduction_dtypes import find_dtype
+from tritondt.kernels.reduction_dtypes import DTYPES, find_dtype
 
-_MAX_UNROLL = 4
+# Slots whose loads are under way together; those that are not there are masked off.
+_UNROLL = 4
+# To take fewer than they need without a bound, 67 to 90, the assembler spills up to 112 bytes of reductions of bytes.
+_BOUND = {"maxnreg": 64}
 # bfloat16 is read as bits: what Triton's interpreter makes of the dtype itself is cut, not rounded.
 ELEMENTS = {
     "float32": tl.float32,
@@ -65,21 +69,11 @@ class DeviceReduceTable(DeviceTable):
         choice: Choice | None = None,
     ) -> None:
         found = find_dtype(dtype, op, divisor)
-        self._element_bytes = found.element_bytes
+        self._grain = Grain(word=found.element_bytes, narrowest=found.itemsize)
         nests = [reduce_nest(position, box, found.itemsize) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes * (len(nest.operands) - 1) for nest in nests)
-        later_slots = max((len(box.slots) - 1 for box in boxes), default=0)
-        constants = {
-            "UNROLL": min(_MAX_UNROLL, 1 << max(later_slots - 1, 0).bit_length()),
-            "ELEMENT": ELEMENTS[dtype],
-            "DTYPE": dtype,
-            "OP": op,
-            "DIVIDES": divisor != 1,
-        }
-        # A fused multiply-add would round a complex product once less than the reference does.
-        options = {"enable_fp_fusion": False}
         super().__init__(
-            Kernel(reduce_kernel, f"reduce {found.element_bytes}", (divisor,), constants, options),
+            reductions(dtype, op, divisor),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(alignments=(found.itemsize, found.itemsize)),
@@ -94,9 +88,27 @@ class DeviceReduceTable(DeviceTable):
         return self._num_bytes
 
     def pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
-        """Runs as wide as they can be."""
-        grain = Grain(word=self._element_bytes)
-        return [piece for nest in nests for piece in run_pieces(nest, grain)]
+        """Runs of 16 bytes at a time, or of one element."""
+        return [piece for nest in nests for piece in run_pieces(nest, self._grain)]
+
+
+def reductions(dtype: str, op: str, divisor: int = 1) -> Kernel:
+    """The kernel of all reductions of a dtype by an op, with the divisor of some."""
+    found = DTYPES[dtype]
+    constants = {
+        "UNROLL": _UNROLL,
+        "ELEMENT": ELEMENTS[dtype],
+        "DTYPE": dtype,
+        "OP": op,
+        "DIVIDES": op == "sum" and found.divides,
+    }
+    # A fused multiply-add would round a complex product once less than the reference does.
+    options = {"enable_fp_fusion": False, **({} if found.itemsize == 1 else _BOUND)}
+    modes = 1 << mode(Kind.RUNS, WIDEST) | 1 << mode(Kind.RUNS, found.itemsize)
+    if found.itemsize <= MAX_GROUPED_BYTES:
+        modes |= 1 << mode(Kind.GROUPS, found.itemsize)
+    name = f"reduce {found.element_bytes}"
+    return Kernel(reduce_kernel, name, (divisor,), constants, options, (modes,))
 
 
 def reduce_slots(
@@ -212,8 +224,9 @@ def _reduce_if(
                 # The comparison is for the interpreter of Triton 3.9: of the rest it makes integers, which are no mask.
                 value = _widen(tl.load(elements, mask=(inside & is_there) != 0), DTYPE)
                 total = tl.where(is_there, _combine(total, value, OP, DTYPE), total)
-        if DIVIDES:
-            total = _divide(total, divisor, DTYPE)
+        if DIVIDES:  # noqa: SIM102  one is compiled, the other runs
+            if divisor != 1:
+                total = _divide(total, divisor, DTYPE)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
         tl.store(targets, _narrow(total, DTYPE), mask=inside)

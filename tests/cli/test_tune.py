@@ -75,9 +75,24 @@ def test_the_fastest_choices_are_recorded_beside_other_devices(pretended_gpu, tm
     found = json.loads(path.read_text())
     assert list(found) == ["default", "Pretended GPU"]
     best = Choice(512, 4, 80)._asdict()
-    assert found["Pretended GPU"] == {
-        "reduce 8": [{"width": width, "max_dims": dims, **best} for width in (16, 8) for dims in (1, 2, 17)]
-    }
+    assert found["Pretended GPU"] == {"reduce 8": [{"width": 16, "max_dims": 17, **best}]}
+
+
+def test_kernels_are_compiled_for_a_gpu_that_is_not_there(monkeypatch, tmp_path):
+    """tests/kernels/test_specializations.py compiles one."""
+    ahead_of_time = pytest.importorskip("tritondt.kernels.gpu.ahead_of_time", reason="Triton is not installed")
+    asked = []
+
+    def compile_all(architecture, jobs):
+        asked.append((architecture, jobs))
+        return 75
+
+    monkeypatch.setattr(ahead_of_time, "compile_all", compile_all)
+    result = CliRunner().invoke(main, ["tune", "--architecture", "90", "--jobs", "3", "--output", str(tmp_path / "x")])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("75 kernels compiled for sm_90 in ")
+    assert asked == [(90, 3)]
+    assert not (tmp_path / "x").exists()
 
 
 def test_a_device_that_is_not_there_is_refused(pretended_gpu):

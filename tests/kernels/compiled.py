@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritondt.kernels.gpu.box_table import mode
-from tritondt.kernels.gpu.cast_boxes import NO_SCALES, READ_AS, DtypePair
-from tritondt.kernels.gpu.copy_boxes import copy_kernel
-from tritondt.kernels.gpu.device_table import compiler_options
-from tritondt.kernels.gpu.pieces import Kind
-from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel
-from tritondt.kernels.gpu.scales import scale_kernel
+from tritondt.kernels.gpu.device_table import Form, Kernel, compiler_options
 from tritondt.kernels.gpu.tuning import Choice, choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -35,88 +28,24 @@ class Compiled(NamedTuple):
     spilled_bytes: int
 
 
-def compile_copy(kind: Kind, width: int, num_dims: int, architecture: int, *more: tuple[Kind, int]) -> Compiled:
-    """The copy kernel as it is launched for pieces of one mode, or of several."""
-    choice = choose("default", "copy", width, num_dims)
-    modes = _modes((kind, width), *more)
-    constants = {"NUM_POINTERS": 2, "NUM_DIMS": num_dims, "MODES": modes, "BLOCK": choice.block}
-    return _compile(copy_kernel, constants, architecture, choice, {})
+def compile_kernel(kernel: Kernel, modes: int, num_dims: int, architecture: int, num_pointers: int = 8) -> Compiled:
+    """A kernel as it is launched for a class of modes, on a GPU that nobody has tuned for."""
+    choice = choose("default", kernel.name, kernel.width, num_dims)
+    form = Form(modes, num_dims, num_pointers, choice.block)
+    return _compile(kernel, form.constants(kernel), architecture, choice)
 
 
-def compile_cast(
-    source: str,
-    target: str,
-    kind: Kind,
-    lanes: int,
-    num_dims: int,
-    architecture: int,
-    *more: tuple[Kind, int],
-    scales: int = NO_SCALES,
-) -> Compiled:
-    """The cast kernel as it is launched for pieces of so many elements at a time, or for several such modes."""
-    kernel = DtypePair(source, target).kernel(scales)
-    choice = choose("default", kernel.name, lanes, num_dims)
-    constants = {
-        "NUM_POINTERS": 4 if scales else 2,
-        "NUM_DIMS": num_dims,
-        "MODES": _modes((kind, lanes), *more),
-        "BLOCK": choice.block,
-        **kernel.constants,
-    }
-    return _compile(kernel.function, constants, architecture, choice, kernel.options)
-
-
-def compile_scale(source: str, target: str, kind: Kind, lanes: int, num_dims: int, architecture: int) -> Compiled:
-    """The kernel that finds the scales of boxes that become fp8."""
-    choice = choose("default", "cast", lanes, num_dims)
-    constants = {
-        "NUM_POINTERS": 4,
-        "NUM_DIMS": num_dims,
-        "MODES": 1 << mode(kind, lanes),
-        "BLOCK": choice.block,
-        "SOURCE": source,
-        "TARGET": target,
-        "READ": READ_AS[source],
-    }
-    return _compile(scale_kernel, constants, architecture, choice, {})
-
-
-def compile_reduction(
-    dtype: str, op: str, kind: Kind, width: int, num_dims: int, architecture: int, *, divides: bool = False
-) -> Compiled:
-    """The reduction kernel as it is launched for five slots or more."""
-    choice = choose("default", f"reduce {ELEMENTS[dtype].primitive_bitwidth // 8}", width, num_dims)
-    constants = {
-        "NUM_POINTERS": 2,
-        "NUM_DIMS": num_dims,
-        "MODES": 1 << mode(kind, width),
-        "BLOCK": choice.block,
-        "UNROLL": 4,
-        "ELEMENT": ELEMENTS[dtype],
-        "DTYPE": dtype,
-        "OP": op,
-        "DIVIDES": divides,
-    }
-    return _compile(reduce_kernel, constants, architecture, choice, {"enable_fp_fusion": False})
-
-
-def _modes(*pieces: tuple[Kind, int]) -> int:
-    """A bit for the mode of each kind of piece."""
-    return sum({1 << mode(*piece) for piece in pieces})
-
-
-def _compile(
-    kernel: Any, constants: dict[str, Any], architecture: int, choice: Choice, options: Mapping[str, Any]
-) -> Compiled:
-    arguments = dict.fromkeys(kernel.arg_names, "i32") | {
+def _compile(kernel: Kernel, constants: dict[str, Any], architecture: int, choice: Choice) -> Compiled:
+    function = kernel.function
+    arguments = dict.fromkeys(function.arg_names, "i32") | {
         "table": "*i64",
         "pointers": ("i64",) * constants["NUM_POINTERS"],
     }
-    signature = {name: "constexpr" if name in constants else arguments[name] for name in kernel.arg_names}
-    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    signature = {name: "constexpr" if name in constants else arguments[name] for name in function.arg_names}
+    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
     # The table starts at a multiple of 16, as all that the allocator gives does.
-    source = ASTSource(kernel, signature, places, {(0,): [["tt.divisibility", 16]]})
-    options = compiler_options(options, constants["NUM_DIMS"], choice)
+    source = ASTSource(function, signature, places, {(0,): [["tt.divisibility", 16]]})
+    options = compiler_options(kernel.options, constants["NUM_DIMS"], choice.num_warps)
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     ptx = made.asm["ptx"]
     usage = _resource_usage(made.asm["cubin"])

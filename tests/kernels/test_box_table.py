@@ -115,11 +115,13 @@ def test_tiles_of_random_tables_cover_all_units(seed):
     pieces = copies(*boxes)
     if not pieces:
         return
-    ((pointers, members),) = by_pointers(pieces)
-    table = box_table(pointers, members, 256)
-    assert table.num_tiles == sum(num_tiles(piece, 256) for piece in members)
-    assert sorted(map(id, members)) == sorted(map(id, pieces))
-    assert len(table.cells) == table.num_pieces * (HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims)
+    groups = by_pointers(pieces)
+    assert sorted(id(piece) for _, members in groups for piece in members) == sorted(map(id, pieces))
+    for pointers, members in groups:
+        table = box_table(pointers, members, 256)
+        assert table.num_tiles == sum(num_tiles(piece, 256) for piece in members)
+        assert len(table.cells) == table.num_pieces * (HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims)
+        assert len({piece.kind in (Kind.TILES, Kind.WIDE_TILES) for piece in members}) == 1
 
 
 def test_tables_of_many_tensors_take_several_launches():

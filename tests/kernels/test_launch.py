@@ -14,11 +14,12 @@ from tests.kernels.recording_driver import STREAM, RecordingDriver
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.gpu import device_table
 from tritondt.kernels.gpu.box_table import box_table, by_pointers
-from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copy_boxes, copy_kernel
-from tritondt.kernels.gpu.device_table import Kernel, Launch, Shared
+from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copies, copy_boxes, copy_kernel
+from tritondt.kernels.gpu.device_table import Launch, Shared
 from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
 from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
-from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel
+from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel, reductions
+from tritondt.kernels.gpu.specialization import DIMS
 from tritondt.kernels.gpu.tuning import Choice
 
 CHOICE = Choice(512, 4, 10)
@@ -38,28 +39,29 @@ def recording(monkeypatch):
 
 def made_launch(kernel, pieces):
     ((pointers, members),) = by_pointers(pieces)
-    table = box_table(pointers, members, CHOICE.block)
+    table = box_table(pointers, members, CHOICE.block, DIMS[0])
     return table, Launch(kernel, table, range(len(pointers)), torch.device("cpu"), CHOICE)
 
 
 def test_a_copy_is_launched_with_its_arguments_in_order(recording):
     boxes = [CopyBox(0, 0, 0, 16 * k, 16, (9,), (1,), (1,)) for k in range(3)]
     pieces = [piece for box in boxes for piece in copy_pieces(copy_nest(0, box))]
-    table, launch = made_launch(Kernel(copy_kernel, "copy", (), {}, {}), pieces)
+    table, launch = made_launch(copies(), pieces)
     assert recording.launches == []
     addresses = (1 << 45, 1 << 46)
     launch.run(addresses)
     (found,) = recording.launches
     assert found.pop("table").tolist() == list(table.cells)
+    padded = found.pop("pointers")
+    assert padded == (*addresses, *[addresses[0]] * 6)
     assert found == {
         "grid": (3, 1, 1),
         "stream": STREAM,
-        "pointers": tuple(addresses),
         "num_pieces": 3,
         "num_bisections": 2,
         "num_tiles": 3,
-        "NUM_POINTERS": 2,
-        "NUM_DIMS": 1,
+        "NUM_POINTERS": 8,
+        "NUM_DIMS": 4,
         "MODES": 16,
         "BLOCK": 512,
     }
@@ -67,21 +69,20 @@ def test_a_copy_is_launched_with_its_arguments_in_order(recording):
 
 def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
     box = ReduceBox(0, 0, (4 * 512 * 11,), (1,), (Slot(0, 0, (1,)), Slot(1, 0, (1,))))
-    constants = {"UNROLL": 1, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
-    kernel = Kernel(reduce_kernel, "reduce 4", (3,), constants, {"enable_fp_fusion": False})
+    kernel = reductions("float32", "sum", 3)
     _, launch = made_launch(kernel, list(run_pieces(reduce_nest(0, box, 4), Grain())))
     launch.run((1 << 45, 1 << 46, 1 << 47))
     (found,) = recording.launches
     assert found["grid"] == (CHOICE.max_ctas, 1, 1)
-    # Three pointers are padded to four.
-    assert found["pointers"] == (1 << 45, 1 << 46, 1 << 47, 1 << 45)
+    assert found["pointers"] == (1 << 45, 1 << 46, 1 << 47, *[1 << 45] * 5)
     assert (found["divisor"], found["num_pieces"], found["num_bisections"], found["num_tiles"]) == (3, 1, 0, 11)
+    constants = {"UNROLL": 4, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
     assert {name: found[name] for name in constants} == constants
 
 
 def test_launches_again_without_touching_a_tensor(recording):
     (piece,) = copy_pieces(copy_nest(0, CopyBox(0, 0, 0, 0, 16, (9,), (1,), (1,))))
-    _, launch = made_launch(Kernel(copy_kernel, "copy", (), {}, {}), [piece])
+    _, launch = made_launch(copies(), [piece])
     launch.run((1 << 45, 1 << 46))
 
     class NoTorch(torch.overrides.TorchFunctionMode):
@@ -92,7 +93,7 @@ def test_launches_again_without_touching_a_tensor(recording):
         launch.run((1 << 46, 1 << 47))
     first, second = recording.launches
     assert first["table"] is second["table"]
-    assert second["pointers"] == (1 << 46, 1 << 47)
+    assert second["pointers"][:2] == (1 << 46, 1 << 47)
 
 
 def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -14,9 +16,10 @@ from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
 from tritondt.kernels.gpu.device_time import device_seconds
 from tritondt.kernels.gpu.tuning import PATH, Choice, Entry, record
 
-# What is tuned at so many dims holds for up to so many more.
-_DIMS = {1: 1, 2: 2, 4: 17}
-_WIDTHS = (16, 8, 4, 2, 1)
+# What is tuned at so many dims holds for up to so many more: kernels are compiled for 4 dims at least.
+_DIMS = {4: 17}
+# Of all widths that are in one kernel, the widest is timed.
+_WIDTHS = (16,)
 _BLOCKS = (256, 512, 1024, 2048)
 _NUM_WARPS = (4, 8)
 _PROGRAMS_PER_PROCESSOR = (2, 4, 8, 16)
@@ -27,7 +30,7 @@ _DTYPES = {"reduce 1": "int8", "reduce 2": "bfloat16", "reduce 4": "float32", "r
 _CASTS = {"cast": (torch.float32, torch.bfloat16), "cast to float64": (torch.bfloat16, torch.float64)}
 _KERNELS = ("copy", *_CASTS, *_DTYPES)
 # Elements at a time of such casts; 16, which only fp8 has, is not tuned.
-_CAST_WIDTHS = (8, 4, 2, 1)
+_CAST_WIDTHS = (8, 4)
 
 Timer = Callable[[Choice], float]
 
@@ -37,12 +40,26 @@ Timer = Callable[[Choice], float]
 @click.option("--kernel", "kernels", multiple=True, type=click.Choice(_KERNELS), help="Only this one.  [default: all]")
 @click.option("--mebibytes", type=click.IntRange(1), default=256, show_default=True, help="What one run writes.")
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), default=PATH, help="The file to change.")
-def tune(device: int, kernels: tuple[str, ...], mebibytes: int, output: Path) -> None:
+@click.option(
+    "--architecture", type=click.IntRange(80), help="Compile for it, such as 90 for an H100, and time nothing."
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), default=os.cpu_count(), help="Compilations at a time.  [default: cores]"
+)
+def tune(
+    device: int, kernels: tuple[str, ...], mebibytes: int, output: Path, architecture: int | None, jobs: int
+) -> None:
     """Time the kernels on a GPU under every choice, and record the fastest.
 
     They are recorded under the name of the device in the file that ships with the package, or in --output;
-    what other devices have there stays. Takes minutes, most of them for compiling.
+    what other devices have there stays. Takes minutes, most of them for compiling. With --architecture, the kernels
+    are compiled into Triton's cache (TRITON_CACHE_DIR) for a GPU that need not be there, as nobody has tuned it.
     """
+    if architecture is not None:
+        started = time.monotonic()
+        count = importlib.import_module("tritondt.kernels.gpu.ahead_of_time").compile_all(architecture, jobs)
+        click.echo(f"{count} kernels compiled for sm_{architecture} in {time.monotonic() - started:.0f} s")
+        return
     if not torch.cuda.is_available():
         raise click.ClickException(f"tune needs a CUDA device, and torch {torch.__version__} sees none")
     if not 0 <= device < torch.cuda.device_count():
@@ -69,12 +86,10 @@ def cases(kernel: str) -> Iterator[tuple[int, int]]:
     """Widths and numbers of dims that a kernel is tuned for.
 
     >>> list(cases("reduce 8"))
-    [(16, 1), (16, 2), (16, 4), (8, 1), (8, 2), (8, 4)]
+    [(16, 4)]
     """
-    narrowest = int(kernel.split()[1]) if kernel in _DTYPES else 1
     for width in _CAST_WIDTHS if kernel in _CASTS else _WIDTHS:
-        if width >= narrowest:
-            yield from ((width, num_dims) for num_dims in _DIMS)
+        yield from ((width, num_dims) for num_dims in _DIMS)
 
 
 def fastest(seconds_of: Timer, candidates: Sequence[int]) -> tuple[Choice, float]:

@@ -83,8 +83,8 @@ def test_wide_and_narrow_rows(dtype, op, divisor):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_groups_of_units_that_hold_several_elements(dtype):
-    # Rows 4 bytes apart from a multiple of 16: units of 4 bytes, groups of 64 of them.
+def test_groups_of_single_elements(dtype):
+    # Rows 4 bytes apart from a multiple of 16: units of an element, groups of 64 of them.
     torch_dtype = getattr(torch, dtype)
     elements = 4 // torch_dtype.itemsize
     stride = 101 * elements
@@ -93,7 +93,7 @@ def test_groups_of_units_that_hold_several_elements(dtype):
     sources = [random_values(3 * stride + 9, torch_dtype) for _ in range(2)]
     table = assert_reduces_as_reference(boxes, sources, [random_values(3 * stride + 9, torch_dtype)], "sum", 1)
     (piece,) = table.pieces(table.nests)
-    assert (piece.kind, piece.width) == (Kind.GROUPS, 4)
+    assert (piece.kind, piece.width) == (Kind.GROUPS, torch_dtype.itemsize)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
