@@ -10,6 +10,7 @@ import tritondt as T
 from tests.harness.oracle.cases import Case, failure_text, inputs_of, random_case
 from tritondt import events, identity
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
 from tritondt.sharding.layout import Layout
@@ -125,3 +126,18 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
     monkeypatch.setattr("tritondt.planning.step_chart.importlib.import_module", missing)
     with pytest.raises(ImportError, match="needs matplotlib, which is not installed: pip install matplotlib"):
         explain_layouts(source, target, 4, CostTable()).plot()
+
+
+@pytest.mark.parametrize(("shape", "num_bytes"), [((4097, 4099), 3 * 2 * 1024 * 4099), ((4096, 4096), 0)])
+def test_explain_tells_what_is_packed_for_alignment(shape: tuple[int, int], num_bytes: int) -> None:
+    """Rows of 4099 bfloat16: the rank's own are aligned, and those of three others land between multiples of 16."""
+    source, target = (Layout((4,), T.parse_placements(text), shape) for text in ("S0", "R"))
+    dense = explain_layouts(source, target, 2, CostTable(), (0,))
+    found = explain_layouts(source, target, 2, CostTable(), (0,), alignment=NCCL_ALIGNMENT)
+    (step,) = found.steps
+    assert step.aligned_bytes == step.staged_bytes == num_bytes
+    assert (dense.steps[0].aligned_bytes, dense.steps[0].staged_bytes) == (0, 0)
+    assert found.received_bytes == dense.received_bytes
+    line = f"{num_bytes:,} temporary bytes are for alignment: of messages that start between multiples of 16 bytes"
+    assert (line in str(found)) == (num_bytes > 0)
+    assert "alignment" not in str(dense)

@@ -1,5 +1,6 @@
 """Where messages may start in memory: each rank's own decision, which changes no message and no result."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -8,7 +9,6 @@ class Alignment(NamedTuple):
 
     A message in a buffer starts at a multiple of `buffered`. One of at least `large_bytes` that is one run of a tensor
     is sent from there, and lands there, only where it starts at a multiple of `in_place`; else it goes by the buffer.
-    Tensors themselves start at multiples of both.
     """
 
     buffered: int
@@ -24,8 +24,19 @@ class Alignment(NamedTuple):
         step = max(self.buffered, itemsize)
         return -(-filled // step) * step
 
+    def behind(self, pointers: Sequence[int]) -> tuple[int, ...]:
+        """Bytes by which tensors start behind multiples of `in_place`; empty where none does.
+
+        >>> NCCL_ALIGNMENT.behind([4096, 8200]), NCCL_ALIGNMENT.behind([4096, 8192])
+        ((0, 8), ())
+        """
+        joined = 0
+        for pointer in pointers:
+            joined |= pointer
+        return tuple([pointer % self.in_place for pointer in pointers]) if joined % self.in_place else ()
+
     def keeps_in_place(self, start: int, num_bytes: int) -> bool:
-        """Whether a message of one run, at byte `start` of a tensor, goes without the buffer.
+        """Whether a message of one run, at byte `start` from a multiple of 16, goes without the buffer.
 
         >>> [NCCL_ALIGNMENT.keeps_in_place(8, num_bytes) for num_bytes in (1 << 10, 1 << 20)]
         [True, False]

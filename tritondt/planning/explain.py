@@ -7,6 +7,7 @@ from html import escape
 from math import prod
 from typing import Any, NamedTuple
 
+from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
@@ -24,8 +25,9 @@ class StepReport:
 
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
     arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
-    dtype than the tensor. `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has
-    temporary memory for those messages.
+    dtype than the tensor, or start where the transport moves bytes slowly: `aligned_bytes` are of such messages.
+    `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has temporary memory for
+    those messages.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class StepReport:
     staged_bytes: int
     seconds: float
     slot_bytes: int = 0
+    aligned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +128,19 @@ class Explanation:
         return (
             f"peak temporary {self.peak_bytes:,} bytes; {self.num_peers} peers, "
             f"first connections {self.first_connections_seconds * 1e3:.1f} ms"
-        ) + "".join(f"\n{line}" for line in (self._slots(), self.reason) if line)
+        ) + "".join(f"\n{line}" for line in (self._slots(), self.reason, self._why_packed()) if line)
 
     def _slots(self) -> str:
         """What the steps pack where peers read it; nothing where all messages are sent."""
         most = max((step.slot_bytes for step in self.steps), default=0)
         return f"up to {most:,} bytes packed in a slot of shared memory, where peers read them" if most else ""
+
+    def _why_packed(self) -> str | None:
+        """Why messages that are one run of memory go by a buffer; None where none does."""
+        num_bytes = sum(step.aligned_bytes for step in self.steps)
+        if num_bytes == 0:
+            return None
+        return f"{num_bytes:,} temporary bytes are for alignment: of messages that start between multiples of 16 bytes"
 
 
 def _cells(step: StepReport) -> tuple[str, ...]:
@@ -171,11 +181,12 @@ def explain_layouts(
     *,
     wire_itemsize: int | None = None,
     scale_bytes: int = 0,
+    alignment: Alignment = DENSE,
 ) -> Explanation:
     """Explanation of a redistribution for the rank at `coordinate` (default: the first), from layouts alone.
 
-    `wire_itemsize` is given where messages hold narrower elements than the tensor, `scale_bytes` where each box has a
-    scale.
+    `alignment` is the transport's; local tensors start at multiples of it. `wire_itemsize` is given where messages hold
+    narrower elements than the tensor, `scale_bytes` where each box has a scale.
 
     >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
@@ -193,7 +204,8 @@ def explain_layouts(
         wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
         if wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
-            reports.append(step_report(step, found, step_blocks(step, at), itemsize, seconds, longest))
+            stored = step_blocks(step, at)
+            reports.append(step_report(step, found, stored, itemsize, seconds, longest, alignment))
         else:
             reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
     peak = 0
@@ -220,6 +232,7 @@ def step_report(
     itemsize: int,
     seconds: float,
     longest_in_slot: int = 0,
+    alignment: Alignment = DENSE,
 ) -> StepReport:
     """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
 
@@ -227,17 +240,33 @@ def step_report(
     """
     source_blocks, target_blocks = stored
     limit = longest_in_slot // itemsize
-    in_slot = {message.parts: message.numel for message in found.sends if message.numel <= limit}
+    in_slot = {message.parts: message.numel * itemsize for message in found.sends if message.numel <= limit}
     leaving = [message for message in found.sends if message.numel > limit]
     arriving = [message for message in found.receives if message.numel > limit]
-    packed = sum(message.numel for message in leaving if not is_one_run(source_blocks, message))
-    staged = sum(
-        message.numel for message in arriving if step.kind == "reduce" or not is_one_run(target_blocks, message)
+    sent, received, left, arrived = (
+        sum(message.numel for message in messages) * itemsize
+        for messages in (found.sends, found.receives, leaving, arriving)
     )
-    sent, received = (sum(message.numel for message in messages) for messages in (found.sends, found.receives))
-    counts = (sent, received, packed, staged, sum(in_slot.values()))
-    num_bytes = _Bytes(*(count * itemsize for count in counts))
+    in_place, landing, aligned = 0, 0, 0
+    for message in leaving:
+        here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
+        in_place, aligned = in_place + here, aligned + there
+    for message in arriving if step.kind != "reduce" else ():
+        here, there = _in_place_bytes(target_blocks, message, itemsize, alignment)
+        landing, aligned = landing + here, aligned + there
+    num_bytes = _Bytes(sent, received, left - in_place, arrived - landing, sum(in_slot.values()), aligned)
     return _step_report(step, found, num_bytes, seconds)
+
+
+def _in_place_bytes(
+    stored: tuple[Block, ...], message: Message, itemsize: int, alignment: Alignment
+) -> tuple[int, int]:
+    """Bytes of a message that goes without a buffer, and of one that would but for where it starts."""
+    num_bytes = message.numel * itemsize
+    offset = contiguous_offset(stored, message.parts[0].region) if len(message.parts) == 1 else None
+    if offset is None:
+        return 0, 0
+    return (num_bytes, 0) if alignment.keeps_in_place(offset * itemsize, num_bytes) else (0, num_bytes)
 
 
 class WireSize(NamedTuple):
@@ -278,6 +307,7 @@ class _Bytes(NamedTuple):
     packed: int
     staged: int
     in_slot: int = 0
+    aligned: int = 0
 
 
 def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
@@ -293,12 +323,8 @@ def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float)
         staged_bytes=num_bytes.staged,
         seconds=seconds,
         slot_bytes=num_bytes.in_slot,
+        aligned_bytes=num_bytes.aligned,
     )
-
-
-def is_one_run(stored: tuple[Block, ...], message: Message) -> bool:
-    """Whether a message lies in storage as one run, which needs no copy."""
-    return len(message.parts) == 1 and contiguous_offset(stored, message.parts[0].region) is not None
 
 
 def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, itemsize: int) -> int:

@@ -11,6 +11,7 @@ from tritondt.comm.communicator import Communicator
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
 from tritondt.errors import LocalTensorError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
+from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import renumber_peers
 from tritondt.planning.explain import Explanation, WireSize, explain_layouts
@@ -112,6 +113,7 @@ def explain(
         source.coordinate,
         wire_itemsize=None if wire is None else wire.itemsize,
         scale_bytes=scale_bytes,
+        alignment=NCCL_ALIGNMENT if source.mesh.device_type == "cuda" else DENSE,
     )
 
 

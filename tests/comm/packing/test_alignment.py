@@ -7,7 +7,7 @@ import torch
 
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.packing.messages import Slices
-from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
+from tritondt.comm.packing.packed_transfer import PackedTransfer, TensorStarts, packed_transfer
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
@@ -92,3 +92,17 @@ def test_each_transport_has_its_own() -> None:
     assert SocketCommunicator.alignment == DENSE
     assert math.gcd(*NCCL_ALIGNMENT[:2]) == 16
     assert Alignment(64, 16, 0).start(0, 4) == 0
+
+
+@pytest.mark.parametrize(("source", "target"), [("S0", "R"), ("R", "S0"), ("P", "R"), ("S0", "S1")])
+def test_tensors_that_start_elsewhere_are_packed_where_they_do(source: str, target: str) -> None:
+    """A local tensor may be a view, and then starts between multiples of 16, which no plan knows of."""
+    for transfer in transfers(4, (1024, 1024), source, target):
+        usual = packed_transfer(transfer, NCCL_ALIGNMENT)
+        for past in (2, 8):
+            starts = TensorStarts((past,), (past,))
+            found = packed_transfer(transfer, NCCL_ALIGNMENT, starts)
+            assert sizes_of(found.sends) == sizes_of(usual.sends)
+            assert sizes_of(found.receives) == sizes_of(usual.receives)
+            for one in (*found.sends, *found.receives):
+                assert one.tensor is None or (one.start + past) % 16 == 0 or one.num_bytes < NCCL_ALIGNMENT.large_bytes

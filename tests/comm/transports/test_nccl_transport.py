@@ -316,3 +316,25 @@ def test_options_of_communicators() -> None:
             assert isinstance(outcome, Failure)
             assert outcome.kind == "WorldError"
             assert outcome.text.startswith("TRITONDT_NCCL_OPTIONS='max_ctas=4' is set; allowed is a JSON object")
+
+
+def gather_a_view(rank: int) -> list[Any]:
+    """A large tensor in rows, gathered from where its rows start `past` elements behind a multiple of 16 bytes."""
+    mesh = T.Mesh((2,))
+    whole = torch.arange(2.0**16).reshape(256, 256)
+    found = []
+    for past in (0, 1, 1, 4):
+        room = torch.empty(128 * 256 + 16)
+        first = past + -(room.data_ptr() // 4) % 4
+        local = room[first : first + 128 * 256].view(128, 256)
+        local.copy_(whole[128 * rank : 128 * rank + 128])
+        rows = T.DTensor.from_local(local, mesh, [T.Shard(0)])
+        result = rows.redistribute(placements=[T.Replicate()])
+        torch.testing.assert_close(result.to_local(), whole, rtol=0, atol=0)
+        communicator: Any = world.current().communicator(mesh.ranks)
+        found.append(sum(map(len, communicator._realigned.values())))
+    return found
+
+
+def test_a_tensor_between_multiples_of_16_bytes_is_packed_first(two_ranks: GlooRanks) -> None:
+    assert two_ranks.run(gather_a_view) == [[0, 1, 1, 1]] * 2

@@ -67,12 +67,24 @@ class Term(NamedTuple):
     stored: Blocks
 
 
-def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE) -> PackedTransfer:
-    """A transfer compiled to messages and tables, which do not change from call to call."""
+class TensorStarts(NamedTuple):
+    """Bytes by which a transfer's tensors start behind multiples of an alignment; empty where all start at some."""
+
+    sources: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
+
+
+ALIGNED = TensorStarts()
+
+
+def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE, starts: TensorStarts = ALIGNED) -> PackedTransfer:
+    """A transfer compiled to messages and tables, which do not change from call to call on tensors that start alike."""
     exchange = transfer.exchange
-    sends, packed_bytes, leaving = slices_of(transfer, exchange.sends, transfer.source_blocks, alignment, landing=False)
+    sends, packed_bytes, leaving = slices_of(
+        transfer, exchange.sends, transfer.source_blocks, alignment, starts.sources, landing=False
+    )
     receives, staged_bytes, arrived = slices_of(
-        transfer, exchange.receives, transfer.target_blocks, alignment, landing=True
+        transfer, exchange.receives, transfer.target_blocks, alignment, starts.targets, landing=True
     )
     packs = [box for found in leaving for box in _pack(transfer, found)]
     keeps = [box for part in exchange.keeps if moves(transfer, part) for box in _keep(transfer, part)]
@@ -102,6 +114,7 @@ def slices_of(
     messages: Sequence[Message],
     stored: Sequence[Blocks],
     alignment: Alignment = DENSE,
+    starts: Sequence[int] = (),
     *,
     landing: bool,
 ) -> tuple[Slices, int, list[Arrival]]:
@@ -114,7 +127,8 @@ def slices_of(
         if len(message.parts) == 1 and (not landing or moves(transfer, part)):
             offset = contiguous_offset(stored[part.tensor], part.region)
             start = 0 if offset is None else offset * transfer.dtypes[part.tensor].itemsize
-            if offset is not None and alignment.keeps_in_place(start, num_bytes):
+            behind = starts[part.tensor] if starts else 0
+            if offset is not None and alignment.keeps_in_place(behind + start, num_bytes):
                 slices.append(Slice(message.peer, part.tensor, start, num_bytes))
                 continue
         filled = alignment.start(filled, itemsize)

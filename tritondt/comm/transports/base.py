@@ -18,7 +18,7 @@ from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
-from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
+from tritondt.comm.packing.packed_transfer import PackedTransfer, TensorStarts, packed_transfer
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue
@@ -54,6 +54,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._traffic = Traffic()
         self._label = self._recorder.label(context.name)
         self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
+        self._realigned: WeakKeyDictionary[Transfer, dict[TensorStarts, PackedTransfer]] = WeakKeyDictionary()
         self._compares = context.compares
         made.add(self)
         for hook in on_made:
@@ -111,9 +112,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         try:
             if profiler._is_profiler_enabled:
                 with profiler.record_function(EXCHANGE_RANGE, transfer.description):
-                    self._move(sources, targets, plan, record, transfer.device)
+                    self._move(sources, targets, plan, record, transfer)
             else:
-                self._move(sources, targets, plan, record, transfer.device)
+                self._move(sources, targets, plan, record, transfer)
         except BaseException as error:
             self._record_failure(record, error)
             raise
@@ -125,12 +126,14 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         targets: Sequence[torch.Tensor],
         plan: PackedTransfer,
         record: ExchangeRecord,
-        device: torch.device,
+        transfer: Transfer,
     ) -> None:
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
+        if self.alignment.in_place > 1 and plan.casting is None:
+            plan = self._plan_at(transfer, plan, source_pointers, target_pointers)
         threads = torch.get_num_threads()
-        memory, staging, buffer, widened = self._buffers(plan, device)
+        memory, staging, buffer, widened = self._buffers(plan, transfer.device)
         self.sequence += 1
         if plan.sends or plan.receives:
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
@@ -151,6 +154,20 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             self._pack(plan, record, source_pointers, buffer, threads)
             self._keep(plan, source_pointers, buffer, target_pointers, threads)
             self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+
+    def _plan_at(
+        self, transfer: Transfer, plan: PackedTransfer, sources: Sequence[int], targets: Sequence[int]
+    ) -> PackedTransfer:
+        """`plan`, or one of the same messages that packs what would start at no multiple of the alignment."""
+        behind = self.alignment.behind([*sources, *targets])
+        if not behind:
+            return plan
+        starts = TensorStarts(behind[: len(sources)], behind[len(sources) :])
+        kept = self._realigned.setdefault(transfer, {})
+        found = kept.get(starts)
+        if found is None:
+            found = kept[starts] = packed_transfer(transfer, self.alignment, starts)
+        return found
 
     def _pack(
         self, plan: PackedTransfer, record: ExchangeRecord, sources: list[int], buffer: int, threads: int

@@ -56,14 +56,14 @@ class DirectCommunicator(SocketCommunicator):
         targets: Sequence[torch.Tensor],
         plan: PackedTransfer | DirectTransfer,
         record: ExchangeRecord,
-        device: torch.device,
+        transfer: Transfer,
     ) -> None:
         if isinstance(plan, PackedTransfer):
-            super()._move(sources, targets, plan, record, device)
+            super()._move(sources, targets, plan, record, transfer)
             return
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
-        memory, staging, buffer, _ = self._buffers(plan, device)
+        memory, staging, buffer, _ = self._buffers(plan, transfer.device)
         self.sequence += 1
         self._traffic.count(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
         self._recorder.state(record.entry, EXCHANGING)
