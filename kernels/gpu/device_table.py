@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
-from operator import or_
+from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +137,7 @@ class Launch:
         self._cells = Shared(table.cells, torch.int64, device)
         self._device = device if device.type == "cuda" else None
         num_pointers = rounded_up(len(places), POINTERS)
-        self._places = (*places, *[places[0]] * (num_pointers - len(places)))
-        self._is_in_order = self._places == tuple(range(num_pointers))
+        self._pointers_of = itemgetter(*places, *[places[0]] * (num_pointers - len(places)))
         bisections = (table.num_pieces - 1).bit_length()
         counts = (table.num_pieces, bisections, table.num_tiles)
         form = Form(class_of(table.modes, kernel.modes), table.num_dims, num_pointers, choice.block)
@@ -150,7 +149,7 @@ class Launch:
 
     def run(self, addresses: tuple[int, ...]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
-        pointers = addresses if self._is_in_order else tuple([addresses[place] for place in self._places])
+        pointers = self._pointers_of(addresses)
         if self._device is None:
             self._start(self._cells.values, pointers, *self._arguments)
             return
