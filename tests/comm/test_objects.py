@@ -16,6 +16,7 @@ def gather_without_numpy(rank: int) -> list[Any]:
         return gather_objects({"rank": rank, "text": "x" * (1000 * rank)})
 
 
+@pytest.mark.extended
 def test_objects_of_any_size_come_to_all_ranks() -> None:
     with GlooRanks(3) as ranks:
         found = ranks.run(gather_without_numpy)

@@ -13,6 +13,7 @@ import torch
 
 from tritondt.comm.work import Run, Work
 from tritondt.errors import WorldError
+from tritondt.planning.collectives import Collective
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.storage import Block
 from tritondt.sharding.placement import ReduceOp
@@ -36,6 +37,7 @@ class Transfer:
     where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
     exchange and differs between exchanges; `description` is what error messages say. All tensors are on `device`.
     With `wire_dtype` messages hold that dtype, a narrower one than all tensors have, and what stays is rounded alike.
+    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor.
     """
 
     exchange: Exchange
@@ -47,6 +49,7 @@ class Transfer:
     description: str
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
+    collective: Collective | None = None
 
 
 @dataclass(slots=True)

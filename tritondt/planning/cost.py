@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import inf, prod
 from typing import Any, TypeVar
 
+from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Step, common_cuts
@@ -42,6 +43,9 @@ class CostTable:
     whatever it moves: kernels that are launched. A form that brings a rank at most `one_shot_bytes` may be taken for
     its predicted time, though another one brings fewer; 0 for the fewest always. `arena_bytes` is the shared memory of
     a rank in a communicator, in which the others of its host read its messages; 0 where they are sent to them.
+    `collectives` are those of NCCL that may be taken for messages of our own: 0 none, 1 what has one result in any
+    order, 2 sums of floats of 32 bits and more as well, 3 those of 16 bits too, which it rounds at every addition. Each
+    takes `collective_launch_s`, and moves bytes `collective_speedup` times as fast as messages do on the same link.
     """
 
     device: Link = Link(2e-6, 400e9)
@@ -56,6 +60,9 @@ class CostTable:
     launch_s: float = 0.0
     one_shot_bytes: int = 0
     arena_bytes: int = 0
+    collectives: int = 0
+    collective_launch_s: float = 0.0
+    collective_speedup: float = 1.0
 
     def to_json(self) -> str:
         """Text of the table, the form in which ranks agree on one."""
@@ -112,7 +119,9 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
     is_number = isinstance(price, int | float) and not isinstance(price, bool) and 0 <= price < inf
     if name == "busy_share":
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
-    elif name in ("launch_s", "one_shot_bytes", "arena_bytes"):
+    elif name == "collectives":
+        is_allowed, allowed = price in (NONE, EXACT, WIDE, ALL) and is_number, "whole number from 0 to 3"
+    elif name in ("launch_s", "one_shot_bytes", "arena_bytes", "collective_launch_s"):
         is_allowed = is_number and of_kind(price) == price
         allowed = "whole number of 0 or more" if of_kind is int else "number of 0 or more"
     else:
@@ -133,6 +142,8 @@ class StepCost:
 
 def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     """Cost of a step whose elements have `itemsize` bytes."""
+    if step.collective is not None:
+        return _collective_cost(step.collective, itemsize, costs)
     if not step.moving_axes:
         copied = step.target.max_local_numel * itemsize
         return StepCost(0, 0.0, costs.launch_s + copied / costs.copy_bandwidth)
@@ -141,6 +152,13 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     received_bytes = received * itemsize
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, costs.launch_s + num_peers * link.latency_s + moving_s)
+
+
+def _collective_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
+    link, received = costs.link(collective.num_ranks), collective.moved_elements
+    copying_s = 0.0 if collective.is_dense else costs.launch_s + collective.numel * itemsize / costs.copy_bandwidth
+    moving_s = collective.num_hops * link.latency_s + received * itemsize / (link.bandwidth * costs.collective_speedup)
+    return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)
 
 
 def received_elements(step: Step) -> float:

@@ -1,47 +1,21 @@
 """Explanations of redistributions before anything moves: steps, bytes, messages, memory and predicted time."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.cost import CostTable, step_cost
-from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
-from tritondt.planning.planner import make_plan, why_more_bytes
+from tritondt.planning.planner import make_plan, why_collective, why_more_bytes
 from tritondt.planning.slots import longest_of
 from tritondt.planning.step_chart import step_chart
-from tritondt.planning.storage import Block, contiguous_offset, step_blocks
-from tritondt.sharding import intervals as regions
+from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, step_report
+from tritondt.planning.storage import step_blocks
 from tritondt.sharding.layout import Coordinate, Layout
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One step on one rank: exact messages and bytes, and the seconds that the cost table predicts for any rank.
-
-    `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
-    arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
-    dtype than the tensor, or start where the transport moves bytes slowly: `aligned_bytes` are of such messages.
-    `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has temporary memory for
-    those messages.
-    """
-
-    kind: str
-    source: str
-    target: str
-    num_sent: int
-    num_received: int
-    sent_bytes: int
-    received_bytes: int
-    packed_bytes: int
-    staged_bytes: int
-    seconds: float
-    slot_bytes: int = 0
-    aligned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +25,7 @@ class Explanation:
     `wire_itemsize` is the bytes of an element in messages, None where that is the tensor's own. Between two meshes
     `rank` is given, and `coordinate` is its coordinate in the target's mesh, or in the source's, or () outside of both.
     `first_connections_seconds` comes on top, once, for peers that this rank has never talked to. `reason` says why a
-    form was taken that brings more bytes than another; None for the fewest.
+    form was taken that brings more bytes than another, and why NCCL's collective was or was not; None without either.
     """
 
     source: str
@@ -182,11 +156,13 @@ def explain_layouts(
     wire_itemsize: int | None = None,
     scale_bytes: int = 0,
     alignment: Alignment = DENSE,
+    dtype: str = "",
 ) -> Explanation:
     """Explanation of a redistribution for the rank at `coordinate` (default: the first), from layouts alone.
 
     `alignment` is the transport's; local tensors start at multiples of it. `wire_itemsize` is given where messages hold
-    narrower elements than the tensor, `scale_bytes` where each box has a scale.
+    narrower elements than the tensor, `scale_bytes` where each box has a scale. `dtype` names the elements where NCCL
+    may move them by its collectives.
 
     >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
@@ -195,14 +171,17 @@ def explain_layouts(
     (24, 24, 3)
     """
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
-    plan = make_plan(source, target, itemsize if wire_itemsize is None else wire_itemsize, costs)
+    moved_itemsize = itemsize if wire_itemsize is None else wire_itemsize
+    plan = make_plan(source, target, moved_itemsize, costs, dtype)
     longest = longest_of(costs, prod(source.mesh_shape))
     reports, peers = [], set[int]()
     for step in plan.steps:
         found = step.exchange(at)
         peers.update(message.peer for message in (*found.sends, *found.receives))
         wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
-        if wire is None or not step.moving_axes:
+        if step.collective is not None:
+            reports.append(collective_report(step, step.collective, itemsize, costs))
+        elif wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
             stored = step_blocks(step, at)
             reports.append(step_report(step, found, stored, itemsize, seconds, longest, alignment))
@@ -211,6 +190,7 @@ def explain_layouts(
     peak = 0
     for step, report in zip(plan.steps, reports, strict=True):
         peak = max(peak, report.packed_bytes + report.staged_bytes + _between_bytes(plan.steps, step, at, itemsize))
+    reasons = why_more_bytes(plan, moved_itemsize, costs), why_collective(plan, moved_itemsize, costs, dtype)
     return Explanation(
         source=str(source),
         target=str(target),
@@ -221,109 +201,7 @@ def explain_layouts(
         num_peers=len(peers),
         first_connections_seconds=len(peers) * costs.first_connection_s,
         wire_itemsize=wire_itemsize,
-        reason=why_more_bytes(plan, itemsize if wire_itemsize is None else wire_itemsize, costs),
-    )
-
-
-def step_report(
-    step: Step,
-    found: Exchange,
-    stored: tuple[tuple[Block, ...], tuple[Block, ...]],
-    itemsize: int,
-    seconds: float,
-    longest_in_slot: int = 0,
-    alignment: Alignment = DENSE,
-) -> StepReport:
-    """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
-
-    Messages of at most `longest_in_slot` bytes go through a slot, in which those that several peers receive lie once.
-    """
-    source_blocks, target_blocks = stored
-    limit = longest_in_slot // itemsize
-    in_slot = {message.parts: message.numel * itemsize for message in found.sends if message.numel <= limit}
-    leaving = [message for message in found.sends if message.numel > limit]
-    arriving = [message for message in found.receives if message.numel > limit]
-    sent, received, left, arrived = (
-        sum(message.numel for message in messages) * itemsize
-        for messages in (found.sends, found.receives, leaving, arriving)
-    )
-    in_place, landing, aligned = 0, 0, 0
-    for message in leaving:
-        here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
-        in_place, aligned = in_place + here, aligned + there
-    for message in arriving if step.kind != "reduce" else ():
-        here, there = _in_place_bytes(target_blocks, message, itemsize, alignment)
-        landing, aligned = landing + here, aligned + there
-    num_bytes = _Bytes(sent, received, left - in_place, arrived - landing, sum(in_slot.values()), aligned)
-    return _step_report(step, found, num_bytes, seconds)
-
-
-def _in_place_bytes(
-    stored: tuple[Block, ...], message: Message, itemsize: int, alignment: Alignment
-) -> tuple[int, int]:
-    """Bytes of a message that goes without a buffer, and of one that would but for where it starts."""
-    num_bytes = message.numel * itemsize
-    offset = contiguous_offset(stored, message.parts[0].region) if len(message.parts) == 1 else None
-    if offset is None:
-        return 0, 0
-    return (num_bytes, 0) if alignment.keeps_in_place(offset * itemsize, num_bytes) else (0, num_bytes)
-
-
-class WireSize(NamedTuple):
-    """Bytes of an element in the tensor and in messages, and of the scale of a box in messages."""
-
-    itemsize: int
-    wire_itemsize: int
-    scale_bytes: int
-
-    def num_bytes(self, parts: Iterable[Part]) -> int:
-        """Bytes that parts take in messages."""
-        return sum(
-            part.numel * self.wire_itemsize + regions.num_boxes(part.region) * self.scale_bytes for part in parts
-        )
-
-
-def cast_report(step: Step, found: Exchange, wire: WireSize, seconds: float) -> StepReport:
-    """Report of a step whose messages have another dtype: sends and keeps are packed, those that several receive once.
-
-    Terms of a reduction are staged as they come, and as wide as the tensor.
-    """
-    packed = {*(message.parts for message in found.sends), *((part,) for part in found.keeps)}
-    arriving = [part for message in found.receives for part in message.parts]
-    received = wire.num_bytes(arriving)
-    widened = 0
-    if step.kind == "reduce":
-        widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
-    sent = sum(wire.num_bytes(message.parts) for message in found.sends)
-    num_bytes = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
-    return _step_report(step, found, num_bytes, seconds)
-
-
-class _Bytes(NamedTuple):
-    """Bytes of one step on one rank, for a StepReport."""
-
-    sent: int
-    received: int
-    packed: int
-    staged: int
-    in_slot: int = 0
-    aligned: int = 0
-
-
-def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
-    return StepReport(
-        kind=step.kind,
-        source=str(step.source),
-        target=str(step.target),
-        num_sent=len(found.sends),
-        num_received=len(found.receives),
-        sent_bytes=num_bytes.sent,
-        received_bytes=num_bytes.received,
-        packed_bytes=num_bytes.packed,
-        staged_bytes=num_bytes.staged,
-        seconds=seconds,
-        slot_bytes=num_bytes.in_slot,
-        aligned_bytes=num_bytes.aligned,
+        reason="\n".join(filter(None, reasons)) or None,
     )
 
 

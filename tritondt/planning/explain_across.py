@@ -4,8 +4,9 @@ from math import prod
 
 from tritondt.planning.across import PlanAcross, StepAcross
 from tritondt.planning.cost import CostTable
-from tritondt.planning.explain import Explanation, WireSize, cast_report, step_report
+from tritondt.planning.explain import Explanation
 from tritondt.planning.slots import longest_of
+from tritondt.planning.step_report import WireSize, cast_report, step_report
 from tritondt.sharding.coordinates import ranks_text
 from tritondt.sharding.layout import Coordinate, Layout
 

@@ -4,11 +4,12 @@ A plan depends on the two layouts, the element kind and the agreed costs, never 
 makes the same one. What one rank does in a step is `Step.exchange(coordinate)`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Literal
 
+from tritondt.planning.collectives import Collective
 from tritondt.planning.exchange import Exchange, Message, Route, exchange
 from tritondt.planning.flat_pieces import FlatPieces, Holding
 from tritondt.sharding.layout import Coordinate, Layout
@@ -23,12 +24,13 @@ class Step:
 
     exchange: every rank receives what it lacks. reduce: terms of a Partial are added on arrival. gather: flat
     pieces come together in the target. local: nobody sends anything. scale: terms of a sum become terms of a
-    mean, or the reverse.
+    mean, or the reverse. Where there is a `collective`, NCCL does what the step says, and not messages of our own.
     """
 
     kind: StepKind
     source: Holding
     target: Holding
+    collective: Collective | None = field(default=None, kw_only=True)
 
     @cached_property
     def route(self) -> Route:
@@ -119,7 +121,8 @@ class Step:
         return placement.reduce_op
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.source} -> {self.target}"
+        kind = self.kind if self.collective is None else self.collective.kind
+        return f"{kind} {self.source} -> {self.target}"
 
 
 def gathered_layouts(pieces: FlatPieces, coordinate: Coordinate) -> tuple[Layout, Layout]:

@@ -2,7 +2,8 @@
 
 The fewest bytes come first and predicted time decides between equals: that is this library's promise, and the
 reason that a plan can be checked. It has an exception: where latency decides, for at most `CostTable.one_shot_bytes` a
-rank, terms may go to everybody who wants their sum, in one step, and not in pieces that are gathered. Above
+rank, terms may go to everybody who wants their sum, in one step, and not in pieces that are gathered. Collectives
+of NCCL bring as many bytes, and are taken where they are predicted to be faster. Above
 `CostTable.max_peers` peers a rank, where one hop would cost more in connections than in bytes, forms of several hops
 are taken by time.
 """
@@ -12,10 +13,11 @@ from functools import lru_cache
 from itertools import permutations
 
 from tritondt.errors import LayoutError, MeshError
+from tritondt.planning.collectives import collective_between, is_offered
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
-from tritondt.planning.plan import Plan, Step, moves_nothing
+from tritondt.planning.plan import Plan, Step, StepKind, moves_nothing
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
@@ -23,8 +25,10 @@ Steps = tuple[Step, ...]
 
 
 @lru_cache(maxsize=4096)
-def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable) -> Plan:
+def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable, dtype: str = "") -> Plan:
     """Plan from `source` to `target`, equal on every rank; LayoutError or MeshError for different tensors or meshes.
+
+    `dtype` names the elements where collectives of NCCL may move them, as far as the prices offer these.
 
     >>> print(make_plan(Layout((2,), (Shard(0),), (4,)), Layout((2,), (Replicate(),), (4,)), 4, CostTable()))
     (S0) -> (R): exchange (S0) -> (R)
@@ -32,7 +36,7 @@ def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable) -
     check_pair(source, target)
     if source is target:
         return Plan(source, target, ())
-    return Plan(source, target, min(_ranked(candidates(source, target, costs), itemsize, costs))[-1])
+    return Plan(source, target, min(_ranked(candidates(source, target, costs, dtype), itemsize, costs))[-1])
 
 
 def check_pair(source: Layout, target: Layout) -> None:
@@ -95,13 +99,37 @@ def why_more_bytes(plan: Plan, itemsize: int, costs: CostTable) -> str | None:
     )
 
 
-def candidates(source: Layout, target: Layout, costs: CostTable) -> list[Steps]:
+def why_collective(plan: Plan, itemsize: int, costs: CostTable, dtype: str) -> str | None:
+    """The reason why a plan is a collective of NCCL, or is none where there is one; None where there is none.
+
+    >>> from tritondt.planning.prices import CUDA
+    >>> rows = Layout((8,), (Shard(0),), (4096, 4096))
+    >>> plan = make_plan(rows, rows.with_placements([Replicate()]), 4, CUDA, "float32")
+    >>> print(why_collective(plan, 4, CUDA, "float32"))
+    all_gather of NCCL: 215 us predicted against 264 us for messages of our own
+    """
+    found = candidates(plan.source, plan.target, costs, dtype) if plan.steps else []
+    one = next((steps for steps in found if steps[-1].collective is not None), None)
+    if one is None or one[-1].collective is None:
+        return None
+    own = min(_ranked([steps for steps in found if steps[-1].collective is None], itemsize, costs))
+    its_s = sum(step_cost(step, itemsize, costs).seconds for step in one)
+    names = (f"{one[-1].collective.kind} of NCCL", its_s), ("messages of our own", own[2])
+    (taken, taken_s), (other, other_s) = names if plan.steps[-1].collective is not None else names[::-1]
+    return f"{taken}: {taken_s * 1e6:.0f} us predicted against {other_s * 1e6:.0f} us for {other}"
+
+
+def candidates(source: Layout, target: Layout, costs: CostTable, dtype: str = "") -> list[Steps]:
     """All forms worth pricing, none of which holds more than the larger of source and target on the way."""
     scaled = _with_scaled_terms(source, target)
     first: Steps = () if scaled is source else (Step("scale", source, scaled),)
     if scaled is target:
         return [first]
     found = [first + steps for steps in _direct(scaled, target)]
+    collective = collective_between(scaled, target) if dtype and costs.collectives else None
+    if collective is not None and is_offered(collective, dtype, costs.collectives):
+        kind: StepKind = "exchange" if collective.op is None else "reduce"
+        found.append((*first, Step(kind, scaled, target, collective=collective)))
     if max(step_cost(step, 1, costs).num_peers for steps in found for step in steps) > costs.max_peers:
         found += [first + steps for steps in _hops(scaled, target, costs)]
     return found

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+from tritondt.planning.collectives import WIDE
 from tritondt.planning.cost import CostTable, Link
 
 CPU = CostTable()
@@ -31,6 +32,10 @@ CUDA = CostTable(
     # A pack, a group of messages and an unpack, each some 5 us from launch to end, a guess.
     launch_s=15e-6,
     one_shot_bytes=1 << 18,
+    # Sums of 16 bits stay as they are everywhere: added in fp32 and rounded once.
+    collectives=WIDE,
+    # One kernel and nothing packed, a guess.
+    collective_launch_s=5e-6,
 )
 
 

@@ -80,7 +80,7 @@ def chunked_gather(
     device: torch.device,
 ) -> Chunked | None:
     """Chunks of a step from Shard to Replicate on a mesh of one axis; None where the plan is no single exchange."""
-    found = _divided(compile_plan(source, target, strides, device, None).steps, source, shares)
+    found = _divided(compile_plan(source, target, strides, device, None, True).steps, source, shares)
     if found is None:
         return None
     chunked, transfer, parts = found
@@ -98,7 +98,7 @@ def chunked_scatter(
     """Chunks of a step from Partial to Shard on a mesh of one axis, the farthest first; None where the plan is no
     single exchange.
     """
-    compiled = compile_plan(source, target, source.tensor_meta.stride, device, None)
+    compiled = compile_plan(source, target, source.tensor_meta.stride, device, None, True)
     found = _divided(compiled.steps, target, shares)
     if found is None:
         return None

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import torch
 
@@ -11,14 +12,16 @@ from tritondt.comm.communicator import Communicator
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
 from tritondt.errors import LocalTensorError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
+from tritondt.planning.across import PlanAcross
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import renumber_peers
-from tritondt.planning.explain import Explanation, WireSize, explain_layouts
+from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.explain_across import explain_plan_across
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.planner import make_plan
+from tritondt.planning.step_report import WireSize
 from tritondt.planning.storage import step_blocks
 from tritondt.redistribution.across import check_dtypes, compiled_across, is_one_grid, plan_across
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep, Side, Start, compiled_step, step_text
@@ -32,8 +35,13 @@ _MAX_COUNTED = 1024
 on_compiled: list[Callable[[DTensorSpec, DTensorSpec, torch.dtype | None, CompiledPlan], object]] = []
 
 
-def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None) -> Plan:
-    """Plan of a pair of specs on one mesh, equal on every rank; `wire_dtype` is None or a narrower dtype."""
+def plan_for(
+    source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype | None = None, *, in_messages: bool = False
+) -> Plan:
+    """Plan of a pair of specs on one mesh, equal on every rank; `wire_dtype` is None or a narrower dtype.
+
+    With `in_messages` no step is a collective of NCCL.
+    """
     if not is_one_grid(source, target):
         raise MeshError(
             f"cannot go from {source.mesh} to {target.mesh} here: source and target must be on one mesh, of the same "
@@ -41,7 +49,15 @@ def plan_for(source: DTensorSpec, target: DTensorSpec, wire_dtype: torch.dtype |
         )
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
-    return make_plan(source.layout, target.layout, itemsize, _costs_of(source))
+    dtype = "" if in_messages else _collected_dtype(source, wire_dtype)
+    return make_plan(source.layout, target.layout, itemsize, _costs_of(source), dtype)
+
+
+def _collected_dtype(spec: DTensorSpec, wire_dtype: torch.dtype | None) -> str:
+    """Name of the dtype of which collectives move elements; "" where none can: their blocks are in order of ranks."""
+    ranks = spec.mesh.ranks
+    is_in_order = all(before < after for before, after in pairwise(ranks))
+    return str(spec.dtype).removeprefix("torch.") if is_in_order and wire_dtype is None else ""
 
 
 def _costs_of(spec: DTensorSpec) -> CostTable:
@@ -49,9 +65,15 @@ def _costs_of(spec: DTensorSpec) -> CostTable:
     return world.current().costs_for(spec.mesh.device_type)
 
 
-def exchanging_ranks(source: DTensorSpec, target: DTensorSpec) -> tuple[tuple[int, ...], int]:
+def exchanging_ranks(
+    source: DTensorSpec, target: DTensorSpec, *, in_messages: bool = False
+) -> tuple[tuple[int, ...], int]:
     """Ranks whose communicator carries a redistribution, ascending, and the number of its exchanges."""
-    plan = plan_for(source, target) if is_one_grid(source, target) else plan_across(source, target)
+    plan: Plan | PlanAcross
+    if is_one_grid(source, target):
+        plan = plan_for(source, target, in_messages=in_messages)
+    else:
+        plan = plan_across(source, target)
     ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
     return ranks, sum(bool(step.moving_axes) for step in plan.steps)
 
@@ -114,6 +136,7 @@ def explain(
         wire_itemsize=None if wire is None else wire.itemsize,
         scale_bytes=scale_bytes,
         alignment=NCCL_ALIGNMENT if source.mesh.device_type == "cuda" else DENSE,
+        dtype=_collected_dtype(source, wire),
     )
 
 
@@ -154,21 +177,26 @@ def compile_plan(
     strides: tuple[int, ...],
     device: torch.device,
     wire_dtype: torch.dtype | None,
+    in_messages: bool = False,
 ) -> CompiledPlan:
     """Compiled plan of this rank for a pair of specs and a local tensor of the given strides and device.
 
-    `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that.
+    `wire_dtype` is what messages hold, narrower than the tensor's dtype, or None for that. `in_messages` is for who
+    makes other messages of these, and takes no collectives.
     """
-    compiled = _compiled_within if is_one_grid(source, target) else compiled_across
-    made = compiled(source, target, Start(strides, device, wire_dtype))
+    start = Start(strides, device, wire_dtype)
+    if is_one_grid(source, target):
+        made = _compiled_within(source, target, start, in_messages=in_messages)
+    else:
+        made = compiled_across(source, target, start)
     for hook in on_compiled:
         hook(source, target, wire_dtype, made)
     return made
 
 
-def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start) -> CompiledPlan:
+def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start, *, in_messages: bool) -> CompiledPlan:
     """Compiled plan on one mesh."""
-    plan = plan_for(source, target, first.wire_dtype)
+    plan = plan_for(source, target, first.wire_dtype, in_messages=in_messages)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
         communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
@@ -218,6 +246,9 @@ def _sends(step: Step) -> bool:
 
 def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.dtype | None) -> int:
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
+    collective = plan.steps[number - 1].collective
+    if collective is not None:
+        text = f"{text} {collective.kind}"
     return exchange_fingerprint(text)
 
 

@@ -96,6 +96,7 @@ def compiled_step(
         description=description,
         device=start.device,
         wire_dtype=start.wire_dtype,
+        collective=None if communicator is None else step.collective,
     )
     return CompiledStep(
         step,

@@ -67,7 +67,7 @@ def _groups(pairs: _Pairs, bucket_bytes: int) -> tuple[_Group, ...]:
     for place, (source, target) in enumerate(pairs):
         if source is target or (source.coordinate is None and target.coordinate is None):
             continue
-        ranks, num_exchanges = exchanging_ranks(source, target)
+        ranks, num_exchanges = exchanging_ranks(source, target, in_messages=True)
         if not num_exchanges:
             continue
         key = ranks, source.mesh.device_type
@@ -103,7 +103,7 @@ def _compiled(pairs: _Pairs, held: _Held, bucket_bytes: int) -> tuple[_Bucket, .
 
 
 def _bucket(group: _Group, pairs: _Pairs, held: _Held) -> _Bucket:
-    plans = tuple(compile_plan(*pairs[place], *held[place], None) for place in group.places)
+    plans = tuple(compile_plan(*pairs[place], *held[place], None, True) for place in group.places)
     exchanging = [[step for step in plan.steps if step.communicator is not None] for plan in plans]
     communicator = group.communicator
     members, transfers = [], []

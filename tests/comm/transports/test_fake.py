@@ -68,3 +68,16 @@ def test_nothing_is_opened(mesh: T.DeviceMesh) -> None:
     assert world.current() is not made
     found = T.ones(4, device_mesh=mesh, placements=[T.Shard(0)]).full_tensor()
     assert found.shape == (4,)
+
+
+def test_layouts_on_gpus_are_explained_with_the_collectives_of_nccl(mesh: T.DeviceMesh) -> None:
+    meta = T.TensorMeta.contiguous((SIZE * 512, 1024))
+    found = {}
+    for device_type in ("cuda", "cpu"):
+        terms = T.DTensorSpec(T.Mesh((SIZE,), device_type=device_type), [T.Partial("sum")], meta)
+        found[device_type] = T.explain(terms, terms.with_placements([T.Replicate()]))
+    assert [step.kind for step in found["cuda"].steps] == ["all_reduce"]
+    assert [step.kind for step in found["cpu"].steps] == ["reduce", "gather"]
+    assert found["cuda"].received_bytes == found["cpu"].received_bytes
+    assert str(found["cuda"]).splitlines()[-1].startswith("all_reduce of NCCL: ")
+    assert found["cpu"].reason is None

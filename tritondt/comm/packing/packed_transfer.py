@@ -14,8 +14,10 @@ from tritondt.comm.packing.messages import Slice, Slices
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.tables import Table, copy_table, reduce_table
 from tritondt.planning.alignment import DENSE, Alignment
+from tritondt.planning.collectives import CollectiveKind
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.storage import Block, contiguous_offset, joint_boxes, message_block
+from tritondt.sharding.placement import ReduceOp
 
 Blocks = Sequence[Block]
 
@@ -25,7 +27,8 @@ class PackedTransfer(NamedTuple):
 
     `pack` fills the send buffer from the sources, `keep` moves what stays, `unpack` moves what arrived in the
     receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs). `casting` is
-    there with a wire dtype, and changes what `keep` and `reduces` read.
+    there with a wire dtype, and changes what `keep` and `reduces` read. Where there is a `collective`, `sends` and
+    `receives` only say who takes part.
     """
 
     sends: Slices
@@ -39,6 +42,7 @@ class PackedTransfer(NamedTuple):
     unpack: Table | None
     reduces: tuple[Table, ...]
     casting: "Casting | None" = None
+    collective: "CollectiveCall | None" = None
 
 
 class Casting(NamedTuple):
@@ -50,6 +54,24 @@ class Casting(NamedTuple):
 
     widen: Table | None
     widened_bytes: int
+
+
+class CollectiveCall(NamedTuple):
+    """A call of a collective on one tensor: it reads the send buffer, or the source from byte `source_start`.
+
+    It writes the receive buffer where that `is_staged`, else the target from byte `target_start`, whose sum it divides
+    by `divisor`. `num_elements` are of `dtype`, as NCCL counts: for all_gather those that a rank has, for
+    reduce_scatter those that it gets.
+    """
+
+    kind: CollectiveKind
+    num_elements: int
+    dtype: str
+    op: ReduceOp
+    divisor: int
+    source_start: int | None
+    target_start: int
+    is_staged: bool
 
 
 class Arrival(NamedTuple):

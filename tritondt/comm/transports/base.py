@@ -18,13 +18,14 @@ from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
-from tritondt.comm.packing.packed_transfer import PackedTransfer, TensorStarts, packed_transfer
+from tritondt.comm.packing.packed_transfer import CollectiveCall, PackedTransfer, TensorStarts, packed_transfer
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue
 from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
 from tritondt.planning.alignment import DENSE
+from tritondt.planning.collectives import Collective
 
 _BARRIER_FINGERPRINT = 0x62617272
 # Name of an exchange's range in torch.profiler, while one is on.
@@ -94,10 +95,25 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         return found
 
     def _compiled(self, transfer: Transfer) -> PackedTransfer:
+        if transfer.collective is not None:
+            return self._compiled_collective(transfer, transfer.collective)
         wire_dtype = transfer.wire_dtype
         if wire_dtype is None:
             return packed_transfer(transfer, self.alignment)
         return casting_transfer(transfer, wire_dtype, self.alignment)
+
+    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
+        """A collective compiled to a call; TransportError where the transport has none."""
+        raise TransportError(
+            f"{transfer.description} was priced as {collective.kind} of NCCL, and {type(self).__name__} has none; "
+            f'allowed for tensors on {transfer.device.type} are prices with "collectives": 0 (TRITONDT_COSTS)'
+        )
+
+    def start_collective(
+        self, call: CollectiveCall, sources: Sequence[int], targets: Sequence[torch.Tensor], buffer: int, staging: int
+    ) -> None:
+        """Starts a collective, from the send buffer or a source's address; for transports that compile some."""
+        raise NotImplementedError(f"{type(self).__name__} compiles no {call.kind}")
 
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
@@ -142,7 +158,10 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             try:
                 self.post(record, receives, sends)
                 self._pack(plan, record, source_pointers, buffer, threads)
-                self.start(record, receives, sends)
+                if plan.collective is None:
+                    self.start(record, receives, sends)
+                else:
+                    self.start_collective(plan.collective, source_pointers, targets, buffer, staging)
                 self._keep(plan, source_pointers, buffer, target_pointers, threads)
                 self.finish(record, receives, sends)
                 # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.

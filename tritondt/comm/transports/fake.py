@@ -4,11 +4,14 @@ Under torch's "fake" process group no other rank exists. Every peer is taken to 
 that is equally long, and zeros otherwise: what ranks compare among each other agrees, and every number is defined.
 """
 
+from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import MessageBuffers
+from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import ThreadQueue
+from tritondt.planning.collectives import Collective
 
 
 class FakeCommunicator(PackedCommunicator):
@@ -18,6 +21,9 @@ class FakeCommunicator(PackedCommunicator):
 
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context, ThreadQueue())
+
+    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
+        return packed_transfer(transfer, self.alignment)  # which moves as little
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Sends nothing."""

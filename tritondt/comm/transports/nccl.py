@@ -18,11 +18,14 @@ from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import Event, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
+from tritondt.comm.packing.collective_transfer import collective_transfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice
+from tritondt.comm.packing.packed_transfer import CollectiveCall, PackedTransfer
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
 from tritondt.planning.alignment import NCCL_ALIGNMENT
+from tritondt.planning.collectives import Collective
 
 
 class InFlightExchange:
@@ -110,6 +113,25 @@ class NcclCommunicator(PackedCommunicator):
             receives.buffer,
             self._queue.target.cuda_stream,
         )
+
+    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
+        return collective_transfer(transfer, collective, self._place)
+
+    def start_collective(
+        self, call: CollectiveCall, sources: Sequence[int], targets: Sequence[torch.Tensor], buffer: int, staging: int
+    ) -> None:
+        """Puts a collective of NCCL into the stream."""
+        native, stream = self._watched.native, self._queue.target.cuda_stream
+        source = buffer if call.source_start is None else sources[0] + call.source_start
+        target = staging if call.is_staged else targets[0].data_ptr() + call.target_start
+        if call.kind == "all_gather":
+            native.all_gather(source, target, call.num_elements, call.dtype, stream)
+        elif call.kind == "reduce_scatter":
+            native.reduce_scatter(source, target, call.num_elements, call.dtype, call.op, stream)
+        else:
+            native.all_reduce(source, target, call.num_elements, call.dtype, call.op, stream)
+        if call.divisor != 1:
+            targets[0].div_(call.divisor)
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Does nothing: the stream runs what comes next when all messages have come."""

@@ -1,0 +1,158 @@
+"""Reports of single steps on one rank: messages, bytes, temporary memory and predicted seconds."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tritondt.planning.alignment import DENSE, Alignment
+from tritondt.planning.collectives import Collective
+from tritondt.planning.cost import CostTable, step_cost
+from tritondt.planning.exchange import Exchange, Message, Part
+from tritondt.planning.plan import Step
+from tritondt.planning.storage import Block, contiguous_offset
+from tritondt.sharding import intervals as regions
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step on one rank: exact messages and bytes, and the seconds that the cost table predicts for any rank.
+
+    `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
+    arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
+    dtype than the tensor, or start where the transport moves bytes slowly: `aligned_bytes` are of such messages.
+    `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has temporary memory for
+    those messages.
+    """
+
+    kind: str
+    source: str
+    target: str
+    num_sent: int
+    num_received: int
+    sent_bytes: int
+    received_bytes: int
+    packed_bytes: int
+    staged_bytes: int
+    seconds: float
+    slot_bytes: int = 0
+    aligned_bytes: int = 0
+
+
+def step_report(
+    step: Step,
+    found: Exchange,
+    stored: tuple[tuple[Block, ...], tuple[Block, ...]],
+    itemsize: int,
+    seconds: float,
+    longest_in_slot: int = 0,
+    alignment: Alignment = DENSE,
+) -> StepReport:
+    """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
+
+    Messages of at most `longest_in_slot` bytes go through a slot, in which those that several peers receive lie once.
+    """
+    source_blocks, target_blocks = stored
+    limit = longest_in_slot // itemsize
+    in_slot = {message.parts: message.numel * itemsize for message in found.sends if message.numel <= limit}
+    leaving = [message for message in found.sends if message.numel > limit]
+    arriving = [message for message in found.receives if message.numel > limit]
+    sent, received, left, arrived = (
+        sum(message.numel for message in messages) * itemsize
+        for messages in (found.sends, found.receives, leaving, arriving)
+    )
+    in_place, landing, aligned = 0, 0, 0
+    for message in leaving:
+        here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
+        in_place, aligned = in_place + here, aligned + there
+    for message in arriving if step.kind != "reduce" else ():
+        here, there = _in_place_bytes(target_blocks, message, itemsize, alignment)
+        landing, aligned = landing + here, aligned + there
+    num_bytes = _Bytes(sent, received, left - in_place, arrived - landing, sum(in_slot.values()), aligned)
+    return _step_report(step, found, num_bytes, seconds)
+
+
+def _in_place_bytes(
+    stored: tuple[Block, ...], message: Message, itemsize: int, alignment: Alignment
+) -> tuple[int, int]:
+    """Bytes of a message that goes without a buffer, and of one that would but for where it starts."""
+    num_bytes = message.numel * itemsize
+    offset = contiguous_offset(stored, message.parts[0].region) if len(message.parts) == 1 else None
+    if offset is None:
+        return 0, 0
+    return (num_bytes, 0) if alignment.keeps_in_place(offset * itemsize, num_bytes) else (0, num_bytes)
+
+
+def collective_report(step: Step, collective: Collective, itemsize: int, costs: CostTable) -> StepReport:
+    """Report of a step that NCCL does: its bytes are a ring's, to and from all others."""
+    moved, copied = collective.moved_elements * itemsize, 0 if collective.is_dense else collective.numel * itemsize
+    gathers, num_peers = collective.op is None, collective.num_ranks - 1
+    return StepReport(
+        kind=collective.kind,
+        source=str(step.source),
+        target=str(step.target),
+        num_sent=num_peers,
+        num_received=num_peers,
+        sent_bytes=moved,
+        received_bytes=moved,
+        packed_bytes=0 if gathers else copied,
+        staged_bytes=copied if gathers else 0,
+        seconds=step_cost(step, itemsize, costs).seconds,
+    )
+
+
+class WireSize(NamedTuple):
+    """Bytes of an element in the tensor and in messages, and of the scale of a box in messages."""
+
+    itemsize: int
+    wire_itemsize: int
+    scale_bytes: int
+
+    def num_bytes(self, parts: Iterable[Part]) -> int:
+        """Bytes that parts take in messages."""
+        return sum(
+            part.numel * self.wire_itemsize + regions.num_boxes(part.region) * self.scale_bytes for part in parts
+        )
+
+
+def cast_report(step: Step, found: Exchange, wire: WireSize, seconds: float) -> StepReport:
+    """Report of a step whose messages have another dtype: sends and keeps are packed, those that several receive once.
+
+    Terms of a reduction are staged as they come, and as wide as the tensor.
+    """
+    packed = {*(message.parts for message in found.sends), *((part,) for part in found.keeps)}
+    arriving = [part for message in found.receives for part in message.parts]
+    received = wire.num_bytes(arriving)
+    widened = 0
+    if step.kind == "reduce":
+        widened = sum(part.numel for part in (*arriving, *found.keeps)) * wire.itemsize
+    sent = sum(wire.num_bytes(message.parts) for message in found.sends)
+    num_bytes = _Bytes(sent, received, sum(wire.num_bytes(parts) for parts in packed), received + widened)
+    return _step_report(step, found, num_bytes, seconds)
+
+
+class _Bytes(NamedTuple):
+    """Bytes of one step on one rank, for a StepReport."""
+
+    sent: int
+    received: int
+    packed: int
+    staged: int
+    in_slot: int = 0
+    aligned: int = 0
+
+
+def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
+    return StepReport(
+        kind=step.kind,
+        source=str(step.source),
+        target=str(step.target),
+        num_sent=len(found.sends),
+        num_received=len(found.receives),
+        sent_bytes=num_bytes.sent,
+        received_bytes=num_bytes.received,
+        packed_bytes=num_bytes.packed,
+        staged_bytes=num_bytes.staged,
+        seconds=seconds,
+        slot_bytes=num_bytes.in_slot,
+        aligned_bytes=num_bytes.aligned,
+    )
