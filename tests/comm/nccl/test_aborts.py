@@ -188,7 +188,19 @@ def test_ranks_connect_when_they_meet_within_the_timeout() -> None:
 @pytest.mark.parametrize(("size", "num_peers"), [(1, 0), (2, 1), (8, 7), (65, 64), (1000, 64)])
 def test_each_rank_connects_with_the_nearest_and_they_with_it(size: int, num_peers: int) -> None:
     class Native:
-        """Stands for a communicator, and notes peers."""
+        """Stands for a communicator, and notes peers and collectives, which read and write what there is."""
+
+        def all_gather(self, source: int, target: int, count: int, dtype: str, stream: int) -> None:
+            assert target - source >= size * count
+            collectives.append(("all_gather", size * count))
+
+        def reduce_scatter(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
+            assert target - source >= size * count
+            collectives.append(("reduce_scatter", size * count))
+
+        def all_reduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
+            assert target - source >= count
+            collectives.append(("all_reduce", count))
 
         def exchange(self, sends: Any, receives: Any, stream: int) -> None:
             assert [peer for peer, _, _ in sends] == [peer for peer, _, _ in receives]
@@ -196,11 +208,15 @@ def test_each_rank_connects_with_the_nearest_and_they_with_it(size: int, num_pee
             peers.append({peer for peer, _, _ in sends})
 
     peers: list[set[int]] = []
+    collectives: list[tuple[str, int]] = []
     native: Any = Native()
     for place in range(size):
         connect(native, place, size, fakes(), timedelta(seconds=60))
     assert [len(found) for found in peers] == [num_peers] * (size if size > 1 else 0)
     assert all(place in peers[peer] for place, found in enumerate(peers) for peer in found)
+    few, many = size, (1 << 22) // size * size
+    once = [(name, total) for total in (few, many) for name in ("all_gather", "reduce_scatter", "all_reduce")]
+    assert collectives == once * (size if size > 1 else 0)
 
 
 def hold_what_is_read(rank: int, waiter: str) -> None:

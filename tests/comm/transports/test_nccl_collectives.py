@@ -156,12 +156,13 @@ def gather(rank: int) -> None:
 
 
 @pytest.mark.extended
-def test_prices_that_ask_a_transport_for_collectives_are_refused() -> None:
-    with ranks_on("sockets", 2, TRITONDT_COSTS=PRICES) as started:
+@pytest.mark.parametrize(("transport", "name"), [("sockets", "SocketCommunicator"), ("direct", "DirectCommunicator")])
+def test_prices_that_ask_a_transport_for_collectives_are_refused(transport: str, name: str) -> None:
+    with ranks_on(transport, 2, TRITONDT_COSTS=PRICES) as started:
         for outcome in started.outcomes(gather):
             assert isinstance(outcome, Failure)
             assert outcome.kind == "TransportError"
             assert outcome.text.endswith(
-                " uint8 was priced as all_gather of NCCL, and SocketCommunicator has none; allowed for tensors on cpu "
+                f" uint8 was priced as all_gather of NCCL, and {name} has none; allowed for tensors on cpu "
                 'are prices with "collectives": 0 (TRITONDT_COSTS)'
             )

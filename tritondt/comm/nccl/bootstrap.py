@@ -18,6 +18,8 @@ from tritondt.errors import PeerError, TransportError
 Result = TypeVar("Result")
 # Each has buffers of some megabytes: of a large communicator not all need them.
 _MOST_CONNECTED = 64
+# Enough for the algorithm of large messages, a guess.
+_COLLECTED_BYTES = 1 << 22
 _PAUSE_S = 0.001
 _never_over: list[torch.Tensor] = []
 
@@ -58,16 +60,17 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
 
 
 def connect(native: NcclCommunicator, place: int, size: int, streams: Streams, timeout: timedelta) -> None:
-    """Exchanges a byte with the nearest ranks, by which they connect; TimeoutError where it does not end in time.
+    """Exchanges a byte with the nearest ranks, and runs each collective twice, by which ranks connect.
 
-    NCCL connects two ranks in the first call that needs it, and the host waits there: an abort meanwhile would free
-    what that call works on. Here nobody aborts yet.
+    NCCL connects two ranks, or those of a ring or a tree, in the first call that needs it, and the host waits there: an
+    abort meanwhile would free what that call works on. Here nobody aborts yet. TimeoutError where it does not end in
+    time.
     """
     near = min(_MOST_CONNECTED // 2, size - 1)
     peers = sorted({(place + step) % size for step in range(-near, near + 1)} - {place})
     if not peers:
         return
-    memory = torch.zeros(2 * len(peers), dtype=torch.uint8, device=streams.device)
+    memory = torch.empty(2 * max(size, _COLLECTED_BYTES), dtype=torch.uint8, device=streams.device)
     stream, ends_at = streams.make(), time.monotonic() + timeout.total_seconds()
     streams.follow(stream, streams.current())
     first = memory.data_ptr()
@@ -75,12 +78,22 @@ def connect(native: NcclCommunicator, place: int, size: int, streams: Streams, t
         [(peer, first + side * len(peers) + number, 1) for number, peer in enumerate(peers)] for side in (0, 1)
     )
     native.exchange(sends, receives, stream.cuda_stream)
+    _collect(native, size, (first, first + memory.numel() // 2), stream.cuda_stream)
     end = stream.record_event()
     while not end.query():
         if time.monotonic() >= ends_at:
             _never_over.append(memory)  # it may be written to yet
             raise TimeoutError
         time.sleep(_PAUSE_S)
+
+
+def _collect(native: NcclCommunicator, size: int, halves: tuple[int, int], stream: int) -> None:
+    """Runs the collectives of few bytes and of many, for which NCCL takes other algorithms."""
+    source, target = halves
+    for num_bytes in (1, max(_COLLECTED_BYTES // size, 1)):
+        native.all_gather(source, target, num_bytes, "uint8", stream)
+        native.reduce_scatter(source, target, num_bytes, "uint8", "sum", stream)
+        native.all_reduce(source, target, num_bytes * size, "uint8", "sum", stream)
 
 
 def within(timeout: timedelta, make: Callable[[], Result]) -> Result:

@@ -46,7 +46,8 @@ class DirectCommunicator(SocketCommunicator):
         self, transfer: Transfer
     ) -> PackedTransfer | DirectTransfer:
         exchange = transfer.exchange
-        if transfer.wire_dtype is not None or not (exchange.sends or exchange.receives):
+        moves = bool(exchange.sends or exchange.receives)
+        if transfer.collective is not None or transfer.wire_dtype is not None or not moves:
             return super()._compiled(transfer)
         return direct_transfer(transfer, len(self._ranks), self._slot_bytes)
 
