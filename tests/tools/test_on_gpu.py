@@ -181,6 +181,12 @@ def test_what_takes_tables_of_triton_interprets_without_a_gpu() -> None:
     assert all(part.interprets for part in asking)
 
 
+def test_a_dry_run_lasts_beyond_a_build_that_takes_its_limit() -> None:
+    built, *_, longest = sorted(dry_parts("python", short=False), key=lambda part: (not part.essential, part.limit_s))
+    assert built.name == "build"
+    assert built.limit_s + longest.limit_s < gpu_dry.DEADLINE_S
+
+
 def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     names = [part.name for part in parts("python")]
     assert names[:6] == ["build", "tests-first", "bench-first", "libraries", "tests-shared", "bench-nccl"]
