@@ -278,7 +278,9 @@ def use_fake_backend() -> None:
 
 
 def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:
-    """Processes on the backend "tritondt": over gloo, or nccl, which is then the double."""
+    """Processes on the backend "tritondt": over gloo, direct, or nccl, which is then the double."""
+    if over == "direct":
+        environment["TRITONDT_TRANSPORT"] = "direct"
     return GlooRanks(size, environment, prepare=use_fake_backend if over == "nccl" else None, backend="tritondt")
 
 

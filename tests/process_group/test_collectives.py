@@ -14,7 +14,10 @@ from tests.process_group.conftest import groups
 RanksOf = Callable[[str, int], GlooRanks]
 
 
-@pytest.fixture(params=[("gloo", 2), ("gloo", 4), ("nccl", 2), ("nccl", 4)], ids=lambda found: f"{found[0]}-{found[1]}")
+KINDS = [("gloo", 2), ("gloo", 4), ("direct", 4), ("nccl", 2), ("nccl", 4)]
+
+
+@pytest.fixture(params=KINDS, ids=lambda found: f"{found[0]}-{found[1]}")
 def ranks(request: pytest.FixtureRequest, ranks_of: RanksOf) -> GlooRanks:
     return ranks_of(*request.param)
 

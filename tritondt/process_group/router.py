@@ -1,4 +1,4 @@
-"""The transport of a process group's operations: Gloo for tensors on the CPU, NCCL for tensors on a GPU."""
+"""The transport of a process group's operations: NCCL for tensors on a GPU, for others Gloo or shared memory."""
 
 import os
 from collections import Counter
@@ -22,6 +22,7 @@ from tritondt.process_group.naming import text_of
 from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
 from tritondt.process_group.operations import OperationCache
+from tritondt.process_group.shared_memory_group import SharedMemoryGroup
 from tritondt.process_group.stream import nccl_devices
 
 CPU = torch.device("cpu")
@@ -82,6 +83,9 @@ class Router:
         self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._nccl_groups: dict[str, NcclGroup] = {}
+        self._shared_memory: SharedMemoryGroup | None = None
+        if environment.transport() == "direct" and size > 1:
+            self._shared_memory = SharedMemoryGroup(self.name, self.ranks, rank, self.timeout)
         self._num_forks, self._is_ended = _num_forks, False
         self._store_client: StoreClient | None = None
         self._agreement: Agreement | None = None
@@ -139,8 +143,8 @@ class Router:
             if self._agreement is not None:
                 self._agree(kind, arguments, device, timeout_s)
             if profiler._is_profiler_enabled:
-                return _in_range(kind, getattr(self.over_gloo, kind.gloo), *arguments)
-            return getattr(self.over_gloo, kind.gloo)(*arguments)
+                return _in_range(kind, self._on_cpu, kind.gloo, kind.describe, arguments, timeout_s)
+            return self._on_cpu(kind.gloo, kind.describe, arguments, timeout_s)
         try:
             operation = nccl_group.operations.operation(key, tensors, kind.describe, kind.make, arguments)
         except TritondtError as error:
@@ -157,6 +161,13 @@ class Router:
             run = partial(nccl_group.run, is_synchronous=is_synchronous)
             return _in_range(kind, run, operation, given, timeout_s)
         return nccl_group.run(operation, given, timeout_s, is_synchronous=is_synchronous)
+
+    def _on_cpu(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """The Work of an operation on the CPU: through shared memory where that has the operation, else on Gloo."""
+        work = None
+        if self._shared_memory is not None:
+            work = self._shared_memory.run(kind, describe, arguments, timeout_s)
+        return getattr(self.over_gloo, kind)(*arguments) if work is None else work
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """The Work of tensors to a rank of the group ("send") or from one ("recv"); Gloo alone looks at the tag."""
@@ -184,7 +195,7 @@ class Router:
         if self._agreement is not None:
             self._compare(f"barrier on {device.type}", Parts(), timeout_s)
         if nccl_group is None:
-            return self.over_gloo.barrier(options)
+            return self._on_cpu("barrier", lambda _: "barrier", (options,), timeout_s)
         return nccl_group.run(*nccl_group.operations.barrier("barrier"), timeout_s)
 
     def _agree(self, kind: Kind, arguments: tuple[Any, ...], device: torch.device, timeout_s: float) -> None:
@@ -208,6 +219,8 @@ class Router:
         """Sets the timeout of operations from now on."""
         self.timeout, self._timeout_s = timeout, timeout.total_seconds()
         self.gloo._set_default_timeout(timeout)
+        if self._shared_memory is not None:
+            self._shared_memory.timeout = timeout
         for nccl_group in self._nccl_groups.values():
             nccl_group.timeout = timeout
 
@@ -216,6 +229,8 @@ class Router:
         self._end()
         for nccl_group in self._nccl_groups.values():
             nccl_group.abort()
+        if self._shared_memory is not None:
+            self._shared_memory.abort()
         self.gloo.abort()
 
     def close(self) -> None:
@@ -223,6 +238,8 @@ class Router:
         self._end()
         for nccl_group in self._nccl_groups.values():
             nccl_group.close()
+        if self._shared_memory is not None:
+            self._shared_memory.close()
         self.gloo.shutdown()
 
     def _end(self) -> None:

@@ -1,0 +1,218 @@
+"""Collectives of tensors on the CPU through shared memory: which run there, their bits, order, failures and ends."""
+
+import os
+import signal
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.comm.transports.test_reductions import in_order
+from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.nccl_on_host import backend_ranks
+from tests.process_group.collectives import own
+from tritondt.process_group import shared_memory_group
+
+RanksOf = Callable[[str, int], GlooRanks]
+LARGE = 100_003  # float32 of more than 256 KB, which do not divide
+
+
+@pytest.fixture
+def ranks(ranks_of: RanksOf) -> GlooRanks:
+    return ranks_of("direct", 4)
+
+
+def communicator_of(group: Any) -> Any:
+    return group._router._shared_memory._communicator
+
+
+def count_exchanges(rank: int) -> dict[str, int]:
+    """Exchanges of this rank's communicator for every call."""
+    size, one, bits = dist.get_world_size(), own(rank, 8), torch.arange(8)
+    apart = [torch.empty(place) for place in range(size)]
+    strided = [torch.empty(8, 2)[:, 0] for _ in range(size)]
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "all_reduce, large": lambda: dist.all_reduce(torch.ones(LARGE)),
+        "all_reduce, avg": lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG),
+        "all_reduce, band": lambda: dist.all_reduce(bits, op=dist.ReduceOp.BAND),
+        "all_gather, uneven": lambda: dist.all_gather(apart, own(rank, rank)),
+        "all_gather, strided": lambda: dist.all_gather(strided, one),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(8 * size), one),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(2), list(one.chunk(4))),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(torch.empty(2), one),
+        "broadcast": lambda: dist.broadcast(one, 2),
+        "reduce": lambda: dist.reduce(one, 0),
+        "barrier": dist.barrier,
+    }
+    dist.barrier()
+    found = {}
+    for name, call in calls.items():
+        before = communicator_of(dist.group.WORLD).sequence
+        call()
+        found[name] = communicator_of(dist.group.WORLD).sequence - before
+    torch.testing.assert_close(apart, [own(place, place) for place in range(size)], rtol=0, atol=0)
+    return found
+
+
+def test_what_runs_there_and_what_on_gloo(ranks: GlooRanks) -> None:
+    for found in ranks.run(count_exchanges):
+        on_gloo = [name for name, count in found.items() if count == 0]
+        assert on_gloo == ["all_reduce, band", "all_gather, strided", "reduce"]
+        assert [name for name, count in found.items() if count > 1] == ["all_reduce, large"]
+
+
+def random_terms(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    scales = torch.pow(2.0, torch.randint(-9, 9, (4, numel), generator=generator))
+    return list((torch.randn((4, numel), generator=generator) * scales).to(dtype))
+
+
+def reduce_terms(rank: int, dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
+    term = random_terms(dtype, numel)[rank]
+    whole, part = term.clone(), torch.empty(numel // 4, dtype=dtype)
+    dist.all_reduce(whole)
+    dist.reduce_scatter_tensor(part, term[: numel // 4 * 4])
+    return [whole, part]
+
+
+@pytest.mark.parametrize("numel", [41, LARGE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_terms_are_added_in_the_order_of_ranks_on_all_of_them(ranks: GlooRanks, dtype: torch.dtype, numel: int) -> None:
+    expected = in_order(random_terms(dtype, numel), "sum")
+    for rank, (whole, part) in enumerate(ranks.run(reduce_terms, dtype, numel)):
+        torch.testing.assert_close(whole, expected, rtol=0, atol=0)
+        torch.testing.assert_close(part, expected[: numel // 4 * 4].chunk(4)[rank], rtol=0, atol=0)
+
+
+def wait_in_any_order(rank: int) -> None:
+    """Of many under way, those with results of another among them; half of the ranks wait for the last first."""
+    tensors = [own(rank, 50 + number) for number in range(20)]
+    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    output = torch.empty(4 * 50)
+    works.append(dist.all_gather_into_tensor(output, tensors[0], async_op=True))
+    dist.all_reduce(later := own(rank))  # one that waits runs after all of them
+    assert all(work.is_completed() for work in works)
+    for work in reversed(works) if rank % 2 else works:
+        work.wait(timedelta(seconds=30))
+        assert work.is_success()
+    for number, tensor in enumerate(tensors):
+        torch.testing.assert_close(tensor, own(0, 50 + number) * 10, rtol=0, atol=0)
+    torch.testing.assert_close(output, (own(0, 50) * 10).repeat(4), rtol=0, atol=0)
+    torch.testing.assert_close(later, own(0) * 10, rtol=0, atol=0)
+    assert works[0].result()[0] is tensors[0]
+    assert works[3].get_future().wait()[0] is tensors[3]
+
+
+def test_works_end_in_any_order(ranks: GlooRanks) -> None:
+    ranks.run(wait_in_any_order)
+
+
+def reduce_what_a_future_gives(rank: int) -> list[float]:
+    """A collective that another one's callback asks for, while this thread is in one more."""
+    first, asked = own(rank), []
+
+    def again(future: Any) -> Any:
+        asked.append(dist.all_reduce(future.value()[0], async_op=True))
+        return future.value()
+
+    held = dist.all_reduce(torch.ones(1 << 20), async_op=True)  # long enough for the callback to be there in time
+    work: Any = dist.all_reduce(first, async_op=True)
+    done = work.get_future().then(again)
+    held.wait()
+    done.wait()
+    asked[0].wait()
+    dist.all_reduce(last := own(rank))
+    return [float(first[0]), float(last[0])]
+
+
+def test_callbacks_may_ask_for_more(ranks: GlooRanks) -> None:
+    assert ranks.run(reduce_what_a_future_gives) == [[40.0, 10.0]] * 4
+
+
+def disagree_and_go_on(rank: int) -> tuple[list[str], float]:
+    """Another size on one rank, in a group of its own; then a world of their own."""
+    group: Any = dist.new_group(backend="tritondt")
+    told = []
+    with pytest.raises(T.PeerError) as error:
+        dist.all_reduce(own(rank, 7 if rank == 2 else 6), group=group)
+    told.append(str(error.value))
+    with pytest.raises(T.WorldError) as again:
+        dist.all_reduce(own(rank), group=group)
+    told.append(str(again.value))
+    T.abort()
+    dist.all_reduce(x := own(rank), group=group)
+    dist.destroy_process_group(group)
+    return told, float(x[0])
+
+
+def test_ranks_that_disagree_are_told_and_go_on(ranks: GlooRanks) -> None:
+    for told, found in ranks.run(disagree_and_go_on):
+        assert "all_reduce (sum) of 6 float32" in told[0], told
+        assert "all_reduce (sum) of 7 float32" in told[0], told
+        assert found == 10
+
+
+def die(rank: int) -> str:
+    dist.all_reduce(own(rank))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(T.PeerError) as error:
+        dist.all_reduce(own(rank))
+    return str(error.value)
+
+
+@pytest.mark.extended
+def test_a_rank_that_is_killed() -> None:
+    mortal = backend_ranks("direct", 3, TRITONDT_TIMEOUT="60")
+    try:
+        *told, died = mortal.outcomes(die)
+    finally:
+        mortal.kill()
+    assert died.kind == "died"
+    for text in told:
+        assert "rank 2 closed its connection" in text, text
+        assert "step 1 of 1 of all_reduce (sum) of 6 float32" in text, text
+
+
+def fork_and_look(rank: int) -> tuple[list[bool], list[bool]]:
+    """Whether the connections of the group are open: in a forked child, and here."""
+    dist.all_reduce(torch.ones(1))
+    descriptors = [found.fileno() for found in communicator_of(dist.group.WORLD)._sockets if found is not None]
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, bytes(are_open(descriptors)))
+        os._exit(0)
+    of_child = os.read(reading, len(descriptors))
+    os.waitpid(child, 0)
+    os.close(reading)
+    os.close(writing)
+    dist.all_reduce(torch.ones(1))
+    return [bool(each) for each in of_child], are_open(descriptors)
+
+
+def are_open(descriptors: list[int]) -> list[bool]:
+    return [os.path.lexists(f"/proc/self/fd/{descriptor}") for descriptor in descriptors]
+
+
+def test_a_forked_child_has_none_of_the_connections(ranks: GlooRanks) -> None:
+    assert ranks.run(fork_and_look) == [([False] * 3, [True] * 3)] * 4
+
+
+def share_nothing(rank: int) -> tuple[bool, float]:
+    group: Any = dist.new_group(backend="tritondt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory_group, "share_arenas", lambda context: None)
+        dist.all_reduce(x := own(rank), group=group)
+    is_shared = communicator_of(group) is not None
+    dist.destroy_process_group(group)
+    return is_shared, float(x[0])
+
+
+def test_ranks_that_share_no_memory_use_gloo(ranks: GlooRanks) -> None:
+    assert ranks.run(share_nothing) == [(False, 10.0)] * 4

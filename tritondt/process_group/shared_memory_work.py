@@ -1,0 +1,92 @@
+"""The Work of a collective of tensors on the CPU that runs in a communicator's thread, or has run."""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from tritondt.comm.work import again
+from tritondt.errors import PeerError
+
+_NO_TIMEOUT = timedelta(0)  # as torch says it
+
+
+class SharedMemoryWork(Work):
+    """A collective, its results when it has run, and its error where it failed."""
+
+    def __init__(self, text: str, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._text, self._results = text, list(results)
+        self._error: BaseException | None = None
+        self._has_run, self._future_lock = threading.Event(), threading.Lock()
+        self._future: Any = None
+
+    def run(self, move: Callable[[], None]) -> None:
+        """Runs the collective by `move`, whose error is the Work's."""
+        try:
+            with torch.no_grad():
+                move()
+        except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
+            self._error = error
+        self._has_run.set()
+        with self._future_lock:
+            if self._future is not None:
+                self._settle()
+
+    def _settle(self) -> None:
+        if self._error is None:
+            self._future.set_result(self._results)
+        else:
+            self._future.set_exception(self._error)
+
+    def is_completed(self) -> bool:
+        """Whether the collective has run, well or not."""
+        return self._has_run.is_set()
+
+    def is_success(self) -> bool:
+        """Whether the collective has run well."""
+        return self._has_run.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The collective's error; None where it has none, or is under way."""
+        return self._error
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Returns when the collective has run; raises its error, and PeerError where that is not within `timeout`."""
+        limit_s = timeout.total_seconds() if timeout > _NO_TIMEOUT else None
+        if not self._has_run.wait(limit_s):
+            raise PeerError(f"{self._text} was waited for {limit_s:g} s, as asked, and is still under way")
+        if self._error is not None:
+            raise again(self._error) from self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that are written."""
+        return list(self._results)
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of tensors that are written."""
+        with self._future_lock:
+            if self._future is None:
+                self._future = torch.futures.Future[Any]()
+                if self._has_run.is_set():
+                    self._settle()
+            return self._future
+
+    def _source_rank(self) -> int:
+        return -1
+
+    def source_rank(self) -> int:
+        """-1: no message of one rank."""
+        return -1
