@@ -15,7 +15,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.harness import killed_rank
+from tests.harness.killed import rank as killed_rank
 from tests.harness.ports import free_port
 
 

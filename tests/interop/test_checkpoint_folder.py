@@ -159,7 +159,7 @@ def test_rank_threads_are_refused(tmp_path: Path) -> None:
 
 
 def kill_saves(folder: Path, seed: int, trials: int) -> str:
-    command = [sys.executable, "-m", "tests.harness.killed_saves", str(folder), str(seed), str(trials)]
+    command = [sys.executable, "-m", "tests.harness.killed.saves", str(folder), str(seed), str(trials)]
     found = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=550, check=False)
     assert found.returncode == 0, found.stderr
     return found.stdout

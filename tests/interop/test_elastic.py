@@ -88,7 +88,7 @@ def test_torchrun_starts_ranks_again_and_training_goes_on(tmp_path: Path) -> Non
     restarted = tmp_path / "restarted"
     restarted.mkdir()
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    killed_once = ("-m", "tests.harness.killed_once", str(PROGRAM), str(KILLED_BEHIND_STEP))
+    killed_once = ("-m", "tests.harness.killed.once", str(PROGRAM), str(KILLED_BEHIND_STEP))
     printed = run(*torchrun, *killed_once, folder=restarted)
     assert "steps 10 to 20 on 2 ranks" in printed, printed
     assert_close(trained(restarted), trained(tmp_path / "unbroken"), rtol=0, atol=0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.harness.random_kills import VICTIM, RandomKills
+from tests.harness.killed.at_random import VICTIM, RandomKills
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Program that saves checkpoints in processes that kill themselves, each after so many calls of functions.
 
-    python -m tests.harness.killed_saves FOLDER SEED TRIALS
+    python -m tests.harness.killed.saves FOLDER SEED TRIALS
 
 After each, the newest checkpoint must be the one before or the one that was being saved, whole, and its bytes right.
 Ends with a line: how many kills left the old one, the new one, and how many saves ended before their kill.

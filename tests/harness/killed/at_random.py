@@ -47,7 +47,7 @@ class RandomKills:
         self._random = random.Random(seed)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([*PRELOADED, "tests.harness.random_kills"])
+        self._context.set_forkserver_preload([*PRELOADED, "tests.harness.killed.at_random"])
         self._survivors: list[tuple[Any, Connection]] = []
         self._generation = 0
 

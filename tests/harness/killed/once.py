@@ -1,6 +1,6 @@
 """Program that runs a program on a rank of torchrun, of which the last kills itself in its first start.
 
-    torchrun --standalone --nproc-per-node 2 --max-restarts 1 -m tests.harness.killed_once PROGRAM STEPS
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 -m tests.harness.killed.once PROGRAM STEPS
 
 It is killed behind that many steps of an optimizer; started again by torchrun, it lives.
 """
