@@ -13,6 +13,8 @@ PARTS ?=
 DEADLINE ?= 560
 # The Python whose torch, triton and pytest `make gpu-dry` links into an environment without anything else.
 DRY_PYTHON ?= $(BIN)/python
+# What `make reference` describes.
+PUBLIC := tritondt $(addprefix tritondt.,debug experimental fsdp nccl ops parallel random sharded)
 # How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
 SOAK_SECONDS := $(if $(filter command line,$(origin SECONDS)),$(SECONDS))
 
@@ -23,7 +25,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv compiled demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel format clean
+.PHONY: help venv compiled demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel reference format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -145,6 +147,9 @@ wheel: venv ## build dist/: the source distribution, and from it a wheel tagged 
 	$(BIN)/python -m build --no-isolation --outdir dist/linux
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist dist/linux/*.whl
 	mv dist/linux/*.tar.gz dist/ && rm -rf dist/linux
+
+reference: venv ## write the API reference, from docstrings, to build/reference/index.html
+	$(BIN)/python -m pdoc --output-directory build/reference $(PUBLIC)
 
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format
