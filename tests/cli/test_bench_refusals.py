@@ -48,7 +48,7 @@ REPOSITORY = Path(__file__).parents[2]
         (["--impl", "gloo,fast"], 1, f"no implementation 'fast'; there are {', '.join(NAMES)}, and one of your own as"),
         (["--impl", "gloo,gloo"], 1, "allowed are names joined by commas, each once"),
         (["--impl", "nowhere:f"], 1, "the implementation 'nowhere:f' cannot be imported: No module named 'nowhere'"),
-        (["--impl", "tests.cli.corrupted:not_callable"], 1, "is 3; allowed is a function of a Call"),
+        (["--impl", "tests.cli.corrupted:not_callable"], 1, "is 3; allowed is a function"),
         (["-d", "float8"], 1, "there is no element type 'float8' (-d); there are int8, uint8"),
         (["-o", "mean"], 1, "there is no reduction 'mean' (-o); there are sum, prod, max, min, avg, and all"),
         (["-d", "int32", "-o", "avg"], 1, "nothing to measure: no average of int32, which has no fractions"),

@@ -40,6 +40,10 @@ class Request:
         )
 
 
+# Tables of 80 columns have room for ten letters.
+_SHORT = {"shared-memory": "shared-mem"}
+
+
 def label(side: str) -> str:
     """Name of an implementation in tables: of one's own, the function's."""
-    return side.rpartition(":")[2]
+    return _SHORT.get(side, side.rpartition(":")[2])
