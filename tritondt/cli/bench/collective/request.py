@@ -40,8 +40,8 @@ class Request:
         )
 
 
-# Tables of 80 columns have room for ten letters.
-_SHORT = {"shared-memory": "shared-mem"}
+# Tables of 80 columns have room for nine letters.
+_SHORT = {"shared-memory": "shared"}
 
 
 def label(side: str) -> str:
