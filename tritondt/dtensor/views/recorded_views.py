@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import is_grad_enabled
 
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.schema import OpSchema
@@ -31,9 +32,9 @@ def noting_views(schema: OpSchema, found: tuple[Any, Any], wrap: Callable[..., A
     def viewed(
         local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if args and args[0].requires_grad and torch.is_grad_enabled():
-            tensor = args[0]
-            (tensor if tensor._base is None else tensor._base).__dict__[_RECORDED] = True
+        if args and (tensor := args[0]).requires_grad and is_grad_enabled():
+            base = tensor._base
+            (tensor if base is None else base).__dict__[_RECORDED] = True
         if spec is None:
             return run(local_args, local_kwargs, args, kwargs)
         return wrap(run(*local_args, **local_kwargs), spec)
