@@ -25,6 +25,8 @@ _NOT_IN_GRAPHS = (
 
 _INDEXING = frozenset(("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"))
 
+_FILLING = frozenset(("aten::index_fill", "aten::index_fill_"))
+
 _allowed: ContextVar[bool] = ContextVar("plain tensors are replicated", default=False)
 
 
@@ -99,15 +101,23 @@ def are_alike(op: OpOverload, args: Sequence[Any], plain: Sequence[torch.Tensor]
     """
     if all(tensor.is_meta for tensor in plain):
         return True
-    if op.name().partition(".")[0] not in _INDEXING or len(args) < 2:
+    name = op.name().partition(".")[0]
+    if name in _FILLING and len(args) > 2:  # torch 2.15 fills by such an index
+        tensor, dim, index, *_ = args
+        return len(plain) == 1 and index is plain[0] and _is_of_masks(index, tensor.shape[dim])
+    if name not in _INDEXING or len(args) < 2:
         return False
     tensor, indices, *_ = args
     dim, num_of_masks = 0, 0
     for index in indices:
         if any(index is one for one in plain):
-            num_of_masks += index.dtype is torch.int64 and index.ndim == 1 and index.numel() <= 1 == tensor.shape[dim]
+            num_of_masks += _is_of_masks(index, tensor.shape[dim])
         dim += index.ndim if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
     return num_of_masks == len(plain)
+
+
+def _is_of_masks(index: torch.Tensor, length: int) -> bool:
+    return index.dtype is torch.int64 and index.ndim == 1 and index.numel() <= 1 == length
 
 
 def is_called_by_autograd() -> bool:
