@@ -7,7 +7,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
-from tritondt.dtensor.own_sources import run_apart
+from tritondt.dtensor.own_sources import run_apart, tensors_in
 from tritondt.dtensor.writes import MEMORY, count_writes, memory_of, take_memory, watched
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.placeholders import placeholder_numbers
@@ -162,7 +162,7 @@ class Signature:
     ) -> None:
         """Waits for messages that still read the memory of an argument that is about to be written to; counts it."""
         if read_guard.readers:
-            tensors = _tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
+            tensors = tensors_in((*local_args, *(local_kwargs[name] for name in self._names)))
             read_guard.wait_before_writing(tensor for place, tensor in enumerate(tensors) if place in self._written)
         if watched:
             count_writes(self._tensors_written(args, kwargs), reshapes=self._reshapes)
@@ -310,14 +310,6 @@ def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequ
 
 def _empty(spec: DTensorSpec) -> torch.Tensor:
     return torch.empty((0,), dtype=spec.dtype, device=spec.mesh.device_type)
-
-
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from _tensors_in(argument)
 
 
 def _returned_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:

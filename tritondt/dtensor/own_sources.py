@@ -62,7 +62,7 @@ def run_apart(
     if _OVERLAPS not in str(error) or (local_args and isinstance(local_args[0], list | tuple)):
         raise error
     given = [*local_args, *local_kwargs.values()]
-    tensors = [*_tensors_in(given)]
+    tensors = [*tensors_in(given)]
     targets = {id(tensor): _address(tensor) for place, tensor in enumerate(tensors) if place in written}
     memory = set(targets.values())
     copies = {
@@ -78,12 +78,13 @@ def _replaced(argument: Any, copies: Mapping[int, torch.Tensor]) -> Any:
     return copies.get(id(argument), argument)
 
 
-def _tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+def tensors_in(arguments: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """All tensors among arguments and in their lists, in order."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             yield argument
         elif isinstance(argument, list | tuple):
-            yield from _tensors_in(argument)
+            yield from tensors_in(argument)
 
 
 def _address(tensor: torch.Tensor) -> int:
