@@ -13,7 +13,7 @@ import torch
 from tritondt.comm.work import Work
 from tritondt.dtensor.compiled_call import Wrap
 from tritondt.dtensor.views.copied_views import refresh
-from tritondt.dtensor.writes import MEMORY, Count, LocalCount, Watch, held_local, memory_of
+from tritondt.dtensor.writes import MEMORY, ORIGIN, Count, LocalCount, Watch, held_local, memory_of
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.spec import DTensorSpec
 
@@ -92,8 +92,10 @@ def redistribute_dtensor(
     wire_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """The tensor under `target`, without history: the result of a `prefetch`, or else of a redistribution now."""
-    refresh(distributed)
-    found = take_prefetched(distributed, target, wire_dtype)
+    attributes = distributed.__dict__
+    if ORIGIN in attributes:
+        refresh(distributed)
+    found = take_prefetched(distributed, target, wire_dtype) if _PREFETCHED in attributes else None
     if found is not None:
         return found if async_op else waited(found)
     spec: DTensorSpec = distributed._spec

@@ -16,7 +16,7 @@ from tritondt.dtensor.pending import redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import refresh, share_origin
-from tritondt.dtensor.writes import lasting_attributes, take_memory
+from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
@@ -155,7 +155,8 @@ class DTensor(torch.Tensor):
                 return cast("DTensor", alias_with_gradient(source, backward_dtype, async_op, wire))
             return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
         if target is spec:
-            refresh(source)
+            if ORIGIN in source.__dict__:
+                refresh(source)
             return source
         forward = None if wire is None else wire.forward
         return cast("DTensor", redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward))

@@ -116,8 +116,10 @@ def memory_of(distributed: Any) -> Memory:
     if base is None:
         found = attributes[MEMORY] = (held_local(distributed),)
         return found
-    former = [reference() for reference in base.__dict__.get(FORMER, ())]
-    return *memory_of(base), *[local for local in former if local is not None]
+    former: list[weakref.ref[torch.Tensor]] | None = base.__dict__.get(FORMER)
+    if former is None:
+        return memory_of(base)
+    return *memory_of(base), *[local for reference in former if (local := reference()) is not None]
 
 
 def take_memory(distributed: Any, new: Any) -> None:

@@ -49,14 +49,15 @@ def redistribute_local(
         return local
     if source.coordinate is None and target.coordinate is None:
         return local.new_empty((0,))
-    if not has_memory(local):
+    if type(local) is not torch.Tensor and not has_memory(local):
         _check_one_mesh(source, target)
         # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
         stand_in: torch.Tensor = torch.ops.tritondt.redistribute(
             local, spec_text(source), spec_text(target), wire_dtype, next(_traced_calls)
         )
         return stand_in
-    local = with_memory(local)
+    if local.is_conj() or local.is_neg():
+        local = with_memory(local)
     plan = compile_plan(source, target, local.stride(), local.device, wire_dtype)
     if profiler._is_profiler_enabled:
         with profiler.record_function(REDISTRIBUTE_RANGE, plan.description):
@@ -217,7 +218,8 @@ def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
 
 def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Raises LocalTensorError where a tensor has elements and no address to read them from."""
-    if local.numel() and has_memory(local) and not local.data_ptr():
+    # A plain tensor has memory: asked for here, as a call takes longer than the answer.
+    if local.numel() and (type(local) is torch.Tensor or has_memory(local)) and not local.data_ptr():
         is_plain = type(local) in (torch.Tensor, torch.nn.Parameter)
         why = "whose storage is empty, as after resize_(0)" if is_plain else f"a {type(local).__name__}, without memory"
         raise LocalTensorError(

@@ -123,7 +123,8 @@ def _mesh_from(shape: tuple[int, ...], names: tuple[str, ...] | None, ranks: tup
 def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
     """Canonical form of a DeviceMesh or a Mesh in the calling thread's world; MeshError for anything else."""
     if isinstance(mesh, Mesh):
-        if mesh.identity != identity.current():
+        here = identity.current()
+        if mesh.identity is not here and mesh.identity != here:
             raise MeshError(f"{mesh} was made in another world; make it again in this one")
         return mesh
     if not isinstance(mesh, DeviceMesh):
@@ -132,18 +133,17 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
         # Torch's meshes are opaque in a graph. Raising breaks the graph here, and the call runs outside it.
         raise MeshError(f"within a graph of torch.compile a mesh is a tritondt Mesh, got a {type(mesh).__name__}")
     who = identity.current()
-    known: dict[Identity, Mesh] = mesh.__dict__.setdefault("_tritondt_meshes", {})
-    found = known.get(who)
-    if found is None:
-        found = Mesh(
-            tuple(mesh.mesh.shape),
-            mesh.mesh_dim_names,
-            ranks=mesh.mesh.flatten().tolist(),
-            device_type=mesh.device_type,
-        )
-        found.device_mesh = found.device_mesh or mesh
-        known.clear()
-        known[who] = found
+    known: tuple[Identity, Mesh] | None = mesh.__dict__.get("_tritondt_mesh")
+    if known is not None and (known[0] is who or known[0] == who):
+        return known[1]
+    found = Mesh(
+        tuple(mesh.mesh.shape),
+        mesh.mesh_dim_names,
+        ranks=mesh.mesh.flatten().tolist(),
+        device_type=mesh.device_type,
+    )
+    found.device_mesh = found.device_mesh or mesh
+    mesh.__dict__["_tritondt_mesh"] = who, found
     return found
 
 

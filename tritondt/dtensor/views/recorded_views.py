@@ -37,7 +37,8 @@ def noting_views(schema: OpSchema, found: tuple[Any, Any], wrap: Callable[..., A
             (tensor if base is None else base).__dict__[_RECORDED] = True
         if spec is None:
             return run(local_args, local_kwargs, args, kwargs)
-        return wrap(run(*local_args, **local_kwargs), spec)
+        # Unpacking an empty mapping that is not a dict takes 0.2 us.
+        return wrap(run(*local_args, **local_kwargs) if local_kwargs else run(*local_args), spec)
 
     return viewed, None
 
