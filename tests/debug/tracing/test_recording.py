@@ -1,5 +1,6 @@
 """What a recording has of rank threads, that it leaves nothing behind, and what costs nothing while it is off."""
 
+import gc
 from typing import Any
 
 import pytest
@@ -136,6 +137,33 @@ def test_no_call_is_added_to_an_operator_or_an_exchange_while_nothing_is_recorde
     recording.end()
     assert run_ranks(1, calls_on) == before
     assert on > before[0][0]
+
+
+def test_spans_and_messages_leave_nothing_that_the_garbage_collector_visits():
+    num_steps = 50
+
+    def num_left(rank: int) -> int:
+        x: Any = distribute(X, T.Mesh((2,)), "S0")
+
+        def step() -> None:
+            (x + 1.0).redistribute(placements=(T.Shard(1),))
+
+        step()
+        gc.collect()
+        before = len(gc.get_objects())
+        for _ in range(num_steps):
+            step()
+        gc.collect()
+        return len(gc.get_objects()) - before
+
+    recording = Recording()
+    recording.begin()
+    try:
+        left = run_ranks(2, num_left)
+    finally:
+        recording.end()
+    assert len(recording.record(0, 2).spans) > 5 * num_steps
+    assert max(left) < num_steps  # a tuple for each span would be some hundred
 
 
 def test_what_there_is_no_room_for_is_counted(monkeypatch):

@@ -10,9 +10,9 @@ record = recording.end()
 import os
 import platform
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -20,11 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.packing.messages import MessageBuffers, Slice
+from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports import base
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.debug.tracing.explanations import Compiled, explained
-from tritondt.debug.tracing.record import Message, RankRecord, Redistribution, Span
+from tritondt.debug.tracing.flat_lists import messages_of_rank, rows
+from tritondt.debug.tracing.record import RankRecord, Redistribution, Span
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import copied_view_class
 from tritondt.process_group.router import Router
@@ -33,23 +34,12 @@ from tritondt.redistribution import compile as compiling
 from tritondt.redistribution.compiled_step import CompiledPlan
 from tritondt.sharding.spec import DTensorSpec
 
-# A span takes 150 bytes here, and 100 in the file.
+# A span takes 140 bytes here, and 100 in the file.
 MOST_SPANS = 2_000_000
+_SPAN_VALUES = len(Span._fields)
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameAction.SKIP
-
-
-class _Told(NamedTuple):
-    """Messages of one exchange, to peers or from them."""
-
-    communicator: PackedCommunicator
-    sequence: int
-    slices: Sequence[Slice]
-    began_ns: int
-    at_ns: int
-    thread: int
-    name: str
 
 
 class Recording:
@@ -59,9 +49,9 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self._spans: list[tuple[str, Any, int, int, int]] = []
-        self._sends: list[_Told] = []
-        self._receives: list[_Told] = []
+        self._spans: list[Any] = []  # kind, subject, start, end and thread of each
+        self._sends: list[Any] = []  # fields of an Exchanged for each exchange
+        self._receives: list[Any] = []
         self._marks: list[tuple[int, int, bool]] = []  # time, thread, whether the program itself has set it
         self._plans: dict[Transfer, Compiled] = {}
         self._sites: dict[str, str] = {}
@@ -103,7 +93,7 @@ class Recording:
 
         spans = [
             Span(kind, _name(kind, subject), start, end, thread)
-            for kind, subject, start, end, thread in self._spans
+            for kind, subject, start, end, thread in rows(self._spans, _SPAN_VALUES)
             if is_own(thread)
         ]
         asked = [time for time, thread, by_program in self._marks if is_own(thread) and by_program]
@@ -113,10 +103,8 @@ class Recording:
             host=_boot_id(),
             process=os.getpid(),
             spans=spans,
-            sends=[message for told in self._sends if told.communicator._rank == rank for message in _messages(told)],
-            receives=[
-                message for told in self._receives if told.communicator._rank == rank for message in _messages(told)
-            ],
+            sends=messages_of_rank(self._sends, rank),
+            receives=messages_of_rank(self._receives, rank),
             redistributions=self._redistributions({span.name for span in spans if span.kind == "exchange"}, rank),
             program_threads=sorted({span.thread for span in spans} - self._queues),
             marks_ns=asked or [time for time, thread, _ in self._marks if is_own(thread)],
@@ -140,27 +128,33 @@ class Recording:
         setattr(owner, name, function)
         self._undo.append(lambda: setattr(owner, name, before))
 
-    def _add(self, kind: str, subject: Any, started: int, thread: int) -> int:
-        """Adds a span that ends now; returns when that is."""
-        ended = monotonic_ns()
-        if len(self._spans) < MOST_SPANS:
-            self._spans.append((kind, subject, started, ended, thread))
-        else:
-            self._dropped += 1
-        return ended
+    def _adder(self) -> Callable[[str, Any, int], int]:
+        """What adds a span of the calling thread that ends now, and returns when that is; bound, for it runs often."""
+        spans, now, ident, most = self._spans, monotonic_ns, threading.get_ident, MOST_SPANS * _SPAN_VALUES
+        extend = spans.extend
+
+        def add(kind: str, subject: Any, started: int) -> int:
+            ended = now()
+            if len(spans) < most:
+                extend((kind, subject, started, ended, ident()))
+            else:
+                self._dropped += 1
+            return ended
+
+        return add
 
     def _dispatch_of(self, tensor_class: Any) -> Callable[..., Any]:
-        """Dispatch of a tensor class, recorded; the list is bound here, for this runs for every operator."""
+        """Dispatch of a tensor class, recorded; without a call of its own, for this runs for every operator."""
         dispatch, spans, now, ident = tensor_class.__torch_dispatch__, self._spans, monotonic_ns, threading.get_ident
-        append = spans.append
+        extend, most = spans.extend, MOST_SPANS * _SPAN_VALUES
 
         def recorded(op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             started = now()
             try:
                 return dispatch(op, types, args, kwargs)
             finally:
-                if len(spans) < MOST_SPANS:
-                    append(("op", op, started, now(), ident()))
+                if len(spans) < most:
+                    extend(("op", op, started, now(), ident()))
                 else:
                     self._dropped += 1
 
@@ -169,22 +163,26 @@ class Recording:
         return recorded
 
     def _collective_of(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        add = self._adder()
+
         def recorded(router: Router, kind: Any, *arguments: Any) -> Any:
             started = monotonic_ns()
             try:
                 return run(router, kind, *arguments)
             finally:
-                self._add("collective", getattr(kind, "gloo", kind), started, threading.get_ident())
+                add("collective", getattr(kind, "gloo", kind), started)
 
         return recorded
 
     def _wait_of(self, wait: Callable[..., Any]) -> Callable[..., Any]:
+        add = self._adder()
+
         def recorded(work: Any, *arguments: Any, **named: Any) -> Any:
             started = monotonic_ns()
             try:
                 return wait(work, *arguments, **named)
             finally:
-                self._add("wait", "a collective of torch.distributed", started, threading.get_ident())
+                add("wait", "a collective of torch.distributed", started)
 
         return recorded
 
@@ -215,64 +213,75 @@ class Recording:
         self._undo.append(lambda: owner.__dict__.pop(name, None))
 
     def _phase(self, run: Callable[..., None], kind: str, has_work: Callable[[Any], bool]) -> Callable[..., None]:
+        add, now = self._adder(), monotonic_ns
+
         def recorded(plan: Any, *arguments: Any) -> None:
-            started = monotonic_ns()
+            if not has_work(plan):
+                run(plan, *arguments)
+                return
+            started = now()
             run(plan, *arguments)
-            if has_work(plan):
-                self._add(kind, kind, started, threading.get_ident())
+            add(kind, kind, started)
 
         return recorded
 
     def _exchange_of(self, communicator: PackedCommunicator) -> Callable[..., None]:
-        exchange = communicator._exchange
+        exchange, is_own_thread, rank = communicator._exchange, communicator._queue.is_own_thread, communicator._rank
+        add, now, ident, threads, sites = self._adder(), monotonic_ns, threading.get_ident, self._threads, self._sites
 
         def recorded(sources: Any, targets: Any, transfer: Transfer, site: int) -> None:
-            started = monotonic_ns()
+            started = now()
             try:
                 exchange(sources, targets, transfer, site)
             finally:
-                thread = threading.get_ident()
-                self._add("exchange", transfer, started, thread)
-                self._threads[thread] = communicator._rank
-                if communicator._queue.is_own_thread():
+                add("exchange", transfer, started)
+                thread = ident()
+                threads[thread] = rank
+                if is_own_thread():
                     self._queues.add(thread)
-                if transfer.description not in self._sites:
-                    self._sites[transfer.description] = communicator._recorder.site_text(site) if site >= 0 else ""
+                if transfer.description not in sites:
+                    sites[transfer.description] = communicator._recorder.site_text(site) if site >= 0 else ""
 
         return recorded
 
     def _in_order_of(self, in_order: Callable[..., None]) -> Callable[..., None]:
+        add = self._adder()
+
         def recorded(run: Any, description: str) -> None:
             started = monotonic_ns()
             try:
                 in_order(run, description)
             finally:
-                self._add("redistribution", description, started, threading.get_ident())
+                add("redistribution", description, started)
 
         return recorded
 
     def _messages_of(
         self, communicator: PackedCommunicator, run: Callable[..., None], kind: str
     ) -> Callable[..., None]:
+        add, now, ident, sends_messages = self._adder(), monotonic_ns, threading.get_ident, kind == "send"
+        extend = (self._sends if sends_messages else self._receives).extend
+
         def recorded(record: Any, receives: MessageBuffers, sends: MessageBuffers) -> None:
-            started = monotonic_ns()
+            started = now()
             try:
                 run(record, receives, sends)
             finally:
-                thread = threading.get_ident()
-                ended = self._add(kind, record.text, started, thread)
-                told, slices = (self._sends, sends.slices) if kind == "send" else (self._receives, receives.slices)
-                told.append(_Told(communicator, communicator.sequence, slices, started, ended, thread, record.text))
+                ended = add(kind, record.text, started)
+                slices = sends.slices if sends_messages else receives.slices
+                extend((communicator, communicator.sequence, slices, started, ended, ident(), record.text))
 
         return recorded
 
     def _wait_for_of(self, wait_for: Callable[..., None]) -> Callable[..., None]:
+        add = self._adder()
+
         def recorded(work: Any) -> None:
             started = monotonic_ns()
             try:
                 wait_for(work)
             finally:
-                self._add("wait", work.description, started, threading.get_ident())
+                add("wait", work.description, started)
 
         return recorded
 
@@ -298,16 +307,6 @@ def mark_step() -> None:
     """
     for recording in _active:
         recording.mark_step()
-
-
-def _messages(told: _Told) -> list[Message]:
-    key, ranks = told.communicator._key, told.communicator._ranks
-    return [
-        Message(
-            key, told.sequence, ranks[piece.peer], piece.num_bytes, told.began_ns, told.at_ns, told.thread, told.name
-        )
-        for piece in told.slices
-    ]
 
 
 def _name(kind: str, subject: Any) -> str:
