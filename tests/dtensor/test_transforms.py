@@ -98,7 +98,32 @@ def compiled_on(rank):
     )
     assert make(torch.ones(3)).tolist() == [2.0] * 3
     check_what_draws_within_composites(mesh)
+    check_forward_derivatives_of_views(mesh)
     return dropped(mesh)
+
+
+# Views that move on one layout or the other, and lie elsewhere in the memory of each than in that of their derivatives.
+VIEWS = {
+    "row": lambda x: (x[1] ** 2).sum(),
+    "rows": lambda x: x[1:] ** 2,
+    "column": lambda x: x[:, 1] ** 2,
+    "parts": lambda x: x.split(2)[1] ** 2 + x.chunk(2, 1)[1].squeeze(1)[:1],
+    "windows": lambda x: x.unfold(0, 2, 1)[1] ** 2,
+    "product": lambda x: (x[1:2].expand(3, 2) * x).t()[1],
+}
+
+
+def check_forward_derivatives_of_views(mesh):
+    whole = torch.arange(6.0).reshape(3, 2) / 4
+    for placement in (T.Shard(0), T.Shard(1)):
+        x = T.distribute_tensor(whole, mesh, [placement])
+        for function in VIEWS.values():
+            for derive in (torch.func.jacfwd, torch.func.hessian):
+                compare(derive(function)(x), derive(function)(whole))
+            tangent = x.redistribute(placements=[T.Replicate()]) * 2
+            found = torch.func.jvp(function, (x,), (tangent,))
+            for part, expected in zip(found, torch.func.jvp(function, (whole,), (whole * 2,)), strict=True):
+                compare(part, expected)
 
 
 def check_what_draws_within_composites(mesh):
@@ -144,7 +169,7 @@ def _seeded(number):
 
 
 @pytest.mark.slow
-def test_compiled_graphs_redistribute_and_give_the_same():
+def test_compiled_graphs_redistribute_and_give_the_same_and_views_have_forward_derivatives():
     with GlooRanks(2) as ranks:
         first, second = ranks.run(compiled_on, timeout_s=250)
     assert first == second  # replicas drop the same

@@ -12,8 +12,14 @@ from tritondt.sharding.spec import DTensorSpec
 Construct = Callable[..., Any]
 
 
-def _construct(tensor_class: type[torch.Tensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool) -> Any:
-    """An outer tensor by the constructor that every supported torch has."""
+def construct_at_start(
+    tensor_class: type[torch.Tensor], local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool
+) -> Any:
+    """An outer tensor at offset 0, by the constructor that every supported torch has.
+
+    Torch's own constructor takes the offset of the local tensor, which is this rank's and this layout's alone: a view
+    and its forward derivative, which torch wants to lie alike, may be cut differently.
+    """
     meta = spec.tensor_meta
     made: Any = torch.Tensor._make_wrapper_subclass(
         tensor_class,
@@ -28,4 +34,4 @@ def _construct(tensor_class: type[torch.Tensor], local: torch.Tensor, spec: DTen
     return made
 
 
-construct: Construct = getattr(torch.Tensor, "_dtensor__new__", _construct)
+construct: Construct = getattr(torch.Tensor, "_dtensor__new__", construct_at_start)

@@ -5,12 +5,13 @@ from typing import Any, cast
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
-from tritondt.dtensor.construct import construct
+from tritondt.dtensor.construct import construct, construct_at_start
 from tritondt.dtensor.copies import deep_copy, shallow_copy
 from tritondt.dtensor.pending import redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
@@ -56,11 +57,12 @@ class DTensor(torch.Tensor):
         cls: type["DTensor"], local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
     ) -> "DTensor":
         """Wraps a local tensor that is this rank's part under `spec`; nothing is checked."""
+        make = construct if forward_ad._current_level < 0 else construct_at_start
         if is_inference_mode_enabled():
             # Tensors made in inference mode have no version counter, which views of weights made outside need.
             with torch.inference_mode(False):
-                return cast("DTensor", construct(cls, local_tensor, spec, requires_grad=requires_grad))
-        return cast("DTensor", construct(cls, local_tensor, spec, requires_grad=requires_grad))
+                return cast("DTensor", make(cls, local_tensor, spec, requires_grad=requires_grad))
+        return cast("DTensor", make(cls, local_tensor, spec, requires_grad=requires_grad))
 
     @classmethod
     def from_local(
@@ -343,6 +345,6 @@ _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local(
 
 def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
     """DTensor(local_tensor, spec), without the 0.4 us that calling a class takes."""
-    if is_inference_mode_enabled():
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
         return DTensor(local_tensor, spec)
     return construct(DTensor, local_tensor, spec, requires_grad=False)

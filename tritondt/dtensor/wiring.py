@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch import is_inference_mode_enabled
+from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
@@ -26,7 +27,7 @@ _construct_plain = partial(construct, DTensor, requires_grad=False)
 
 def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[Any]:
     """Distributed tensors of many local ones, for which a frame each would take a fifth of the time."""
-    if is_inference_mode_enabled():
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
         return list(map(DTensor, local_tensors, specs))
     return list(map(_construct_plain, local_tensors, specs))
 

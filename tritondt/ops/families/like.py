@@ -97,6 +97,24 @@ def new(schema: OpSchema) -> list[AxisStrategy]:
     return [AxisStrategy((placement,), (Replicate(),), exact=True) for placement in dict.fromkeys(spec.placements)]
 
 
+def _lying_as_other(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
+    assert isinstance(outputs, DTensorSpec), f"{schema.op} gives one tensor"
+    shape, strides = outputs.local_shape, outputs.tensor_meta.stride
+    local_strides = strides_in_order_of(shape, strides)
+    return lambda model, other, **options: model.new_empty_strided(shape, local_strides).zero_()
+
+
+@strategy_of([aten._new_zeros_with_same_feature_meta.default], localize=_lying_as_other)
+def zeros_for_derivative(schema: OpSchema) -> list[AxisStrategy]:
+    """Zeros in the shape of a forward derivative, which has the placements, lie as what it is the derivative of."""
+    derivative, other = (dict.fromkeys(spec.placements) for spec in schema.args_spec)
+    return [
+        AxisStrategy((mine, its), (Replicate() if isinstance(mine, Partial) else mine,), exact=True)
+        for mine in derivative
+        for its in other
+    ]
+
+
 def _of_one_size(schema: OpSchema) -> OutputSharding:
     """The answer whether two tensors have memory of one size, which forward derivatives ask: by their global shapes."""
     first, second = (prod(spec.shape) for spec in schema.args_spec)
