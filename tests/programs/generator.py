@@ -294,8 +294,10 @@ class Generator:
     def _reads_gradient(self, statement: Statement) -> bool:
         """Whether a statement reads a gradient, or a view of one."""
         made = {name for it in self._statements if it.kind == "grad" for name in it.makes}
-        held = {self._run.plain[name].untyped_storage().data_ptr() for name in made}
-        return any(self._run.plain[name].untyped_storage().data_ptr() in held for name in statement.reads)
+        variables = set(self._run.plain.variables)  # what a statement made may be None, as a gradient that is not there
+        held = {self._run.plain[name].untyped_storage().data_ptr() for name in made & variables}
+        read = variables.intersection(statement.reads)
+        return any(self._run.plain[name].untyped_storage().data_ptr() in held for name in read)
 
     def _replay(self) -> None:
         """Runs the program again, without what was last."""

@@ -58,6 +58,10 @@ def test_a_seed_gives_one_program():
     assert not any(random_program(seed, ("refused",)).refused_by_one_device for seed in range(30))
 
 
+def test_a_gradient_that_is_not_there_is_read_by_no_refused_statement():
+    assert random_program(401644, WITHOUT).statements
+
+
 def test_a_seed_gives_the_program_of_before_without_the_kinds_that_came_later():
     # Of seed 122390, as tests/README.md had it.
     first = random_program(122390, (*WITHOUT, *LATER)).statements[0]
