@@ -13,6 +13,7 @@ from tritondt.parallel.context.ring_attention import ring_attention
 from tritondt.parallel.context.sequence_cut import context_parallel_shard, context_parallel_unshard
 from tritondt.parallel.context.ulysses import ulysses_attention
 from tritondt.parallel.input_reshard import input_reshard
+from tritondt.parallel.key_value import KeyValueParallel
 from tritondt.parallel.loss import loss_parallel
 from tritondt.parallel.overlap import all_gather_matmul, matmul_reduce_scatter
 from tritondt.parallel.parallelize import parallelize_module
@@ -24,6 +25,7 @@ from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "KeyValueParallel",
     "ParallelStyle",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",

@@ -46,8 +46,9 @@ class ColwiseParallel(WeightStyle):
     out as `output_layouts` (default: sharded on its last dim), as a plain local tensor unless `use_local_output=False`.
     `unit` is the number of features that stay together: 6 heads over 4 ranks with `unit=head_dim` are 2, 2, 2 and 0,
     with `balanced=True` 2, 2, 1 and 1. `sizes` are the numbers of features, one per rank, in place of both. `repeats`
-    is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. Every forward may
-    be a collective call of the mesh.
+    is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. `groups` is the
+    number of equal blocks of which no rank has parts of two, as query heads that share a key head (`KeyValueParallel`).
+    Every forward may be a collective call of the mesh.
 
     With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
     rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without. Nor
@@ -76,9 +77,10 @@ class ColwiseParallel(WeightStyle):
         repeats: int = 1,
         sizes: Sequence[int] | None = None,
         balanced: bool = False,
+        groups: int | None = None,
         overlap: bool = False,
     ) -> None:
-        self.cut = feature_cut(unit, sizes, balanced, repeats)
+        self.cut = feature_cut(unit, sizes, balanced, repeats, groups)
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
         self.output_layouts = checked_layout(output_layouts, "output_layouts")
         self.use_local_output, self.overlap = use_local_output, overlap
@@ -110,8 +112,8 @@ class RowwiseParallel(WeightStyle):
 
     The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
     Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
-    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together; `sizes` and
-    `balanced` are those of ColwiseParallel. Every forward is a collective call of the mesh.
+    tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together; `sizes`,
+    `balanced` and `groups` are those of ColwiseParallel. Every forward is a collective call of the mesh.
 
     With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
     the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor does
@@ -139,9 +141,10 @@ class RowwiseParallel(WeightStyle):
         unit: int = 1,
         sizes: Sequence[int] | None = None,
         balanced: bool = False,
+        groups: int | None = None,
         overlap: bool = False,
     ) -> None:
-        self.cut = feature_cut(unit, sizes, balanced)
+        self.cut = feature_cut(unit, sizes, balanced, groups=groups)
         self.input_layouts = checked_layout(input_layouts, "input_layouts")
         self.output_layouts = checked_layout(output_layouts, "output_layouts") or Replicate()
         self.use_local_output, self.overlap = use_local_output, overlap
