@@ -34,6 +34,8 @@ def collectives_of(kind: str) -> list[str]:
     >>> collectives_of("(S0, P(sum)) -> (R, S1)")
     ['all_gather_into_tensor', 'reduce_scatter_tensor']
     """
+    if kind == "rows by source -> rows by target":
+        return ["shard_dim_alltoall"]
     sides = kind.split(" -> ")
     # The second half of an all-reduce, from flat pieces to the whole, counts with the first.
     if len(sides) != 2 or "pieces" in sides[0]:

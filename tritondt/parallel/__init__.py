@@ -12,6 +12,8 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 from tritondt.parallel.context.ring_attention import ring_attention
 from tritondt.parallel.context.sequence_cut import context_parallel_shard, context_parallel_unshard
 from tritondt.parallel.context.ulysses import ulysses_attention
+from tritondt.parallel.experts.expert_parallel import ExpertParallel
+from tritondt.parallel.experts.token_dispatch import DispatchedTokens, token_combine, token_dispatch
 from tritondt.parallel.input_reshard import input_reshard
 from tritondt.parallel.key_value import KeyValueParallel
 from tritondt.parallel.loss import loss_parallel
@@ -25,6 +27,8 @@ from tritondt.parallel.weights import ColwiseParallel, RowwiseParallel
 
 __all__ = [
     "ColwiseParallel",
+    "DispatchedTokens",
+    "ExpertParallel",
     "KeyValueParallel",
     "ParallelStyle",
     "PrepareModuleInput",
@@ -41,5 +45,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "parallelize_module",
     "ring_attention",
+    "token_combine",
+    "token_dispatch",
     "ulysses_attention",
 ]

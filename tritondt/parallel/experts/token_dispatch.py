@@ -1,0 +1,155 @@
+"""Tokens on the ranks of their experts: one all-to-all there and one back, of as many rows as each expert got."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.comm import world
+from tritondt.errors import LocalTensorError, MeshError
+from tritondt.parallel.boundary import activation_spec
+from tritondt.parallel.feature_cut import evenly
+from tritondt.redistribution.rows import RowCounts, exchange_rows
+from tritondt.redistribution.run import redistribute_local
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Replicate, Shard
+
+
+@dataclass(frozen=True)
+class DispatchedTokens:
+    """Tokens of this rank's experts, and how they go back.
+
+    `tokens` are rows of all ranks sorted by expert, and for one expert by rank; `num_tokens_per_expert` has a count for
+    each expert of this rank.
+    """
+
+    tokens: torch.Tensor
+    num_tokens_per_expert: torch.Tensor
+    counts: RowCounts
+    mesh: Mesh
+    # Places of the sorted rows in the order in which they arrived, and the other way round; None where that is one.
+    orders: tuple[torch.Tensor, torch.Tensor] | None
+
+
+def token_dispatch(
+    tokens: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    device_mesh: "DeviceMesh | Mesh",
+    *,
+    sizes: Sequence[int] | None = None,
+) -> DispatchedTokens:
+    """Tokens of this rank's experts, of plain `tokens` that every rank has sorted by expert.
+
+    `tokens` is (tokens, ...), `num_tokens_per_expert` (experts,) of integers, for all experts of the mesh of one axis.
+    Experts are on ranks in runs, evenly, the first ranks one more where they do not divide, or as many as `sizes` has
+    for each rank. Ranks may have any number of tokens, and none. A collective call of all ranks of the mesh: an
+    exchange of counts, and one of the tokens in one message for each pair of ranks; where gradients are wanted all
+    ranks run backward, which is one exchange. Raises LocalTensorError on all ranks alike for counts that are not those
+    of the tokens, and MeshError.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def tokens_on(rank):
+    ...     given, counts = torch.tensor([10.0, 20.0, 21.0]) + rank, torch.tensor([1, 2])
+    ...     found = token_dispatch(given, counts, Mesh((2,)))
+    ...     return found.tokens.tolist(), token_combine(-found.tokens, found).tolist()
+    >>> run_ranks(2, tokens_on)
+    [([10.0, 11.0], [-10.0, -20.0, -21.0]), ([20.0, 21.0, 21.0, 22.0], [-11.0, -21.0, -22.0])]
+    """
+    mesh = canonical_mesh(device_mesh)
+    if mesh.ndim != 1 or mesh.coordinate is None:
+        raise MeshError(f"token_dispatch takes a mesh of one axis and is called on its ranks, got {mesh}")
+    num_ranks = mesh.shape[0]
+    table = _counts_of_all(tokens, num_tokens_per_expert, mesh)
+    sizes = evenly(table.shape[1], num_ranks) if sizes is None else tuple(sizes)
+    if len(sizes) != num_ranks or sum(sizes) != table.shape[1] or min(sizes) < 0:
+        raise LocalTensorError(
+            f"token_dispatch got sizes={sizes} for {table.shape[1]} experts on {num_ranks} ranks; allowed is a number "
+            "of experts for each rank, which sum to all"
+        )
+    by_rank = torch.stack([part.sum(1) for part in table.split(list(sizes), 1)], 1)
+    counts = RowCounts(tuple(map(tuple, by_rank.tolist())))
+    first = sum(sizes[: mesh.coordinate[0]])
+    own = table[:, first : first + sizes[mesh.coordinate[0]]]
+    arrived = exchange_rows(tokens, counts, mesh)
+    orders = _orders(own, tokens.device)
+    if orders is not None:
+        arrived = _Reordered.apply(arrived, *orders)  # type: ignore[no-untyped-call]
+    per_expert = own.sum(0).to(num_tokens_per_expert)
+    return DispatchedTokens(arrived, per_expert, counts, mesh, orders)
+
+
+def token_combine(tokens: torch.Tensor, dispatched: DispatchedTokens) -> torch.Tensor:
+    """Rows for the tokens that this rank gave to `token_dispatch`, in the order in which it gave them.
+
+    `tokens` has a row for each of `dispatched.tokens`. A collective call of all ranks of the mesh, one exchange, and
+    one where gradients are wanted, for which all ranks run backward. Raises LocalTensorError for another number of
+    rows.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def body(rank):
+    ...     found = token_dispatch(torch.ones(rank, 2), torch.tensor([0, rank]), Mesh((2,)))
+    ...     return token_combine(3 * found.tokens, found).tolist()
+    >>> run_ranks(2, body)
+    [[], [[3.0, 3.0]]]
+    """
+    if tokens.shape[0] != dispatched.tokens.shape[0]:
+        error = LocalTensorError(
+            f"token_combine got {tokens.shape[0]} rows on rank {dispatched.mesh.identity.rank}; allowed is one for "
+            f"each of the {dispatched.tokens.shape[0]} tokens that were dispatched to it"
+        )
+        world.current().communicator(dispatched.mesh.ranks, dispatched.mesh.device_type).refuse(error)
+        raise error
+    if dispatched.orders is not None:
+        tokens = _Reordered.apply(tokens, *dispatched.orders[::-1])  # type: ignore[no-untyped-call]
+    return exchange_rows(tokens, dispatched.counts.back(), dispatched.mesh)
+
+
+def _counts_of_all(tokens: torch.Tensor, counts: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Numbers of tokens (ranks, experts), on the CPU; LocalTensorError on all ranks where one's are not its tokens'."""
+    # A count that cannot be sent goes as -1: the others are to hear of it, and raise the same.
+    is_list = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
+    own = counts.detach().to(torch.int64) if is_list else counts.new_full((counts.numel(),), -1, dtype=torch.int64)
+    num_rows = tokens.shape[0] if tokens.ndim else 0
+    row = torch.cat([own, own.new_tensor([num_rows])]).unsqueeze(0)
+    source, target = (
+        activation_spec(mesh, placement, (mesh.shape[0], row.shape[1]), torch.int64)
+        for placement in (Shard(0), Replicate())
+    )
+    table = redistribute_local(row, source, target).cpu()
+    for rank, (*per_expert, rows) in zip(mesh.ranks, table.tolist(), strict=True):
+        if sum(per_expert) != rows or min(per_expert, default=0) < 0:
+            raise LocalTensorError(
+                f"token_dispatch got counts {per_expert} for {rows} tokens on rank {rank}; allowed is a list of "
+                "integers, how many of the tokens are for each expert"
+            )
+    return table[:, :-1]
+
+
+def _orders(own: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Orders of rows that arrived by rank and are sorted by expert; `own` are the counts (ranks, own experts)."""
+    if min(own.shape) < 2:
+        return None
+    starts = own.flatten().cumsum(0).view(own.shape) - own
+    lengths = own.T.flatten()
+    ends = lengths.cumsum(0)
+    order = torch.repeat_interleave(starts.T.flatten() - ends + lengths, lengths) + torch.arange(int(ends[-1]))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return order.to(device), back.to(device)
+
+
+class _Reordered(torch.autograd.Function):
+    """Rows in another order; gradients are put back, where index_select would add them up in zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, order: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+        """Rows of the places in `order`; `back` is the inverse of `order`."""
+        ctx.orders = back, order
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Gradients in the order of the rows."""
+        return _Reordered.apply(grad, *ctx.orders), None, None  # type: ignore[no-untyped-call]
