@@ -1,10 +1,12 @@
-"""200 tensors of mixed sizes and layouts: `redistribute_many`, ours one by one, and torch's DTensor one by one.
+"""200 tensors of mixed sizes and layouts: `redistribute_many`, ours and torch's one by one, and the bytes alone.
 
     python -m benchmarks.redistribution.many [--ranks 4] [--tensors 200] [--rounds 15] [--json [FILE]]
 
-The three take turns in one run on Gloo processes. Results are compared with each other first, exactly. Sizes run from
-64 kB to 4 MB, as many small as large on a logarithmic scale; each tensor goes S0 -> R, S1 -> S0, S0 -> S1, R -> S0,
-S1 -> R or P -> S0. No padding is asked of torch: every length divides.
+They take turns in one run on processes of the transport that TRITONDT_TRANSPORT names. Results are compared with each
+other first, exactly. Sizes run from 64 kB to 4 MB, as many small as large on a logarithmic scale; each tensor goes
+S0 -> R, S1 -> S0, S0 -> S1, R -> S0, S1 -> R or P -> S0. No padding is asked of torch: every length divides.
+"Bytes alone" is one gather of one flat tensor in which every rank receives as many bytes as in the list, straight from
+and into the tensor: what no packing of the list undercuts.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tritondt as T
+from tritondt import environment
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.launch import num_cores, run_on_ranks
@@ -36,7 +39,7 @@ from tritondt.dtensor.many import BUCKET_BYTES
 
 _PAIRS = ("S0 R", "S1 S0", "S0 S1", "R S0", "S1 R", "P S0")
 _SMALLEST, _LARGEST = 64 << 10, 4 << 20
-_NAMES = ("redistribute_many", "ours one by one", "torch one by one")
+_NAMES = ("redistribute_many", "ours one by one", "torch one by one", "bytes alone")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Found:
-    """Times of the three, and bytes that a rank received at most in ours."""
+    """Times of the four, and bytes that a rank received at most in ours."""
 
     times: list[Times]
     received_bytes: int
@@ -108,7 +111,10 @@ def _measure_on_rank(send: Callable[[object], None], request: Request) -> None:
         received = traffic.received_bytes - before
         minimum = sum(T.explain(x._spec, x._spec.with_placements(p)).received_bytes for x, p in ours)
         del results
-        runs = (many, partial(one_by_one, ours), partial(one_by_one, theirs))
+        # Each rank receives the parts of all others.
+        flat = T.DTensor.from_local(torch.zeros(received // 4 // (num_ranks - 1)), mesh, [T.Shard(0)])
+        bytes_alone = partial(one_by_one, [(flat, [T.Replicate()])])
+        runs = (many, partial(one_by_one, ours), partial(one_by_one, theirs), bytes_alone)
         times = time_interleaved(runs, request.rounds, request.budget_s)
     if dist.get_rank() == 0:
         send(Found(times, received, minimum, sum(x.numel() * 4 for x, _ in ours)))
@@ -142,12 +148,14 @@ def many(ranks: int, tensors: int, bucket_bytes: int, rounds: int, seconds: floa
         {
             "ratio_to_ours_one_by_one": together.median / others[0].median,
             "ratio_to_torch_one_by_one": together.median / others[1].median,
+            "ratio_to_bytes_alone": together.median / others[2].median,
             "tensors": tensors,
             "bytes": found.whole_bytes,
             "received_bytes": found.received_bytes,
             "minimum_bytes": found.minimum_bytes,
             "bucket_bytes": bucket_bytes,
             "ranks": ranks,
+            "transport": environment.transport(),
             "rounds": len(together.seconds),
             "median_s": {name: times.median for name, times in zip(_NAMES, found.times, strict=True)},
             "fastest_s": {name: times.fastest for name, times in zip(_NAMES, found.times, strict=True)},
