@@ -198,8 +198,13 @@ def check_across(*cases: AcrossCase, world_size: int = 8) -> None:
                 raise AssertionError(f"rank {rank}: {error!r}; run it again with check_across({case!r})") from error
         return found
 
-    for case, given, *outcomes in zip(cases, inputs, *run_ranks(world_size, body), strict=True):
+    check_all_across(cases, run_ranks(world_size, body))
+
+
+def check_all_across(cases: Sequence[AcrossCase], outcomes_of_ranks: Sequence[Sequence[Outcome]]) -> None:
+    """Checks the outcomes of every case on every rank of the world."""
+    for case, *outcomes in zip(cases, *outcomes_of_ranks, strict=True):
         try:
-            check_across_outcomes(case, given, outcomes)
+            check_across_outcomes(case, inputs_of(case), outcomes)
         except AssertionError as error:
             raise AssertionError(f"{error}; run it again with check_across({case!r})") from error
