@@ -8,6 +8,7 @@ from tritondt.ops.families import (  # noqa: F401
     diagonals,
     embedding,
     gathering,
+    grouped_products,
     indexing,
     joining,
     like,

@@ -69,8 +69,8 @@ class ExpertParallel(WeightStyle):
         numbers = {shape[:1] for shape in shapes.values()}
         if len(numbers) != 1 or numbers == {()}:
             raise ParallelizeError(
-                f"ExpertParallel cuts the first dim of all parameters, which is that of experts; {type(module).__name__}"
-                f" has {shapes or 'none of its own'}; name the module whose parameters are (experts, ...)"
+                f"ExpertParallel cuts the first dim of all parameters, which is of experts; {type(module).__name__} "
+                f"has {shapes or 'none of its own'}; name the module whose parameters are (experts, ...)"
             )
         ((num_experts,),) = numbers
         num_ranks = mesh.shape[0]
