@@ -33,10 +33,17 @@ dist.destroy_process_group()
 """
 
 
+# As the command `tritondt` starts: the current folder is not on sys.path.
+COMMAND = f"import sys; sys.path[0] = {str(Path(__file__).parents[2])!r}; from tritondt.__main__ import run; run()"
+
+
 def run_trace(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a folder that has another tritondt, as a checkout that was not built."""
     (folder / "program.py").write_text(PROGRAM)
+    (folder / "tritondt").mkdir()
+    (folder / "tritondt" / "__init__.py").write_text("raise ImportError('not built')")
     return subprocess.run(
-        [sys.executable, "-m", "tritondt", "trace", *arguments],
+        [sys.executable, "-c", COMMAND, "trace", *arguments],
         capture_output=True,
         text=True,
         cwd=folder,

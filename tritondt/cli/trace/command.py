@@ -26,6 +26,9 @@ from tritondt.debug.tracing.summary_text import summary_fields, summary_text
 from tritondt.debug.tracing.timeline import trace_events
 
 _MOST_PER_CORE = 16
+# A rank runs the package that runs here: by -m it would be one in the current folder, as in a checkout not built.
+_ROOT = str(Path(__file__).parents[3])
+_RANK = "import sys; sys.path[: sys.path[0] == ''] = [sys.argv.pop(1)]; from tritondt.__main__ import run; run()"
 
 
 def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | None:
@@ -97,7 +100,7 @@ def _start(num_ranks: int, out: str, program: Sequence[str]) -> tuple[int, list[
             f"--ranks {num_ranks}: at most {most} processes are started on {num_cores()} cores, {_MOST_PER_CORE} each; "
             "on several machines start them with torchrun"
         )
-    command = [sys.executable, "-m", "tritondt", "trace", "--collected", "--out", out, "--", *program]
+    command = [sys.executable, "-c", _RANK, _ROOT, "trace", "--collected", "--out", out, "--", *program]
     status, store = run_ranks(num_ranks, command)
     return status, collect(dist.PrefixStore("tritondt/trace", store), num_ranks, waits=False)
 
