@@ -14,15 +14,17 @@ from tritondt import environment
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import spread_rows, write_html, write_png
 from tritondt.cli.torch_moves import torch_moves
+from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.errors import LayoutError
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.plan import Plan
 from tritondt.planning.planner import make_plan
 from tritondt.planning.prices import built_in
 from tritondt.planning.spread import Spread
 from tritondt.planning.topology import Link, Topology, link_loads, loads_by_kind, parse_topology
 from tritondt.planning.totals import rank_totals
-from tritondt.planning.traffic import RankTraffic, rank_traffic
+from tritondt.planning.traffic import MOST_MESSAGES, RankTraffic, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
@@ -120,12 +122,12 @@ def plan(
     lists = any(found is not None for found in (html, png, network))
     if all_ranks or lists:
         steps = make_plan(before, after, itemsize, costs)
-        traffic = rank_traffic(steps, itemsize) if lists else None
-        spreads = (rank_totals(steps, itemsize) if traffic is None else traffic).spreads
+        spreads = rank_totals(steps, itemsize).spreads
         fields["ranks"] = {name: asdict(spread) for name, spread in spreads.items()}
         head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
         lines += ["{:<16}{:>16}{:>18}{:>16}{:>9}{:>24}".format(*row) for row in (head, *spread_rows(spreads))]
-        if traffic is not None:
+        if lists:
+            traffic = _traffic(steps, itemsize, spreads["messages"].total)
             lines += _of_links(traffic, network, fields)
             _draw(html, png, found, traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
@@ -153,16 +155,23 @@ def _moved_by_torch(
     return fields, f"torch {version} would receive {received:,} bytes{ratio}{these}"
 
 
-def _of_links(traffic: RankTraffic, network: Topology | None, fields: dict[str, Any]) -> list[str]:
+def _traffic(steps: Plan, itemsize: int, num_messages: int) -> RankTraffic | WideTraffic:
+    """Traffic message by message, or by fans where messages are too many."""
+    return (rank_traffic if num_messages <= MOST_MESSAGES else WideTraffic)(steps, itemsize)
+
+
+def _of_links(traffic: RankTraffic | WideTraffic, network: Topology | None, fields: dict[str, Any]) -> list[str]:
     """Lines about the links of a network, which go to the fields as well; none without a network."""
     if network is None:
         return []
-    loads = loads_by_kind(link_loads(traffic, network))
+    loads = loads_by_kind(
+        traffic.link_loads(network) if isinstance(traffic, WideTraffic) else link_loads(traffic, network)
+    )
     fields["links"] = {kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()}
     return _link_lines(loads)
 
 
-def _draw(html: str | None, png: str | None, found: Explanation, traffic: RankTraffic) -> None:
+def _draw(html: str | None, png: str | None, found: Explanation, traffic: RankTraffic | WideTraffic) -> None:
     if html is not None:
         write_html(Path(html), found, traffic)
     if png is not None:

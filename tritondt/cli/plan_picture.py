@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 
 from tritondt.cli.html_page import page, table
+from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.planning.explain import Explanation
 from tritondt.planning.spread import Spread
 from tritondt.planning.traffic import RankTraffic
@@ -16,7 +17,7 @@ _MOST_GROUPS = 64
 _SIDE, _LEFT, _TOP = 640, 60, 30
 
 
-def write_html(path: Path, explained: Explanation, traffic: RankTraffic) -> None:
+def write_html(path: Path, explained: Explanation, traffic: RankTraffic | WideTraffic) -> None:
     """Writes a page that asks no network: the explanation, the spread over ranks, and the bytes between all ranks."""
     rows, size = traffic.blocks(_MOST_GROUPS)
     grouped = "" if size == 1 else f", in groups of {size} neighbouring ranks"
@@ -30,7 +31,7 @@ def write_html(path: Path, explained: Explanation, traffic: RankTraffic) -> None
     path.write_text(page(f"{explained.source} -> {explained.target} of {explained.shape}", body), encoding="utf-8")
 
 
-def spread_table(traffic: RankTraffic) -> str:
+def spread_table(traffic: RankTraffic | WideTraffic) -> str:
     """The spread of bytes and messages over ranks as a table."""
     head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
     return table(head, spread_rows(traffic.spreads))
@@ -76,7 +77,7 @@ def _group(number: int, size: int) -> str:
     return f"rank {first}" if size == 1 else f"ranks {first}..{first + size - 1}"
 
 
-def write_png(path: Path, title: str, traffic: RankTraffic) -> None:
+def write_png(path: Path, title: str, traffic: RankTraffic | WideTraffic) -> None:
     """Writes the bytes between all ranks as an image, by matplotlib without a display."""
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(7, 6.2), layout="constrained")
     axes = figure.subplots()

@@ -30,8 +30,12 @@ class Topology(Protocol):
         """Number of ranks on each host."""
         ...
 
-    def network_path(self, sender: int, receiver: int) -> Iterator[Link]:
-        """Links between the network cards of two ranks on different hosts."""
+    def switch(self, rank: int) -> int:
+        """Switch of the network that the rank's card is joined to."""
+        ...
+
+    def between(self, one: int, other: int) -> Iterator[Link]:
+        """Links from a switch to another, or to itself."""
         ...
 
 
@@ -42,10 +46,12 @@ class FatTree:
     ranks_per_host: int
     hosts_per_leaf: int
 
-    def network_path(self, sender: int, receiver: int) -> Iterator[Link]:
+    def switch(self, rank: int) -> int:
+        """Leaf of the rank's host."""
+        return rank // (self.ranks_per_host * self.hosts_per_leaf)
+
+    def between(self, one: int, other: int) -> Iterator[Link]:
         """Up to the core and down, where the leaves differ."""
-        ranks_per_leaf = self.ranks_per_host * self.hosts_per_leaf
-        one, other = sender // ranks_per_leaf, receiver // ranks_per_leaf
         if one != other:
             yield Link("leaf up", one, 0)
             yield Link("leaf down", 0, other)
@@ -57,9 +63,12 @@ class RailOptimised:
 
     ranks_per_host: int
 
-    def network_path(self, sender: int, receiver: int) -> Iterator[Link]:
-        """Nothing beyond the rail's switch, but for ranks at different places."""
-        one, other = sender % self.ranks_per_host, receiver % self.ranks_per_host
+    def switch(self, rank: int) -> int:
+        """Rail of the rank's place within its host."""
+        return rank % self.ranks_per_host
+
+    def between(self, one: int, other: int) -> Iterator[Link]:
+        """Up to the core and down, where the rails differ."""
         if one != other:
             yield Link("rail up", one, 0)
             yield Link("rail down", 0, other)
@@ -76,10 +85,13 @@ class Dragonfly:
     hosts_per_router: int
     routers_per_group: int
 
-    def network_path(self, sender: int, receiver: int) -> Iterator[Link]:
+    def switch(self, rank: int) -> int:
+        """Router of the rank's host."""
+        return rank // (self.ranks_per_host * self.hosts_per_router)
+
+    def between(self, one: int, other: int) -> Iterator[Link]:
         """To the router at the end of the link between the groups, across, and to the receiver's router."""
-        ranks_per_router = self.ranks_per_host * self.hosts_per_router
-        here, there = sender // ranks_per_router, receiver // ranks_per_router
+        here, there = one, other
         count = self.routers_per_group
         group, other = here // count, there // count
         if group != other:
@@ -121,7 +133,7 @@ def path(topology: Topology, sender: int, receiver: int) -> Iterator[Link]:
         yield Link("host in", receiver // topology.ranks_per_host, receiver)
         return
     yield Link("card out", sender, sender)
-    yield from topology.network_path(sender, receiver)
+    yield from topology.between(topology.switch(sender), topology.switch(receiver))
     yield Link("card in", receiver, receiver)
 
 

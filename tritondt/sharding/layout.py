@@ -157,7 +157,7 @@ class Layout:
         An axis in `pinned` is searched at that index only. The work grows with what is found, not with the
         mesh.
         """
-        per_dim = [list(self._dim_holders(dim, wanted[dim], pinned)) for dim in range(len(self.shape))]
+        per_dim = [list(self.dim_holders(dim, wanted[dim], pinned)) for dim in range(len(self.shape))]
         idle = [axis for axis, cut in enumerate(self._cuts) if cut is None]
         choices = [[pinned[axis]] if axis in pinned else range(self.mesh_shape[axis]) for axis in idle]
         coordinate = [0] * len(self.mesh_shape)
@@ -176,10 +176,10 @@ class Layout:
         >>> Layout((3,), (Shard(0),), (7,)).count_holders(0, ((2, 6),), {})
         (2, 4)
         """
-        held = [regions.total(common) for _, common in self._dim_holders(dim, wanted, pinned)]
+        held = [regions.total(common) for _, common in self.dim_holders(dim, wanted, pinned)]
         return len(held), sum(held)
 
-    def _dim_holders(
+    def dim_holders(
         self, dim: int, wanted: Intervals, pinned: Mapping[int, int]
     ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:
         """Indices on the axes that cut `dim`, with the indices of `wanted` held there."""
