@@ -305,3 +305,16 @@ def test_html_has_the_cells_of_the_picture_in_a_colour_for_each_holder():
     assert [text for _, text in cells] == ["0", "1", "2", "3"]
     assert len({colour for colour, _ in cells}) == 4
     assert "<th>0-1</th>" in html
+
+
+def test_what_was_issued_is_counted_once_where_it_runs_beside_another_step():
+    def body(rank: int) -> None:
+        mesh = T.Mesh((3,))
+        x, y = (T.DTensor.from_local(torch.ones(2, size), mesh, [T.Shard(0)]) for size in (50, 7))
+        with CommDebugMode() as comm:
+            pending = x.redistribute(placements=[T.Replicate()], async_op=True)
+            y.redistribute(placements=[T.Replicate()])
+            pending.to_local().sum()
+        assert comm.get_received_bytes() == 2 * 2 * (50 + 7) * 4
+
+    run_ranks(3, body)

@@ -6,7 +6,7 @@ of its rows. Counts are those of one call, so that nothing is compiled ahead: a 
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,9 @@ from tritondt.redistribution.run import with_memory
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.strides import dense_strides
+
+# What events say of an exchange, in place of placements.
+ROWS_BY_SOURCE, ROWS_BY_TARGET = "rows by source", "rows by target"
 
 
 @dataclass(frozen=True)
@@ -82,13 +85,13 @@ def _exchanged(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> torch.Tens
     assert local.shape[0] == counts.num_sent(own), f"{counts} has other rows than {tuple(local.shape)} of rank {own}"
     result = allocate((counts.num_received(own), *shape), local.dtype, local.device)
     communicator = world.current().communicator(mesh.ranks, mesh.device_type)
-    before, started = replace(communicator.traffic), time.perf_counter()
-    transfer = _transfer(counts, own, mesh, local)
+    transfer, started = _transfer(counts, own, mesh, local), time.perf_counter()
     communicator.exchange([with_memory(local).contiguous()], [result], transfer)
     if events.subscribers:
         seconds = time.perf_counter() - started
         whole = (sum(map(sum, counts.sent)), *shape)
-        events.emit_step("rows", "rows by source", "rows by target", whole, communicator.traffic, before, seconds)
+        moved = communicator.traffic_of(transfer)
+        events.emit_step("rows", ROWS_BY_SOURCE, ROWS_BY_TARGET, whole, moved, seconds=seconds)
     return result
 
 

@@ -6,7 +6,6 @@ call is one look-up, one allocation per step and the step itself.
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -278,15 +277,14 @@ def _observed_step(
     runnable: CompiledStep, current: torch.Tensor, whole: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs a step and emits what it moved and how long it took."""
-    communicator, step = runnable.communicator, runnable.step
-    before = None if communicator is None else replace(communicator.traffic)
+    communicator, step, moved = runnable.communicator, runnable.step, None
     started = time.perf_counter()
     result = run_step(runnable, current, whole)
     seconds = time.perf_counter() - started
-    now = None if communicator is None else communicator.traffic
-    events.emit_step(
-        step.kind, str(step.source), str(step.target), step.target_layout.shape, now, before, seconds=seconds
-    )
+    if communicator is not None and runnable.transfer is not None:
+        # Not what the communicator has counted meanwhile: issued steps run beside this one, and have been told of.
+        moved = communicator.traffic_of(runnable.transfer)
+    events.emit_step(step.kind, str(step.source), str(step.target), step.target_layout.shape, moved, seconds=seconds)
     return result
 
 
