@@ -1,6 +1,7 @@
 """Objects of all ranks, gathered by ranks that have no NumPy."""
 
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from tritondt.comm.objects import bytes_of, gather_objects
 
 
 def gather_without_numpy(rank: int) -> list[Any]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")  # users did not ask torch for it
         patch.setattr(torch.Tensor, "numpy", None)  # what torch's own collectives of objects call
         return gather_objects({"rank": rank, "text": "x" * (1000 * rank)})
 

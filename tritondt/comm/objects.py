@@ -9,6 +9,9 @@ import torch.distributed as dist
 
 Object = TypeVar("Object")
 
+# The name that a torch which has it warns to use instead of the other.
+_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Content of a dense tensor in row-major order.
@@ -28,12 +31,12 @@ def gather_objects(own: Object, group: dist.ProcessGroup | None = None) -> list[
     device, size = _device_of(dist.group.WORLD if group is None else group), dist.get_world_size(group)
     content = pickle.dumps(own)
     lengths = torch.empty(size, dtype=torch.int64, device=device)
-    dist.all_gather_into_tensor(lengths, torch.tensor([len(content)], device=device), group=group)
+    _gather(lengths, torch.tensor([len(content)], device=device), group=group)
     counts: list[int] = lengths.tolist()
     longest = max(counts)
     sent = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8).to(device)
     rows = torch.empty(size * longest, dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(rows, sent, group=group)
+    _gather(rows, sent, group=group)
     received = bytes_of(rows)
     return [pickle.loads(received[place * longest :][:count]) for place, count in enumerate(counts)]
 
