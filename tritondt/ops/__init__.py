@@ -2,16 +2,8 @@
 
 from tritondt.ops.propagation.propagator import ShardingPropagator, propagator
 from tritondt.ops.propagation.registration import register_sharding
-from tritondt.ops.propagation.schema import (
-    AxisStrategy,
-    OpSchema,
-    OpSpec,
-    OpStrategy,
-    OutputSharding,
-    PlacementStrategy,
-    RuntimeSchemaInfo,
-    TupleStrategy,
-)
+from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding, RuntimeSchemaInfo
+from tritondt.ops.propagation.strategies import OpSpec, OpStrategy, PlacementStrategy, TupleStrategy
 from tritondt.ops.rules.einop import einop_rule, pointwise_rule
 
 # All families take 0.2 s to import; they import what is above, so that their name is all that is said of them here.

@@ -9,6 +9,7 @@ from importlib import import_module
 from inspect import unwrap
 from typing import Any
 
+import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
@@ -19,13 +20,13 @@ from tritondt.ops.propagation.schema import (
     AxisStrategy,
     LocalizeFunction,
     OpSchema,
-    OpStrategy,
     OutputSharding,
     RuleFunction,
     RuntimeSchemaInfo,
     StrategyFunction,
 )
 from tritondt.ops.propagation.selection import decide
+from tritondt.ops.propagation.strategies import OpStrategy, specs_in
 
 _BY_VALUE = RuntimeSchemaInfo()
 _BY_TYPE = RuntimeSchemaInfo(static_argnum=100)
@@ -175,7 +176,7 @@ class ShardingPropagator:
             return self.fallback.decide(schema)
         rule = self.op_to_rules.get(schema.op)
         if rule is not None:
-            return rule(schema)
+            return _with_suggestion(rule, schema)
         strategy = self.op_strategy_funcs.get(schema.op, pointwise_strategy)
         offered = strategy(schema)
         if isinstance(offered, OutputSharding):
@@ -195,8 +196,53 @@ class ShardingPropagator:
         """The cheapest of the strategies over all axes that a function in torch's style gives."""
         if not offered.strategies:
             raise PropagationError(f"the strategy function of {schema.op} offers nothing for {schema}")
-        best = min(offered.strategies, key=lambda strategy: sum(strategy.redistribute_cost or (0.0,)))
-        return OutputSharding(best.output_specs, best.input_specs)
+        best = min(offered.strategies, key=lambda strategy: strategy.total_cost)
+        return OutputSharding(best.output_specs, None if best.input_specs is None else tuple(best.input_specs))
+
+
+def _with_suggestion(rule: RuleFunction, schema: OpSchema) -> OutputSharding:
+    """A rule's decision; where it suggests another call without saying what comes out, the rule is asked about that."""
+    decision = rule(schema)
+    suggested = decision.redistribute_schema
+    if suggested is None:
+        return decision
+    if suggested.op is not schema.op or _num_arguments(suggested) != _num_arguments(schema):
+        raise PropagationError(
+            f"the rule of {schema.op} suggests {suggested} for {schema}; allowed is a call of that operator with as "
+            "many tensors and other arguments"
+        )
+    if decision.output_spec is None and schema.op._schema.returns:
+        found = rule(suggested)
+        if found.redistribute_schema is not None:
+            raise PropagationError(f"the rule of {schema.op} suggests {suggested} for {schema}, and then another call")
+        decision = replace(decision, output_spec=found.output_spec, local=decision.local or found.local)
+    if decision.use_val_from_redistribute_schema and decision.local is None:
+        return replace(decision, local=_ValuesOf(suggested))
+    return decision
+
+
+def _num_arguments(schema: OpSchema) -> tuple[int, int, list[str]]:
+    return len(schema.args_spec), len(schema.args_schema), sorted(schema.kwargs_schema)
+
+
+class _ValuesOf:
+    """An operator on local tensors, with the other arguments of a suggested call."""
+
+    def __init__(self, suggested: OpSchema) -> None:
+        self._suggested = suggested
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        suggested = self._suggested
+        values = map(_tensors_of, args, suggested.args_schema)
+        return suggested.op(
+            *values, **{name: _tensors_of(kwargs[name], suggested.kwargs_schema[name]) for name in kwargs}
+        )
+
+
+def _tensors_of(given: Any, suggested: Any) -> Any:
+    """The argument that was given where it is a tensor or has some, else the suggested one."""
+    is_tensor = isinstance(given, torch.Tensor) or next(specs_in((suggested,)), None) is not None
+    return given if is_tensor else suggested
 
 
 def _check_offered(offered: Sequence[AxisStrategy], schema: OpSchema) -> None:

@@ -4,14 +4,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch._ops import OpOverload
 
+from tritondt.errors import MeshError, MixedTensorsError, PropagationError
+from tritondt.ops.propagation.strategies import OpStrategy, PlacementStrategy
+from tritondt.ops.propagation.strategies import OutputSpecs as OutputSpecs  # for those who import it from here
+from tritondt.ops.propagation.strategies import specs_in as specs_in
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Placement
 from tritondt.sharding.spec import DTensorSpec
-
-# The spec of every output in the operator's order, None where it is no tensor; a lone output stands by itself.
-OutputSpecs: TypeAlias = "DTensorSpec | Sequence[DTensorSpec | None] | None"
 
 # Runs on local tensors in place of the operator, with the same arguments.
 LocalOp: TypeAlias = Callable[..., Any]
@@ -38,7 +40,8 @@ class OpSchema:
     args_schema: tuple[Any, ...]
     kwargs_schema: Mapping[str, Any] = field(default_factory=dict)
     # The one item is what `propagate_tensor_meta` found: several parts of a decision ask, and a fake run takes 0.5 ms.
-    found_metas: list[Any] = field(default_factory=list, compare=False, repr=False)
+    found_metas: list[Any] = field(default_factory=list, compare=False, repr=False, kw_only=True)
+    schema_info: RuntimeSchemaInfo | None = field(default=None, compare=False, repr=False)
 
     @property
     def args_spec(self) -> tuple[DTensorSpec, ...]:
@@ -66,6 +69,80 @@ class OpSchema:
         """Whether the operator writes into `out` arguments."""
         return any(argument.is_out for argument in self.op._schema.arguments)
 
+    @property
+    def args_strategy(self) -> tuple[OpStrategy, ...]:
+        """The one way in which each tensor argument comes, those in lists and named ones left out."""
+        return tuple(_as_it_comes(spec) for spec in self.args_schema if isinstance(spec, DTensorSpec))
+
+    @property
+    def kwargs_strategy(self) -> tuple[OpStrategy, ...]:
+        """The one way in which each named tensor argument comes, those in lists left out."""
+        return tuple(_as_it_comes(spec) for spec in self.kwargs_schema.values() if isinstance(spec, DTensorSpec))
+
+    @property
+    def args_meta(self) -> tuple[Any, ...]:
+        """Positional arguments with global shape, stride and dtype wherever a tensor stood."""
+        return tuple(map(_meta_of, self.args_schema))
+
+    @property
+    def kwargs_meta(self) -> dict[str, Any]:
+        """Named arguments with global shape, stride and dtype wherever a tensor stood."""
+        return {name: _meta_of(argument) for name, argument in self.kwargs_schema.items()}
+
+    def get_mesh_from_args(self, validate: bool = True) -> Mesh:
+        """The mesh of the first positional tensor; MeshError without one, MixedTensorsError for a second mesh.
+
+        Without `validate` other meshes are not looked for, nor are they in lists.
+        """
+        first = next(specs_in(self.args_schema), None)
+        if first is None:
+            raise MeshError(f"the mesh of {self.op}'s arguments was asked for; there is no distributed tensor in them")
+        for spec in self.args_schema if validate else ():
+            if isinstance(spec, DTensorSpec) and spec.mesh is not first.mesh:
+                raise MixedTensorsError(
+                    f"{self.op} was called with tensors on {first.mesh} and on {spec.mesh}; allowed is one mesh"
+                )
+        return first.mesh
+
+    def is_inplace_op(self) -> bool:
+        """Whether the operator writes into its first argument and returns it."""
+        return self.is_inplace
+
+    def is_out_variant_op(self) -> bool:
+        """Whether the operator writes into `out` arguments."""
+        return self.is_out_variant
+
+    def is_view_op(self) -> bool:
+        """Whether the operator gives aliases of its first argument, without writing to it."""
+        return self.is_view
+
+    def arg_type_tensor_or_tensor_list_like(self, arg: object) -> bool:
+        """Whether an argument of the schema is a tensor, or a list of tensors and None."""
+        items = arg if isinstance(arg, list) else [arg]
+        return all(isinstance(item, DTensorSpec) or (item is None and items is arg) for item in items)
+
+    def return_type_tensor(self) -> bool:
+        """Whether the first result is a tensor."""
+        returns = self.op._schema.returns
+        return bool(returns) and isinstance(returns[0].type, torch.TensorType)
+
+    def return_type_tuple_tensor_like(self) -> bool:
+        """Whether there are several results, of which the first is a tensor."""
+        return len(self.op._schema.returns) > 1 and self.return_type_tensor()
+
+    def return_type_list_tensor_like(self) -> bool:
+        """Whether the only result is a list."""
+        returns = self.op._schema.returns
+        return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
+
+    def gen_fake_args(self) -> tuple[Any, ...]:
+        """Positional arguments with an empty tensor of global size for each spec; to be called under FakeTensorMode."""
+        return tuple(_replaced(argument, _empty_tensors(argument)) for argument in self.args_schema)
+
+    def gen_fake_kwargs(self) -> dict[str, Any]:
+        """Named arguments with an empty tensor of global size for each spec; to be called under FakeTensorMode."""
+        return {name: _replaced(argument, _empty_tensors(argument)) for name, argument in self.kwargs_schema.items()}
+
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """A non-tensor argument, given by position or by name."""
         if position < len(self.args_schema):
@@ -77,27 +154,37 @@ class OpSchema:
         left = iter(specs)
         args = tuple(_replaced(argument, left) for argument in self.args_schema)
         kwargs = {name: _replaced(argument, left) for name, argument in self.kwargs_schema.items()}
-        return OpSchema(self.op, args, kwargs)
+        return OpSchema(self.op, args, kwargs, self.schema_info)
 
     def __str__(self) -> str:
         return f"{self.op}({', '.join(map(str, self.args_spec))})"
 
 
-def specs_in(arguments: Sequence[Any]) -> Iterator[DTensorSpec]:
-    """The specs among arguments and in lists of them."""
-    for argument in arguments:
-        if isinstance(argument, DTensorSpec):
-            yield argument
-        elif isinstance(argument, list | tuple):
-            yield from specs_in(argument)
-
-
-def _replaced(argument: Any, specs: Iterator[DTensorSpec]) -> Any:
+def _replaced(argument: Any, specs: Iterator[Any]) -> Any:
     if isinstance(argument, DTensorSpec):
         return next(specs)
     if isinstance(argument, list | tuple):
         return type(argument)([_replaced(item, specs) for item in argument])
     return argument
+
+
+def _as_it_comes(spec: DTensorSpec) -> OpStrategy:
+    return OpStrategy([PlacementStrategy(spec)])
+
+
+def _meta_of(argument: Any) -> Any:
+    if isinstance(argument, DTensorSpec):
+        return argument.tensor_meta
+    if isinstance(argument, list | tuple):
+        metas = map(_meta_of, argument)
+        return tuple(metas) if next(specs_in(argument), None) is not None else type(argument)(metas)
+    return argument
+
+
+def _empty_tensors(argument: Any) -> Iterator[torch.Tensor]:
+    for spec in specs_in((argument,)):
+        shape, stride, dtype = spec.tensor_meta
+        yield torch.empty_strided(shape, stride, dtype=dtype, device=spec.mesh.device_type)
 
 
 class AxisStrategy(NamedTuple):
@@ -113,38 +200,6 @@ class AxisStrategy(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PlacementStrategy:
-    """One way to shard an operator over all axes; `redistribute_cost` holds bytes per input."""
-
-    output_specs: OutputSpecs
-    input_specs: tuple[DTensorSpec, ...] | None = None
-    redistribute_cost: tuple[float, ...] | None = None
-
-
-# The name in torch 2.13; PlacementStrategy is the former one, which code for older versions uses.
-OpSpec = PlacementStrategy
-
-
-@dataclass(frozen=True, slots=True)
-class OpStrategy:
-    """The ways that a strategy function offers, over all axes at once."""
-
-    strategies: Sequence[PlacementStrategy]
-
-
-@dataclass(frozen=True, slots=True)
-class TupleStrategy:
-    """Strategies of a list argument, one per element."""
-
-    childs: Sequence[OpStrategy]
-
-    @property
-    def children(self) -> Sequence[OpStrategy]:
-        """The strategies of the elements: the name in torch 2.13, where `childs` is deprecated."""
-        return self.childs
-
-
-@dataclass(frozen=True, slots=True)
 class OutputSharding:
     """The decision of propagation about a call.
 
@@ -154,6 +209,9 @@ class OutputSharding:
     `data_dependent` says that only the values tell the outputs' shapes: without specs, every tensor among them is
     whole on every rank. `is_viewed` says that `local` views the local tensor as the output's local shape, which its
     strides may not allow. `refusal` says why the call is refused, unless the fallback lets it run as decided.
+
+    `redistribute_schema` says the same as `input_specs` by a whole call, from which a rule may have its values taken
+    too: `use_val_from_redistribute_schema`. A rule that gives it without `output_spec` is asked about that call next.
     """
 
     output_spec: OutputSpecs
@@ -163,11 +221,28 @@ class OutputSharding:
     data_dependent: bool = False
     is_viewed: bool = False
     refusal: str = ""
+    redistribute_schema: OpSchema | None = field(default=None, compare=False, repr=False, kw_only=True)
+    # Whether an argument has to move first: follows from the others.
+    needs_redistribute: bool = field(default=False, compare=False, repr=False, kw_only=True)
+    use_val_from_redistribute_schema: bool = field(default=False, compare=False, repr=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        suggested = self.redistribute_schema
+        if suggested is None and self.use_val_from_redistribute_schema:
+            raise PropagationError("use_val_from_redistribute_schema was given; it needs a redistribute_schema")
+        if suggested is None and self.input_specs is None and self.needs_redistribute:
+            raise PropagationError("needs_redistribute was given; it needs a redistribute_schema, or input_specs")
+        if suggested is not None and self.input_specs is None:
+            object.__setattr__(self, "input_specs", suggested.args_spec)
+        object.__setattr__(self, "needs_redistribute", self.input_specs is not None)
 
     @property
-    def needs_redistribute(self) -> bool:
-        """Whether an argument has to move first."""
-        return self.input_specs is not None
+    def mesh(self) -> Mesh:
+        """The mesh of the first output; PropagationError where that is no tensor."""
+        first = next(specs_in((self.output_spec,)), None)
+        if first is None:
+            raise PropagationError(f"the mesh was asked for of a decision whose output is {self.output_spec}")
+        return first.mesh
 
 
 # What a strategy function may return, and the functions themselves. It may decide the call itself.
