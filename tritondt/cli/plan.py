@@ -13,6 +13,7 @@ import torch
 from tritondt import environment
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import spread_rows, write_html, write_png
+from tritondt.cli.progress import ProgressLine
 from tritondt.cli.torch_moves import torch_moves
 from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.errors import LayoutError
@@ -122,14 +123,18 @@ def plan(
     lists = any(found is not None for found in (html, png, network))
     if all_ranks or lists:
         steps = make_plan(before, after, itemsize, costs)
-        spreads = rank_totals(steps, itemsize).spreads
+        with ProgressLine() as progress:
+            progress.tell(f"counting what {before.num_ranks:,} ranks send")
+            spreads = rank_totals(steps, itemsize).spreads
         fields["ranks"] = {name: asdict(spread) for name, spread in spreads.items()}
         head = ("a rank's", "least", "mean", "most", "of rank", "all ranks")
         lines += ["{:<16}{:>16}{:>18}{:>16}{:>9}{:>24}".format(*row) for row in (head, *spread_rows(spreads))]
         if lists:
-            traffic = _traffic(steps, itemsize, spreads["messages"].total)
-            lines += _of_links(traffic, network, fields)
-            _draw(html, png, found, traffic)
+            with ProgressLine() as progress:
+                progress.tell(f"counting {spreads['messages'].total:,} messages of {before.num_ranks:,} ranks")
+                traffic = _traffic(steps, itemsize, spreads["messages"].total)
+                lines += _of_links(traffic, network, fields)
+                _draw(html, png, found, traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
 
 

@@ -83,7 +83,7 @@ def write_png(path: Path, title: str, traffic: RankTraffic | WideTraffic) -> Non
     axes = figure.subplots()
     rows, size = traffic.blocks(4 * _MOST_GROUPS)
     end = len(rows) * size - 0.5
-    image = axes.imshow(rows, cmap="Blues", interpolation="nearest", extent=(-0.5, end, end, -0.5))
+    image = axes.imshow(rows, cmap="Blues", interpolation="nearest", vmin=0, extent=(-0.5, end, end, -0.5))
     axes.set(title=title, xlabel="receiver", ylabel="sender")
     figure.colorbar(image, label="bytes" if size == 1 else f"bytes between groups of {size} ranks")
     figure.savefig(path, format="png", dpi=120)

@@ -25,8 +25,8 @@ from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.bench.measure import TORCH, Measured, Request, measure_on_rank
-from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.bench.report import as_csv, as_json, line, print_report
+from tritondt.cli.progress import ProgressLine
 from tritondt.sharding.placement import OPS_OF_KIND, ReduceOp
 
 _DEFAULT_RANKS = 4

@@ -17,8 +17,8 @@ from tritondt.cli.bench.collective.record import Row, average_bus_bandwidth, num
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import Table, reaches
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
-from tritondt.cli.bench.progress import ProgressLine
 from tritondt.cli.launch import num_cores
+from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
 
 _FEWEST_RANKS, _MOST_RANKS = 2, 4
