@@ -144,3 +144,20 @@ def test_deepcopy_keeps_what_a_moved_view_shares_with_its_base():
             equal(tensor, of)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_shapes_changed_in_place_outside_the_mesh(name):
+    def body(rank):
+        x = T.distribute_tensor(numbers(4, 4, 4), T.Mesh((2,), ranks=(0, 1)), [T.Shard(0)])
+        view, expected = x[1], numbers(4, 4, 4)[1]
+        for tensor in (view, expected):
+            CHANGES[name](tensor)
+        x.mul_(2)
+        found: Any = view + 1
+        found = found.full_tensor()
+        assert view.shape == expected.shape
+        if rank < 2:
+            torch.testing.assert_close(found, expected * 2 + 1, rtol=0, atol=0)
+
+    run_ranks(3, body)

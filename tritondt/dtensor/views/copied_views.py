@@ -205,8 +205,9 @@ def _origin(
 
 
 def _set_origin(tensor: Any, origin: Origin) -> None:
-    kind: Any = type(tensor)
-    tensor.__class__ = copied_view_class(kind)
+    if ORIGIN not in tensor.__dict__:  # outside the mesh a copied view that was changed in place is still one
+        kind: Any = type(tensor)
+        tensor.__class__ = copied_view_class(kind)
     tensor.__dict__.update({ORIGIN: origin, MEMORY: origin.watch.memory})
 
 
