@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.elementwise import is_pointwise
 from tritondt.ops.propagation.fallback import Fallback
+from tritondt.ops.propagation.one_dtype import check_dtypes
 from tritondt.ops.propagation.pointwise import pointwise_strategy
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
@@ -172,6 +173,7 @@ class ShardingPropagator:
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
         """The decision about a call; PropagationError where the operator cannot be sharded as asked."""
+        check_dtypes(schema)
         if not self.knows(schema.op):
             return self.fallback.decide(schema)
         rule = self.op_to_rules.get(schema.op)
