@@ -125,6 +125,32 @@ def test_every_grid_of_ranks_has_the_losses_of_one_process(parallel):
     assert summarise(comparison)["parallel"] == parallel
 
 
+# 6 experts, 5 sequences or 17 positions on 4 ranks, and on 8, of which some have no experts.
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks", "expected"),
+    [
+        pytest.param("ep", 4, {"experts": (2, 2, 1, 1), "positions": (17,)}, marks=pytest.mark.extended),
+        pytest.param("cp", 4, {"positions": (5, 4, 4, 4), "heads": (3,)}, marks=pytest.mark.extended),
+        pytest.param("ep", 8, {"experts": (1, 1, 1, 1, 1, 1, 0, 0)}, marks=pytest.mark.soak),
+        pytest.param("cp", 8, {"positions": (3, 2, 2, 2, 2, 2, 2, 2)}, marks=pytest.mark.soak),
+    ],
+)
+def test_ranks_with_tokens_of_their_own_have_the_losses_of_one_process(parallel, num_ranks, expected):
+    batch = 9 if num_ranks == 8 else 5
+    sizes = model.Model(heads=3, layers=2, width=24, sequence=17, experts=6 if parallel == "ep" else 0)
+    experiment = Experiment(sizes, steps=3, batch=batch, seed=0)
+    style = DTensorStyle(parallel=parallel)
+    on_ranks = command.train_on_new_processes(experiment, style, num_ranks, Console(quiet=True))
+    single = train(experiment, style.on_one_process(experiment))
+    comparison = Comparison(experiment, style.name, num_ranks, on_ranks, single, parallel)
+    assert comparison.loss_max_abs_diff <= 1e-5
+    summary = summarise(comparison)
+    assert expected.items() <= summary["shares"].items()
+    rows = [row for row in summary["redistributions"] if row["source"] == "rows by source"]
+    # Tokens go to their experts and come back, in both layers.
+    assert [row["calls_per_step"] for row in rows] == ([4, 4] if parallel == "ep" else [])
+
+
 def one_sum_is_wrong(local, source, target, *, grad_placements=None):
     """`T.redistribute`, but the sums that rank 1 gets after a matmul are 1 % too large."""
     moved = T.redistribute(local, source, target, grad_placements=grad_placements)
@@ -222,6 +248,8 @@ def test_ranks_are_merged_by_kind():
         (("--ranks", "3", "--parallel", "fsdp+tp"), "takes a number of ranks that is a multiple of 2, got 3"),
         (("--ranks", "4", "--parallel", "fsdp"), "--batch 3 is less than the 4 ranks that share it"),
         (("--style", "local", "--parallel", "fsdp"), "--parallel fsdp is there with --style dtensor only"),
+        (("--ranks", "4", "--parallel", "ep"), "--batch 3 is less than the 4 ranks that share it with --parallel ep"),
+        (("--experts", "0", "--parallel", "ep"), "0 is not in the range x>=1"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, arguments, message):

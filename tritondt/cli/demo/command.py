@@ -15,7 +15,7 @@ from rich.console import Console
 from tritondt.cli.demo.data import corpus
 from tritondt.cli.demo.dtensor_style import DTensorStyle
 from tritondt.cli.demo.experiment import Experiment, RanksRun, Step, Style
-from tritondt.cli.demo.grid import PARALLEL, grid_of
+from tritondt.cli.demo.grid import PARALLEL, num_batch_parts
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, write_results
@@ -45,11 +45,13 @@ _AT_LEAST_1 = click.IntRange(min=1)
     "--parallel",
     type=click.Choice(PARALLEL),
     default=PARALLEL[0],
-    help="Axes of the ranks: tensors cut, parameters sharded (fsdp; hsdp: in two replicas), or replicated (ddp).",
+    help="Axes of the ranks: tensors cut, parameters sharded (fsdp; hsdp: in two replicas) or replicated (ddp), "
+    "experts apart (ep), or the sequence shared (cp).",
 )
 @click.option("--ranks", type=_AT_LEAST_1, help="Processes to start.  [default: 4, or torchrun's]")
 @click.option("--steps", type=_AT_LEAST_1, default=60, help="Updates of the weights.")
 @click.option("--heads", type=_AT_LEAST_1, default=6, help="Attention heads of a layer.")
+@click.option("--experts", type=_AT_LEAST_1, default=6, help="Experts of a layer with --parallel ep.")
 @click.option("--layers", type=_AT_LEAST_1, default=4, help="Transformer blocks.")
 @click.option("--width", type=_AT_LEAST_1, help="Features, a multiple of --heads.  [default: 32 a head]")
 @click.option("--seq", "sequence", type=_AT_LEAST_1, default=127, help="Bytes of a sequence.")
@@ -68,6 +70,7 @@ def demo(
     ranks: int | None,
     steps: int,
     heads: int,
+    experts: int,
     layers: int,
     width: int | None,
     sequence: int,
@@ -85,7 +88,8 @@ def demo(
     """
     width = heads * _DEFAULT_HEAD_WIDTH if width is None else width
     _check(heads, width, sequence)
-    experiment = Experiment(Model(heads, layers, width, sequence), steps, batch, seed)
+    model = Model(heads, layers, width, sequence, experts if parallel == "ep" else 0)
+    experiment = Experiment(model, steps, batch, seed)
     style = _style(style_name, parallel)
     console = _console(to_stderr=as_json)
     if dist.is_torchelastic_launched():
@@ -118,12 +122,12 @@ def _style(name: str, parallel: str) -> Style:
 
 def _check_grid(style: Style, num_ranks: int, batch: int) -> None:
     try:
-        grid = grid_of(style.parallel, num_ranks)
+        num_parts = num_batch_parts(style.parallel, num_ranks)
     except MeshError as error:
         raise click.UsageError(f"--parallel {error}") from error
-    if batch < grid.num_parts:
+    if batch < num_parts:
         raise click.UsageError(
-            f"--batch {batch} is less than the {grid.num_parts} ranks that share it with --parallel {style.parallel}"
+            f"--batch {batch} is less than the {num_parts} ranks that share it with --parallel {style.parallel}"
         )
 
 
@@ -194,7 +198,7 @@ def _train_under_torchrun(
 
 def _introduce(experiment: Experiment, style: Style, num_ranks: int, console: Console) -> None:
     model = experiment.model
-    of_ranks = shares(model, style.num_tensor_ranks(num_ranks)).items()
+    of_ranks = shares(model, style.num_tensor_ranks(num_ranks), style.parallel).items()
     held = ", ".join(f"{' + '.join(map(str, lengths))} {name}" for name, lengths in of_ranks)
     console.print(
         f"GPT of {_count(model.layers, 'layer')}, width {model.width}, on {_count(num_ranks, 'rank')}: {held}",

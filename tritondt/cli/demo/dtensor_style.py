@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import tritondt as T
 from tritondt.cli.demo import data
+from tritondt.cli.demo.by_tokens import LaidOutByTokens
 from tritondt.cli.demo.experiment import Experiment, ignore
 from tritondt.cli.demo.gpt import make_gpt, make_plan
-from tritondt.cli.demo.grid import LaidOut, grid_of
+from tritondt.cli.demo.grid import BY_TOKENS, LaidOut, grid_of
 from tritondt.cli.demo.model import Model
 from tritondt.cli.demo.traffic import Phase
 from tritondt.parallel import ParallelStyle
@@ -38,8 +39,13 @@ class DTensorStyle:
     def on_ranks(self, experiment: Experiment, enter: Callable[[Phase], None]) -> DTensorLearner:
         """Learner whose parameters are distributed on all ranks of the process group."""
         model = make_gpt(experiment.model, experiment.seed)
-        grid = grid_of(self.parallel, dist.get_world_size())
-        laid_out = LaidOut(model, self.parallel, grid, self.make_plan(experiment.model))
+        num_ranks = dist.get_world_size()
+        laid_out: LaidOut | LaidOutByTokens
+        if self.parallel in BY_TOKENS:
+            laid_out = LaidOutByTokens(model, self.parallel, num_ranks, experiment.model.sequence)
+        else:
+            grid = grid_of(self.parallel, num_ranks)
+            laid_out = LaidOut(model, self.parallel, grid, self.make_plan(experiment.model))
         return DTensorLearner(experiment, laid_out.model, laid_out, enter)
 
     def on_one_process(self, experiment: Experiment) -> DTensorLearner:
@@ -54,7 +60,7 @@ class DTensorLearner:
         self,
         experiment: Experiment,
         model: nn.Module,
-        laid_out: LaidOut | None = None,
+        laid_out: LaidOut | LaidOutByTokens | None = None,
         enter: Callable[[Phase], None] = ignore,
     ) -> None:
         self._laid_out, self._enter, self._largest_norm = laid_out, enter, experiment.largest_norm
@@ -62,7 +68,8 @@ class DTensorLearner:
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=experiment.learning_rate, foreach=True)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, experiment.rate_factor)
         sequence = experiment.model.sequence
-        self._positions = torch.arange(sequence)
+        positions = torch.arange(sequence)
+        self._positions = positions if laid_out is None else laid_out.own_positions(positions)
         self._batches = data.Batches(experiment.steps, experiment.batch, sequence, experiment.seed)
 
     def run_step(self, index: int) -> float:

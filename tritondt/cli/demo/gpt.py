@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import tritondt as T
 from tritondt.cli.demo.data import VOCABULARY
+from tritondt.cli.demo.mixture import Mixture
 from tritondt.cli.demo.model import Model, initial_weights
 from tritondt.parallel import (
     ColwiseParallel,
@@ -24,6 +25,8 @@ class Attention(nn.Module):
 
     def __init__(self, sizes: Model) -> None:
         super().__init__()
+        # Where ranks share the sequence, attention over it takes its place.
+        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
         self.head_width = sizes.head_width
         self.qkv = nn.Linear(sizes.width, 3 * sizes.width)
         self.wo = nn.Linear(sizes.width, sizes.width)
@@ -33,7 +36,7 @@ class Attention(nn.Module):
         batch, sequence = x.shape[:2]
         # As many heads as there are features for: a rank's projection gives those of its own heads.
         query, key, value = self.qkv(x).view(batch, sequence, 3, -1, self.head_width).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = self.attend(query, key, value, is_causal=True)
         result: Tensor = self.wo(mixed.transpose(1, 2).reshape(batch, sequence, -1))
         return result
 
@@ -77,14 +80,14 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each normalized before and added to its input."""
+    """Attention and MLP, or experts, each normalized before and added to its input."""
 
     def __init__(self, sizes: Model, attention: Callable[[Model], nn.Module]) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(sizes.width)
         self.attention = attention(sizes)
         self.mlp_norm = nn.LayerNorm(sizes.width)
-        self.mlp = MLP(sizes)
+        self.mlp = Mixture(sizes) if sizes.experts else MLP(sizes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shapes: (batch, sequence, width) in and out."""

@@ -14,7 +14,9 @@ import tritondt as T
 from tritondt.errors import MeshError
 from tritondt.parallel import ParallelStyle, parallelize_module
 
-PARALLEL = ("tp", "fsdp", "fsdp+tp", "hsdp+tp", "ddp+tp")
+PARALLEL = ("tp", "fsdp", "fsdp+tp", "hsdp+tp", "ddp+tp", "ep", "cp")
+# Ways in which all else than experts, or attention, is on every rank.
+BY_TOKENS = ("ep", "cp")
 
 
 class Grid(NamedTuple):
@@ -36,7 +38,7 @@ def grid_of(parallel: str, num_ranks: int) -> Grid:
     >>> grid_of("fsdp+tp", 8)
     Grid(replicate=1, shard=4, tensor=2)
     """
-    if parallel == "tp":
+    if parallel == "tp" or parallel in BY_TOKENS:
         return Grid(1, 1, num_ranks)
     if parallel == "fsdp":
         return Grid(1, num_ranks, 1)
@@ -46,6 +48,15 @@ def grid_of(parallel: str, num_ranks: int) -> Grid:
     if parallel == "ddp+tp":
         return Grid(num_ranks // 2, 1, 2)
     return Grid(1, num_ranks // 2, 2) if parallel == "fsdp+tp" else Grid(2, num_ranks // 4, 2)
+
+
+def num_batch_parts(parallel: str, num_ranks: int) -> int:
+    """Number of ranks that share the batch; MeshError where the number of ranks does not fit.
+
+    >>> num_batch_parts("fsdp+tp", 8), num_batch_parts("ep", 8), num_batch_parts("cp", 8)
+    (4, 8, 1)
+    """
+    return num_ranks if parallel == "ep" else grid_of(parallel, num_ranks).num_parts
 
 
 class LaidOut:
@@ -82,6 +93,10 @@ class LaidOut:
     def own_part(self, batch: Tensor) -> Tensor:
         """This rank's part of a batch, which need not divide."""
         return torch.tensor_split(batch, self.num_parts)[self.part]
+
+    def own_positions(self, positions: Tensor) -> Tensor:
+        """Positions of the model's tokens: all, which a plan may cut."""
+        return positions
 
     def by_position(self, following: Tensor) -> Tensor:
         """Right answers, laid out as the scores are."""

@@ -27,6 +27,8 @@ class Model:
     layers: int
     width: int
     sequence: int
+    # Of each block, in place of one MLP; 0 for none.
+    experts: int = 0
 
     @property
     def head_width(self) -> int:
@@ -35,8 +37,10 @@ class Model:
 
     @property
     def hidden(self) -> int:
-        """Features inside the MLP: 4 * width + 2, so that four ranks cannot share them evenly."""
-        return 4 * self.width + 2
+        """Features inside the MLP: 4 * width + 2, so that four ranks cannot share them evenly; of experts half of it,
+        for two see each token.
+        """
+        return (2 if self.experts else 4) * self.width + 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def parameters(model: Model) -> tuple[Parameter, ...]:
 
 
 def _block_parameters(model: Model, layer: int) -> tuple[Parameter, ...]:
-    width, hidden = model.width, model.hidden
+    width = model.width
     prefix = f"blocks.{layer}"
     deviation = 0.02
     # Two sums enter the residual per layer; scaled so that its variance does not grow with depth.
@@ -99,6 +103,19 @@ def _block_parameters(model: Model, layer: int) -> tuple[Parameter, ...]:
         Parameter(f"{prefix}.attention.out.weight", (width, width), by_head, residual_deviation),
         Parameter(f"{prefix}.attention.out.bias", (width,), Replicate()),
         *_norm_parameters(f"{prefix}.mlp.norm", width),
+        *_mlp_parameters(model, prefix, deviation, residual_deviation),
+    )
+
+
+def _mlp_parameters(model: Model, prefix: str, deviation: float, residual_deviation: float) -> tuple[Parameter, ...]:
+    width, hidden, experts = model.width, model.hidden, model.experts
+    if experts:
+        return (
+            Parameter(f"{prefix}.mlp.router.weight", (experts, width), Replicate(), deviation),
+            Parameter(f"{prefix}.mlp.experts.up", (experts, width, hidden), Shard(0), deviation),
+            Parameter(f"{prefix}.mlp.experts.down", (experts, hidden, width), Shard(0), residual_deviation),
+        )
+    return (
         Parameter(f"{prefix}.mlp.up.weight", (hidden, width), Shard(0), deviation),
         Parameter(f"{prefix}.mlp.up.bias", (hidden,), Shard(0)),
         Parameter(f"{prefix}.mlp.down.weight", (width, hidden), Shard(1), residual_deviation),

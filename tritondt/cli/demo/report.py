@@ -21,6 +21,9 @@ from tritondt.cli.demo.model import Model, parameters
 from tritondt.cli.demo.traffic import Flow
 from tritondt.cli.launch import num_cores
 from tritondt.cli.surroundings import versions
+from tritondt.parallel.context.sequence_cut import SequenceCut
+from tritondt.parallel.feature_cut import evenly
+from tritondt.redistribution.rows import ROWS_BY_SOURCE
 
 # fp32 sums taken in another order: 60 steps on 4 ranks differ by a few 1e-6 from one process.
 LOSS_TOLERANCE = 1e-4
@@ -67,12 +70,26 @@ class Comparison:
         )
 
 
-def shares(model: Model, num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Heads, hidden features and positions of the sequence that each rank holds.
+def shares(model: Model, num_ranks: int, parallel: str = "tp") -> dict[str, tuple[int, ...]]:
+    """Heads, hidden features and positions of the sequence that each rank holds, and experts where there are some.
 
     >>> shares(Model(heads=6, layers=4, width=192, sequence=127), 4)["heads"]
     (2, 2, 2, 0)
+    >>> shares(Model(heads=6, layers=4, width=192, sequence=127, experts=6), 4, "ep")
+    {'heads': (6,), 'positions': (127,), 'experts': (2, 2, 1, 1)}
     """
+    if parallel == "ep":
+        return {
+            "heads": (model.heads,),
+            "positions": (model.sequence,),
+            "experts": evenly(model.experts, num_ranks),
+        }
+    if parallel == "cp":
+        return {
+            "heads": (model.heads,),
+            "hidden": (model.hidden,),
+            "positions": SequenceCut(model.sequence, num_ranks, balanced=True).sizes,
+        }
 
     def lengths(placement: T.Shard, length: int) -> tuple[int, ...]:
         layout = T.Layout((num_ranks,), (placement,), (length,))
@@ -101,7 +118,7 @@ def summarise(comparison: Comparison) -> dict[str, Any]:
         "steps": experiment.steps,
         "batch": experiment.batch,
         "seed": experiment.seed,
-        "shares": shares(model, comparison.num_tensor_ranks or comparison.num_ranks),
+        "shares": shares(model, comparison.num_tensor_ranks or comparison.num_ranks, comparison.parallel),
         "first_loss": on_ranks.steps[0].loss,
         "final_loss": on_ranks.steps[-1].loss,
         "final_loss_single": comparison.single[-1].loss,
@@ -130,13 +147,15 @@ def _tokens_per_s(experiment: Experiment, steps: tuple[Step, ...]) -> float:
 
 
 def _flow_per_step(flow: Flow, steps: int) -> dict[str, Any]:
-    for total in (flow.calls, flow.messages, flow.sent_bytes):
+    # As many tokens go to an expert as choose it.
+    varying = flow.kind.source == ROWS_BY_SOURCE
+    for total in (flow.calls,) if varying else (flow.calls, flow.messages, flow.sent_bytes):
         assert total % steps == 0, f"every step moves the same, but {flow} is of {steps} steps"
     return {
         **asdict(flow.kind),
         "calls_per_step": flow.calls // steps,
-        "messages_per_step": flow.messages // steps,
-        "bytes_per_step": flow.sent_bytes // steps,
+        "messages_per_step": round(flow.messages / steps),
+        "bytes_per_step": round(flow.sent_bytes / steps),
         "seconds_per_step": flow.seconds / steps,
     }
 
