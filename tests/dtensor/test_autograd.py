@@ -93,6 +93,62 @@ def test_the_terms_of_a_maximum_have_no_gradient():
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [("R", [[2.0, 2.0, 4.0]] * 2), ("P", [[2.0, 2.0, 4.0], [0.0, 0.0, 0.0]]), ("S0", None)],
+)
+def test_grad_placements_of_from_local(wanted, expected):
+    """Of a replicated tensor each rank gets the whole gradient, or terms of it; never a part of another shape."""
+
+    def body(rank):
+        local = torch.ones(3, requires_grad=True)
+        mesh = T.Mesh((2,))
+        if expected is None:
+            message = (
+                r"grad_placements=\(S0\) were given for a local tensor of \(R\) of \(3,\) float32, which has other"
+            )
+            with pytest.raises(T.LayoutError, match=message):
+                T.DTensor.from_local(local, mesh, [T.Replicate()], grad_placements=parse_placements(wanted))
+            replicated: Any = T.ones(3, device_mesh=mesh).requires_grad_()
+            with pytest.raises(T.LayoutError, match=message):
+                replicated.to_local(grad_placements=parse_placements(wanted))
+            return
+        x = T.DTensor.from_local(local, mesh, [T.Replicate()], grad_placements=parse_placements(wanted))
+        # Rank 0 has two of the three elements, and rank 1 the last.
+        part = x.redistribute(placements=[T.Shard(0)]).to_local()
+        (part * (2.0 if rank == 0 else 4.0)).sum().backward()
+        assert local.grad is not None
+        assert local.grad.tolist() == expected[rank]
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize(("text", "stride"), [("S0", (5, 1)), ("S1", (5, 1)), ("S1", (1, 7)), ("S0, S0", (1, 7))])
+def test_from_local_of_uneven_shards_with_shape_and_stride(text, stride):
+    """Global shape and stride are as given on every rank, those with an empty part too, and gradients come back."""
+    mesh_shape = (2, 2) if "," in text else (4,)
+    whole_tensor = torch.empty_strided((7, 5), stride, dtype=FULL.dtype).copy_(FULL)
+
+    def body(rank):
+        mesh = T.Mesh(mesh_shape)
+        given = distribute(whole_tensor, mesh, text)
+        local = given.to_local().detach().clone().requires_grad_()
+        placements = parse_placements(text)
+        x: Any = T.DTensor.from_local(local, mesh, placements, shape=torch.Size((7, 5)), stride=stride)
+        assert x._spec is T.DTensorSpec(mesh, placements, T.TensorMeta((7, 5), stride, FULL.dtype))
+        assert (x.shape, x.stride()) == ((7, 5), stride)
+        torch.testing.assert_close(whole(x.detach()), FULL, rtol=0, atol=0)
+        weight = T.distribute_tensor(FULL, mesh)
+        (x.redistribute(placements=weight.placements) * weight).sum().backward()
+        assert local.grad is not None
+        torch.testing.assert_close(local.grad, local.detach(), rtol=0, atol=0)
+        return local.numel()
+
+    found = run_ranks(4, body)
+    assert sum(found) == 35
+    assert len(set(found)) > 1
+
+
 def test_grad_placements_add_up_what_ranks_do_differently_with_one_tensor():
     def body(rank):
         mesh = T.Mesh((3,))

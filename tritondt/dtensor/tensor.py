@@ -21,7 +21,7 @@ from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
-from tritondt.redistribution.autograd import gradient_spec
+from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate
@@ -104,7 +104,7 @@ class DTensor(torch.Tensor):
         values = agreed_local(local_tensor.detach(), spec) if run_check else local_tensor
         if not (local_tensor.requires_grad and is_grad_enabled()):
             return cls(values.detach() if values.requires_grad else values, spec)
-        gradient = gradient_spec(spec) if grad_placements is None else spec.with_placements(grad_placements)
+        gradient = wanted_gradient_spec(spec, grad_placements)
         return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if run_check else None))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -117,7 +117,7 @@ class DTensor(torch.Tensor):
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
         spec = self._spec
-        gradient = gradient_spec(spec) if grad_placements is None else spec.with_placements(grad_placements)
+        gradient = wanted_gradient_spec(spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
     def redistribute(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
-from tritondt.errors import ReductionError
+from tritondt.errors import LayoutError, ReductionError
 from tritondt.redistribution.run import redistribute_local
-from tritondt.sharding.placement import Partial, Placement, Replicate
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
 from tritondt.sharding.spec import DTensorSpec
 
 
@@ -68,7 +68,7 @@ def redistribute(
         wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
         return redistribute_local(local, source, target, None if wire is None else wire.forward)
-    gradient = gradient_spec(target) if grad_placements is None else target.with_placements(grad_placements)
+    gradient = wanted_gradient_spec(target, grad_placements)
     if source is target and gradient is gradient_spec(source):
         return local
     result: torch.Tensor = Redistribute.apply(local, source, target, gradient, wire)  # type: ignore[no-untyped-call]
@@ -81,6 +81,33 @@ def gradient_spec(spec: DTensorSpec) -> DTensorSpec:
     if not any(isinstance(placement, Partial) for placement in spec.placements):
         return spec
     return spec.with_placements([Replicate() if isinstance(p, Partial) else p for p in spec.placements])
+
+
+def wanted_gradient_spec(spec: DTensorSpec, grad_placements: Sequence[Placement] | None) -> DTensorSpec:
+    """Spec of the gradient of a local tensor under `spec`: that of `grad_placements` where they are given.
+
+    LayoutError where the parts of the gradient are not those of the tensor: they could not be its gradient.
+    """
+    return gradient_spec(spec) if grad_placements is None else _with_same_parts(spec, tuple(grad_placements))
+
+
+@lru_cache(maxsize=4096)
+def _with_same_parts(spec: DTensorSpec, grad_placements: tuple[Placement, ...]) -> DTensorSpec:
+    wanted = spec.with_placements(grad_placements)
+    if _cuts(wanted) != _cuts(spec):
+        raise LayoutError(
+            f"grad_placements={placements_text(wanted.placements)} were given for a local tensor of {spec}, which has "
+            "other parts; allowed are its Shards, with Replicate or Partial on each other axis"
+        )
+    return wanted
+
+
+def _cuts(spec: DTensorSpec) -> list[Placement | None]:
+    """What cuts along each axis of more than one rank."""
+    return [
+        placement if isinstance(placement, Shard) and size > 1 else None
+        for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)
+    ]
 
 
 # The functions take their context in `forward`: with a `setup_context` of its own, torch binds the arguments to the
