@@ -56,7 +56,7 @@ def moved_in_a_list(rank: int) -> tuple[list[Any], torch.Tensor, list[Any]]:
     left, right, grid = T.Mesh((3,), ranks=(0, 1, 2)), T.Mesh((2,), ranks=(2, 1)), T.Mesh((2, 2), ranks=(3, 0, 2, 1))
     alone = T.Mesh((1,), ranks=(3,))
     x, y = (T.distribute_tensor(FULL + add, left, [T.Shard(add)]) for add in (0, 1))
-    moves = [
+    moves: list[Any] = [
         (x, right, [T.Shard(1)]),
         (x, grid, [T.Shard(1), T.Shard(0)]),
         (y, alone, [T.Replicate()]),
