@@ -317,3 +317,17 @@ def test_masks_without_dims_choose_everywhere(value, text):
     for function in functions:
         check(function, Case((2,), (full, mask), (text, "R")), exact=True, gradients=True)
         check(lambda x, function=function: function(x, mask), Case((2,), (full,), (text,)), exact=True, gradients=True)
+
+
+def test_a_filled_copy_of_a_diagonal_lies_in_memory_as_on_one_device():
+    full, index = torch.arange(24.0).reshape(2, 3, 4), torch.tensor([1])
+    expected = full.diagonal(1, 0, 1).index_fill(-1, index, 7.0)
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        for text in ("R", "S2"):
+            found = distribute(full, mesh, text).diagonal(1, 0, 1).index_fill(-1, distribute(index, mesh, "R"), 7.0)
+            assert found.stride() == expected.stride()
+            compare(found, expected, exact=True)
+
+    run_ranks(2, body)

@@ -45,6 +45,8 @@ _AS_IMAGES = frozenset((
     *(aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats),
     aten._native_batch_norm_legit_no_training.default,
 ))  # fmt: skip
+# Kernels write to a clone of the first argument, torch's fakes (2.13) to another copy.
+_AS_CLONES = frozenset((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor))
 
 # What operators give that torch's fakes refuse, as functions of the call.
 meta_of_call: dict[OpOverload, Callable[[OpSchema], TensorMeta]] = {}
@@ -105,6 +107,8 @@ def _found_metas(schema: OpSchema) -> TensorMetas:
         raise RuntimeError(f"{schema.op}: {error}") from error
     if schema.op in _ROW_MAJOR or schema.op in _AS_IMAGES:
         return _with_kernel_strides(schema.op, metas)
+    if schema.op in _AS_CLONES:
+        return cast(TensorMeta, metas)._replace(stride=torch.empty_like(_on_meta(schema.args_spec[0])).stride())
     place = _DTYPE_OF.get(schema.op)
     return metas if place is None else cast(TensorMeta, metas)._replace(dtype=schema.args_spec[place].dtype)
 
