@@ -60,3 +60,27 @@ def test_layers_inside_are_replicated_but_for_those_of_the_plan() -> None:
 def test_terms_are_refused_as_inputs() -> None:
     with pytest.raises(ParallelizeError, match="allowed are Shard and Replicate"):
         ReplicateParallel(input_layouts=T.Partial())
+
+
+class Router(nn.Module):
+    """Scores and choices, as routers of transformers give them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(3, 2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = x @ self.weight.t()
+        return scores, scores.argmax(-1)
+
+
+def test_a_tuple_goes_out_as_it_is():
+    def body(rank: int) -> None:
+        router: Any = parallelize_module(Router(), T.Mesh((2,)), ReplicateParallel(input_layouts=T.Shard(0)))
+        scores, choices = router(torch.full((3 - rank, 2), 1.0 + rank))
+        assert choices.tolist() == [2] * (3 - rank)
+        scores[:, 0].sum().backward()
+        # 3 rows of ones, and 2 of twos.
+        torch.testing.assert_close(router.weight.grad.full_tensor()[0], torch.tensor([7.0, 7.0]), rtol=0, atol=0)
+
+    run_ranks(2, body)

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -53,6 +53,8 @@ class LocalRun(ABC):
 
     # Of this process: while it stays, so do the modules that have hooks.
     num_installed: ClassVar[int] = 0
+    # Whether outputs go out as the module gave them, tuples too.
+    hands_out_as_is = False
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -165,6 +167,8 @@ class LocalRun(ABC):
         if output is None:
             return None
         if not isinstance(output, torch.Tensor):
+            if self.hands_out_as_is:
+                return cast("torch.Tensor", output)
             raise ParallelizeError(f"a parallelized {type(module).__name__} gives a tensor, not {output!r}")
         return self.output(module, output, input_plan, call)
 

@@ -69,6 +69,7 @@ class ReplicatedRun(LocalRun):
     def __init__(self, mesh: Mesh, layout: Placement, use_local_output: bool) -> None:
         super().__init__(mesh)
         self.layout, self.use_local_output = layout, use_local_output
+        self.hands_out_as_is = use_local_output
 
     def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Plan of what this rank has of the input."""
