@@ -89,10 +89,10 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(sizes.width)
         self.mlp = Mixture(sizes) if sizes.experts else MLP(sizes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Shapes: (batch, sequence, width) in and out."""
+    def forward(self, x: Tensor, *chosen_by: Tensor) -> Tensor:
+        """Shapes: (batch, sequence, width) in and out; `chosen_by`, for experts, are the bytes (batch, sequence)."""
         x = x + self.attention(self.attention_norm(x))
-        result: Tensor = x + self.mlp(self.mlp_norm(x))
+        result: Tensor = x + self.mlp(self.mlp_norm(x), *chosen_by)
         return result
 
 
@@ -104,6 +104,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(VOCABULARY, sizes.width)
         self.position_embedding = nn.Embedding(sizes.sequence, sizes.width)
         self.blocks = nn.ModuleList([Block(sizes, attention) for _ in range(sizes.layers)])
+        self.has_experts = bool(sizes.experts)
         self.norm = nn.LayerNorm(sizes.width)
         self.head = nn.Linear(sizes.width, VOCABULARY, bias=False)
 
@@ -111,7 +112,7 @@ class GPT(nn.Module):
         """Shapes: tokens (batch, sequence), positions (sequence,); result (batch, sequence, 256)."""
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, tokens) if self.has_experts else block(x)
         result: Tensor = self.head(self.norm(x))
         return result
 
