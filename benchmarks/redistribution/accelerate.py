@@ -1,0 +1,150 @@
+"""Redistributions of torch's DTensor within `accelerate_torch`, of our own tensor, and of torch's DTensor by torch.
+
+    python -m benchmarks.redistribution.accelerate [--ranks 4] [--pairs 20] [--rounds 25] [--json [FILE]]
+
+They take turns in one run, a pair of layouts at a time, and are compared with each other first, exactly. Pairs are
+S0 -> R, S1 -> S0, S0 -> S1, S1 -> R and P -> S0 by turns, float32, between 4 kB and 4 MB, as many small as large on a
+logarithmic scale. What `accelerate_torch` adds to ours is torch's own host time around the call, a fixed time, which
+the smallest sizes show.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import platform
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor as torch_tensor
+from rich.console import Console
+from rich.table import Table
+
+import tritondt as T
+from tritondt import environment
+from tritondt.cli.bench.harness import Times, time_interleaved
+from tritondt.cli.bench.json_result import json_option, write_json
+from tritondt.cli.launch import num_cores, run_on_ranks
+from tritondt.cli.surroundings import versions
+
+_PAIRS = ("S0 R", "S1 S0", "S0 S1", "S1 R", "P S0")
+_SMALLEST, _LARGEST = 4 << 10, 4 << 20
+_CALLS = 5  # of one side in a row, so that a round is longer than what a barrier leaves of noise
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the ranks are asked to measure."""
+
+    pairs: int
+    rounds: int
+    pair_s: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """Times of a pair of layouts: accelerated, ours, torch's."""
+
+    pair: str
+    num_bytes: int
+    times: list[Times]
+
+
+def _placement(of: Any, text: str) -> Any:
+    return of.Replicate() if text == "R" else of.Partial() if text == "P" else of.Shard(int(text[1]))
+
+
+def _measure_on_rank(send: Callable[[object], None], request: Request) -> None:
+    torch.set_num_threads(1)
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    num_ranks = dist.get_world_size()
+    mesh = T.init_device_mesh("cpu", (num_ranks,))
+    found = []
+    with torch.no_grad():
+        for number in range(request.pairs):
+            text = _PAIRS[number % len(_PAIRS)]
+            size = _SMALLEST * (_LARGEST / _SMALLEST) ** (number / max(1, request.pairs - 1)) / 4
+            rows = max(num_ranks, round(size**0.5 / num_ranks) * num_ranks)
+            columns = max(num_ranks, int(size / rows / num_ranks) * num_ranks)
+            runs = _sides(mesh, text, (rows, columns), number)
+            first, *others = (run() for run in runs)
+            for other in others:
+                torch.testing.assert_close(other.to_local(), first.to_local(), rtol=0, atol=0)
+            found.append(Found(text, rows * columns * 4, time_interleaved(runs, request.rounds, request.pair_s)))
+    if dist.get_rank() == 0:
+        send(found)
+
+
+def _sides(mesh: T.DeviceMesh, text: str, shape: tuple[int, int], seed: int) -> list[Callable[[], Any]]:
+    """The redistribution of one tensor: torch's within `accelerate_torch`, ours, torch's."""
+    source, target = text.split()
+    full = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
+    local = full if source == "P" else T.distribute_tensor(full, mesh, [_placement(T, source)]).to_local()
+    ours = T.DTensor.from_local(local, mesh, [_placement(T, source)])
+    theirs: Any = torch_tensor.DTensor.from_local(local, mesh, [_placement(torch_tensor, source)])
+    placements, torch_placements = [_placement(T, target)], [_placement(torch_tensor, target)]
+
+    def repeated(tensor: Any, wanted: Any) -> Any:
+        for _ in range(_CALLS - 1):
+            tensor.redistribute(placements=wanted)
+        return tensor.redistribute(placements=wanted)
+
+    def accelerated() -> Any:
+        with T.accelerate_torch():
+            return repeated(theirs, torch_placements)
+
+    return [accelerated, lambda: repeated(ours, placements), lambda: repeated(theirs, torch_placements)]
+
+
+def _mean_ratio(found: list[Found], other: int) -> float:
+    """Geometric mean over pairs of the accelerated median over another side's."""
+    return geometric_mean(each.times[0].median / each.times[other].median for each in found)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--ranks", type=click.IntRange(min=2), default=4, help="Processes to start.")
+@click.option("--pairs", type=click.IntRange(min=1), default=20, help="Pairs of layouts, with sizes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=25, help="Most rounds of a pair.")
+@click.option("--pair-seconds", type=float, default=4.0, help="Time for the rounds of a pair; 9 are made anyway.")
+@json_option
+def accelerate(ranks: int, pairs: int, rounds: int, pair_seconds: float, json_to: str | None) -> None:
+    """Time torch's redistributions within accelerate_torch, ours, and torch's own."""
+    messages: list[Any] = []
+    run_on_ranks(ranks, _measure_on_rank, Request(pairs, rounds, pair_seconds), on_message=messages.append)
+    found: list[Found] = messages[0]
+    table = Table("", "kB", "accelerated us", "ours us", "torch us", "over ours", "over torch")
+    for each in found:
+        medians = [times.median for times in each.times]
+        micros = [f"{median / _CALLS * 1e6:.0f}" for median in medians]
+        ratios = [f"{medians[0] / other:.2f}" for other in medians[1:]]
+        table.add_row(each.pair.replace(" ", " -> "), f"{each.num_bytes / 1024:.0f}", *micros, *ratios)
+    Console().print(table)
+    over_ours, over_torch = _mean_ratio(found, 1), _mean_ratio(found, 2)
+    Console().print(f"geometric means: {over_ours:.3f} of ours, {over_torch:.3f} of torch's", highlight=False)
+    write_json(
+        {
+            "ratio_to_ours": over_ours,
+            "ratio_to_torch": over_torch,
+            "pairs": [
+                {"pair": each.pair, "bytes": each.num_bytes, "median_s": [t.median / _CALLS for t in each.times]}
+                for each in found
+            ],
+            "ranks": ranks,
+            "transport": environment.transport(),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "versions": {**versions(), "machine": platform.platform(), "cores": num_cores()},
+        },
+        json_to,
+    )
+
+
+# The ranks that the benchmark starts import this file again, under another name.
+if __name__ == "__main__":
+    accelerate(prog_name="python -m benchmarks.redistribution.accelerate")
