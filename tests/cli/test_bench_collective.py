@@ -79,7 +79,7 @@ def measured():
     """Rows of three collectives by every side, from one start of three ranks."""
     cases = (case_of("all_reduce"), case_of("all_gather_v"), case_of("gather", root=1))
     messages: list[object] = []
-    request = Request("all", cases, SIDES, iterations=6, warmup=0)
+    request = Request("all", cases, SIDES, iterations=6, warmup=0, breaks_down=True)
     run_on_ranks(RANKS, measure_on_rank, request, on_message=messages.append)
     return request, messages
 
@@ -188,7 +188,7 @@ def test_every_line_of_the_table_fits_the_terminal(measured, columns):
     table = Table(replace(request, sides=SIDES[:3]), columns)
     rows = [row for row in rows_of(messages) if row.side in SIDES[:3]]
     lines = [line for row in rows for line in table.row(row)]
-    lines += table._header() + table.iterations(rows)
+    lines += table._header() + table.iterations(rows) + table.parts(rows)
     assert max(len(line) for line in lines if "not run" not in line and "Iterations" not in line) <= columns
 
 
@@ -213,6 +213,32 @@ def test_json_is_all_that_stdout_gets_and_has_the_keys_of_nccl_tests(replayed):
         assert keys | {"times_us", "per_process_max_times_us", "rank_spread_pct"} == set(per_iteration)
         assert len(per_iteration["times_us"]) == 6
         assert [len(times) for times in per_iteration["per_process_max_times_us"]] == [6, 6, 6]
+
+
+def test_the_engines_moves_are_broken_down_in_table_json_and_csv(replayed, measured, tmp_path):
+    rows = [row for row in rows_of(measured[1]) if row.parts is not None]
+    assert [(row.case.kind.name, row.side) for row in rows] == [
+        (case.kind.name, "engine") for case in measured[0].cases
+    ]
+    # Of 3 parts of 4 KB each rank sends two and receives two, twice: to reduce and to gather.
+    assert rows[0].parts.busiest_bytes == pytest.approx(4 / 3 * rows[0].case.size, rel=0.01)
+    path = tmp_path / "found.csv"
+    ended = replayed([*ALL_REDUCE, "--impl", "engine,torch", "--breakdown", "--json", "--csv", str(path)])
+    assert ended.exit_code == 0, ended.output
+    ours, theirs = json.loads(ended.stdout)["results"]
+    assert ours["breakdown"]["share_of_peak"] == rows[0].parts.breakdown.share_of_peak(
+        rows[0].parts.busiest_bytes, rows[0].parts.whole
+    )
+    assert len(ours["breakdown"]["local_seconds"]) == len(ours["breakdown"]["messages_seconds"]) == 6
+    assert "breakdown" not in theirs
+    assert "# messages alone; the share of the shorter" in ended.stderr
+    ours, *theirs = csv.DictReader(io.StringIO(path.read_text()))
+    assert float(ours["local_us"]) > 0
+    assert float(ours["messages_us"]) > 0
+    assert {line["local_us"] for line in theirs} == {""}
+    refused = replayed([*ALL_REDUCE, "--impl", "torch", "--breakdown"])
+    assert refused.exit_code == 1
+    assert "--breakdown takes the moves of engine apart; --impl torch has none of them" in refused.output
 
 
 def test_csv_has_a_line_for_each_tuple(replayed, tmp_path):

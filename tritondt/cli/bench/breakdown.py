@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 import tritondt as T
-from tritondt.cli.bench.harness import Run, Times
+from tritondt.cli.bench.harness import Run, Times, time_interleaved
+from tritondt.comm import world
 from tritondt.comm.communicator import Communicator, Transfer
 from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
 from tritondt.planning.exchange import Exchange, Message, Part
@@ -81,6 +83,14 @@ def peak_runs(communicator: Communicator, place: int) -> dict[int, Run]:
         sizes = [num_bytes if other != place else 0 for other in range(num_ranks)]
         made[sum(sizes)] = _exchange(communicator, sizes, sizes, f"the peak of the transport at {num_bytes} bytes")
     return made
+
+
+def measured_peak(rounds: int, budget_s: float = 2.0) -> float:
+    """Bytes a second that a rank receives at best, while all ranks send to each other; a collective call."""
+    communicator = world.current().communicator(tuple(range(dist.get_world_size())), "cpu")
+    runs = peak_runs(communicator, dist.get_rank())
+    times = time_interleaved(list(runs.values()), rounds, budget_s)
+    return max(num_bytes / found.fastest for num_bytes, found in zip(runs, times, strict=True))
 
 
 def _in_turn(runs: Sequence[Callable[[], None]]) -> Run:

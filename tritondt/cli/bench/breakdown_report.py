@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from tritondt.cli.bench.harness import ms_text
+from tritondt.cli.bench.breakdown import Breakdown
+from tritondt.cli.bench.harness import Times, ms_text
 from tritondt.cli.bench.measure import Measured
 
 TITLE = (
-    "parts in ms, by fastest rounds: all; pack, keep, unpack and reduce alone (local);\n"
+    "parts in ms, by fastest rounds: all; pack, keep, unpack, reduce alone (local);\n"
     "messages alone; the share of the shorter of these that runs beside the other\n"
     "(hidden); busbw in % of the peak, which is messages among all ranks, GB/s"
 )
@@ -18,37 +19,46 @@ CSV_COLUMNS = ("local_us", "messages_us", "hidden_share", "share_of_peak", "peak
 
 def cells(item: Measured) -> list[str]:
     """Row of a case that was broken down."""
-    found = item.breakdown
-    assert found is not None, f"{item.case} was not broken down"
-    hidden = found.hidden_share(item.ours)
+    assert item.breakdown is not None, f"{item.case} was not broken down"
+    return [item.case.pair_text, *figures(item.breakdown, item.ours, item.busiest_bytes)]
+
+
+def figures(found: Breakdown, whole: Times, busiest_bytes: int) -> list[str]:
+    """Cells of a row behind its first."""
+    hidden = found.hidden_share(whole)
     return [
-        item.case.pair_text,
-        *(ms_text(times.fastest) for times in (item.ours, found.local, found.messages)),
+        *(ms_text(times.fastest) for times in (whole, found.local, found.messages)),
         "-" if hidden is None else f"{100 * hidden:.0f}%",
-        f"{100 * found.share_of_peak(item.busiest_bytes, item.ours):.0f}",
+        f"{100 * found.share_of_peak(busiest_bytes, whole):.0f}",
         f"{found.peak_bytes_per_s / 1e9:.2f}",
     ]
 
 
 def as_fields(item: Measured) -> dict[str, Any]:
     """Fields of a case in JSON; none where it was not broken down."""
-    found = item.breakdown
-    if found is None:
-        return {}
+    return {} if item.breakdown is None else fields_of(item.breakdown, item.ours, item.busiest_bytes)
+
+
+def fields_of(found: Breakdown, whole: Times, busiest_bytes: int) -> dict[str, Any]:
+    """Fields of what was broken down, in JSON."""
     return {
         "local_seconds": found.local.seconds,
         "local_fastest_s": found.local.fastest,
         "messages_seconds": found.messages.seconds,
         "messages_fastest_s": found.messages.fastest,
-        "hidden_share": found.hidden_share(item.ours),
-        "share_of_peak": found.share_of_peak(item.busiest_bytes, item.ours),
+        "hidden_share": found.hidden_share(whole),
+        "share_of_peak": found.share_of_peak(busiest_bytes, whole),
         "peak_gb_per_s": found.peak_bytes_per_s / 1e9,
     }
 
 
 def as_columns(item: Measured) -> dict[str, Any]:
     """Columns of a case in CSV; none where it was not broken down."""
-    fields = as_fields(item)
+    return columns_of(as_fields(item))
+
+
+def columns_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """Columns of such fields; none without any."""
     if not fields:
         return {}
     return {

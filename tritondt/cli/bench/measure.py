@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tritondt as T
 from tritondt.cli.bench import own_pack
-from tritondt.cli.bench.breakdown import Breakdown, parts_of, peak_runs
+from tritondt.cli.bench.breakdown import Breakdown, measured_peak, parts_of
 from tritondt.cli.bench.cases import Case
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.loopback import Loopback, count_loopback
 from tritondt.cli.bench.minimum import fewest_elements, most_received
-from tritondt.comm import world
 from tritondt.comm.objects import gather_objects
 from tritondt.events import StepRan, subscribe
 from tritondt.interop.torch_specs import torch_placements
@@ -117,7 +116,7 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     """
     torch.set_num_threads(request.num_threads)
     meshes: dict[tuple[int, ...], DeviceMesh] = {}
-    peak_bytes_per_s = _peak_bytes_per_s(request) if request.breaks_down else None
+    peak_bytes_per_s = measured_peak(request.rounds, request.case_s) if request.breaks_down else None
     for case in request.cases:
         if case.mesh_shape not in meshes:
             meshes[case.mesh_shape] = T.init_device_mesh("cpu", case.mesh_shape)
@@ -137,14 +136,6 @@ def _quiet_torch() -> Iterator[None]:
         warnings.simplefilter("ignore")
         yield
     logger.setLevel(level)
-
-
-def _peak_bytes_per_s(request: Request) -> float:
-    """Bytes a second that a rank receives at best, while all ranks send to each other; a collective call."""
-    communicator = world.current().communicator(tuple(range(dist.get_world_size())), "cpu")
-    runs = peak_runs(communicator, dist.get_rank())
-    times = time_interleaved(list(runs.values()), request.rounds, request.case_s)
-    return max(num_bytes / found.fastest for num_bytes, found in zip(runs, times, strict=True))
 
 
 def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: float | None) -> Measured:

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from tritondt.cli.bench import breakdown_report
 from tritondt.cli.bench.collective.on_rank import Devices
 from tritondt.cli.bench.collective.record import Row, Timing, average_bus_bandwidth, num_wrong
 from tritondt.cli.bench.collective.request import Request
@@ -81,7 +82,14 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
     for name, timing in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
         found[name] = None if timing is None else _timing(row, timing, request)
         found[f"{name}_per_iter"] = None if timing is None else _per_iteration(timing)
+    if row.parts is not None:
+        found["breakdown"] = _breakdown(row)
     return found
+
+
+def _breakdown(row: Row) -> dict[str, Any]:
+    parts = row.parts
+    return {} if parts is None else breakdown_report.fields_of(parts.breakdown, parts.whole, parts.busiest_bytes)
 
 
 def _timing(row: Row, timing: Timing, request: Request) -> dict[str, Any]:
@@ -111,7 +119,7 @@ def _per_iteration(timing: Timing) -> dict[str, Any]:
 COLUMNS = (
     *("collective", "implementation", "place", "size", "count", "type", "redop", "root", "ranks", "time_us"),
     *("algbw_gbps", "busbw_gbps", "nwrong", "iterations", "min_us", "p50_us", "p95_us", "p99_us", "max_us", "cv_pct"),
-    *("rank_spread_pct", "date", "processor", "tritondt", "torch"),
+    *("rank_spread_pct", "date", "processor", "tritondt", "torch", *breakdown_report.CSV_COLUMNS),
 )
 
 
@@ -128,6 +136,7 @@ def as_csv(request: Request, rows: Sequence[Row], surroundings: dict[str, Any]) 
                 {
                     **_per_iteration(timing),
                     **_result(row, request),
+                    **(breakdown_report.columns_of(_breakdown(row)) if place == "out" else {}),
                     "collective": request.collective,
                     "place": place,
                     "ranks": request.num_ranks,

@@ -11,8 +11,15 @@ from typing import NamedTuple
 import torch
 
 import tritondt as T
+from tritondt.cli.bench.breakdown import Breakdown, parts_of
 from tritondt.cli.bench.collective.case import Case
+from tritondt.cli.bench.collective.record import Parts
 from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
+from tritondt.cli.bench.harness import time_interleaved
+from tritondt.comm.objects import gather_objects
+
+# Rounds are as many as were asked for, however long they take.
+_NO_LIMIT_S = 1e9
 
 _Placements = tuple[T.Placement, T.Placement]
 
@@ -50,6 +57,18 @@ def bind(call: Call) -> Run:
         return T.redistribute(local, source, target).view(-1)
 
     return run
+
+
+def parts(call: Call, rounds: int, peak_bytes_per_s: float) -> Parts | None:
+    """Parts of a call's time, in rounds of the whole; None where no rank sends anything. A collective call."""
+    local, source, target = move_of(call)
+    explained = T.explain(source, target)
+    busiest_bytes = max(gather_objects(max(explained.sent_bytes, explained.received_bytes)))
+    if not busiest_bytes:
+        return None
+    runs = [lambda: T.redistribute(local, source, target), *parts_of(local, source, target)]
+    whole, own, messages = time_interleaved(runs, rounds, _NO_LIMIT_S)
+    return Parts(Breakdown(own, messages, peak_bytes_per_s), whole, busiest_bytes)
 
 
 def _all_on(case: Case) -> T.Placement:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from tritondt import environment
+from tritondt.cli.bench.breakdown import measured_peak
 from tritondt.cli.bench.collective import backends, engine, shared_memory
 from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.data import DTYPES, expected, given, num_wrong
-from tritondt.cli.bench.collective.record import Row, Timing
+from tritondt.cli.bench.collective.record import Parts, Row, Timing
 from tritondt.cli.bench.collective.request import Request, label
-from tritondt.cli.bench.collective.sides import Bind, Call, NotOfferedError, Run, backend_of, load
+from tritondt.cli.bench.collective.sides import ENGINE, Bind, Call, NotOfferedError, Run, backend_of, load
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import own_seconds
 from tritondt.comm.objects import gather_objects
 
 # Implementations that bring a transport of their own; the others are backends of torch.distributed.
-_BINDS: dict[str, Bind] = {"engine": engine.bind, "shared-memory": shared_memory.bind}
+_BINDS: dict[str, Bind] = {ENGINE: engine.bind, "shared-memory": shared_memory.bind}
 # Not among the elements that are moved, so that one that nobody wrote is found.
 _POISON = 99
 
@@ -80,10 +81,11 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     device = _device(request)
     tell(Devices(tuple(gather_objects(device))))
     sides = [_open(name, request) for name in request.sides]
+    peak_bytes_per_s = measured_peak(request.iterations) if request.breaks_down else None
     with torch.no_grad():
         for case in request.cases:
             tell(Starting(case))
-            for row in _measure(case, sides, request):
+            for row in _measure(case, sides, request, peak_bytes_per_s):
                 tell(row)
 
 
@@ -109,11 +111,12 @@ def _open(name: str, request: Request) -> _Side:
     return _Side(name, bind, group)
 
 
-def _measure(case: Case, sides: list[_Side], request: Request) -> list[Row]:
+def _measure(case: Case, sides: list[_Side], request: Request, peak_bytes_per_s: float | None) -> list[Row]:
     rank = dist.get_rank()
     x = given(case, rank, request.device)
     correct = expected(case, rank, request.device) if request.check else None
     found: dict[str, dict[bool, _Contestant | Timing]] = {side.name: {} for side in sides}
+    parts: dict[str, Parts | None] = {}
     for in_place in (False, True) if case.kind.has_in_place else (False,):
         call_of, reset = _buffers(case, rank, x, in_place, request.device)
         contestants = [_Contestant(side, call_of(side.group), reset) for side in sides]
@@ -123,7 +126,9 @@ def _measure(case: Case, sides: list[_Side], request: Request) -> list[Row]:
         ready = [contestant for contestant in contestants if contestant.run is not None]
         for contestant, timing in zip(ready, _time(ready, request), strict=True):
             found[contestant.side.name][in_place] = timing
-    return [_row(case, side.name, found[side.name]) for side in sides]
+            if peak_bytes_per_s is not None and contestant.side.name == ENGINE:
+                parts[ENGINE] = engine.parts(contestant.call, request.iterations, peak_bytes_per_s)
+    return [replace(_row(case, side.name, found[side.name]), parts=parts.get(side.name)) for side in sides]
 
 
 def _row(case: Case, name: str, places: dict[bool, _Contestant | Timing]) -> Row:

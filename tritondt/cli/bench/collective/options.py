@@ -9,12 +9,13 @@ from typing import Any
 
 import click
 
+from tritondt import environment
 from tritondt.cli.bench.collective.case import Case, case_of_matrix, make_case
 from tritondt.cli.bench.collective.data import DTYPES, REDOPS
 from tritondt.cli.bench.collective.kinds import Kind
 from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.request import Request
-from tritondt.cli.bench.collective.sides import refusal
+from tritondt.cli.bench.collective.sides import ENGINE, refusal
 from tritondt.cli.bench.collective.sizes import bytes_text, parse_bytes, sweep
 from tritondt.cli.bench.collective.splits import read_matrix
 from tritondt.cli.bench.errors import BenchmarkError
@@ -70,6 +71,9 @@ def options(kind: Kind) -> list[Decorator]:
         click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True),
         click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="CPU threads of a rank."),
         click.option(
+            "--breakdown", is_flag=True, help="Time local work and messages alone of the engine's moves, and the peak."
+        ),
+        click.option(
             "--min-bw",
             type=click.FloatRange(min=0),
             envvar="NCCL_TESTS_MIN_BW",
@@ -115,6 +119,7 @@ class Choice:
     root: int = 0
     skew: float = 0.0
     matrix: Path | None = None
+    breakdown: bool = False
 
 
 def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, list[str]]:
@@ -125,6 +130,8 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
     if not 0 <= choice.skew <= 1:
         raise BenchmarkError(f"--skew {choice.skew} was asked for; allowed is a number from 0 to 1")
     sides = _sides(choice, notes)
+    if choice.breakdown:
+        _check_breakdown(choice, sides)
     cases = [
         case
         for type_name in _types(choice.datatype)
@@ -143,6 +150,7 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
         average=choice.average,
         device=choice.device,
         num_threads=choice.threads,
+        breaks_down=choice.breakdown,
     )
     _check_memory(request)
     return request, notes
@@ -158,6 +166,16 @@ def _sides(choice: Choice, notes: list[str]) -> list[str]:
         raise BenchmarkError("; ".join(f"{name} is not available: {reason}" for name, reason in reasons.items()))
     notes += [f"{name} is not available: {reason}" for name, reason in reasons.items() if reason is not None]
     return found
+
+
+def _check_breakdown(choice: Choice, sides: list[str]) -> None:
+    if ENGINE not in sides:
+        raise BenchmarkError(
+            f"--breakdown takes the moves of {ENGINE} apart; --impl {choice.impl} has none of them, allowed is for "
+            f"example --impl {ENGINE},torch"
+        )
+    if choice.device != "cpu" or environment.transport() == "direct":
+        raise BenchmarkError("--breakdown takes the sockets' steps apart; allowed are tensors of the CPU, over sockets")
 
 
 def _types(text: str) -> tuple[str, ...]:

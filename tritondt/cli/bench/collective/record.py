@@ -6,7 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tritondt.cli.bench.breakdown import Breakdown
 from tritondt.cli.bench.collective.case import Case
+from tritondt.cli.bench.harness import Times
 
 # -a of nccl-tests: how the mean times of the ranks become one time.
 AVERAGES = {0: "rank 0", 1: "mean", 2: "least", 3: "most"}
@@ -53,6 +55,15 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Parts of a move's time, the whole in the same rounds, and the bytes of the rank that sends or receives most."""
+
+    breakdown: Breakdown
+    whole: Times
+    busiest_bytes: int
+
+
+@dataclass(frozen=True)
 class Row:
     """Measurements of one case by one implementation; None where it was not run so.
 
@@ -64,6 +75,7 @@ class Row:
     out_of_place: Timing | None
     in_place: Timing | None
     note: str | None = None
+    parts: Parts | None = None
 
     @property
     def timings(self) -> dict[str, Timing]:

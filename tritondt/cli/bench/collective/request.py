@@ -12,7 +12,7 @@ class Request:
     """Cases, and the names of the implementations that take turns in each.
 
     `device` is cpu or cuda; `check` is how often each is run and compared before it is timed, `iterations` how often
-    it is timed after `warmup` runs that are not.
+    it is timed after `warmup` runs that are not. With `breaks_down`, parts of the engine's moves are timed as well.
     """
 
     collective: str
@@ -24,6 +24,7 @@ class Request:
     average: int = 1
     device: str = "cpu"
     num_threads: int = 1
+    breaks_down: bool = False
 
     @property
     def num_ranks(self) -> int:

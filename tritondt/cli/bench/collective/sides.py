@@ -39,9 +39,11 @@ class Call:
 
 Bind = Callable[[Call], Run]
 
+# Redistributions on tritondt's own transports.
+ENGINE = "engine"
 # By name: the backend of torch.distributed whose group the calls are made on.
 BACKENDS = {"tritondt": "tritondt", "gloo": "gloo", "nccl": "nccl", "mpi": "mpi", "ucc": "ucc"}
-NAMES = ("tritondt", "engine", "shared-memory", "torch", "gloo", "nccl", "mpi", "ucc")
+NAMES = ("tritondt", ENGINE, "shared-memory", "torch", "gloo", "nccl", "mpi", "ucc")
 
 
 def refusal(name: str, device: str) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tritondt.cli.bench import breakdown_report
 from tritondt.cli.bench.bootstrap import ratio_of
 from tritondt.cli.bench.collective.on_rank import Devices
 from tritondt.cli.bench.collective.record import (
@@ -112,6 +113,20 @@ class Table:
         ]
         for row in rows:
             lines += [self._percentiles(row, place, timing) for place, timing in row.timings.items()]
+        return lines
+
+    def parts(self, rows: Sequence[Row]) -> list[str]:
+        """A line for each row of which parts were timed, below what they are; none without any."""
+        found = [row for row in rows if row.parts is not None]
+        if not found:
+            return []
+        form = "#{:>11}" + "{:>10}" * 6
+        lines = ["#", *(f"# {line}" for line in breakdown_report.TITLE.splitlines())]
+        lines.append(form.format("size", *breakdown_report.HEADER[1:]))
+        for row in found:
+            assert row.parts is not None, f"{row.case} has parts"
+            figures = breakdown_report.figures(row.parts.breakdown, row.parts.whole, row.parts.busiest_bytes)
+            lines.append(form.format(row.case.size, *figures))
         return lines
 
     def _percentiles(self, row: Row, place: str, timing: Timing) -> str:
