@@ -32,13 +32,13 @@ def noting_views(schema: OpSchema, found: tuple[Any, Any], wrap: Callable[..., A
     def viewed(
         local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        if args and (tensor := args[0]).requires_grad and is_grad_enabled():
+        # In this order: the second question takes 0.12 us of a distributed tensor, and backward need not ask it.
+        if is_grad_enabled() and args and (tensor := args[0]).requires_grad:
             base = tensor._base
             (tensor if base is None else base).__dict__[_RECORDED] = True
         if spec is None:
             return run(local_args, local_kwargs, args, kwargs)
-        # Unpacking an empty mapping that is not a dict takes 0.2 us.
-        return wrap(run(*local_args, **local_kwargs) if local_kwargs else run(*local_args), spec)
+        return wrap(run(*local_args, **local_kwargs), spec)
 
     return viewed, None
 
