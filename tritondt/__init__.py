@@ -1,5 +1,8 @@
 """tritondt moves a tensor from any layout on a mesh of ranks to any other: fewest bytes, no padding, one exchange."""
 
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from tritondt import _importing
 
 _importing.check_extension()
@@ -98,3 +101,13 @@ __all__ = [
     "to_torch",
     "zeros",
 ]
+
+# Public packages that are imported when they are first asked for: `T.debug.mark_step()` needs no import of its own.
+_ON_DEMAND = frozenset(("debug", "experimental", "fsdp", "nccl", "parallel", "random", "sharded"))
+
+if not TYPE_CHECKING:  # to type checkers, a name that is in no list stays an error
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _ON_DEMAND:
+            return _importing.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module 'tritondt' has no attribute {name!r}")

@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module as import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path

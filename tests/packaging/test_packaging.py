@@ -196,6 +196,18 @@ def test_import_collects_nothing_and_leaves_the_collector_as_it_was(ask: str, tm
     assert run["collects"] == (ask == "gc.enable()")
 
 
+@pytest.mark.extended
+def test_public_packages_are_attributes_without_an_import_of_their_own(tmp_path: Path) -> None:
+    code = """
+import tritondt as T
+print(*sorted(T._ON_DEMAND), T.debug.mark_step, T.nccl.Communicator, T.sharded.ShardedTensor, T.fsdp.fully_shard)
+print(T.parallel.ColwiseParallel, T.random, T.experimental, hasattr(T, "debugging"))
+"""
+    names, found = run_python(code, tmp_path, PYTHONPATH=str(REPOSITORY)).splitlines()
+    assert names.startswith("debug experimental fsdp nccl parallel random sharded <function mark_step")
+    assert found.endswith("False")
+
+
 def installed_editable() -> bool:
     """Whether pip installed this checkout, as a link, into the Python that runs the tests."""
     try:

@@ -123,7 +123,7 @@ def test_exposed_is_what_the_program_waits_and_late_what_it_waits_for_late_ranks
         ({"late_ns": 80, "late_ranks": {3: 2}}, "80% of the time was for ranks that came late, rank 3 most often"),
         ({"operators": {"aten.mm.default": 4}}, "aten.mm.default asked for it 4 times: redistribute its argument once"),
         ({"known": Redistribution("", "x", True, True, 4)}, "ask for Shard in place of Replicate"),
-        ({"exposed_ns": 90}, r"issue it early: x.prefetch\(placements\)"),
+        ({"exposed_ns": 90}, r"issue it early: tritondt.prefetch\(x, placements\)"),
         ({"known": Redistribution("", "x", itemsize=4)}, "wire_dtype=torch.bfloat16 sends half"),
         ({"known": Redistribution("", "x", itemsize=2)}, "hidden already"),
         ({"known": Redistribution("")}, "its layouts are not known"),

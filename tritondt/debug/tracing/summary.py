@@ -66,7 +66,10 @@ class Cost:
         if self.known.is_reduction and self.known.replicates:
             return "if each rank needs a part only, ask for Shard in place of Replicate: half of the bytes"
         if self.exposed_ns > self.total_ns / 2:
-            return "issue it early: x.prefetch(placements), or redistribute(..., async_op=True), and compute meanwhile"
+            return (
+                "issue it early: tritondt.prefetch(x, placements), or redistribute(..., async_op=True), and compute "
+                "meanwhile"
+            )
         if self.known.itemsize >= _WIDE_ITEMSIZE:
             return "wire_dtype=torch.bfloat16 sends half of the bytes, where the rounding can be had"
         return "it is hidden already; no change of it alone makes a step shorter"
