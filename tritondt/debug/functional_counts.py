@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from tritondt.redistribution.rows import ROWS_BY_SOURCE, ROWS_BY_TARGET
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, parse_placements
 
 _PLACEMENTS = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
@@ -15,7 +16,7 @@ class CommCounts(dict[Any, int]):
     that it reduces into shards for reduce_scatter_tensor, and one that cuts another dim for shard_dim_alltoall or
     all_to_all_single, of torch.ops.c10d_functional, _c10d_functional or _dtensor. What has not run counts 0.
 
-    >>> import torch
+    >>> import torch.distributed._functional_collectives  # it defines the operators
     >>> counts = CommCounts({"(P(sum)) -> (R) in 4 pieces": 1, "(R) in 4 pieces -> (R)": 1, "(S0, R) -> (S1, R)": 2})
     >>> functional = torch.ops.c10d_functional
     >>> counts[functional.all_reduce], counts[functional.all_to_all_single], counts[functional.all_gather_into_tensor]
@@ -34,7 +35,7 @@ def collectives_of(kind: str) -> list[str]:
     >>> collectives_of("(S0, P(sum)) -> (R, S1)")
     ['all_gather_into_tensor', 'reduce_scatter_tensor']
     """
-    if kind == "rows by source -> rows by target":
+    if kind == f"{ROWS_BY_SOURCE} -> {ROWS_BY_TARGET}":
         return ["shard_dim_alltoall"]
     sides = kind.split(" -> ")
     # The second half of an all-reduce, from flat pieces to the whole, counts with the first.
