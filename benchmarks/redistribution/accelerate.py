@@ -11,9 +11,7 @@ the smallest sizes show.
 from __future__ import annotations
 
 import datetime
-import logging
 import platform
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -22,11 +20,11 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as torch_tensor
 from rich.console import Console
 from rich.table import Table
 
 import tritondt as T
+from benchmarks.redistribution.both_sides import moves_of, quiet_rank, shape_of
 from tritondt import environment
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
@@ -56,40 +54,27 @@ class Found:
     times: list[Times]
 
 
-def _placement(of: Any, text: str) -> Any:
-    return of.Replicate() if text == "R" else of.Partial() if text == "P" else of.Shard(int(text[1]))
-
-
 def _measure_on_rank(send: Callable[[object], None], request: Request) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet_rank()
     num_ranks = dist.get_world_size()
     mesh = T.init_device_mesh("cpu", (num_ranks,))
     found = []
     with torch.no_grad():
         for number in range(request.pairs):
             text = _PAIRS[number % len(_PAIRS)]
-            size = _SMALLEST * (_LARGEST / _SMALLEST) ** (number / max(1, request.pairs - 1)) / 4
-            rows = max(num_ranks, round(size**0.5 / num_ranks) * num_ranks)
-            columns = max(num_ranks, int(size / rows / num_ranks) * num_ranks)
-            runs = _sides(mesh, text, (rows, columns), number)
+            shape = shape_of(number, request.pairs, _SMALLEST, _LARGEST, num_ranks)
+            runs = _sides(mesh, text, shape, number)
             first, *others = (run() for run in runs)
             for other in others:
                 torch.testing.assert_close(other.to_local(), first.to_local(), rtol=0, atol=0)
-            found.append(Found(text, rows * columns * 4, time_interleaved(runs, request.rounds, request.pair_s)))
+            found.append(Found(text, shape[0] * shape[1] * 4, time_interleaved(runs, request.rounds, request.pair_s)))
     if dist.get_rank() == 0:
         send(found)
 
 
 def _sides(mesh: T.DeviceMesh, text: str, shape: tuple[int, int], seed: int) -> list[Callable[[], Any]]:
     """The redistribution of one tensor: torch's within `accelerate_torch`, ours, torch's."""
-    source, target = text.split()
-    full = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(seed)).float()
-    local = full if source == "P" else T.distribute_tensor(full, mesh, [_placement(T, source)]).to_local()
-    ours = T.DTensor.from_local(local, mesh, [_placement(T, source)])
-    theirs: Any = torch_tensor.DTensor.from_local(local, mesh, [_placement(torch_tensor, source)])
-    placements, torch_placements = [_placement(T, target)], [_placement(torch_tensor, target)]
+    (ours, placements), (theirs, torch_placements) = moves_of(mesh, text, shape, seed)
 
     def repeated(tensor: Any, wanted: Any) -> Any:
         for _ in range(_CALLS - 1):

@@ -12,10 +12,8 @@ and into the tensor: what no packing of the list undercuts.
 from __future__ import annotations
 
 import datetime
-import logging
 import platform
 import random
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,11 +22,11 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor as torch_tensor
 from rich.console import Console
 from rich.table import Table
 
 import tritondt as T
+from benchmarks.redistribution.both_sides import Move, moves_of, quiet_rank, shape_of
 from tritondt import environment
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
@@ -64,34 +62,21 @@ class Found:
 
 def _shapes(count: int, multiple: int) -> list[tuple[int, int]]:
     """Shapes of float32 tensors of 64 kB to 4 MB, each length a multiple of the number of ranks."""
-    chosen, found = random.Random(0), []
-    for number in range(count):
-        size = _SMALLEST * (_LARGEST / _SMALLEST) ** (number / max(1, count - 1)) / 4
-        rows = max(multiple, round(size**0.5 / multiple) * multiple)
-        found.append((rows, max(multiple, int(size / rows / multiple) * multiple)))
-    chosen.shuffle(found)
+    found = [shape_of(number, count, _SMALLEST, _LARGEST, multiple) for number in range(count)]
+    random.Random(0).shuffle(found)
     return found
 
 
-def _placement(of: Any, text: str) -> Any:
-    return of.Replicate() if text == "R" else of.Partial() if text == "P" else of.Shard(int(text[1]))
-
-
 def _measure_on_rank(send: Callable[[object], None], request: Request) -> None:
-    torch.set_num_threads(1)
-    logging.getLogger("torch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    quiet_rank()
     num_ranks = dist.get_world_size()
     mesh = T.init_device_mesh("cpu", (num_ranks,))
-    ours: list[tuple[Any, list[T.Placement]]] = []
-    theirs: list[tuple[Any, list[Any]]] = []
+    ours: list[Move] = []
+    theirs: list[Move] = []
     for number, shape in enumerate(_shapes(request.tensors, num_ranks)):
-        source, target = _PAIRS[number % len(_PAIRS)].split()
-        full = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(number)).float()
-        local = full if source == "P" else T.distribute_tensor(full, mesh, [_placement(T, source)]).to_local()
-        ours.append((T.DTensor.from_local(local, mesh, [_placement(T, source)]), [_placement(T, target)]))
-        torch_source = [_placement(torch_tensor, source)]
-        theirs.append((torch_tensor.DTensor.from_local(local, mesh, torch_source), [_placement(torch_tensor, target)]))
+        mine, its = moves_of(mesh, _PAIRS[number % len(_PAIRS)], shape, number)
+        ours.append(mine)
+        theirs.append(its)
 
     def many() -> list[Any]:
         return T.redistribute_many(ours, bucket_bytes=request.bucket_bytes)

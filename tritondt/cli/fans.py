@@ -5,6 +5,7 @@ All of S0 -> S1 on 65,536 ranks is one fan of 4,294,967,296 messages. Amounts ar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -74,7 +75,7 @@ def _kind_of(step: Step) -> type[_Fans]:
     return _PieceFans if isinstance(step.target, FlatPieces) else _ExchangeFans
 
 
-class _Fans:
+class _Fans(ABC):
     """Senders of one step told apart by what they send to whom."""
 
     def __init__(self, plan: Plan, step: Step) -> None:
@@ -83,13 +84,13 @@ class _Fans:
         self._strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
         self._num_pairs = 0
 
+    @abstractmethod
     def key(self, coordinate: Coordinate) -> Any:
         """What is equal for senders that send alike; None for one that sends nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def receivers(self, key: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranks that senders of a key send to, and how many elements."""
-        raise NotImplementedError
 
     def _position(self, indices: Mapping[int, int]) -> int:
         return sum(self._strides[axis] * index for axis, index in indices.items())
