@@ -37,6 +37,7 @@ with _importing.without_collections():
         WorldError,
     )
     from tritondt.interop.with_torch import accelerate_torch, from_torch, to_torch
+    from tritondt.kernels.memory import empty_cache
     from tritondt.ops.propagation.replication import implicit_replication
     from tritondt.redistribution.autograd import redistribute
     from tritondt.redistribution.compile import explain
@@ -81,6 +82,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "empty_cache",
     "explain",
     "explicit_redistribution",
     "from_torch",

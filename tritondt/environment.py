@@ -143,6 +143,14 @@ def arena_bytes() -> int:
     return int(text) << 20
 
 
+def pool_bytes() -> int:
+    """Bytes of large results that are kept for next ones when they are gone: TRITONDT_POOL_MB, 256 MB by default."""
+    text = os.environ.get("TRITONDT_POOL_MB", "256")
+    if re.fullmatch("[0-9]{1,7}", text) is None:
+        raise WorldError(f"TRITONDT_POOL_MB={text!r} is set; allowed is a whole number from 0 to 9999999")
+    return int(text) << 20
+
+
 def socket_interfaces() -> list[tuple[str, str]]:
     """Variables set to interfaces for sockets between hosts, with their values; the first one counts."""
     names = ("TRITONDT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

@@ -43,6 +43,7 @@ from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
+from tritondt.kernels import memory
 from tritondt.kernels.device_types import ByDeviceType
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
@@ -84,6 +85,7 @@ class ProcessWorld:
         asked_filter()  # what is not allowed is refused now, on all ranks
         if environment.transport() == "gloo":
             asked_interface()
+        memory.pool.most_bytes = environment.pool_bytes()
         self._compares = environment.compares()
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
