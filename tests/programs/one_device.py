@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.programs.places import OneDevice
+from tests.programs.soundness import graph_nodes
 from tests.programs.statements import Call, Statement, compiled
 
 # Kinds that only move elements, or pick among them: no rounding.
@@ -73,6 +74,9 @@ class OneDeviceRun:
         self._mesh_shape = mesh_shape
         self.plain, self.twin = Environment(OneDevice()), Environment(OneDevice())
         self._noise = torch.Generator().manual_seed(seed)
+        # Gradients of what was rounded have draws of their own, so that programs stay what they were.
+        self._noise_of_gradients = torch.Generator().manual_seed(seed)
+        self._rounding: set[Any] = set()  # operators of which the results are rounded
 
     def run(self, statement: Statement, thirded: Collection[str] = ()) -> None:
         """Runs a statement on both, and disturbs the twin's results; raises what the statement raises.
@@ -82,29 +86,39 @@ class OneDeviceRun:
         before = versions(self.plain.tensors())
         self.plain.run(statement)
         self.twin.run(statement)
+        passes_rounding = statement.kind in ("grad", "backward") and self._passes_rounding(statement)
         makes_mean = not isinstance(statement, Call) and is_thirded(self._mesh_shape, statement.placements)
         for name in self.changed(statement, before):
             rounds = makes_mean or name in thirded
             if rounds or statement.kind not in MOVING:
-                self._disturb(name, statement, rounds)
+                self._disturb(name, statement, rounds, passes_rounding)
 
     def changed(self, statement: Statement, before: dict[str, int | None]) -> list[str]:
         """What a statement has made or written."""
         after = versions(self.plain.tensors())
         return [name for name, version in after.items() if name not in before or version != before[name]]
 
-    def _disturb(self, name: str, statement: Statement, rounds: bool) -> None:
-        tensor = self.twin.tensors()[name]
+    def _passes_rounding(self, statement: Statement) -> bool:
+        """Whether a gradient is one of what was rounded: whole numbers are then no sign that it is exact."""
+        return not self._rounding.isdisjoint(graph_nodes(self.plain[name] for name in statement.reads))
+
+    def _disturb(self, name: str, statement: Statement, rounds: bool, passes_rounding: bool) -> None:
+        tensor, plain = self.twin.tensors()[name], self.plain.tensors()[name]
         if not (tensor.is_floating_point() or tensor.is_complex()) or 0 in (*tensor.shape, *tensor.stride()):
             return
         sizes = [
             float(magnitude(self.plain[read])) for read in statement.reads if self.plain.names.get(read) is not None
         ]
         scale = max(1.0, magnitude(tensor)) * prod(max(1.0, size) for size in sizes[:3])
-        if not rounds and statement.kind in POLYNOMIAL and self._is_exact(self.plain.tensors()[name], scale):
-            return
+        source = self._noise
+        if not rounds and statement.kind in POLYNOMIAL and self._is_exact(plain, scale):
+            if not passes_rounding:
+                return
+            source = self._noise_of_gradients
+        if plain.grad_fn is not None:
+            self._rounding.add(plain.grad_fn)
         with torch.inference_mode(tensor.is_inference()):
-            noise = torch.randn(tensor.shape, generator=self._noise, dtype=torch.float64)
+            noise = torch.randn(tensor.shape, generator=source, dtype=torch.float64)
             # Of one number the draw may come close to zero, as if nothing had been rounded.
             noise = (noise + noise.sign() / 2).to(tensor.dtype)
             tensor.data.add_(noise * (NOISE_ULPS * scale * torch.finfo(tensor.dtype).eps))

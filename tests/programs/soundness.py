@@ -1,7 +1,8 @@
 """Statements to which one device has no one answer: results follow from addresses, or from what torch made of them."""
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -12,6 +13,9 @@ from tests.programs.statements import Statement
 _OF_EQUAL_ELEMENTS = frozenset(("MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"))
 # Writes that read their source at other places than they write to.
 _BY_INDEX = re.compile(r"scatter_|index_|setitem|put_")
+# Besides statements of the kind "write", those that read another tensor itself, not a copy, while they write.
+_READS_ANOTHER = re.compile(r"\.data\.copy_\(v|\.lerp_\(v|\[\.\.\., :1\] = v|out=v|_foreach_\w+_\(\[\w+\], \[v")
+_OUT = re.compile(r"out=(v\d+)")
 
 
 def shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -> bool:
@@ -22,8 +26,12 @@ def shares_memory(names: Collection[str], tensors: Mapping[str, torch.Tensor]) -
 
 def reads_own_elements(statement: Statement, tensors: Mapping[str, torch.Tensor]) -> bool:
     """Whether a write reads elements that it writes to, in an order of the kernel's."""
-    written, *read = (tensors[name] for name in statement.reads)
-    for other in read:
+    if statement.kind != "write" and not _READS_ANOTHER.search(statement.source):
+        return False
+    out = _OUT.search(statement.source)
+    name = out[1] if out else statement.reads[0]
+    written = tensors[name]
+    for other in (tensors[read] for read in statement.reads if read != name):
         is_same = other.data_ptr() == written.data_ptr() and other.stride() == written.stride()
         if is_same and other.shape == written.shape and not _BY_INDEX.search(statement.source):
             continue
@@ -46,3 +54,27 @@ def is_extremum(written: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> b
     held = written.untyped_storage().data_ptr()
     sharing = (it for it in tensors.values() if it.grad_fn is not None and it.untyped_storage().data_ptr() == held)
     return any(it.grad_fn is not None and it.grad_fn.name() in _OF_EQUAL_ELEMENTS for it in sharing)
+
+
+def is_of_detached_base(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of what was detached in place and then written to.
+
+    Its graph is made anew then, of a base that has none. That of a plain tensor ends in as_strided; where views are
+    replayed, as they are for every tensor without memory, torch asserts that the view has a graph of its own.
+    """
+    node = tensor.grad_fn
+    if node is None or node.name() != "AsStridedBackward0":
+        return False
+    return all(of is None for of, _ in node.next_functions)
+
+
+def graph_nodes(roots: Iterable[torch.Tensor]) -> set[Any]:
+    """The operators that the gradients of some tensors pass."""
+    found: set[Any] = set()
+    waiting = [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting.extend(of for of, _ in node.next_functions)
+    return found
