@@ -13,6 +13,8 @@ PARTS ?=
 DEADLINE ?= 560
 # The Python whose torch, triton and pytest `make gpu-dry` links into an environment without anything else.
 DRY_PYTHON ?= $(BIN)/python
+# Which modules `make mutants` changes, all of the core without a name: see tests/tools/mutation.py.
+ONLY ?=
 # What `make reference` describes.
 PUBLIC := tritondt $(addprefix tritondt.,debug experimental fsdp nccl ops parallel random sharded)
 # How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
@@ -25,7 +27,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* benchmarks/nccl/no_op_nccl,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv compiled demo test test-all soak nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel reference format clean
+.PHONY: help venv compiled demo test test-all soak mutants nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel reference format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,6 +95,10 @@ ifneq ($(SOAK_SECONDS),)
 else
 	$(call run_tests,soak)
 endif
+
+# Results in build/mutation; a second run goes on from there. ONLY="sharding/cut planning/plan" for some modules.
+mutants: venv ## change the planner's and the layouts' code in small ways, and see which changes no test notices
+	$(BIN)/python -m tests.tools.mutation $(addprefix --only ,$(ONLY))
 
 nccl: $(VENV)/.stamp-nccl $(VENV)/nccl/2.28.9/.stamp $(VENV)/nccl/2.30.7/.stamp ## fetch more versions of NCCL for the tests (600 MB)
 
