@@ -10,7 +10,8 @@ from click.testing import CliRunner
 from tests.harness.chromium import find_chromium, opened
 from tritondt.cli.bench.page import points_of
 from tritondt.cli.main import main
-from tritondt.cli.svg import Series, histogram, line_chart
+from tritondt.cli.svg import COLOURS, Series, histogram, line_chart
+from tritondt.cli.trace import page as trace_of
 from tritondt.cli.trace.page import trace_page
 
 AROUND = {
@@ -126,6 +127,31 @@ def test_charts_of_one_point_or_equal_values_are_drawn():
     assert histogram("a", "ms", {"b": [0.0]}, {"b": 0}).count("<rect") == 1
 
 
+def test_histograms_of_several_lie_in_lanes_of_their_own():
+    drawn = histogram("a", "ms", {"b": [1.0, 1.0, 2.0], "c": [1.0, 2.0, 2.0]}, {"b": 0, "c": 1})
+    bars = re.findall(r'y="([\d.]+)" width="[\d.]+" height="([\d.]+)" fill="(#\w+)"', drawn)
+    lowest = {colour: max(float(y) + float(height) for y, height, own in bars if own == colour) for *_, colour in bars}
+    highest = {colour: min(float(y) for y, _, own in bars if own == colour) for *_, colour in bars}
+    first, second = COLOURS[:2]
+    assert len(bars) == 4
+    assert lowest[first] <= highest[second]
+    assert re.findall(r'class="lane">(\w)<', drawn) == ["b", "c"]
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance, as the accessibility guidelines for the web (WCAG) define it."""
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.mark.parametrize("colour", [*COLOURS, *trace_of.COLOURS.values()])
+@pytest.mark.parametrize("paper", ["#ffffff", "#181818"])
+def test_drawings_are_seen_on_light_and_on_dark_pages(colour, paper):
+    darker, lighter = sorted((luminance(colour), luminance(paper)))
+    assert (lighter + 0.05) / (darker + 0.05) >= 3
+
+
 def trace_document() -> dict[str, object]:
     events: list[dict[str, object]] = []
     for rank in range(2):
@@ -162,6 +188,15 @@ def test_the_page_of_a_trace_draws_what_comes_after_the_first_step():
     assert "asked for at f:3" in page
     assert page.count("<title>8 bytes</title>") == 1
     assert "exposed &lt; all" in page
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(find_chromium() is None, reason="chromium is not installed")
+def test_what_a_page_complains_of_is_seen(tmp_path):
+    (tmp_path / "page.html").write_text("<p>held</p><script>console.error('a complaint')</script>")
+    held, console = opened(tmp_path / "page.html", tmp_path)
+    assert "<p>held</p>" in held
+    assert ["a complaint" in line for line in console] == [True]
 
 
 @pytest.mark.extended

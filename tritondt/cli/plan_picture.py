@@ -67,7 +67,7 @@ def _cells(rows: list[list[int]], size: int) -> Iterator[str]:
             told = escape(f"{_group(sender, size)} to {_group(receiver, size)}: {num_bytes:,} bytes")
             opacity = 0.04 + 0.96 * num_bytes / most if num_bytes else 0.04
             yield (
-                f'<rect {place} width="{width * 0.94:.2f}" height="{width * 0.94:.2f}" fill="#0b6e99" '
+                f'<rect {place} width="{width * 0.94:.2f}" height="{width * 0.94:.2f}" fill="#1f86b8" '
                 f'fill-opacity="{opacity:.3f}"><title>{told}</title></rect>'
             )
 

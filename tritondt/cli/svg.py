@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-COLOURS = ("#0b6e99", "#c4501b", "#4a7c2f", "#7a4b9d", "#8a6d1d", "#b0305c", "#3b5b92", "#606060")
+# Seen on white and on the dark paper of pages alike: at least three times as light or as dark.
+COLOURS = ("#1f86b8", "#d2611f", "#4f9440", "#9a66c4", "#a07c1c", "#cf4a78", "#5b7bd0", "#808080")
 _WIDTH, _HEIGHT = 380, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 26, 40
 _NUM_BINS = 24
+# Pixels of a histogram in which more than the largest of its figures can be read.
+_LEAST_WITH_TICKS = 60
 # Values that are further apart than this are drawn over a logarithmic axis.
 _WIDE = 8
 
@@ -77,7 +80,7 @@ def line_chart(
         low, high = low / 2, high * 2
     across = Axis(low, high, _LEFT, _WIDTH - _RIGHT, True)
     up = Axis(0, top * 1.08, _HEIGHT - _BOTTOM, _TOP, False)
-    body = _frame(title, y_label, across, up, x_text)
+    body = [*_around(title, y_label), *_across(across, x_text), *_up(up, up.ticks())]
     if reference is not None:
         height = up.at(reference)
         body.append(
@@ -97,27 +100,37 @@ def line_chart(
 
 
 def histogram(title: str, x_label: str, values: Mapping[str, Sequence[float]], styles: Mapping[str, int]) -> str:
-    """Histograms of several sets of values over one axis; what lies beyond the 99th percentile is in the last bin."""
+    """Histograms of several sets of values, one below the other over one axis.
+
+    What lies beyond the 99th percentile is in the last bin.
+    """
     pooled = sorted(value for each in values.values() for value in each)
     low, high = pooled[0], pooled[max(math.ceil(0.99 * len(pooled)) - 1, 0)]
     if high <= low:
         low, high = low * 0.9, low * 1.1 or 1.0
     across = Axis(low, high, _LEFT, _WIDTH - _RIGHT, low > 0 and high > _WIDE * low)
     counts = {name: _binned(each, across) for name, each in values.items()}
-    up = Axis(0, max(map(max, counts.values())) * 1.08, _HEIGHT - _BOTTOM, _TOP, False)
-    body = _frame(title, "iterations", across, up, lambda value: f"{value:.4g}")
+    most, lane = max(map(max, counts.values())), (_HEIGHT - _BOTTOM - _TOP) / len(counts)
+    body = [*_around(title, "iterations"), *_across(across, lambda value: f"{value:.4g}")]
     body.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
-    width = (across.stop - across.start) / _NUM_BINS
-    for name, bins in counts.items():
-        colour = COLOURS[styles[name] % len(COLOURS)]
-        for number, count in enumerate(bins):
-            if count:
-                body.append(
-                    f'<rect x="{across.start + number * width:.1f}" y="{up.at(count):.1f}" width="{width:.1f}" '
-                    f'height="{up.start - up.at(count):.1f}" fill="{colour}" fill-opacity="0.5">'
-                    f"<title>{escape(name)}: {count}</title></rect>"
-                )
+    for place, (name, bins) in enumerate(counts.items()):
+        bottom = _TOP + (place + 1) * lane
+        up = Axis(0, most * 1.08, bottom, bottom - lane, False)
+        body += _up(up, up.ticks() if lane >= _LEAST_WITH_TICKS else [0, most])
+        body += _bars(name, bins, across, up, COLOURS[styles[name] % len(COLOURS)])
+        if len(counts) > 1:
+            body.append(f'<text x="{_WIDTH - _RIGHT}" y="{up.stop + 13:.1f}" class="lane">{escape(name)}</text>')
     return _svg(title, body)
+
+
+def _bars(name: str, bins: Sequence[int], across: Axis, up: Axis, colour: str) -> list[str]:
+    width = (across.stop - across.start) / _NUM_BINS
+    return [
+        f'<rect x="{across.start + number * width:.1f}" y="{up.at(count):.1f}" width="{width:.1f}" '
+        f'height="{up.start - up.at(count):.1f}" fill="{colour}"><title>{escape(name)}: {count}</title></rect>'
+        for number, count in enumerate(bins)
+        if count
+    ]
 
 
 def _binned(values: Sequence[float], across: Axis) -> list[int]:
@@ -128,23 +141,35 @@ def _binned(values: Sequence[float], across: Axis) -> list[int]:
     return bins
 
 
-def _frame(title: str, y_label: str, across: Axis, up: Axis, x_text: Callable[[float], str]) -> list[str]:
-    """The axes with their ticks, and the texts around them."""
-    bottom = _HEIGHT - _BOTTOM
-    body = [
+def _around(title: str, y_label: str) -> list[str]:
+    """Title and name of the vertical axis."""
+    middle = (_TOP + _HEIGHT - _BOTTOM) / 2
+    return [
         f'<text x="{_LEFT}" y="14" class="title">{escape(title)}</text>',
-        f'<text x="12" y="{(_TOP + bottom) / 2:.0f}" text-anchor="middle" '
-        f'transform="rotate(-90 12 {(_TOP + bottom) / 2:.0f})">{escape(y_label)}</text>',
-        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" class="axis"/>',
+        f'<text x="12" y="{middle:.0f}" text-anchor="middle" transform="rotate(-90 12 {middle:.0f})">'
+        f"{escape(y_label)}</text>",
     ]
-    for value in across.ticks():
-        place = across.at(value)
+
+
+def _across(axis: Axis, text: Callable[[float], str]) -> list[str]:
+    """The horizontal axis with its ticks."""
+    bottom = _HEIGHT - _BOTTOM
+    body = [f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}" class="axis"/>']
+    for value in axis.ticks():
+        place = axis.at(value)
         body.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{bottom}" y2="{bottom + 4}" class="axis"/>')
-        body.append(f'<text x="{place:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(x_text(value))}</text>')
-    for value in up.ticks():
-        height = up.at(value)
+        body.append(f'<text x="{place:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(text(value))}</text>')
+    return body
+
+
+def _up(axis: Axis, ticks: Sequence[float]) -> list[str]:
+    """Marked values of a vertical axis, with a line across at each."""
+    body = []
+    for value in ticks:
+        height = axis.at(value)
         body.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{height:.1f}" y2="{height:.1f}" class="grid"/>')
-        body.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+        if value or axis.start == _HEIGHT - _BOTTOM:  # the 0 of other lanes has the figures of the lane below
+            body.append(f'<text x="{_LEFT - 6}" y="{height + 4:.1f}" text-anchor="end">{value:.4g}</text>')
     return body
 
 

@@ -8,16 +8,16 @@ from typing import Any
 
 from tritondt.cli.html_page import legend, page
 
-_COLOURS = {
-    "op": "#8aa5b5",
-    "collective": "#3b5b92",
-    "redistribution": "#7a4b9d",
-    "exchange": "#c99a2e",
-    "pack": "#4a7c2f",
-    "keep": "#7fae5f",
-    "send": "#0b6e99",
-    "wait": "#c4501b",
-    "unpack": "#2f7c6a",
+COLOURS = {
+    "op": "#7890a0",
+    "collective": "#5b7bd0",
+    "redistribution": "#9a66c4",
+    "exchange": "#b08420",
+    "pack": "#4a8a38",
+    "keep": "#719f50",
+    "send": "#1f86b8",
+    "wait": "#d2611f",
+    "unpack": "#3a9080",
 }
 _LANES = {"op": 0, "collective": 0, "redistribution": 0, "exchange": 1}  # phases of exchanges are below these
 _LEFT, _WIDTH, _ROW, _GAP = 90, 1500, 16, 14
@@ -43,7 +43,7 @@ def trace_page(document: Mapping[str, Any], summary: str) -> str:
     other = document["otherData"]
     body = [
         f"<p>{escape(' '.join(other['program']))} on {other['ranks']} ranks, {escape(other['date'])}</p>",
-        legend(_COLOURS),
+        legend(COLOURS),
         f'<div class="scroll"><svg style="min-width:{_WIDTH + _LEFT}px" viewBox="0 0 {_WIDTH + _LEFT + 10} {height}" '
         f'role="img" aria-label="timeline">{"".join(drawing)}</svg></div>',
         f"<p>{(stop - start) / 1e3:.3f} ms; {left_out:,} spans are outside, or too narrow to be seen; the file for "
@@ -96,7 +96,7 @@ def _span(event: Mapping[str, Any], top: int, start: float, scale: float) -> str
     told = f"{event['cat']}: {event['name']}, {event['dur']:,.1f} us" + (f", asked for at {site}" if site else "")
     return (
         f'<rect x="{_LEFT + left * scale:.2f}" y="{top + lane * _ROW}" width="{width:.2f}" height="{_ROW - 2}" '
-        f'fill="{_COLOURS[event["cat"]]}"><title>{escape(told)}</title></rect>'
+        f'fill="{COLOURS[event["cat"]]}"><title>{escape(told)}</title></rect>'
     )
 
 
