@@ -15,6 +15,7 @@ import torch
 
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers
+from tritondt.kernels.gpu.launcher import launcher
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
 from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, few_dims, rounded_up
@@ -144,8 +145,8 @@ class Launch:
         self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
         compiled = compile_form(kernel, form, choice.num_warps, self._cells.values, counts, grid)
-        # Triton's interpreter compiles nothing.
-        self._start = (kernel.function if compiled is None else compiled)[grid]
+        self._start = launcher(kernel.function, compiled, grid)
+        self._address = self._cells.values.data_ptr()
 
     def run(self, addresses: tuple[int, ...]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
@@ -154,7 +155,7 @@ class Launch:
             self._start(self._cells.values, pointers, *self._arguments)
             return
         stream = self._cells.read_by_current_stream()
-        self._start(self._cells.values, pointers, *self._arguments, stream=stream)
+        self._start(self._address, pointers, *self._arguments, stream=stream)
 
 
 class DeviceTable(ABC):

@@ -8,6 +8,8 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 from tests.kernels.recording_driver import STREAM, RecordingDriver
@@ -94,6 +96,39 @@ def test_launches_again_without_touching_a_tensor(recording):
     first, second = recording.launches
     assert first["table"] is second["table"]
     assert second["pointers"][:2] == (1 << 46, 1 << 47)
+
+
+@pytest.fixture
+def on_device(monkeypatch):
+    """A launch as on a GPU whose current stream is STREAM."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: STREAM, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    _, launch = made_launch(copies(), list(copy_pieces(copy_nest(0, CopyBox(0, 0, 0, 0, 16, (9,), (1,), (1,))))))
+    launch._device = torch.device("cuda", 0)
+    launch._cells._streams.add(STREAM)
+    return launch
+
+
+def test_a_launch_on_a_device_goes_straight_to_the_launcher(recording, on_device, monkeypatch):
+    """It is given the table's address, of which it need not ask the driver; nothing is prepared for hooks."""
+    asked = []
+    monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda *given: asked.append(given))
+    on_device.run((1 << 45, 1 << 46))
+    (found,) = recording.launches
+    assert found["table"] == on_device._cells.values.data_ptr()
+    assert (found["grid"], found["stream"]) == ((1, 1, 1), STREAM)
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_a_hook_of_the_program_is_told_of_launches(recording, on_device, monkeypatch, name):
+    """Triton's launcher calls the hooks that it is given."""
+    hook, given = object(), []
+    monkeypatch.setattr(knobs.runtime, name, hook)
+    monkeypatch.setattr(recording.launcher_cls, "__call__", lambda self, *found: given.append(found))
+    on_device.run((1 << 45, 1 << 46))
+    (found,) = given
+    assert hook in found[7:9]
 
 
 def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted():
