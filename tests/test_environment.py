@@ -1,6 +1,8 @@
 """Environment variables: each has its line in the guide, and a value that is not allowed has its own."""
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -111,11 +113,81 @@ def test_a_timeout(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"), [({}, None), ({"LOCAL_RANK": "2", "SLURM_LOCALID": "1"}, 2), ({"SLURM_LOCALID": "1"}, 1)]
-)
+    ("variables", "expected"), [({}, None), ({"LOCAL_RANK": "2", "SLURM_LOCALID": "1"}, 2), ({"SLURM_LOCALID": "1"}, 1),
+     ({"OMPI_COMM_WORLD_LOCAL_RANK": "3", "SLURM_LOCALID": "0"}, 3), ({"MPI_LOCALRANKID": "1"}, 1)],
+)  # fmt: skip
 def test_the_number_of_a_process_on_its_host_is_its_launchers(monkeypatch, variables, expected):
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert environment.local_rank() == expected
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
+STEP = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_JOB_ID": "3"}
+TORCH = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def launched_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], environment.Launched | None]:
+    """What is found of a process that has these variables alone."""
+    for name in [name for name in os.environ if re.match("RANK|WORLD_|MASTER_|SLURM|OMPI|PMI|MPI_|TORCHEL", name)]:
+        monkeypatch.delenv(name)
+
+    def found(variables: dict[str, str]) -> environment.Launched | None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        return environment.launched()
+
+    return found
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, None),
+        (OPEN_MPI, ("mpi", 1, 4, "127.0.0.1", 15000)),
+        (MPICH, ("mpi", 1, 4, "127.0.0.1", 15000)),
+        (STEP, ("slurm", 1, 4, "node07", 15003)),
+        (STEP | {"SLURM_STEP_NODELIST": ""}, ("slurm", 1, 4, "127.0.0.1", 15003)),
+        # Open MPI starts a daemon on each host by srun, whose variables its ranks inherit.
+        (STEP | OPEN_MPI | {"SLURM_PROCID": "0"}, ("mpi", 1, 4, "127.0.0.1", 15003)),
+        (MPICH | {"MPI_LOCALNRANKS": "2", "MASTER_ADDR": "a", "MASTER_PORT": "9"}, ("mpi", 1, 4, "a", 9)),
+        (STEP | TORCH | {"RANK": "1"}, ("torchrun", 1, 4, "first", 29500)),
+        # torchrun as each task of a step: tasks with two ranks each, or agents' ranks in an order of their own.
+        (STEP | TORCH | {"WORLD_SIZE": "8"}, ("torchrun", 0, 8, "first", 29500)),
+        (STEP | TORCH | {"TORCHELASTIC_RUN_ID": "none"}, ("torchrun", 0, 4, "first", 29500)),
+    ],
+)  # fmt: skip
+def test_who_a_process_is_by_its_launcher(launched_with, variables, expected):
+    assert launched_with(variables) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "variable", "command"),
+    [(STEP, "SLURM_PROCID", "srun "), (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "mpirun "), (MPICH, "PMI_RANK", "mpiexec ")],
+)
+def test_one_rank_for_all_tasks_is_refused(launched_with, variables, variable, command):
+    told = (
+        f"RANK=0 and WORLD_SIZE=4 are set, but this process is 1 of 4 by {variable}; allowed is a RANK of its own in "
+        f"each, as by {command}"
+    )
+    with pytest.raises(T.WorldError, match=f"^{re.escape(told)}"):
+        launched_with(variables | TORCH)
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ("2", "mpirun")),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, ("an unknown number", "mpiexec")),
+    ],
+)  # fmt: skip
+def test_ranks_of_mpi_on_several_hosts_are_told_where_to_meet(launched_with, variables, told):
+    text = "^MASTER_ADDR is not set, and {} of 4 ranks are on this host; allowed is the host of rank 0, as by {} "
+    with pytest.raises(T.WorldError, match=text.format(*told)):
+        launched_with(variables)

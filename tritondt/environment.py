@@ -14,15 +14,21 @@ _MAX_TIMEOUT_S = 1e8
 # Ports below those that systems give to whoever asks for any.
 _FIRST_PORT, _NUM_PORTS = 15_000, 10_000
 # Launchers that say who a process is, but not in the words of torch.distributed: the variable that tells so, and how to
-# start a program that they start. The host of rank 0 is MASTER_ADDR.
+# start a program that they start. The host of rank 0 is MASTER_ADDR. MPI's go first: Slurm starts MPI's own daemons.
 _LAUNCHERS = {
-    "SLURM_PROCID": "srun --export=ALL,MASTER_ADDR=HOST,MASTER_PORT=29500 bash -c 'RANK=$SLURM_PROCID "
-    "WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) exec python train.py'",
     "OMPI_COMM_WORLD_RANK": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 bash -c 'RANK=$OMPI_COMM_WORLD_RANK "
     "WORLD_SIZE=$OMPI_COMM_WORLD_SIZE LOCAL_WORLD_SIZE=$OMPI_COMM_WORLD_LOCAL_SIZE exec python train.py'",
     "PMI_RANK": "mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 bash -c 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE "
-    "exec python train.py'",
+    "LOCAL_WORLD_SIZE=$MPI_LOCALNRANKS exec python train.py'",
+    "SLURM_PROCID": "srun --export=ALL,MASTER_ADDR=HOST,MASTER_PORT=29500 bash -c 'RANK=$SLURM_PROCID "
+    "WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES)) exec python train.py'",
 }
+# Their variables of a process: its number, how many there are, and how many on its host; Slurm's say the last in words.
+_TASK_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", None),
+)
 
 
 def timeout() -> timedelta:
@@ -47,8 +53,8 @@ def ranks_per_host() -> int | None:
 
 
 def local_rank() -> int | None:
-    """Number of this process among those of its host, as torchrun or Slurm says; None where neither does."""
-    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+    """Number of this process among those of its host, as torchrun, MPI or Slurm says; None where none does."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"):
         if name in os.environ:
             return _whole(name, os.environ[name])
     return None
@@ -71,7 +77,7 @@ def num_restarts() -> int:
 
 
 def launch_command() -> str | None:
-    """Command that starts a program as torch.distributed expects it; None but where srun or MPI has started this one.
+    """Command that starts a program as torch.distributed expects it; None but where MPI or srun has started this one.
 
     HOST in it stands for the host of rank 0. RANK has been set where that is so already.
     """
@@ -83,7 +89,7 @@ def launch_command() -> str | None:
 class Launched(NamedTuple):
     """This process among those that a launcher has started, and where they meet."""
 
-    launcher: Literal["torchrun", "slurm"]
+    launcher: Literal["torchrun", "mpi", "slurm"]
     rank: int
     num_ranks: int
     address: str
@@ -91,29 +97,75 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched | None:
-    """What torchrun says of this process, or what Slurm says of a step's task; None for a process started alone.
+    """What torchrun says of this process, or else MPI or Slurm; None for a process started alone.
 
-    Without MASTER_ADDR the tasks of a step meet at its first host; without MASTER_PORT, at a port that follows from the
-    job's number. WorldError for what is no number.
+    Without MASTER_ADDR the tasks of a step of Slurm meet at its first host, MPI's on the one host that they are on;
+    without MASTER_PORT, at a port that follows from the job's number. WorldError for what is no number, for RANK that
+    is another task's, and for tasks of MPI on several hosts without MASTER_ADDR.
     """
+    task = _task()
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if all(name in os.environ for name in variables):
-        rank, size, address, port = (os.environ[name] for name in variables)
-        numbers = _whole("RANK", rank), _whole("WORLD_SIZE", size)
-        return Launched("torchrun", *numbers, address, _whole("MASTER_PORT", port))
-    num_tasks = _whole("SLURM_STEP_NUM_TASKS", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if num_tasks < 2 or "SLURM_PROCID" not in os.environ:
+        rank, size, address, _ = (os.environ[name] for name in variables)
+        found = Launched("torchrun", _whole("RANK", rank), _whole("WORLD_SIZE", size), address, _port(0))
+        _refuse_rank_of_another(found, task)
+        return found
+    if task is None:
         return None
-    nodes = re.match(r"([^\[,]*)(?:\[([^],-]*))?", os.environ.get("SLURM_STEP_NODELIST", ""))
-    first = "".join(part or "" for part in nodes.groups()) if nodes else ""
     job = _whole("SLURM_JOB_ID", os.environ.get("SLURM_JOB_ID", "0"))
-    return Launched(
-        "slurm",
-        _whole("SLURM_PROCID", os.environ["SLURM_PROCID"]),
-        num_tasks,
-        os.environ.get("MASTER_ADDR") or first or "127.0.0.1",
-        _whole("MASTER_PORT", os.environ.get("MASTER_PORT", str(_FIRST_PORT + job % _NUM_PORTS))),
+    launcher: Literal["mpi", "slurm"] = "slurm" if task.variable == "SLURM_PROCID" else "mpi"
+    address = os.environ.get("MASTER_ADDR") or (_first_of_step() if launcher == "slurm" else _host_of(task))
+    return Launched(launcher, task.rank, task.num_ranks, address, _port(_FIRST_PORT + job % _NUM_PORTS))
+
+
+class _Task(NamedTuple):
+    """A process that MPI or Slurm has started; `num_here` of all are on its host, None where it does not say."""
+
+    variable: str
+    rank: int
+    num_ranks: int
+    num_here: int | None
+
+
+def _task() -> _Task | None:
+    """This process among two or more that MPI or Slurm has started."""
+    for rank, size, here in _TASK_VARIABLES:
+        if rank in os.environ and _whole(size, os.environ.get(size, "1")) > 1:
+            num_here = _whole(here, os.environ[here]) if here is not None and here in os.environ else None
+            return _Task(rank, _whole(rank, os.environ[rank]), _whole(size, os.environ[size]), num_here)
+    return None
+
+
+def _refuse_rank_of_another(found: Launched, task: _Task | None) -> None:
+    """WorldError where all tasks got one RANK, as by a variable exported beforehand; torchrun counts its own ranks."""
+    if task is None or has_agent_store() or "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    if found.num_ranks == task.num_ranks and found.rank != task.rank:
+        raise WorldError(
+            f"RANK={found.rank} and WORLD_SIZE={found.num_ranks} are set, but this process is {task.rank} of "
+            f"{task.num_ranks} by {task.variable}; allowed is a RANK of its own in each, as by "
+            f"{_LAUNCHERS[task.variable]}"
+        )
+
+
+def _host_of(task: _Task) -> str:
+    """Address at which tasks of MPI meet that are all on this host."""
+    if task.num_here == task.num_ranks:
+        return "127.0.0.1"
+    raise WorldError(
+        f"MASTER_ADDR is not set, and {task.num_here or 'an unknown number'} of {task.num_ranks} ranks are on this "
+        f"host; allowed is the host of rank 0, as by {_LAUNCHERS[task.variable]}"
     )
+
+
+def _first_of_step() -> str:
+    """First host of a step of Slurm, this one where it names none."""
+    nodes = re.match(r"([^\[,]*)(?:\[([^],-]*))?", os.environ.get("SLURM_STEP_NODELIST", ""))
+    return "".join(part or "" for part in nodes.groups()) if nodes and nodes.group() else "127.0.0.1"
+
+
+def _port(default: int) -> int:
+    return _whole("MASTER_PORT", os.environ.get("MASTER_PORT", str(default)))
 
 
 def has_agent_store() -> bool:

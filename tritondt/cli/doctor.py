@@ -30,7 +30,7 @@ _MARKS = {"ok": " ", "note": "!", "problem": "X"}
 def doctor(context: click.Context, as_json: bool, seconds: float) -> None:
     """Say what this machine has and lacks, and move tensors between two processes over each transport.
 
-    Under torchrun or srun, between all ranks: their hosts, versions and clocks are compared, too.
+    Under torchrun, MPI or srun, between all ranks: their hosts, versions and clocks are compared, too.
 
     Each finding that is not well says what to do: marked X where something cannot work, which ends the
     command with status 1, and ! where it may matter. With a command, runs that instead.

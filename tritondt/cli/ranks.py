@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: processes of this machine that it starts, or those that torchrun or Slurm has started."""
+"""Ranks of a benchmark: processes of this machine that it starts, or those that torchrun, MPI or Slurm has started."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def join(asked: int | None, default: int) -> int:
         if asked is not None and asked > most:
             raise click.UsageError(
                 f"--ranks {asked}: at most {most} processes are started on {num_cores()} cores, {_MOST_PER_CORE} each; "
-                "on several machines start them with torchrun or srun"
+                "on several machines start them with torchrun, mpirun or srun"
             )
         return default if asked is None else asked
     if asked not in (None, found.num_ranks):

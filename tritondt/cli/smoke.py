@@ -1,6 +1,6 @@
 """Smoke test of each transport: processes that move and add tensors for some seconds, and check all.
 
-They are two new ones of this machine, or those that torchrun or srun has started, on any number of machines.
+They are two new ones of this machine, or those that torchrun, MPI or srun has started, on any number of machines.
 """
 
 from __future__ import annotations

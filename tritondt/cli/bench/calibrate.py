@@ -150,7 +150,7 @@ def _nothing_to_wait_for() -> None:
 def calibrate(ranks: int | None, device_type: str, rounds: int, shrink: int, json_to: str | None) -> None:
     """Measure the prices that plans are made by, between ranks 0 and 1 and on each, and print them for TRITONDT_COSTS.
 
-    Under torchrun or srun it runs on the processes that are there.
+    Under torchrun, MPI or srun it runs on the processes that are there.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(f"prices on cuda were asked for; torch {torch.__version__} sees no CUDA device")

@@ -89,7 +89,7 @@ def redistribute(
     """Time redistributions on CPU processes: each is checked first, then timed round by round.
 
     Ends with status 1 if a result is wrong, or if bytes or messages are not those that explain foretells.
-    Under torchrun or srun it runs on the processes that are there.
+    Under torchrun, MPI or srun it runs on the processes that are there.
     """
     if loopback and not loopback_counter.is_readable():
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")

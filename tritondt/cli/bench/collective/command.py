@@ -68,7 +68,7 @@ def _command(kind: Kind) -> click.Command:
     run.__doc__ = f"""Time {kind.name} on several processes, as nccl-tests does.
 
     Each implementation's result is checked first; then they are timed in turns. Status 1 where an element is
-    wrong, a rank has failed, or the bandwidth is below --min-bw. Runs on the processes that torchrun or srun has
+    wrong, a rank has failed, or the bandwidth is below --min-bw. Runs on the processes that torchrun, MPI or srun has
     started, where it has.
 
     \b
