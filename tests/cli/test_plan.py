@@ -227,6 +227,16 @@ def test_what_torch_refuses_is_explained_all_the_same():
     assert found["refusal"].startswith("torch's DTensor does not go from (S0) to (P(max)): ")
 
 
+def test_a_torch_that_divides_by_the_number_of_gpus_is_one_line(monkeypatch):
+    """As 2.10 does where there is none."""
+    monkeypatch.setattr(torch_moves, "init_device_mesh", lambda *_: 1 % 0)
+    arguments = ("--mesh", "4", "--shape", "7,5", "--from", "S0", "--to", "R", "--device", "cuda")
+    assert torchs(*arguments)["refusal"] == (
+        "torch makes no mesh of cuda on a machine without such a device; allowed are --device cpu, "
+        "a machine with one, and torch from 2.11 on"
+    )
+
+
 def test_a_collective_of_another_torch_is_no_silent_zero(monkeypatch):
     monkeypatch.delitem(torch_moves._RECEIVED, "all_reduce")
     ended = run_plan("--mesh", "4", "--shape", "7,5", "--from", "P", "--to", "R", "--against", "torch")

@@ -5,6 +5,7 @@ are written down. Nothing is sent, and no memory is taken.
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchDeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
-from torch.distributed.tensor import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,7 +88,7 @@ def torch_moves(
     """
     before, after = torch_placements(source), torch_placements(target)
     with _fake_world(source.position(coordinate), source.num_ranks), _silent():
-        mesh = init_device_mesh(device_type, source.mesh_shape)
+        mesh = _torch_mesh(device_type, source.mesh_shape)
         local = torch.empty(source.local_shape(coordinate), dtype=dtype, device="meta")
         stride = torch.empty(source.shape, device="meta").stride()
         whole = TorchDTensor.from_local(
@@ -101,6 +103,18 @@ def torch_moves(
         except RuntimeError as error:
             raise LayoutError(f"torch's DTensor does not go from {source} to {target}: {error}") from error
     return recorder.found
+
+
+def _torch_mesh(device_type: str, shape: tuple[int, ...]) -> TorchDeviceMesh:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # on the default device of ranks, which there are none of
+            return init_device_mesh(device_type, shape)
+    except ZeroDivisionError as error:  # torch 2.10 divides the ranks by this machine's devices
+        raise LayoutError(
+            f"torch makes no mesh of {device_type} on a machine without such a device; allowed are "
+            "--device cpu, a machine with one, and torch from 2.11 on"
+        ) from error
 
 
 @contextmanager
