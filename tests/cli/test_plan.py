@@ -147,6 +147,7 @@ def test_pictures_show_who_sends_to_whom(tmp_path):
     assert run_plan(*arguments, "--html", str(page), "--png", str(image)).exit_code == 0
     text = page.read_text()
     assert text.count("<rect") == 16
+    assert "receivers across; a stronger colour is more" in text  # darker on light pages, lighter on dark ones
     assert "rank 0 to rank 3: 24 bytes" in text
     assert "rank 3 to rank 0: 0 bytes" in text
     assert image.read_bytes().startswith(b"\x89PNG")

@@ -284,6 +284,9 @@ def test_counts_and_explanations_are_tables_of_notebooks():
         return comm._repr_html_(), same._repr_html_(), T.explain(x, [T.Shard(0)])._repr_html_()
 
     counts, steps, nothing = run_ranks(2, body)[0]
+    assert [set(re.findall(r"text-align: (\w+)[^>]*>16<", html)) for html in (counts, steps)] == [{"right"}] * 2
+    assert re.findall(r"text-align: (\w+)[^>]*>exchange<", steps) == ["left"]
+    counts, steps = (re.sub(' style="[^"]*"', "", html) for html in (counts, steps))
     assert "<td>(S0) -&gt; (S1)</td><td>1</td><td>1</td><td>16</td>" in counts
     assert counts.startswith("<table><caption>redistributions of this rank</caption><tr><th>module</th>")
     assert "<p>for redistribute: 1 steps, 16 bytes sent, 16 received</p>" in counts
@@ -305,6 +308,7 @@ def test_html_has_the_cells_of_the_picture_in_a_colour_for_each_holder():
     assert [text for _, text in cells] == ["0", "1", "2", "3"]
     assert len({colour for colour, _ in cells}) == 4
     assert "<th>0-1</th>" in html
+    assert re.search('<caption style="[^"]*white-space: nowrap', html)
 
 
 def test_what_was_issued_is_counted_once_where_it_runs_beside_another_step():

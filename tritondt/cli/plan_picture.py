@@ -25,7 +25,7 @@ def write_html(path: Path, explained: Explanation, traffic: RankTraffic | WideTr
         explained._repr_html_(),
         "<h2>Over all ranks</h2>",
         spread_table(traffic),
-        f"<h2>Who sends to whom</h2><p>Senders downwards, receivers across{grouped}; darker is more.</p>",
+        f"<h2>Who sends to whom</h2><p>Senders downwards, receivers across{grouped}; a stronger colour is more.</p>",
         _matrix(rows, size),
     ]
     path.write_text(page(f"{explained.source} -> {explained.target} of {explained.shape}", body), encoding="utf-8")

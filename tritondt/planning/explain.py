@@ -17,6 +17,9 @@ from tritondt.planning.step_report import StepReport, WireSize, cast_report, col
 from tritondt.planning.storage import step_blocks
 from tritondt.sharding.layout import Coordinate, Layout
 
+# A browser breaks the caption of a narrow table into lines as narrow as that, if it is let.
+CAPTION = "text-align: left; white-space: nowrap"
+
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
@@ -132,18 +135,24 @@ def _cells(step: StepReport) -> tuple[str, ...]:
 
 
 def html_table(title: str, rows: Sequence[Sequence[str]], footer: str) -> str:
-    """A table for notebooks, the first row its head; every text is escaped.
+    """A table for notebooks, the first row its head; every text is escaped, and figures end below each other.
 
-    >>> html_table("a < b", [("x",), ("1",)], "")
-    '<table><caption>a &lt; b</caption><tr><th>x</th></tr><tr><td>1</td></tr></table>'
+    >>> html_table("a < b", [("x",), ("1",)], "").partition("<tr>")[0]
+    '<table><caption style="text-align: left; white-space: nowrap">a &lt; b</caption>'
     """
+    are_figures = [all(row[column][:1].isdigit() for row in rows[1:]) for column in range(len(rows[0]))]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+        sides = ("right" if is_figure else "left" for is_figure in are_figures)
+        texts = (
+            f'<{tag} style="text-align: {side}; padding: .1em .6em">{escape(cell)}</{tag}>'
+            for side, cell in zip(sides, cells, strict=True)
+        )
+        return f"<tr>{''.join(texts)}</tr>"
 
     body = line("th", rows[0]) + "".join(line("td", row) for row in rows[1:])
     below = "".join(f"<p>{escape(text)}</p>" for text in footer.splitlines())
-    return f"<table><caption>{escape(title)}</caption>{body}</table>{below}"
+    return f'<table><caption style="{CAPTION}">{escape(title)}</caption>{body}</table>{below}'
 
 
 def explain_layouts(
