@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -27,11 +28,33 @@ STRIDES: dict[str, Callable[[Any], Any]] = {
     "batch norm": lambda x: F.batch_norm(x.t(), None, None, training=True),
     "batch norm of images": lambda x: F.batch_norm(x.view(2, 2, 3).transpose(0, 1), None, None, training=True),
 }
+# Ways to resample images of one to three dims.
+MODES = ((1, "nearest"), (1, "linear"), (2, "nearest-exact"), (2, "bicubic"), (3, "nearest-exact"))
+
+
+def _resampled(num_dims: int, mode: str) -> Callable[[Any], Any]:
+    return lambda x: F.interpolate(x[:0].view(0, 3, *(1,) * num_dims), scale_factor=2, mode=mode)
+
+
+def _along_rows(name: str) -> Callable[[Any], Any]:
+    return lambda x: getattr(x[:0], name)(0)
+
+
 EMPTY: dict[str, Callable[[Any], Any]] = {
     "norm of no rows": lambda x: x[:0].norm(float("inf"), dim=-1),
     "least norm of no rows": lambda x: torch.linalg.vector_norm(x[:0], -1, -1, keepdim=True),
     "joined with nothing of another kind": lambda x: torch.cat([x[0, :0], x]),
     "joined with nothing that is cut otherwise": lambda x: torch.cat([x[:1, :1], x[:1, :1].t()[:0], x.t()[:, :1][:1]]),
+    **{f"{num_dims} dims resampled, {mode}": _resampled(num_dims, mode) for num_dims, mode in MODES},
+}
+# Along a dim without elements.
+NO_ROWS: dict[str, Callable[[Any], Any]] = {
+    **{name: _along_rows(name) for name in ("max", "min", "median", "nanmedian", "mode")},
+    "argmax": lambda x: x[:, :0].argmax(1),
+    "argmin of all": lambda x: x[:0].argmin(),
+    "kthvalue": lambda x: x[:0].kthvalue(1, 0),
+    "channels": lambda x: F.interpolate(x[:, None, :0].view(4, 0, 2), scale_factor=2),
+    "pixels": lambda x: F.interpolate(x[:, :0].view(1, 4, 0), size=3),
 }
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "block_diag of 3 dims": (
@@ -96,3 +119,19 @@ def test_what_torch_refuses_is_refused_on_all_ranks():
     assert first == second
     for name, text in first:
         assert re.search(REFUSED[name][1], text), (name, text)
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_what_has_no_value_is_refused_outside_the_mesh_too(name):
+    with pytest.raises((IndexError, RuntimeError)) as on_one_device:
+        NO_ROWS[name](numbers(4, 3))
+
+    def body(rank):
+        x = T.distribute_tensor(numbers(4, 3), T.Mesh((1,), ranks=(0,)), [T.Replicate()], src_data_rank=None)
+        with pytest.raises(on_one_device.type) as told:
+            NO_ROWS[name](x)
+        return str(told.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert re.search("to have non-zero size|selected number k|the batch alone may be empty", first), first

@@ -25,7 +25,15 @@ from tritondt.ops.propagation.homomorphisms import (
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.registration import strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, OutputSpecs
-from tritondt.ops.rules.reductions import accumulation_dtype, is_sharded, reduced, reduced_dims, rows, whole
+from tritondt.ops.rules.reductions import (
+    accumulation_dtype,
+    check_rows_have_elements,
+    is_sharded,
+    reduced,
+    reduced_dims,
+    rows,
+    whole,
+)
 from tritondt.redistribution.compiled_step import identity_element
 from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
@@ -107,6 +115,7 @@ def rows_whole(schema: OpSchema) -> list[AxisStrategy]:
     (spec,) = schema.args_spec
     num_outputs = len(schema.op._schema.returns)
     if schema.op not in _LENGTH_STAYS:
+        check_rows_have_elements(schema, reduced(schema)[0])
         return [*rows(schema, num_outputs), whole(num_outputs)]
     declared = [argument.name for argument in schema.op._schema.arguments]
     dims = reduced_dims(schema.argument(declared.index("dim"), "dim", -1), spec.ndim)

@@ -1,12 +1,17 @@
 """Convolution, pooling, padding and resampling: batch and channels may be cut, the dims of the image must be whole."""
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
 
 from tritondt.ops.propagation.homomorphisms import ADDITIVE, LINEAR, SELECTIVE
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
+from tritondt.ops.propagation.tensor_meta import meta_of_nothing
 from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import declared_tensors, equation_strategies, equation_terms, register_equation
+from tritondt.sharding.spec import TensorMeta
 
 aten = torch.ops.aten
 
@@ -56,6 +61,8 @@ def _register() -> None:
         equation = f"nc{'.' * num_dims}->nc{'.' * num_dims}"
         register_equation(name, equation, passing=[LINEAR.at(0)])
         register_equation(f"{name}_backward", equation, passing=[LINEAR.at(0)], sizes="input_size")
+        if hasattr(aten, name):
+            meta_of_nothing[getattr(aten, name).default] = _resampled_nothing
     register_equation("channel_shuffle", _of_channels, passing=[SELECTIVE.at(0)])
     for n in (2, 3):
         image, grid = f"nc{'.' * n}", f"n{'.' * (n + 1)}"
@@ -66,6 +73,18 @@ def _register() -> None:
     propagator.set_strategy(
         aten.convolution_backward.default, convolution_backward, localize=_local_convolution_backward
     )
+
+
+def _resampled_nothing(schema: OpSchema) -> TensorMeta:
+    """Images of a batch without any, resampled; torch's fakes (2.13) refuse these, and allow no channels and pixels."""
+    image = schema.args_spec[0]
+    sizes = cast(Sequence[int], schema.args_schema[1])
+    if 0 in image.shape[1:] or len(sizes) != image.ndim - 2:
+        raise RuntimeError(
+            f"{schema.op} got images of {tuple(image.shape)} for results of {tuple(sizes)}; of the "
+            "dims of an image the batch alone may be empty, and each behind the channels has a length in the result"
+        )
+    return TensorMeta.contiguous((*image.shape[:2], *sizes), image.dtype)
 
 
 def _of_channels(schema: OpSchema) -> str:

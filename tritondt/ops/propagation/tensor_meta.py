@@ -50,6 +50,8 @@ _AS_CLONES = frozenset((aten.index_fill.int_Scalar, aten.index_fill.int_Tensor))
 
 # What operators give that torch's fakes refuse, as functions of the call.
 meta_of_call: dict[OpOverload, Callable[[OpSchema], TensorMeta]] = {}
+# The same where the first tensor has no elements.
+meta_of_nothing: dict[OpOverload, Callable[[OpSchema], TensorMeta]] = {}
 
 # Where two batches of matrices start that are multiplied: kernels (2.13) compare no dtypes where there are no products
 # to add up, and give the result that of the second batch.
@@ -99,6 +101,8 @@ def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
 
 def _found_metas(schema: OpSchema) -> TensorMetas:
     own = meta_of_call.get(schema.op)
+    if schema.op in meta_of_nothing and not schema.args_spec[0].layout.numel:
+        own = meta_of_nothing[schema.op]
     if own is not None:
         return own(schema)
     try:

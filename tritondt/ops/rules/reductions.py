@@ -38,6 +38,17 @@ def reduced_dims(dims: int | Sequence[int] | None, num_dims: int) -> tuple[int, 
     return tuple(sorted({dim % num_dims for dim in given})) if num_dims else ()
 
 
+def check_rows_have_elements(schema: OpSchema, dims: Sequence[int]) -> None:
+    """Raises IndexError, alike on all ranks, for a dim of no elements where only the kernel refuses it."""
+    shape = schema.args_spec[0].shape
+    empty = [dim for dim in dims if not shape[dim]] if shape else []
+    if empty:
+        raise IndexError(
+            f"{schema.op} of {tuple(shape)} has no value along dim {empty[0]}, which has no elements; "
+            f"expected dim {empty[0]} to have non-zero size"
+        )
+
+
 def places_of_kept(dims: Sequence[int], num_dims: int, keepdim: bool) -> Mapping[int, int]:
     """The dim of the result for every dim that is not reduced.
 

@@ -15,7 +15,7 @@ from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.empty_shards import empty_shard_result
 from tritondt.ops.rules.equations import declared_tensors, with_local_sizes
-from tritondt.ops.rules.reductions import places_of_kept, reduced_dims
+from tritondt.ops.rules.reductions import check_rows_have_elements, places_of_kept, reduced_dims
 from tritondt.sharding.placement import Placement, Replicate, Shard
 
 aten = torch.ops.aten
@@ -94,14 +94,14 @@ def register_whole_dims(
     find = dims_named(dims) if isinstance(dims, str) else dims
 
     def strategy(schema: OpSchema) -> list[AxisStrategy]:
+        if reduces:
+            check_rows_have_elements(schema, find(schema))
         return along_strategies(schema, find(schema), reduces=reduces, whole=whole, passing=passing)
 
     for op in _overloads(name):
 
         def localize(schema: OpSchema, outputs: OutputSpecs, op: OpOverload = op) -> LocalOp | None:
-            # Along a dim without elements most are refused: on every rank, also where the rank has no rows.
-            is_refused = reduces and any(schema.args_spec[0].shape[dim] == 0 for dim in find(schema))
-            if not is_refused and (made := empty_shard_result(schema, outputs)) is not None:
+            if (made := empty_shard_result(schema, outputs)) is not None:
                 return made
             if runs is not None:
                 return runs(op)
