@@ -140,6 +140,10 @@ def test_merging_makes_one_message_per_peer(seed: int) -> None:
                 together = {item for item in listed(getattr(found, side)) if item[1] == tensor}
                 alone = {(peer, tensor, *rest) for peer, _, *rest in listed(getattr(exchanges[rank], side))}
                 assert together == alone
+            assert [part.region for part in found.keeps if part.tensor == tensor] == [
+                part.region for part in exchanges[rank].keeps
+            ]
+        assert found.contributions == (1,) * len(single)
         for message in (*found.sends, *found.receives):
             start = 0
             for part in message.parts:

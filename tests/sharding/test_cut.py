@@ -68,7 +68,10 @@ def check_nested(held: torch.Tensor, length: int, parts: int, shard: Shard) -> N
     cut, intervals = cut_of(shard, length, parts), as_intervals(held.tolist())
     expected = [piece.tolist() for piece in pieces(held, length, parts, shard)]
     assert [indices_of(cut.piece(intervals, index)) for index in range(parts)] == expected
-    assert max(map(len, expected)) <= cut.largest(len(held))
+    most = cut.largest(len(held))
+    assert max(map(len, expected)) <= most
+    if shard.repeats > 1:  # an even share, and of each block a part of a unit
+        assert most * parts <= len(held) + shard.repeats * shard.unit * (parts - 1)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -89,9 +92,19 @@ def test_pieces_are_found_by_arithmetic_where_there_are_many() -> None:
     cut = Cut(1 << 20, 1 << 30)
     assert cut.piece(((0, 1 << 30),), 12345) == ((12345 << 10, 12346 << 10),)
     assert cut.pieces_meeting(((0, 1 << 30),), ((5 << 10, (7 << 10) + 1),)) == [5, 6, 7]
+    far = 1_000_000 << 10
+    assert cut.pieces_meeting(((0, 1 << 30),), ((5 << 10, (5 << 10) + 1), (far, far + 1))) == [5, 1_000_000]
 
 
 def test_units_stay_whole() -> None:
     """10 heads of 128 over 4 ranks are 3, 3, 3 and 1 heads."""
     cut = Cut(4, 1280, unit=128)
     assert [total(cut.piece(((0, 1280),), index)) // 128 for index in range(4)] == [3, 3, 3, 1]
+
+
+def test_what_an_earlier_cut_has_left_is_bounded_in_units() -> None:
+    assert Cut(2, 16, unit=4).largest(8) == 4
+
+
+def test_only_blocks_that_are_held_in_part_are_visited() -> None:
+    assert list(Cut(2, 12, repeats=3)._blocks(((0, 3), (4, 5)))) == [((0, 3),), ((4, 5),)]

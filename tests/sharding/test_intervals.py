@@ -80,6 +80,7 @@ def test_boxes_make_up_the_region_in_row_major_order(region: Region) -> None:
     assert set(found) == elements(region)
     corners = [tuple(start for start, _ in box) for box in regions.boxes(region)]
     assert corners == sorted(corners)
+    assert regions.num_boxes(region) == len(corners)
 
 
 def test_a_region_without_dims_is_one_element() -> None:
@@ -100,3 +101,4 @@ def test_flat_boxes_are_the_flat_range_in_order(shape: tuple[int, ...]) -> None:
             found = [element for box in boxes for element in product(*(range(*interval) for interval in box))]
             assert found == flat[start:stop]
             assert len(boxes) <= max(1, 2 * len(shape))
+            assert all(low < high for box in boxes for low, high in box)

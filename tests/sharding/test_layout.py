@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import random
+import re
 import threading
 from itertools import product
 
@@ -148,6 +149,39 @@ def test_the_table_of_layouts_lets_go() -> None:
     del kept
     gc.collect()
     assert len(layouts._interned) <= before
+
+
+def test_layouts_say_what_they_are() -> None:
+    assert repr(Layout((2, 4), (T.Shard(0), T.Replicate()), (5, 3))) == "Layout((S0, R) of (5, 3) on 2x4)"
+
+
+# Mesh, placements, shape and order; what the error says of them.
+REFUSED: list[tuple[tuple[int, ...], str, tuple[int, ...], tuple[int, ...] | None, str]] = [
+    ((2, 0), "R, R", (4,), None, "needs positive mesh sizes and lengths of 0 or more, got (2, 0) and (4,)"),
+    ((2,), "R", (4, -1), None, "needs positive mesh sizes and lengths of 0 or more, got (2,) and (4, -1)"),
+    ((2, 3), "R", (4,), None, "a mesh of shape (2, 3) takes 2 placements, one per axis; got 1: (R)"),
+    ((2,), "S2", (4, 4), None, "axis 0 shards dim 2, but a tensor of shape (4, 4) has dims 0..1"),
+    ((2,), "S-3", (4, 4), None, "axis 0 shards dim -3, but a tensor of shape (4, 4) has dims 0..1"),
+    ((2,), "S0", (), None, "axis 0 shards dim 0, but a tensor of shape () has no dims"),
+    ((2, 2), "P, P(max)", (4,), None, "(P(sum), P(max)) reduces by max and sum on different axes, and the result"),
+    ((2, 2), "R, R", (4,), (0, 0), "order=(0, 0) must list each of the axes (0, 1) once"),
+    ((2, 2), "S0, S0(sizes=2/2)", (4,), None, "axis 1 cuts dim 0 by sizes=(2, 2) after axis 0 has cut it"),
+    ((2, 2), "S0(unit=4), S0(unit=6)", (24,), None, "must divide every earlier one: give axis 0 unit=12"),
+    ((2,), "S0(repeats=3)", (4,), None, "repeats must divide the length"),
+    ((2,), "S0(unit=3)", (4,), None, "the unit must divide the length"),
+    ((2,), "S0(unit=3, repeats=2)", (8,), None, "the unit must divide a block's length 4"),
+    ((2,), "S0(sizes=1/1/2)", (4,), None, "3 sizes were given, allowed are 2, one per coordinate"),
+    ((2,), "S0(sizes=1/2)", (4,), None, "the sizes sum to 3, they must sum to 4"),
+    ((3,), "S0(unit=2, sizes=4/1/3)", (8,), None, "every size must be a multiple of the unit"),
+]
+
+
+def test_what_cannot_be_laid_out_is_refused() -> None:
+    for mesh_shape, placements, shape, order, sentence in REFUSED:
+        with pytest.raises(T.LayoutError, match=re.escape(sentence)):
+            Layout(mesh_shape, T.parse_placements(placements), shape, order)
+    with pytest.raises(T.LayoutError, match="axis 1 got 'S0'; allowed are Shard, Replicate and Partial"):
+        Layout((2, 2), (T.Replicate(), "S0"), (4,))  # type: ignore[arg-type]
 
 
 def test_coordinates_and_positions_are_row_major() -> None:

@@ -61,11 +61,6 @@ class FlatPieces:
         """Regions that a coordinate takes, in the order in which they lie in its flat piece."""
         return _flat_regions(self.layout.region(coordinate), *self.bounds(coordinate))
 
-    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """Shape of the flat piece."""
-        start, stop = self.bounds(coordinate)
-        return (stop - start,)
-
     def holders(self, wanted: Region, pinned: Mapping[int, int]) -> Iterator[tuple[Coordinate, Region]]:
         """Coordinates whose boxes meet `wanted`, before the boxes are cut into pieces."""
         return self.layout.holders(wanted, pinned)

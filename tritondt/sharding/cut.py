@@ -81,8 +81,7 @@ class Cut:
         if self.repeats == 1:
             return min(self._step(held), held)
         # A block of which h is held gives at most h/parts and a part of a unit; a whole one gives its first piece.
-        num_blocks = min(self.repeats, -(-held // self.unit))
-        rounded = (held + num_blocks * self.unit * (self.parts - 1)) // self.parts
+        rounded = (held + self.repeats * self.unit * (self.parts - 1)) // self.parts
         block = self.length // self.repeats
         return min(held, rounded, self.repeats * min(self._step(block), block))
 
