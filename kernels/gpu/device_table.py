@@ -215,7 +215,7 @@ class DeviceTable(ABC):
 
     def launch(self, launches: Sequence[Launch], addresses: tuple[int, ...]) -> None:
         """Launches on the current stream of the table's device."""
-        if self._number is not None and torch.cuda.current_device() != self._number:
+        if self._number is not None and torch._C._cuda_getDevice() != self._number:
             with torch.cuda.device(self._device):
                 for launch in launches:
                     launch.run(addresses)

@@ -19,6 +19,8 @@ class StandInStream:
 
     def __init__(self, cuda_stream: int, seen: list[Any]) -> None:
         self.cuda_stream, self._seen = cuda_stream, seen
+        # What torch knows a stream by; of one from outside it is the handle.
+        self.stream_id, self.device_index, self.device_type = cuda_stream, 0, 1
 
     def record_event(self) -> str:
         self._seen.append(("recorded anew", self.cuda_stream))
@@ -54,7 +56,7 @@ class StandIn:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", self._current_stream)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
-        monkeypatch.setattr(torch.cuda, "set_stream", self._set_stream)
+        monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_stream, raising=False)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: ("torch's", stream))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
 
@@ -62,8 +64,9 @@ class StandIn:
         self.seen.append(("asked", device.index))
         return StandInStream(self.current, self.seen)
 
-    def _set_stream(self, stream: StandInStream) -> None:
-        self.current = stream.cuda_stream
+    def _set_stream(self, stream_id: int, device_index: int, device_type: int) -> None:
+        assert (device_index, device_type) == (0, 1)
+        self.current = stream_id
         self.num_set += 1
 
     def take(self) -> list[Any]:

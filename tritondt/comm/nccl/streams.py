@@ -132,12 +132,13 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+        self._number: int | None = self.device.index
         self._known: dict[int, Stream] = {}
         self._spare: list[Any] = []  # events that nobody looks at any more
 
     def current(self) -> Stream:
         """The calling thread's current stream."""
-        found = self._known.get(torch._C._cuda_getCurrentRawStream(self.device.index))
+        found = self._known.get(torch._C._cuda_getCurrentRawStream(self._number))
         return self._met() if found is None else found
 
     def _met(self) -> Stream:
@@ -182,9 +183,10 @@ class CudaStreams:
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Sends the operators of the calling thread to `stream`, and those without a stream to its device."""
-        if torch._C._cuda_getDevice() != self.device.index:
+        if torch._C._cuda_getDevice() != self._number:
             return torch.cuda.stream(stream)
-        return _NOTHING if stream is self.current() else _On(self, stream)
+        before = self.current()
+        return _NOTHING if stream is before else _On(before, stream)
 
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
         """Calls `run`: kernels go to the current stream by themselves."""
@@ -216,16 +218,20 @@ _NOTHING = nullcontext()
 
 
 class _On:
-    """Context in which the calling thread's operators go to a stream of its current device."""
+    """Context in which the calling thread's operators go to a stream of its current device, and not to `before`."""
 
-    __slots__ = ("_before", "_stream", "_streams")
+    __slots__ = ("_before", "_stream")
 
-    def __init__(self, streams: CudaStreams, stream: Any) -> None:
-        self._streams, self._stream = streams, stream
+    def __init__(self, before: Any, stream: Any) -> None:
+        self._before, self._stream = before, stream
 
     def __enter__(self) -> None:
-        self._before = self._streams.current()
-        torch.cuda.set_stream(self._stream)
+        _set_current(self._stream)
 
     def __exit__(self, *_: object) -> None:
-        torch.cuda.set_stream(self._before)  # type: ignore[arg-type]
+        _set_current(self._before)
+
+
+def _set_current(stream: Any) -> None:
+    """Does what torch.cuda.set_stream does, in half of its time."""
+    torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
