@@ -132,7 +132,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
-        self._number: int | None = self.device.index
+        self._number = self.device.index
         self._known: dict[int, Stream] = {}
         self._spare: list[Any] = []  # events that nobody looks at any more
 
