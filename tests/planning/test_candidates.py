@@ -90,13 +90,18 @@ def test_limits_are_reached_before_they_are_passed() -> None:
     assert len(forms((4, 4), "S0, S0", "S1, S1", CostTable(max_peers=14))) == 3
 
 
-def test_between_forms_of_few_peers_bytes_count_for_nothing_where_another_has_too_many() -> None:
-    """Two axes by way of the one or the other: the form with fewer bytes is the slower one here."""
-    source, target = layouts((2, 8), "S0, S0", "S1, S1")
-    costs = CostTable(max_peers=8, ranks_per_host=8, host=Link(1e-9, 1e12), network=Link(1.0, 1e12))
+def test_of_forms_of_few_peers_the_quickest_is_taken_though_it_brings_more_bytes() -> None:
+    """15 peers are too many; by way of either axis there are 8, and the way of more bytes has fewer messages."""
+    costs = CostTable(max_peers=8, ranks_per_host=1, network=Link(1.0, 1e12))
+    source, target = layouts((2, 8), "S0, S0", "S1, R")
+    plan = make_plan(source, target, 4, costs)
+    assert [str(step) for step in plan.steps] == ["exchange (S0, S0) -> (S0, R)", "exchange (S0, R) -> (S1, R)"]
     check_choice(source, target, costs)
-    check_choice(*layouts((8, 2), "S0, S0", "S1, S1"), costs)
-    check_choice(*layouts((2, 4), "P, P", "R, R"), replace(costs, max_peers=5))
+
+
+def test_each_hop_of_large_terms_is_in_pieces() -> None:
+    found = candidates(*layouts((4, 4), "P, P", "R, R", 4096), CostTable(max_peers=14))
+    assert [[step.kind for step in steps] for steps in found[2:]] == [["reduce", "gather"] * 2] * 2
 
 
 def test_plans_refuse_what_nothing_connects() -> None:
