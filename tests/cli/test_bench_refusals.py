@@ -59,10 +59,12 @@ REPOSITORY = Path(__file__).parents[2]
         (["--json", "--csv"], 2, "--json and --csv both go to stdout"),
         (["-a", "4"], 2, "4 is not in the range 0<=x<=3"),
         (["--skew", "0.5"], 2, "No such option"),
+        (["--device", "cuda"], 1, "--device cuda was asked for; torch "),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_a_sentence(monkeypatch, options, status, sentence):
     monkeypatch.setattr(joined_ranks, "run", None)  # nothing is started
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     ended = CliRunner().invoke(main, ["bench", "all_reduce", *options])
     assert ended.exit_code == status, ended.output
     assert sentence in ended.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from tritondt import environment
 from tritondt.cli.bench.collective.case import Case, case_of_matrix, make_case
@@ -157,6 +158,8 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
 
 
 def _sides(choice: Choice, notes: list[str]) -> list[str]:
+    if choice.device == "cuda" and not torch.cuda.is_available():
+        raise BenchmarkError(f"--device cuda was asked for; torch {torch.__version__} sees no CUDA device")
     asked = [name.strip() for name in choice.impl.split(",") if name.strip()]
     if len(set(asked)) < max(len(asked), 1):
         raise BenchmarkError(f"--impl {choice.impl!r}: allowed are names joined by commas, each once")
