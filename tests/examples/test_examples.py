@@ -117,6 +117,16 @@ def test_python_that_a_page_shows_runs(page, tmp_path):
     run(path, 2, tmp_path)
 
 
+@pytest.mark.parametrize(("name", "function"), [("own_collective", "bind"), ("own_pack", "make")])
+def test_what_benchmarks_take_of_a_user_is_shown_whole(name, function):
+    blocks = [block for _, block in shown_in(REPOSITORY / "docs" / "benchmark.md") if f"def {function}(" in block]
+    assert len(blocks) == 1
+    assert blocks[0] in (EXAMPLES / f"{name}.py").read_text()
+    typed = {"__name__": name}
+    exec(blocks[0], typed)  # a name that is not imported there is a NameError
+    assert function in typed
+
+
 def test_pages_show_python():
     assert all(shown_in(page) for page in PAGES)
 
