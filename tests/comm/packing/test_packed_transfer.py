@@ -13,7 +13,12 @@ from tritondt.sharding.strides import dense_strides
 
 
 def packed(
-    source: str, target: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None, rank: int = 1
+    source: str,
+    target: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    rank: int = 1,
+    joint_bytes: int = 0,
 ) -> PackedTransfer:
     """The side of one of four ranks of an exchange of float32."""
     before, after = (Layout((4,), T.parse_placements(text), shape) for text in (source, target))
@@ -26,7 +31,8 @@ def packed(
             (None,),
             1,
             "a test",
-        )
+        ),
+        joint_bytes=joint_bytes,
     )
 
 
@@ -61,6 +67,27 @@ def test_what_stays_is_moved_by_itself() -> None:
     found = packed("S0", "S1", (8, 8))
     assert found.keep is not None
     assert found.keep.num_bytes == 4 * 2 * 2
+
+
+@pytest.mark.parametrize(("joint_bytes", "is_joint"), [(15, False), (16, True)])
+def test_a_little_that_stays_is_moved_with_the_pack(joint_bytes: int, is_joint: bool) -> None:
+    found = packed("S0", "S1", (8, 8), joint_bytes=joint_bytes)
+    assert (found.is_joint, found.keep is None) == (is_joint, is_joint)
+    assert found.pack is not None
+    assert found.pack.num_bytes == found.packed_bytes + is_joint * 16
+    source = torch.arange(16, dtype=torch.float32).reshape(2, 8)  # rows 2 and 3; columns 2 and 3 stay
+    buffer, target = torch.zeros(12), torch.full((8, 2), -1.0)
+    outputs = [buffer.data_ptr(), target.data_ptr()] if is_joint else [buffer.data_ptr()]
+    found.pack.run([source.data_ptr()], outputs, 1)
+    assert sorted(buffer.tolist()) == [value for value in range(16) if value % 8 not in (2, 3)]
+    assert torch.equal(target[2:4], source[:, 2:4] if is_joint else torch.full((2, 2), -1.0))
+    assert target.eq(-1).sum() == (12 if is_joint else 16)
+
+
+def test_what_stays_is_moved_by_itself_where_nothing_is_packed() -> None:
+    found = packed("S0", "R", (8, 8), joint_bytes=1 << 20)
+    assert (found.is_joint, found.pack) == (False, None)
+    assert found.keep is not None
 
 
 @pytest.mark.parametrize(("strides", "packed_bytes"), [((3, 1), 0), ((1, 2), 72), ((6, 2), 72)])

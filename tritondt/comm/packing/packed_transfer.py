@@ -28,7 +28,8 @@ class PackedTransfer(NamedTuple):
     `pack` fills the send buffer from the sources, `keep` moves what stays, `unpack` moves what arrived in the
     receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs). `casting` is
     there with a wire dtype, and changes what `keep` and `reduces` read. Where there is a `collective`, `sends` and
-    `receives` only say who takes part.
+    `receives` only say who takes part. Where `is_joint`, `pack` moves what stays too: its outputs are the send buffer
+    and then the targets.
     """
 
     sends: Slices
@@ -43,6 +44,7 @@ class PackedTransfer(NamedTuple):
     reduces: tuple[Table, ...]
     casting: "Casting | None" = None
     collective: "CollectiveCall | None" = None
+    is_joint: bool = False
 
 
 class Casting(NamedTuple):
@@ -99,8 +101,13 @@ class TensorStarts(NamedTuple):
 ALIGNED = TensorStarts()
 
 
-def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE, starts: TensorStarts = ALIGNED) -> PackedTransfer:
-    """A transfer compiled to messages and tables, which do not change from call to call on tensors that start alike."""
+def packed_transfer(
+    transfer: Transfer, alignment: Alignment = DENSE, starts: TensorStarts = ALIGNED, joint_bytes: int = 0
+) -> PackedTransfer:
+    """A transfer compiled to messages and tables, which do not change from call to call on tensors that start alike.
+
+    Up to `joint_bytes` that stay are moved by the table that packs, where there is one.
+    """
     exchange = transfer.exchange
     sends, packed_bytes, leaving = slices_of(
         transfer, exchange.sends, transfer.source_blocks, alignment, starts.sources, landing=False
@@ -109,7 +116,11 @@ def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE, starts: Te
         transfer, exchange.receives, transfer.target_blocks, alignment, starts.targets, landing=True
     )
     packs = [box for found in leaving for box in _pack(transfer, found)]
-    keeps = [box for part in exchange.keeps if moves(transfer, part) for box in _keep(transfer, part)]
+    kept = [part for part in exchange.keeps if moves(transfer, part)]
+    keeps = [box for part in kept for box in _keep(transfer, part)]
+    is_joint = bool(packs and keeps) and sum(part_bytes(transfer, part) for part in kept) <= joint_bytes
+    if is_joint:
+        packs, keeps = [*packs, *(box._replace(target=box.target + 1) for box in keeps)], []
     unpacks = [box for found in arrived if moves(transfer, found.part) for box in _unpack(transfer, found)]
     pack, keep, unpack = (copy_table(boxes, transfer.device) if boxes else None for boxes in (packs, keeps, unpacks))
     return PackedTransfer(
@@ -123,6 +134,7 @@ def packed_transfer(transfer: Transfer, alignment: Alignment = DENSE, starts: Te
         keep,
         unpack,
         reduce_tables(transfer, _terms(transfer, arrived)),
+        is_joint=is_joint,
     )
 
 

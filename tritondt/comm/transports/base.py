@@ -45,6 +45,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
     alignment = DENSE
+    joint_bytes = 0  # so much is moved on this rank before the messages start, by the table that packs
 
     def __init__(
         self, context: CommunicatorContext, queue: IssueQueue, launch: Callable[..., object] | None = None
@@ -99,7 +100,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             return self._compiled_collective(transfer, transfer.collective)
         wire_dtype = transfer.wire_dtype
         if wire_dtype is None:
-            return packed_transfer(transfer, self.alignment)
+            return packed_transfer(transfer, self.alignment, joint_bytes=self.joint_bytes)
         return casting_transfer(transfer, wire_dtype, self.alignment)
 
     def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
@@ -157,7 +158,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             sends = MessageBuffers(plan.sends, sources, source_pointers, memory, buffer)
             try:
                 self.post(record, receives, sends)
-                self._pack(plan, record, source_pointers, buffer, threads)
+                self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
                 if plan.collective is None:
                     self.start(record, receives, sends)
                 else:
@@ -170,7 +171,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                 self.break_off(record, error)
                 raise
         else:
-            self._pack(plan, record, source_pointers, buffer, threads)
+            self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
             self._keep(plan, source_pointers, buffer, target_pointers, threads)
             self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
 
@@ -185,15 +186,21 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         kept = self._realigned.setdefault(transfer, {})
         found = kept.get(starts)
         if found is None:
-            found = kept[starts] = packed_transfer(transfer, self.alignment, starts)
+            found = kept[starts] = packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
         return found
 
     def _pack(
-        self, plan: PackedTransfer, record: ExchangeRecord, sources: list[int], buffer: int, threads: int
+        self,
+        plan: PackedTransfer,
+        record: ExchangeRecord,
+        sources: list[int],
+        buffer: int,
+        targets: list[int],
+        threads: int,
     ) -> None:
         if plan.pack is not None:
             self._recorder.state(record.entry, PACKING)
-            self._launch(plan.pack.run, sources, [buffer], threads)
+            self._launch(plan.pack.run, sources, [buffer, *targets] if plan.is_joint else [buffer], threads)
         self._recorder.state(record.entry, EXCHANGING)
 
     def _keep(self, plan: PackedTransfer, sources: list[int], buffer: int, targets: list[int], threads: int) -> None:
