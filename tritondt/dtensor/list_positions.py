@@ -51,7 +51,7 @@ def share_memory(op: OpOverload, args: Sequence[Any]) -> bool:
 def run_by_position(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Runs an operator that writes to lists on one position of them after another."""
     for position in range(len(args[written_lists(op)[0]])):
-        op(*(_at(item, position) for item in args), **kwargs)
+        op(*(at_position(item, position) for item in args), **kwargs)
 
 
 def in_order(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def in_order(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
     return run_in_order
 
 
-def _at(argument: Any, position: int) -> Any:
+def at_position(argument: Any, position: int) -> Any:
     """What an argument has for one position: an item of a list, or one number of a tensor with one for each."""
     if isinstance(argument, torch.Tensor) and argument.ndim:
         return argument[position : position + 1]

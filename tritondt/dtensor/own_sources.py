@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from tritondt.dtensor.list_positions import at_position
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.schema import LocalOp
 
@@ -56,11 +57,12 @@ def run_apart(
 ) -> Any:
     """The results of an operator that raised `error`, with copies of what shares memory with tensors that it writes to.
 
-    `written` are the places of these among all tensors. Raises `error` where its reason is another one, and for what
-    writes to lists: some of their tensors have been written to by then.
+    `written` are the places of these among all tensors. Raises `error` where its reason is another one.
     """
-    if _OVERLAPS not in str(error) or (local_args and isinstance(local_args[0], list | tuple)):
+    if _OVERLAPS not in str(error):
         raise error
+    if local_args and isinstance(local_args[0], list | tuple):
+        return _run_positions_apart(local, local_args, local_kwargs, error)
     given = [*local_args, *local_kwargs.values()]
     tensors = [*tensors_in(given)]
     targets = {id(tensor): _address(tensor) for place, tensor in enumerate(tensors) if place in written}
@@ -70,6 +72,47 @@ def run_apart(
     }
     args = [_replaced(argument, copies) for argument in given]
     return local(*args[: len(local_args)], **dict(zip(local_kwargs, args[len(local_args) :], strict=True)))
+
+
+def _run_positions_apart(
+    local: LocalOp, local_args: Sequence[Any], local_kwargs: Mapping[str, Any], error: RuntimeError
+) -> None:
+    """Writes to the first list from the position on that torch refused; those before are written to by then."""
+    written, *others = local_args
+    lists = [items for items in others if isinstance(items, list | tuple) and [*tensors_in(items)]]
+    pairs = ((place, own, items[place]) for place, own in enumerate(written) for items in lists)
+    refused = (place for place, own, other in pairs if _overlap_in_part(own, other))
+    first = next(refused, None)
+    if first is None:
+        raise error
+    for place in range(first, len(written)):
+        read = [at_position(argument, place) for argument in others]
+        memory = _address(written[place])
+        copies = {id(tensor): tensor.clone() for tensor in tensors_in(read) if _address(tensor) == memory}
+        local([written[place]], *(_replaced(argument, copies) for argument in read), **local_kwargs)
+
+
+def _overlap_in_part(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether torch tells that a tensor has some of the other's memory, in another place."""
+    if one is other or not (one.numel() and other.numel()) or _address(one) != _address(other):
+        return False
+    if not (_fills_its_memory(one) and _fills_its_memory(other)):
+        return False
+    starts = [tensor.data_ptr() for tensor in (one, other)]
+    ends = [start + tensor.numel() * tensor.itemsize for start, tensor in zip(starts, (one, other), strict=True)]
+    if starts[0] == starts[1] and ends[0] == ends[1]:
+        return one.stride() != other.stride()
+    return starts[0] < ends[1] and starts[1] < ends[0]
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether elements lie beside each other, none of them twice: of others torch does not tell what they share."""
+    expected = 1
+    for step, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and step != expected:
+            return False
+        expected *= length
+    return True
 
 
 def _replaced(argument: Any, copies: Mapping[int, torch.Tensor]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 
 from tritondt.errors import LayoutError, PropagationError
 from tritondt.ops.propagation.homomorphisms import partials_of, passing_strategies
@@ -95,7 +95,7 @@ def _decided(schema: OpSchema, place: int, specs: tuple[DTensorSpec, ...], lone:
     alike = all(spec is first for spec in specs) and not any(isinstance(p, Partial) for p in first.placements)
     if alike and writes:
         return _Position(specs, None)
-    single = _at(schema, place)
+    single, lone = _with_number(_at(schema, place), lone)
     if alike and _keeps_meta(single, first, lone):
         return _Position(specs, first)
     strategies = elementwise_strategies(specs, int(not writes))
@@ -143,6 +143,24 @@ def _at(schema: OpSchema, place: int) -> OpSchema:
         return [argument[place]] if isinstance(argument, list) else argument
 
     return OpSchema(schema.op, tuple(map(single, schema.args_schema)), schema.kwargs_schema)
+
+
+def _with_number(single: OpSchema, lone: DTensorSpec | None) -> tuple[OpSchema, DTensorSpec | None]:
+    """The call for one position with a number in place of a tensor of numbers, which must be on the CPU.
+
+    On meta tensors the operator would ask where it is. A shared tensor without dims, like any other call, stays.
+    """
+    with_numbers = getattr(_packet(single.op), "ScalarList", None)
+    if lone is None or not lone.ndim or with_numbers is None:
+        return single, lone
+    number = torch.ones((), dtype=lone.dtype).item()
+    args = tuple([number] if isinstance(argument, DTensorSpec) else argument for argument in single.args_schema)
+    return OpSchema(with_numbers, args, single.kwargs_schema), None
+
+
+def _packet(op: OpOverload) -> OpOverloadPacket:
+    found: OpOverloadPacket = getattr(torch.ops.aten, op._schema.name.removeprefix("aten::"))
+    return found
 
 
 def _keeps_meta(single: OpSchema, spec: DTensorSpec, lone: DTensorSpec | None) -> bool:
