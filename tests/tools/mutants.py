@@ -107,7 +107,7 @@ def mutants_of(module: str, source: str) -> list[Mutant]:
     """All mutants of a module's functions, in the order of the source.
 
     >>> [mutant.name for mutant in mutants_of("m.py", "def f(a): return a < 1")][:2]
-    ['m.py f: return a < 1 => return a <= 1', 'm.py f: return a < 1 => return a >= 1']
+    ['m.py f: return a < 1 => return None', 'm.py f: return a < 1 => return a <= 1']
     """
     tree = ast.parse(source)
     found: list[Mutant] = []
