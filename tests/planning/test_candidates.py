@@ -78,6 +78,7 @@ def test_limits_are_reached_before_they_are_passed() -> None:
     for change, num_steps in (
         ({"max_peers": 7}, 2),
         ({"max_peers": 6}, 1),  # too many for either form: the quickest
+        ({"max_peers": 6, "one_shot_bytes": 1}, 1),
         ({"one_shot_bytes": 114_688}, 1),
         ({"one_shot_bytes": 114_687}, 2),
     ):
