@@ -18,7 +18,7 @@ from tritondt.kernels import memory
 NO_EVENT: Any = NoOpEvent()
 
 
-def calls_of_a_cached_redistribution(rank: int, target: str) -> dict[str, int]:
+def calls_of_a_cached_redistribution(rank: int, source: str, target: str) -> dict[str, int]:
     """Calls until an asynchronous redistribution returns, and "waited" for those of its wait; all has run meanwhile."""
     calls: Counter[str] = Counter()
 
@@ -43,8 +43,7 @@ def calls_of_a_cached_redistribution(rank: int, target: str) -> dict[str, int]:
         patch.setattr(NoOpStreams, "follow", counted("follows", None))
         patch.setattr(NoOpEvent, "query", counted("questions", True))
         patch.setattr(base, "allocate", allocated)
-        own, mesh = torch.ones(32, 64), T.Mesh((2,))
-        x: Any = T.DTensor.from_local(own, mesh, [T.Shard(0)], shape=(64, 64), stride=(64, 1))
+        x = T.ones(64, 64, device_mesh=T.Mesh((2,)), placements=T.parse_placements(source))
         for _ in range(3):
             calls.clear()
             moved = x.redistribute(placements=T.parse_placements(target), async_op=True)
@@ -56,12 +55,14 @@ def calls_of_a_cached_redistribution(rank: int, target: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("target", "launches"),
-    [("S1", 1), ("R", 1)],
+    ("source", "target", "launches"),
+    [("S0", "S1", 1), ("S0", "R", 1), ("S1", "S0", 1)],
 )
-def test_an_issued_redistribution_takes_few_calls(setting_of: SettingOf, target: str, launches: int) -> None:
-    """A follow is an event recorded and waited for. S0 -> S1 packs and keeps, S0 -> R keeps; all land in place."""
+def test_an_issued_redistribution_takes_few_calls(
+    setting_of: SettingOf, source: str, target: str, launches: int
+) -> None:
+    """A follow is an event recorded and waited for. S0 -> S1 also packs, S1 -> S0 also unpacks."""
     expected = {"follows": 1, "events recorded": 1, "questions": 2, "launches": launches, "waited": 1}
-    expected |= {"allocations of buffers": 1} if target == "S1" else {}
-    for found in setting_of("host", 2).ranks.run(calls_of_a_cached_redistribution, target):
+    expected |= {"allocations of buffers": 1} if target != "R" else {}
+    for found in setting_of("host", 2).ranks.run(calls_of_a_cached_redistribution, source, target):
         assert found == expected

@@ -69,24 +69,39 @@ def test_what_stays_is_moved_by_itself() -> None:
     assert found.keep.num_bytes == 4 * 2 * 2
 
 
-@pytest.mark.parametrize(("joint_bytes", "is_joint"), [(15, False), (16, True)])
-def test_a_little_that_stays_is_moved_with_the_pack(joint_bytes: int, is_joint: bool) -> None:
+@pytest.mark.parametrize(("joint_bytes", "joint"), [(15, None), (16, "pack")])
+def test_a_little_that_stays_is_moved_with_the_pack(joint_bytes: int, joint: str | None) -> None:
     found = packed("S0", "S1", (8, 8), joint_bytes=joint_bytes)
-    assert (found.is_joint, found.keep is None) == (is_joint, is_joint)
+    assert (found.joint, found.keep is None) == (joint, joint is not None)
     assert found.pack is not None
-    assert found.pack.num_bytes == found.packed_bytes + is_joint * 16
+    assert found.pack.num_bytes == found.packed_bytes + (16 if joint else 0)
     source = torch.arange(16, dtype=torch.float32).reshape(2, 8)  # rows 2 and 3; columns 2 and 3 stay
     buffer, target = torch.zeros(12), torch.full((8, 2), -1.0)
-    outputs = [buffer.data_ptr(), target.data_ptr()] if is_joint else [buffer.data_ptr()]
+    outputs = [buffer.data_ptr(), target.data_ptr()] if joint else [buffer.data_ptr()]
     found.pack.run([source.data_ptr()], outputs, 1)
     assert sorted(buffer.tolist()) == [value for value in range(16) if value % 8 not in (2, 3)]
-    assert torch.equal(target[2:4], source[:, 2:4] if is_joint else torch.full((2, 2), -1.0))
-    assert target.eq(-1).sum() == (12 if is_joint else 16)
+    assert torch.equal(target[2:4], source[:, 2:4] if joint else torch.full((2, 2), -1.0))
+    assert target.eq(-1).sum() == (12 if joint else 16)
+
+
+@pytest.mark.parametrize(("joint_bytes", "joint"), [(0, None), (1, "unpack")])
+def test_all_that_stays_is_moved_with_the_unpack(joint_bytes: int, joint: str | None) -> None:
+    """The unpack comes behind the messages, as what stays does, and holds up nothing."""
+    found = packed("S1", "R", (8, 8), joint_bytes=joint_bytes)
+    assert (found.joint, found.keep is None) == (joint, joint is not None)
+    assert found.unpack is not None
+    assert found.unpack.num_bytes == found.staged_bytes + (64 if joint else 0)
+    source = torch.arange(16, dtype=torch.float32).reshape(8, 2)  # columns 2 and 3
+    staging, target = torch.full((48,), 100.0), torch.full((8, 8), -1.0)
+    inputs = [staging.data_ptr(), source.data_ptr()] if joint else [staging.data_ptr()]
+    found.unpack.run(inputs, [target.data_ptr()], 1)
+    assert torch.equal(target[:, 2:4], source if joint else torch.full((8, 2), -1.0))
+    assert target.eq(100).sum() == 48
 
 
 def test_what_stays_is_moved_by_itself_where_nothing_is_packed() -> None:
     found = packed("S0", "R", (8, 8), joint_bytes=1 << 20)
-    assert (found.is_joint, found.pack) == (False, None)
+    assert (found.joint, found.pack) == (None, None)
     assert found.keep is not None
 
 

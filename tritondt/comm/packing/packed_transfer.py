@@ -7,7 +7,7 @@ from aligned addresses, its `Alignment` says where messages start in the buffer,
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.packing.messages import Slice, Slices
@@ -28,8 +28,8 @@ class PackedTransfer(NamedTuple):
     `pack` fills the send buffer from the sources, `keep` moves what stays, `unpack` moves what arrived in the
     receive buffer to the targets, `reduces` reduce sources and receive buffer (the last of their inputs). `casting` is
     there with a wire dtype, and changes what `keep` and `reduces` read. Where there is a `collective`, `sends` and
-    `receives` only say who takes part. Where `is_joint`, `pack` moves what stays too: its outputs are the send buffer
-    and then the targets.
+    `receives` only say who takes part. Where `joint` names a table, that one moves what stays too, and there is no
+    `keep`: "pack" writes the send buffer and then the targets, "unpack" reads the receive buffer and then the sources.
     """
 
     sends: Slices
@@ -44,7 +44,7 @@ class PackedTransfer(NamedTuple):
     reduces: tuple[Table, ...]
     casting: "Casting | None" = None
     collective: "CollectiveCall | None" = None
-    is_joint: bool = False
+    joint: Literal["pack", "unpack"] | None = None
 
 
 class Casting(NamedTuple):
@@ -106,7 +106,7 @@ def packed_transfer(
 ) -> PackedTransfer:
     """A transfer compiled to messages and tables, which do not change from call to call on tensors that start alike.
 
-    Up to `joint_bytes` that stay are moved by the table that packs, where there is one.
+    Unless `joint_bytes` is 0, what stays is moved by the table that unpacks, or up to so many bytes by the packing one.
     """
     exchange = transfer.exchange
     sends, packed_bytes, leaving = slices_of(
@@ -118,10 +118,12 @@ def packed_transfer(
     packs = [box for found in leaving for box in _pack(transfer, found)]
     kept = [part for part in exchange.keeps if moves(transfer, part)]
     keeps = [box for part in kept for box in _keep(transfer, part)]
-    is_joint = bool(packs and keeps) and sum(part_bytes(transfer, part) for part in kept) <= joint_bytes
-    if is_joint:
-        packs, keeps = [*packs, *(box._replace(target=box.target + 1) for box in keeps)], []
     unpacks = [box for found in arrived if moves(transfer, found.part) for box in _unpack(transfer, found)]
+    joint: Literal["pack", "unpack"] | None = None
+    if joint_bytes and keeps and unpacks:
+        unpacks, keeps, joint = [*unpacks, *(box._replace(source=box.source + 1) for box in keeps)], [], "unpack"
+    elif keeps and packs and sum(part_bytes(transfer, part) for part in kept) <= joint_bytes:
+        packs, keeps, joint = [*packs, *(box._replace(target=box.target + 1) for box in keeps)], [], "pack"
     pack, keep, unpack = (copy_table(boxes, transfer.device) if boxes else None for boxes in (packs, keeps, unpacks))
     return PackedTransfer(
         sends,
@@ -134,7 +136,7 @@ def packed_transfer(
         keep,
         unpack,
         reduce_tables(transfer, _terms(transfer, arrived)),
-        is_joint=is_joint,
+        joint=joint,
     )
 
 

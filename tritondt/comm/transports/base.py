@@ -45,7 +45,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
 
     device_types: tuple[str, ...] = ("cpu",)
     alignment = DENSE
-    joint_bytes = 0  # so much is moved on this rank before the messages start, by the table that packs
+    joint_bytes = 0  # see `packed_transfer`
 
     def __init__(
         self, context: CommunicatorContext, queue: IssueQueue, launch: Callable[..., object] | None = None
@@ -200,7 +200,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     ) -> None:
         if plan.pack is not None:
             self._recorder.state(record.entry, PACKING)
-            self._launch(plan.pack.run, sources, [buffer, *targets] if plan.is_joint else [buffer], threads)
+            self._launch(plan.pack.run, sources, [buffer, *targets] if plan.joint == "pack" else [buffer], threads)
         self._recorder.state(record.entry, EXCHANGING)
 
     def _keep(self, plan: PackedTransfer, sources: list[int], buffer: int, targets: list[int], threads: int) -> None:
@@ -222,7 +222,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         if plan.unpack is not None or plan.reduces:
             self._recorder.state(record.entry, UNPACKING)
         if plan.unpack is not None:
-            self._launch(plan.unpack.run, [staging], targets, threads)
+            self._launch(
+                plan.unpack.run, [staging, *sources] if plan.joint == "unpack" else [staging], targets, threads
+            )
         if plan.casting is not None:
             if plan.casting.widen is not None:
                 self._launch(plan.casting.widen.run, [staging, buffer], [widened], threads)

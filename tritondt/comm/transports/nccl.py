@@ -27,8 +27,9 @@ from tritondt.errors import TransportError
 from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.collectives import Collective
 
-# A launch takes the host 4 us, of which CUDA takes 2.5, and these bytes take a GPU's memory about 1: below them one
-# launch packs and moves what stays, and above the messages do not wait for that. A guess, to be measured on a GPU.
+# What stays is moved behind the messages in their stream either way, and so by the unpack. Where only a pack is there,
+# one launch does both up to so many bytes, which take a GPU's memory about 1 us; above, messages do not wait for them.
+# The bound is a guess, to be measured on a GPU.
 _JOINT_BYTES = 1 << 20
 
 
