@@ -92,3 +92,24 @@ def test_torchs_flight_recorder_names_what_ranks_have_issued_on_the_cpu() -> Non
     if found == [["no dump"]] * 2:
         pytest.skip(f"torch {torch.__version__} dumps its flight recorder for NCCL alone")
     assert [names[-2:] for names in found] == [["gloo:all_reduce", "gloo:broadcast"]] * 2
+
+
+def hooked(rank: int) -> list[tuple[list[float], bool]] | None:
+    hook: Any = getattr(torch._C._distributed_c10d, "HealthCheckHook", None)
+    if hook is None:
+        return None
+    found = []
+    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+        hook.attach(group)
+        sums = torch.full((2,), rank + 1.0)
+        dist.all_reduce(sums, group=group)
+        found.append((sums.tolist(), group.supports_abort_hooks()))
+    return found
+
+
+def test_torchs_health_check_attaches_and_is_told_that_nothing_calls_it(ranks_of: RanksOf) -> None:
+    """torch attaches it to each group as it is made, since 2.15: a part that refused it would end the group."""
+    found = ranks_of("gloo", 2).run(hooked)
+    if found == [None] * 2:
+        pytest.skip(f"torch {torch.__version__} has no HealthCheckHook")
+    assert found == [[([3.0, 3.0], False)] * 2] * 2
