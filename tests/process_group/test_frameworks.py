@@ -99,7 +99,8 @@ def hooked(rank: int) -> list[tuple[list[float], bool]] | None:
     if hook is None:
         return None
     found = []
-    for group in (dist.group.WORLD, dist.new_group([0, 1])):
+    groups: list[Any] = [dist.group.WORLD, dist.new_group([0, 1])]
+    for group in groups:
         hook.attach(group)
         sums = torch.full((2,), rank + 1.0)
         dist.all_reduce(sums, group=group)
