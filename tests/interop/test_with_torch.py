@@ -144,6 +144,51 @@ def test_terms_of_torchs_own_kinds_stay_with_torch(ranks: GlooRanks) -> None:
     ranks.run(check_what_stays_with_torch)
 
 
+def check_calls_of_the_method(rank: int) -> None:
+    """Torch's method runs where a gradient or an option is asked for, and for what the engine cannot tell."""
+    mesh, own = mesh_of((4,)), torch_tensor.DTensor.redistribute
+    x: Any = torch_tensor.distribute_tensor(FULL, mesh, [torch_tensor.Shard(0)])
+    needs_gradient: Any = x.detach().requires_grad_()
+    columns, rows, whole = torch_tensor.Shard(1), torch_tensor.Shard(0), torch_tensor.Replicate()
+    ran = 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return own(*arguments, **options)
+
+    calls = [
+        (0, lambda: x.redistribute(placements=[columns])),
+        (0, lambda: x.redistribute(None, (whole,))),
+        (1, lambda: x.redistribute(placements=[torch_tensor.Shard(-1)])),
+        (1, lambda: x.redistribute(mesh, [columns])),
+        (1, lambda: x.redistribute(placements=[columns], async_op=True)),
+        (1, lambda: x.redistribute(placements=[rows])),
+        (1, lambda: needs_gradient.redistribute(placements=[columns])),
+    ]
+    with T.accelerate_torch():
+        kept, acceleration._original_method = acceleration._original_method, counted
+        try:
+            for expected, call in calls:
+                ran = 0
+                y = call()
+                assert ran == expected
+                assert (type(y), y.shape, y.stride()) == (torch_tensor.DTensor, x.shape, x.stride())
+                torch.testing.assert_close(y.full_tensor().detach(), FULL, rtol=0, atol=0)
+            with pytest.raises(RuntimeError, match="redistributing to Partial is for internal use only"):
+                x.redistribute(placements=[torch_tensor.Partial()])
+            with pytest.raises(RuntimeError, match="placements is needed for redistribute"):
+                x.redistribute()
+        finally:
+            acceleration._original_method = kept
+    assert torch_tensor.DTensor.redistribute is own
+
+
+@pytest.mark.extended
+def test_without_gradients_torchs_method_is_not_run(ranks: GlooRanks) -> None:
+    ranks.run(check_calls_of_the_method)
+
+
 def train_step(rank: int, accelerated: bool) -> list[torch.Tensor]:
     mesh = mesh_of((4,))
     generator = torch.Generator().manual_seed(0)

@@ -1,21 +1,26 @@
 """Torch's own DTensor on our engine: its redistributions, explicit and implicit, run here while this is switched on.
 
-Torch has one function that redistributes a local tensor, which its modules import by name; each name is set. What the
-engine cannot hold stays with torch, decided alike on all ranks by specs: placements of torch's own (masks, norms, and
-_StridedShard where lengths do not divide), new terms of a sum, which torch makes otherwise (v / n on each rank), traced
-graphs, fake groups.
+Torch has one function that redistributes a local tensor, which its modules import by name; each name is set. So is the
+method of a tensor: torch makes a spec and a node of autograd at each of its calls, which takes as long as a small
+redistribution, and is left out where no gradient is asked for. What the engine cannot hold stays with torch, decided
+alike on all ranks by specs: placements of torch's own (masks, norms, and _StridedShard where lengths do not divide),
+new terms of a sum, which torch makes otherwise (v / n on each rank), traced graphs, fake groups.
 """
 
 import importlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
 
 from tritondt import identity
 from tritondt.comm import registry
@@ -27,12 +32,18 @@ from tritondt.sharding.placement import Partial
 from tritondt.sharding.spec import DTensorSpec
 
 _NAME = "redistribute_local_tensor"
+_METHOD = "redistribute"
 _ROOM = "torch.distributed.tensor"
 _MODULES = ("_redistribute", "_api", "_dispatch", "experimental._tp_transform")
+
+_PLAIN = (TorchShard, TorchReplicate, TorchPartial)
+# What torch's class has as __new__: its __init__ does nothing, in three frames that keep Dynamo out.
+_new_dtensor: Callable[..., TorchDTensor] = getattr(torch.Tensor, "_dtensor__new__")  # noqa: B009
 
 _switching = threading.Lock()
 _users = 0
 _original: Callable[..., Any] | None = None
+_original_method: Callable[..., Any] | None = None
 
 
 class Acceleration:
@@ -63,7 +74,7 @@ def _modules() -> list[ModuleType]:
 
 
 def _switch(change: int) -> None:
-    global _users, _original
+    global _users, _original, _original_method
     with _switching:
         before = _users
         _users += change
@@ -71,9 +82,10 @@ def _switch(change: int) -> None:
             return
         modules = _modules()
         if _original is None:
-            _original = getattr(modules[0], _NAME)
+            _original, _original_method = getattr(modules[0], _NAME), TorchDTensor.redistribute
         for module in modules:
             setattr(module, _NAME, _redistribute_local_tensor if _users else _original)
+        setattr(TorchDTensor, _METHOD, _redistribute if _users else _original_method)
 
 
 def _redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec: Any, **options: Any) -> torch.Tensor:
@@ -81,7 +93,7 @@ def _redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec
     assert _original is not None, "torch's function was replaced and not kept"
     local = local_tensor.wait() if hasattr(local_tensor, "wait") else local_tensor  # AsyncCollectiveTensor
     found = None
-    if has_memory(local) and current_spec.mesh == target_spec.mesh and not _is_traced_or_fake():
+    if has_memory(local) and current_spec.mesh == target_spec.mesh and not _is_traced():
         found = _specs(identity.current(), current_spec, target_spec, local.dtype)
     if found is None:
         result: torch.Tensor = _original(local_tensor, current_spec, target_spec, **options)
@@ -89,8 +101,38 @@ def _redistribute_local_tensor(local_tensor: Any, current_spec: Any, target_spec
     return redistribute_local(local, *found)
 
 
-def _is_traced_or_fake() -> bool:
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack()) or dist.get_backend() == "fake"
+def _redistribute(
+    self: Any, device_mesh: Any = None, placements: Sequence[Any] | None = None, **options: Any
+) -> TorchDTensor:
+    """Torch's method of this name, on our engine where that can hold both layouts and no gradient is asked for."""
+    assert _original_method is not None, "torch's method was replaced and not kept"
+    given = placements if type(placements) is tuple else tuple(placements or ())
+    if type(self) is TorchDTensor and device_mesh is None and not options and not self.requires_grad:
+        local = self._local_tensor
+        if type(local) is torch.Tensor and not _is_traced():
+            found = _whole_call(identity.current(), self._spec, given, local.dtype)
+            if found is not None:
+                source, target, spec = found
+                return _new_dtensor(TorchDTensor, redistribute_local(local, source, target), spec, requires_grad=False)
+    result: TorchDTensor = _original_method(self, device_mesh, placements, **options)
+    return result
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+
+
+@lru_cache(maxsize=4096)
+def _whole_call(
+    who: Identity, spec: Any, placements: tuple[Any, ...], dtype: torch.dtype
+) -> tuple[DTensorSpec, DTensorSpec, Any] | None:
+    """Our specs, and torch's of the result, of a tensor's redistribution; None where torch's own method decides."""
+    plain = len(placements) == len(spec.placements) and all(type(p) in _PLAIN for p in placements)
+    if not plain or any(type(p) is TorchShard and p.dim < 0 for p in placements):
+        return None
+    wanted = type(spec)(spec.mesh, placements, tensor_meta=spec.tensor_meta)
+    found = _specs(who, spec, wanted, dtype)
+    return None if found is None or found[0] is found[1] else (*found, wanted)
 
 
 @lru_cache(maxsize=4096)
@@ -98,6 +140,8 @@ def _specs(
     who: Identity, current_spec: Any, target_spec: Any, dtype: torch.dtype
 ) -> tuple[DTensorSpec, DTensorSpec] | None:
     """Our specs of a pair of torch's on rank `who`; None where the redistribution stays with torch."""
+    if dist.get_backend() == "fake":  # of a world, which `who` is of
+        return None
     try:
         source, target = spec_of_torch(current_spec, dtype), spec_of_torch(target_spec, dtype)
     except TritondtError:  # what no layout of ours says, as reductions that a dtype does not have
@@ -115,3 +159,4 @@ def _specs(
 
 
 registry.on_end(_specs.cache_clear)
+registry.on_end(_whole_call.cache_clear)
