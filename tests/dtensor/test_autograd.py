@@ -233,3 +233,17 @@ def test_zeros_that_autograd_makes_of_a_shape_are_distributed():
         del x.grad
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("text", ["R", "S0"])
+def test_gradients_are_added_to_one_whose_elements_shared_memory(text):
+    """A sum's gradient is one element that is expanded; where it comes to a local tensor, its strides do not tell."""
+
+    def body(rank):
+        x: Any = T.distribute_tensor(FULL, T.Mesh((2,)), T.parse_placements(text)).requires_grad_()
+        y = T.DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape)
+        y.sum().backward()
+        (x * x).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 1 + 2 * FULL, rtol=0, atol=0)
+
+    run_ranks(2, body)

@@ -1,5 +1,7 @@
 """Composites in which torch puts plain tensors of its own beside distributed ones."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -95,3 +97,19 @@ def test_other_tensors_go_the_way_they_went():
                 assert torch.linalg.matrix_rank(torch.ones(3, 3)).fake_mode is mode
     found = torch.func.vmap(lambda x: torch.linalg.matrix_power(x, 2))(HEADS[..., :3, :])
     torch.testing.assert_close(found, torch.linalg.matrix_power(HEADS[..., :3, :], 2))
+
+
+@pytest.mark.parametrize("text", ["S0", "S1(unit=5)", "R", "P"])
+def test_max_pool1d_is_no_view_where_no_gradient_is_needed(text):
+    expected = F.max_pool1d(X.mT, 2)
+    assert not expected._is_view()
+
+    def body(rank):
+        x = distribute(X.mT.contiguous(), T.Mesh((2,)), text)
+        found: Any = F.max_pool1d(x, 2)
+        assert (found.stride(), found._is_view()) == (expected.stride(), False)
+        found.detach_()
+        torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
+        assert F.max_pool1d(x.requires_grad_(), 2).grad_fn is not None
+
+    run_ranks(2, body)

@@ -286,3 +286,15 @@ def test_gradients_accumulate_into_what_a_moved_view_gave():
         torch.testing.assert_close(x.grad.full_tensor(), 2 * numbers(4) + 2)
 
     run_ranks(2, body)
+
+
+def test_a_list_is_refused_before_its_first_write_where_one_does_not_reach_its_base():
+    def body(rank):
+        x = T.distribute_tensor(torch.arange(4.0).view(1, 4), T.Mesh((2,)), [T.Shard(1)])
+        column = x.expand(2, 4).unbind(-1)[0]
+        first = T.distribute_tensor(torch.ones(2), T.Mesh((2,)), [T.Replicate()])
+        with pytest.raises(T.PropagationError, match="would not reach what it is a view of"):
+            torch._foreach_zero_([first, column])
+        torch.testing.assert_close(first.full_tensor(), torch.ones(2), rtol=0, atol=0)
+
+    run_ranks(2, body)

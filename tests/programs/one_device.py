@@ -121,6 +121,7 @@ class OneDeviceRun:
             noise = torch.randn(tensor.shape, generator=source, dtype=torch.float64)
             # Of one number the draw may come close to zero, as if nothing had been rounded.
             noise = (noise + noise.sign() / 2).to(tensor.dtype)
+            noise = noise * (1 + 1j) if tensor.is_complex() else noise
             tensor.data.add_(noise * (NOISE_ULPS * scale * torch.finfo(tensor.dtype).eps))
 
     def _is_exact(self, tensor: torch.Tensor, scale: float) -> bool:

@@ -85,6 +85,7 @@ def run_on_rank(program: Program) -> Trace:
     """Runs a program on this rank; a statement that raises is left out, with all that need what it sets."""
     place = OnMesh(program.mesh_shape, program.ranks)
     environment = Environment(place)
+    torch.manual_seed(program.seed)  # the ranks of a smaller mesh may have drawn before
     observer, trace = Observer(environment), Trace(place.mesh.coordinate)
     known: set[str] = set()
     for statement in program.statements:

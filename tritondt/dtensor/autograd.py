@@ -76,7 +76,9 @@ class ToLocal(torch.autograd.Function):
             num_terms = num_terms_of(ctx.source, gradient)
             wrapped = FromLocal.apply(grad, ctx.wrap, gradient, gradient_spec(gradient), None, num_terms)  # type: ignore[no-untyped-call]
         else:
-            wrapped = ctx.wrap(grad, gradient)
+            # One device clones such a gradient before it adds to it, and this one's strides do not tell.
+            shares_elements = torch._debug_has_internal_overlap(grad) == 1
+            wrapped = ctx.wrap(grad.contiguous() if shares_elements else grad, gradient)
         factor = mean_size(ctx.source, gradient)
         return (wrapped if factor == 1 else wrapped * factor), None, None
 

@@ -295,8 +295,7 @@ def _check_own_elements(schema: OpSchema, targets: Sequence[DTensorSpec] | None,
     for place in written:
         spec = specs[place]
         moves = targets is not None and targets[place] is not spec
-        strides = zip(spec.shape, spec.tensor_meta.stride, strict=True)
-        if (moves or not fills) and any(length > 1 and step == 0 for length, step in strides):
+        if (moves or not fills) and spec.tensor_meta.shares_elements:
             raise PropagationError(
                 f"{schema.op} would write to {spec} with strides {spec.tensor_meta.stride}, elements of which share "
                 "memory, as those of expand do; write to a copy of its own elements: x = x.clone()"

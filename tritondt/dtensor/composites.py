@@ -49,8 +49,15 @@ def _powers(x: torch.Tensor, N: int | None = None, increasing: bool = False) -> 
     return rising.clone() if increasing else rising.flip(1)
 
 
-# In terms of operators that give new tensors, where torch's own form would write to a plain one.
-_FORMS: Mapping[str, Callable[..., torch.Tensor]] = {"vander": _powers}
+def _row_major_max_pool1d(x: torch.Tensor, *window: Any, **named: Any) -> torch.Tensor:
+    """max_pool1d: of plain tensors that need no gradient torch has a kernel; its other form gives a view."""
+    pooled: torch.Tensor = aten.max_pool1d_with_indices(x, *window, **named)[0]
+    needs_gradient = torch.is_grad_enabled() and x.requires_grad
+    return pooled if needs_gradient else pooled.clone(memory_format=torch.contiguous_format)
+
+
+# In terms of operators that give new tensors: torch's own form would write to a plain one, or give a view.
+_FORMS: Mapping[str, Callable[..., torch.Tensor]] = {"vander": _powers, "max_pool1d": _row_major_max_pool1d}
 
 _library = torch.library.Library("aten", "IMPL")
 

@@ -213,7 +213,7 @@ class DTensor(torch.Tensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The elements that the index picks; lists in it must be alike on every rank."""
-        found: torch.Tensor = _get_item(self, with_tensors(index, self._replicated))
+        found: torch.Tensor = _get_item(self, with_tensors(index, self._replicated, self.shape))
         return found
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -223,7 +223,7 @@ class DTensor(torch.Tensor):
             # Torch takes these off by a view, refused where one is cut; others may share memory with what they go to.
             if any(value._spec.layout.axes_of_dim[:leading]):
                 value = value.squeeze(tuple(range(leading)))
-        _set_item(self, with_tensors(index, self._replicated), value)
+        _set_item(self, with_tensors(index, self._replicated, self.shape), value)
 
     def _replicated(self, plain: torch.Tensor) -> "DTensor":
         """A plain tensor as a replicated one on this tensor's mesh."""

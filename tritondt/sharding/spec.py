@@ -43,6 +43,15 @@ class TensorMeta(NamedTuple):
         """
         return cls(tuple(shape), dense_strides(tuple(shape)), dtype)
 
+    @property
+    def shares_elements(self) -> bool:
+        """Whether elements share memory, as those of expand do.
+
+        >>> TensorMeta((2, 3), (0, 1), torch.float32).shares_elements
+        True
+        """
+        return any(length > 1 and step == 0 for length, step in zip(self.shape, self.stride, strict=True))
+
 
 class DTensorSpec(DimMaps):
     """Placements of one tensor on one mesh, with global shape, stride and dtype, as this rank sees them.

@@ -4,6 +4,8 @@ Where gradients are recorded torch takes F.linear, matmul and einsum apart befor
 under inference_mode they arrive whole.
 """
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,5 +155,21 @@ def test_weights_serve_inference_and_training_in_turn():
             weight.sub_(weight.grad)
         assert weight._version == 1
         compare(weight, WEIGHT - X3.sum((0, 1)).expand(5, 6))
+
+    run_ranks(2, body)
+
+
+def test_copies_that_composites_make_of_a_moved_view_are_no_views_of_it():
+    def body(rank):
+        x: Any = distribute(torch.arange(6.0).view(2, 3), T.Mesh((2,)), "S1")
+        column: Any = x[..., -1]
+        with torch.inference_mode():
+            copies = [column.half().float(), column.to(torch.float64), column.reshape(1, 2), column.contiguous() + 0]
+            views = [column.to(torch.float32), column.view(2, 1), +column]
+        column.add_(1)
+        for copy in (copies[0], copies[1], copies[3]):
+            torch.testing.assert_close(copy.full_tensor().flatten().float(), torch.tensor([2.0, 5.0]), rtol=0, atol=0)
+        for view in (copies[2], *views):
+            torch.testing.assert_close(view.full_tensor().flatten(), torch.tensor([3.0, 6.0]), rtol=0, atol=0)
 
     run_ranks(2, body)

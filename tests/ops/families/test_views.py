@@ -1,5 +1,7 @@
 """Views: values, strides, aliasing, gradients, and what passes through the reshapes of a model."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -248,3 +250,15 @@ def test_heads_of_attention_whose_query_moved_are_merged():
 
     for text in ("S2, S0", "S1, S2", "S3, R"):
         check(merged, Case((2,), (query, key), tuple(text.split(", "))), gradients=True)
+
+
+def test_pairs_of_a_conjugated_tensor_are_refused_as_on_one_device():
+    """What they gave would be no view: a write to it would be lost."""
+
+    def body(rank):
+        x: Any = distribute(torch.full((2, 2), 1 + 2j), T.Mesh((2,)), "S0")
+        with pytest.raises(RuntimeError, match="doesn't work on unresolved conjugated tensors"):
+            torch.view_as_real(x.conj())
+        torch.testing.assert_close(x.conj().imag.full_tensor(), torch.full((2, 2), -2.0), rtol=0, atol=0)
+
+    run_ranks(2, body)

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch._ops import OpOverload
 
 from tritondt.dtensor.list_positions import run_by_position, share_memory
@@ -23,6 +24,9 @@ from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import admitted
 from tritondt.ops.rules.views import VIEW_OF
 from tritondt.sharding.placement import placements_text
+
+# Of composites that give what they are given, the one that propagation has a rule for.
+_POSITIVE = torch.ops.aten.positive.default
 
 
 def _freshness(
@@ -94,7 +98,7 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         for view in copies:
             write_back(view, lambda it: wrap(slot.__get__(it), it._spec))
             view.__dict__[ORIGIN] = view.__dict__[ORIGIN].up_to_date(may_rise=True)
-        copies_view = not written and any(isinstance(item, view_class) for _, item in aliased)
+        copies_view = not written and any(isinstance(item, view_class) for _, item in aliased) and not _has_parts(op)
         return track_base(result, op, args, given, is_alias=True) if copies_view else result
 
     view_class: type[torch.Tensor] = type(
@@ -115,6 +119,11 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         },
     )
     return view_class
+
+
+def _has_parts(op: OpOverload) -> bool:
+    """Whether dispatch takes an operator apart, so that its parts were views or not: composites, in inference_mode."""
+    return op is not _POSITIVE and bool(op.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd))
 
 
 def _replace_local(tensor: Any, local: torch.Tensor) -> None:

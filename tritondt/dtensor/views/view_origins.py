@@ -99,7 +99,9 @@ def can_write_back(view: Any) -> bool:
     if origin is None:
         return True
     known = origin.op in _SCATTER_OF or origin.op in _RESHAPES or origin.op is aten.unbind.int
-    return (origin.is_alias or known) and can_write_back(origin.base)
+    # Elements of a base that share memory are written to by no copy.
+    can_scatter = known and not origin.base._spec.tensor_meta.shares_elements
+    return (origin.is_alias or can_scatter) and can_write_back(origin.base)
 
 
 def write_back(view: Any, untracked: Callable[[Any], Any]) -> None:

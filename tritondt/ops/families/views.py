@@ -135,11 +135,7 @@ def expansion(schema: OpSchema) -> OutputSharding:
 def as_pairs(schema: OpSchema) -> OutputSharding:
     """A view with a new last dim of real and imaginary part, which add one by one."""
     require_passing(schema, ADDITIVE, schema.args_spec[0].dtype.to_real())
-
-    def local(spec: DTensorSpec) -> LocalOp:
-        return lambda numbers: torch.view_as_real(numbers.resolve_conj())
-
-    return view_of(schema, lambda layout: inserted(layout, len(layout.shape), 2), local)
+    return view_of(schema, lambda layout: inserted(layout, len(layout.shape), 2))
 
 
 @rule_of([aten.view_as_complex.default])

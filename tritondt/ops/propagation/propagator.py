@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.elementwise import is_pointwise
 from tritondt.ops.propagation.fallback import Fallback
+from tritondt.ops.propagation.kernel_dtypes import check_kernel
 from tritondt.ops.propagation.one_dtype import check_dtypes
 from tritondt.ops.propagation.pointwise import pointwise_strategy
 from tritondt.ops.propagation.schema import (
@@ -172,8 +173,16 @@ class ShardingPropagator:
         return found
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
-        """The decision about a call; PropagationError where the operator cannot be sharded as asked."""
+        """The decision about a call; PropagationError where the operator cannot be sharded as asked.
+
+        A rank without elements raises what kernels say of the dtypes on those that have some.
+        """
         check_dtypes(schema)
+        decision = self._decision(schema)
+        check_kernel(schema, decision.output_spec)
+        return decision
+
+    def _decision(self, schema: OpSchema) -> OutputSharding:
         if not self.knows(schema.op):
             return self.fallback.decide(schema)
         rule = self.op_to_rules.get(schema.op)

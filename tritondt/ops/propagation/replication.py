@@ -70,13 +70,42 @@ def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTenso
     return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)
 
 
-def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An index with `make(tensor)` in place of lists of numbers, of which torch would make plain tensors."""
-    if type(index) is tuple:
-        return tuple(with_tensors(item, make) if type(item) is list else item for item in index)
-    if type(index) is not list or not _are_numbers(index):
-        return index
-    return make(torch.tensor(index, dtype=None if index else torch.int64))
+def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor], shape: Sequence[int]) -> Any:
+    """An index with `make(tensor)` in place of lists of numbers, of which torch would make plain tensors.
+
+    IndexError, on all ranks alike, for numbers beyond the tensor of `shape`: outside a mesh no kernel would look.
+    """
+    if type(index) is not tuple:
+        return with_tensors((index,), make, shape)[0] if type(index) is list else index
+    items = [_as_tensor(item) if type(item) is list and _are_numbers(item) else item for item in index]
+    for place, item in enumerate(items):
+        if item is not index[place]:
+            dim = sum(map(_num_dims, items[:place]))
+            if any(earlier is Ellipsis for earlier in items[:place]):
+                dim = len(shape) - sum(map(_num_dims, items[place:]))
+            _check_within(item, dim, shape)
+            items[place] = make(item)
+    return tuple(items)
+
+
+def _as_tensor(numbers: list[Any]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=None if numbers else torch.int64)
+
+
+def _num_dims(item: Any) -> int:
+    """Number of dims of a tensor that an item of an index takes."""
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.ndim
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
+
+
+def _check_within(numbers: torch.Tensor, dim: int, shape: Sequence[int]) -> None:
+    if numbers.dtype is torch.bool or not numbers.numel() or not 0 <= dim < len(shape):
+        return
+    least, most = (int(number) for number in torch.aminmax(numbers))
+    if least < -shape[dim] or most >= shape[dim]:
+        beyond = most if most >= shape[dim] else least
+        raise IndexError(f"index {beyond} is out of bounds for dimension {dim} with size {shape[dim]}")
 
 
 def _are_numbers(items: list[Any]) -> bool:
