@@ -187,7 +187,7 @@ class FakeStreams:
             stream.synchronize()
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: Any, before: Any = None) -> Iterator[None]:
         before, self._on.stream = self.current(), stream
         try:
             with _AfterStream(stream) as mode:

@@ -17,7 +17,7 @@ from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING
 from tritondt.comm.nccl.call_order import CallOrder
 from tritondt.comm.nccl.library import nccl_library
-from tritondt.comm.nccl.streams import CudaStreams, Stream, Streams
+from tritondt.comm.nccl.streams import CudaStreams, Stream, Streams, follow_in_graph
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.errors import PeerError, WorldError
 from tritondt.kernels.device_types import ByDeviceType
@@ -71,7 +71,7 @@ class CollectiveStream:
             if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
                 self._monitored.num_captured += 1
                 work.caller = self._streams.current()
-                self._streams.follow(self.stream, work.caller)
+                follow_in_graph(self.stream, work.caller)
                 self._call(work.operation, tensors, self.stream)
                 work.was_put(self.stream)
                 return

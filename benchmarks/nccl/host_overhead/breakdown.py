@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.nccl.host_overhead.timing import Issue
 from benchmarks.nccl.stub_cuda import StubStreams
-from tritondt.comm.nccl import streams
+from tritondt.comm.nccl import stream_queue, streams
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.watched import MonitoredNccl
 from tritondt.comm.transports import base
@@ -39,7 +39,7 @@ _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
         (StreamQueue, "let_go"),
     ),
     "group of messages": ((NcclCommunicator, "start"),),
-    "allocations": ((run, "allocate"), (base, "allocate")),
+    "allocations": ((run, "allocate"), (stream_queue, "allocate")),
     "recorder and watch": (
         (NcclCommunicator, "post"),
         (NcclCommunicator, "_record_end"),

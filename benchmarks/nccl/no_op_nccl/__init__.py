@@ -76,7 +76,7 @@ class NoOpStreams:
         """The only one."""
         return self._stream
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
+    def on(self, stream: Any, before: Any = None) -> AbstractContextManager[object]:
         """Nothing changes."""
         return self._nothing
 

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tritondt.comm.monitor.flight import ExchangeRecord, Flight
 from tritondt.comm.nccl import streams as streams_module
 from tritondt.comm.nccl.stream_queue import StreamQueue
-from tritondt.comm.nccl.streams import CudaStreams
+from tritondt.comm.nccl.streams import CudaStreams, follow_in_graph
+from tritondt.comm.transports.nccl import InFlightExchange
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import TransportError
 
@@ -58,7 +60,7 @@ class StandIn:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
         monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_stream, raising=False)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: ("torch's", stream))
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
+        monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.is_capturing, raising=False)
 
     def _current_stream(self, device: torch.device) -> StandInStream:
         self.seen.append(("asked", device.index))
@@ -125,8 +127,7 @@ def test_one_event_serves_all_who_follow(both: Both) -> None:
     for _ in range(2):
         both.ours.follow(late, early)
     assert both.torch.take() == [("recorded", 1, 0), ("waits", 2, 0)] * 2
-    both.torch.is_capturing = True  # an event of a graph is no other's
-    both.ours.follow(late, early)
+    follow_in_graph(late, early)  # whose event is no other's
     assert both.torch.take() == [("recorded anew", 1), ("waits", 2, "event of 1")]
 
 
@@ -198,7 +199,10 @@ class Counting:
     def follow(self, stream: Any, other: Any) -> None:
         """Nothing runs."""
 
-    def on(self, stream: Any) -> Any:
+    def wait_event(self, event: Any) -> None:
+        """Nothing runs."""
+
+    def on(self, stream: Any, before: Any = None) -> Any:
         return nullcontext()
 
     def is_capturing(self) -> bool:
@@ -230,3 +234,49 @@ def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
         assert steps[2].event == 3
 
     run_ranks(1, body)
+
+
+class Asked:
+    """Stands for an event that the stream has come past; its questions are counted."""
+
+    num_asked = 0
+
+    def query(self) -> bool:
+        self.num_asked += 1
+        return True
+
+
+def test_what_is_issued_gets_the_same_staging_memory_up_to_a_size() -> None:
+    found: list[torch.Tensor] = []
+    cpu = torch.device("cpu")
+
+    def body(rank: int) -> None:
+        counting: Any = Counting()
+        counting.record_event = Asked
+        queue = StreamQueue(counting)
+        for num_bytes in (10, 4096, 4097, 5000, (1 << 20) + 1):
+            queue.submit(lambda: found.append(queue.staging(num_bytes, cpu)), "staging", sources_ready=True)  # noqa: B023
+        found.append(queue.staging(10, cpu))  # for a call in the caller's stream, whose order is another one
+        counting.is_capturing = lambda: True
+        queue.submit(lambda: found.append(queue.staging(10, cpu)), "staging of a graph", sources_ready=True)
+
+    run_ranks(1, body)
+    assert [memory.numel() for memory in found] == [4096, 4096, 8192, 8192, (1 << 20) + 1, 10, 10]
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+
+
+def test_an_exchange_that_ends_with_its_work_does_not_ask_again() -> None:
+    def body(rank: int) -> tuple[int, bool, bool]:
+        counting: Any = Counting()
+        events = [Asked(), Asked()]
+        counting.record_event = iter(events).__next__
+        queue = StreamQueue(counting)
+        recorder = Flight(0, 1, None).recorder
+        exchange = InFlightExchange(queue, ExchangeRecord(0, "one", 0, recorder), 1, (), 1.0)
+        queue.submit(lambda: queue.mark_end(exchange), "first", sources_ready=True)
+        is_over_before = queue.passed is not None
+        queue.submit(lambda: None, "second", sources_ready=True)
+        return events[0].num_asked, is_over_before, exchange.is_over()
+
+    assert run_ranks(1, body) == [(1, False, True)]

@@ -12,7 +12,7 @@ from tritondt import environment
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
 from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
-from tritondt.comm.nccl.streams import Streams
+from tritondt.comm.nccl.streams import Streams, follow_in_graph
 from tritondt.errors import PeerError, TransportError
 
 Result = TypeVar("Result")
@@ -72,7 +72,7 @@ def connect(native: NcclCommunicator, place: int, size: int, streams: Streams, t
         return
     memory = torch.empty(2 * max(size, _COLLECTED_BYTES), dtype=torch.uint8, device=streams.device)
     stream, ends_at = streams.make(), time.monotonic() + timeout.total_seconds()
-    streams.follow(stream, streams.current())
+    follow_in_graph(stream, streams.current())
     first = memory.data_ptr()
     sends, receives = (
         [(peer, first + side * len(peers) + number, 1) for number, peer in enumerate(peers)] for side in (0, 1)

@@ -18,12 +18,15 @@ import torch
 from tritondt.comm import read_guard
 from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.call_order import CallOrder
-from tritondt.comm.nccl.streams import Event, Stream, Streams, answered
+from tritondt.comm.nccl.streams import Event, Stream, Streams, answered, follow_in_graph
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
+from tritondt.kernels.memory import allocate
 
 _PAUSE_S = 0.0005
-_never_over: list["StreamWork"] = []
+_never_over: list[object] = []
+# Staging memory that a queue keeps; an allocation takes the host 1 us or more, which few exchanges above notice.
+_LEAST_BYTES, _KEPT_BYTES = 1 << 12, 1 << 20
 
 
 class StreamWork(Work):
@@ -89,10 +92,17 @@ class StreamQueue(IssueQueue):
         self.target: Stream = self.stream  # what is put now goes there
         self._order = CallOrder()
         self._under_way: deque[StreamWork] = deque()
+        # Of what is being put into a stream: whether that only records it, into a graph.
+        self.is_capturing = False
+        # The end of the last work that was seen to have run: whatever else ends with it needs not ask again.
+        self.passed: Event | None = None
+        self._staging: torch.Tensor | None = None
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run` now, on the stream, after what the current stream has been given and the calls before."""
-        self.let_go()
+        self.is_capturing = self._streams.is_capturing()
+        if not self.is_capturing:  # nobody may ask then
+            self._let_go_ended()
         work = StreamWork(self, description, sources, run)
         try:
             self._enqueue(work, run)
@@ -104,13 +114,16 @@ class StreamQueue(IssueQueue):
     def _enqueue(self, work: Work, run: Run) -> None:
         assert isinstance(work, StreamWork), "work of a queue of streams"
         self._thread_id = threading.get_ident()
-        is_capturing = self._streams.is_capturing()
+        is_capturing, caller = self.is_capturing, self._streams.current()
         try:
-            work.caller = self._streams.current()
-            self._streams.follow(self.stream, work.caller)
-            if not is_capturing and not self._order.comes_after(work.caller):
-                self._order.let_wait(self.stream)
-            with self._streams.on(self.stream):
+            work.caller = caller
+            if is_capturing:
+                follow_in_graph(self.stream, caller)
+            else:
+                self._streams.follow(self.stream, caller)
+                if not self._order.comes_after(caller):
+                    self._order.let_wait(self.stream)
+            with self._streams.on(self.stream, caller):
                 self._run(work, run)
         finally:
             self._thread_id = None
@@ -151,10 +164,30 @@ class StreamQueue(IssueQueue):
 
     def let_go(self) -> None:
         """Lets go of the works that have run."""
-        if self._under_way and self._streams.is_capturing():
-            return  # nobody may ask then
-        while self._under_way and self._under_way[0].is_completed():
-            self._under_way.popleft().end()
+        if self._under_way and not self._streams.is_capturing():  # nobody may ask then
+            self._let_go_ended()
+
+    def _let_go_ended(self) -> None:
+        under_way = self._under_way
+        while under_way and under_way[0].is_completed():
+            work = under_way.popleft()
+            self.passed = work.event
+            work.end()
+
+    def staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for the messages of an exchange, in the order of the stream that it is put into.
+
+        What is issued gets the same each time, up to a size: the queue's stream comes to the next exchange when it is
+        through with the one before. Memory of a graph is the graph's.
+        """
+        if num_bytes > _KEPT_BYTES or self.is_capturing or not self.is_own_thread():
+            return allocate((num_bytes,), torch.uint8, device)
+        kept = self._staging
+        if kept is None or kept.numel() < num_bytes:
+            kept = self._staging = allocate(
+                (max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()),), torch.uint8, device
+            )
+        return kept
 
     def fail(self, error: BaseException) -> None:
         """Marks all works that have not run as failed."""
@@ -188,7 +221,7 @@ class StreamQueue(IssueQueue):
         if answered(end.query):
             self.let_go()
         else:
-            _never_over.extend(self._under_way)
+            _never_over.append((list(self._under_way), self._staging))
 
     def mark_end(self, ended: Ended) -> None:
         """Sets the event of `ended`: the end of the work that is being put into the stream, or its end so far."""
@@ -214,7 +247,8 @@ class StreamQueue(IssueQueue):
         It begins after the calls before it, whichever streams they are in. A call in a graph goes into the queue's own
         stream, which keeps the order of the graph's calls: the events of a graph are no other call's.
         """
-        if self._streams.is_capturing():
+        self.is_capturing = self._streams.is_capturing()
+        if self.is_capturing:
             return Joined(self._streams, self.stream)
         return InCallersStream(self, self._streams, self._order)
 
@@ -251,11 +285,11 @@ class Joined:
         self._caller, self._context = streams.current(), streams.on(stream)
 
     def __enter__(self) -> None:
-        self._streams.follow(self._stream, self._caller)
+        follow_in_graph(self._stream, self._caller)
         self._context.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.__exit__(kind, error, trace)
-        self._streams.follow(self._caller, self._stream)
+        follow_in_graph(self._caller, self._stream)

@@ -70,11 +70,14 @@ class Streams(Protocol):
         ...
 
     def follow(self, stream: Any, other: Any) -> None:
-        """Puts a wait for all that `other` has been given into `stream`."""
+        """Puts a wait for all that `other` has been given into `stream`; see `follow_in_graph`."""
         ...
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        """Sends the operators of the calling thread to `stream`."""
+    def on(self, stream: Any, before: Any = None) -> AbstractContextManager[object]:
+        """Sends the operators of the calling thread to `stream`; `before` is its current stream, where that is known.
+
+        It is asked for otherwise.
+        """
         ...
 
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
@@ -101,6 +104,14 @@ class Streams(Protocol):
         Where the host does not wait for streams, it is there at once.
         """
         ...
+
+
+def follow_in_graph(stream: Any, other: Any) -> None:
+    """Puts a wait for all that `other` has been given into `stream`, while a graph may be made of them.
+
+    An event of a graph is the graph's, and is never used again.
+    """
+    stream.wait_event(other.record_event())
 
 
 def answered(ask: Callable[[], bool]) -> bool:
@@ -169,10 +180,10 @@ class CudaStreams:
         return handle.value
 
     def follow(self, stream: Any, other: Any) -> None:
-        """Puts a wait for all that `other` has been given into `stream`, by an event that is used again."""
-        if self.is_capturing():  # an event of a graph is the graph's
-            stream.wait_event(other.record_event())
-            return
+        """Puts a wait for all that `other` has been given into `stream`, by an event that is used again.
+
+        Not while a graph is made of them: that is `follow_in_graph`.
+        """
         try:
             event = self._spare.pop()
         except IndexError:
@@ -181,11 +192,12 @@ class CudaStreams:
         event.wait(stream)
         self._spare.append(event)
 
-    def on(self, stream: Any) -> AbstractContextManager[object]:
+    def on(self, stream: Any, before: Any = None) -> AbstractContextManager[object]:
         """Sends the operators of the calling thread to `stream`, and those without a stream to its device."""
         if torch._C._cuda_getDevice() != self._number:
             return torch.cuda.stream(stream)
-        before = self.current()
+        if before is None:
+            before = self.current()
         return _NOTHING if stream is before else _On(before, stream)
 
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
@@ -194,7 +206,8 @@ class CudaStreams:
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being made of the current stream."""
-        return torch.cuda.is_current_stream_capturing()
+        capturing: bool = torch._C._cuda_isCurrentStreamCapturing()
+        return capturing
 
     def bind_thread(self) -> None:
         """Makes the GPU the calling thread's."""

@@ -244,12 +244,16 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         if num_bytes == 0:
             return _NO_BYTES, 0, 0, 0
         try:
-            memory = allocate((num_bytes,), torch.uint8, device)
+            memory = self._staging(num_bytes, device)
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
         start = memory.data_ptr()
         return memory, start, start + packed_at, start + widened_at
+
+    def _staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Memory for what is packed and what arrives, which lives for the one call."""
+        return allocate((num_bytes,), torch.uint8, device)
 
     def _new_record(self, fingerprint: int, text: str) -> ExchangeRecord:
         return ExchangeRecord(fingerprint, text, self._recorder.label(text), self._recorder)

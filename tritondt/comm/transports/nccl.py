@@ -41,6 +41,7 @@ class InFlightExchange:
         "fingerprint",
         "late",
         "messages",
+        "queue",
         "received_bytes",
         "record",
         "sent_bytes",
@@ -52,8 +53,14 @@ class InFlightExchange:
     )
 
     def __init__(
-        self, record: ExchangeRecord, sequence: int, messages: tuple[Sequence[Slice], ...], timeout_s: float
+        self,
+        queue: StreamQueue,
+        record: ExchangeRecord,
+        sequence: int,
+        messages: tuple[Sequence[Slice], ...],
+        timeout_s: float,
     ) -> None:
+        self.queue = queue
         self.text, self.fingerprint = record.text, record.fingerprint
         self.site, self.record = record.site, record.entry
         self.sequence, self.messages, self.timeout_s = sequence, messages, timeout_s
@@ -63,8 +70,9 @@ class InFlightExchange:
         self.late: Wait | None = None
 
     def is_over(self) -> bool:
-        """Whether the stream has come past the exchange."""
-        return self.event is not None and self.event.query()
+        """Whether the stream has come past the exchange; one question tells it of the work and of its last exchange."""
+        event = self.event
+        return event is not None and (event is self.queue.passed or event.query())
 
     def fail(self, error: BaseException) -> None:
         """Does nothing: the queue fails the works that wait for the exchange."""
@@ -99,13 +107,13 @@ class NcclCommunicator(PackedCommunicator):
         """Begins the watch over the exchange, which is about to be put into the stream."""
         if self._watched.refusals:
             self._watched.settle_refusals()
-        if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
+        if self._queue.is_capturing:  # a graph is being made: nothing runs, and nothing is waited for
             self._watched.num_captured += 1
             return
         self._queue.mark_step()
         self._watched.reap()
         slices = receives.slices, sends.slices
-        self._latest = operation = InFlightExchange(record, self.sequence, slices, self._timeout_s)
+        self._latest = operation = InFlightExchange(self._queue, record, self.sequence, slices, self._timeout_s)
         self._watched.begin(operation)
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
@@ -138,6 +146,9 @@ class NcclCommunicator(PackedCommunicator):
             native.all_reduce(source, target, call.num_elements, call.dtype, call.op, stream)
         if call.divisor != 1:
             targets[0].div_(call.divisor)
+
+    def _staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        return self._queue.staging(num_bytes, device)
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Does nothing: the stream runs what comes next when all messages have come."""
