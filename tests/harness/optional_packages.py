@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 
 import pytest
 
@@ -36,14 +36,18 @@ class MissingPackages(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """None; raises pytest's Skipped where one of our files imports one of `names`."""
-        if name in self.names and _importer().startswith(_OURS):
+        importer = _importer() if name in self.names else None
+        if importer is not None and importer.f_code.co_filename.startswith(_OURS):
+            if importer.f_code.co_name == "<module>":
+                # pytest leaves half a module there, of which the next file that imports it would miss a name.
+                sys.modules.pop(importer.f_globals.get("__name__", ""), None)
             pytest.skip(f"{name} is not installed", allow_module_level=True)
         return None
 
 
-def _importer() -> str:
-    """The path of the file whose statement is being run, below the frames of importing."""
+def _importer() -> FrameType:
+    """The frame of the statement that imports, below the frames of importing."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
-    return frame.f_code.co_filename
+    return frame

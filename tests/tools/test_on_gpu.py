@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -216,10 +217,15 @@ def test_a_missing_package_skips_our_files_and_nobody_elses(tmp_path: Path) -> N
     try:
         with pytest.raises(pytest.skip.Exception, match=r"^hypothesis_of_nobody is not installed$"):
             exec(statement, {})
+        sys.modules["half_a_module"] = ModuleType("half_a_module")  # as pytest leaves it
+        with pytest.raises(pytest.skip.Exception):
+            exec(statement, vars(sys.modules["half_a_module"]))
+        assert "half_a_module" not in sys.modules
         with pytest.raises(ModuleNotFoundError):
             exec(compile("import hypothesis_of_nobody", "/elsewhere/x.py", "exec"), {})
     finally:
         sys.meta_path.remove(finder)
+        sys.modules.pop("half_a_module", None)
     assert set(missing()) <= {"click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy"}
 
 
