@@ -152,10 +152,10 @@ class Launch:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
         pointers = self._pointers_of(addresses)
         if self._device is None:
-            self._start(self._cells.values, pointers, *self._arguments)
+            self._start((self._cells.values, pointers, *self._arguments), None)
             return
         stream = self._cells.read_by_current_stream()
-        self._start(self._address, pointers, *self._arguments, stream=stream)
+        self._start((self._address, pointers, *self._arguments), stream)
 
 
 class DeviceTable(ABC):

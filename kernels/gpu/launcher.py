@@ -6,8 +6,8 @@ from typing import Any
 from triton import knobs
 
 
-def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
-    """Function that launches a kernel with the arguments it is given and on `stream`, by default the current one.
+def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable[[tuple[Any, ...], int | None], None]:
+    """Function that launches a kernel with the arguments that it is given, on a stream; None is for the current one.
 
     `compiled` is the kernel compiled for those arguments, or None from Triton's interpreter. Triton's own launch,
     `compiled[grid]`, prepares for hooks and calls them where there are none, which takes longer than the launch itself
@@ -16,15 +16,17 @@ def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable
     """
     if compiled is None:
         interpreted: Callable[..., None] = kernel[grid]
-        return interpreted
+        return lambda arguments, _: interpreted(*arguments)
     watched, run = compiled[grid], compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
 
-    def launch(*arguments: Any, stream: int | None = None) -> None:
+    x, y, z = grid
+
+    def launch(arguments: tuple[Any, ...], stream: int | None) -> None:
         if stream is None or _has_hooks():
             watched(*arguments, stream=stream)
         else:
-            run(*grid, stream, function, metadata, None, None, None, *arguments)
+            run(x, y, z, stream, function, metadata, None, None, None, *arguments)
 
     return launch
 

@@ -226,6 +226,9 @@ def torn(source: torch.Tensor, description: str) -> str:
 
 def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """Version counters of tensors, by which torch counts writes; None for inference tensors."""
+    if len(tensors) == 1:  # a comprehension is a call
+        (tensor,) = tensors
+        return [None if tensor.is_inference() else tensor._version]
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 

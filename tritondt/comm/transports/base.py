@@ -145,8 +145,11 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         record: ExchangeRecord,
         transfer: Transfer,
     ) -> None:
-        source_pointers = [tensor.data_ptr() for tensor in sources]
-        target_pointers = [tensor.data_ptr() for tensor in targets]
+        if len(sources) == len(targets) == 1:  # a comprehension is a call
+            source_pointers, target_pointers = [sources[0].data_ptr()], [targets[0].data_ptr()]
+        else:
+            source_pointers = [tensor.data_ptr() for tensor in sources]
+            target_pointers = [tensor.data_ptr() for tensor in targets]
         if self.alignment.in_place > 1 and plan.casting is None:
             plan = self._plan_at(transfer, plan, source_pointers, target_pointers)
         threads = torch.get_num_threads()

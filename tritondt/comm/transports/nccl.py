@@ -86,7 +86,7 @@ class NcclCommunicator(PackedCommunicator):
     _queue: StreamQueue
 
     def __init__(self, context: ProcessContext, library: NcclLibrary, streams: Streams) -> None:
-        self._streams, self.device_types = streams, (streams.device.type,)
+        self._streams, self._device, self.device_types = streams, streams.device, (streams.device.type,)
         super().__init__(context, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = context.timeout.total_seconds(), False
         self._latest: InFlightExchange | None = None
@@ -199,8 +199,9 @@ class NcclCommunicator(PackedCommunicator):
         return super()._bytes_of(content).to(self._streams.device, copy=True)
 
     def _check_devices(self, tensors: Sequence[torch.Tensor], transfer: Transfer) -> None:
+        own = self._device
         for tensor in tensors:
-            if tensor.device != self._streams.device:
+            if tensor.device != own:
                 raise TransportError(
                     f"NCCL was given a tensor on {tensor.device}; this rank's communicator carries tensors on "
                     f"{self._streams.device} only"
