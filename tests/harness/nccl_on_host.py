@@ -196,6 +196,9 @@ class FakeStreams:
         finally:
             self._on.stream = None if before is self._host else before
 
+    def record(self, stream: Any) -> Any:
+        return stream.record_event()
+
     def follow(self, stream: Any, other: Any) -> None:
         stream.wait_event(other.record_event())
 

@@ -102,7 +102,9 @@ class Work:
 
 
 class IssueQueue(ABC):
-    """A queue that runs what is issued, one after the other, in a thread of its own."""
+    """A queue that runs what is issued, one after the other, in a thread of its own, or `runs_at_once`."""
+
+    runs_at_once = False
 
     def __init__(self) -> None:
         self.issuer = identity.current()  # whoever makes the communicator issues on it

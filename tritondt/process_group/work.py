@@ -70,14 +70,14 @@ class NcclWork(Work):
 
     def defer(self) -> None:
         """Notes that there is no stream yet; another thread will say when the operation is in one, or why not."""
-        self.ready, self._issued = self._streams.current().record_event(), threading.Event()
+        self.ready, self._issued = self._streams.record(self._streams.current()), threading.Event()
 
     def was_put(self, stream: Stream, order: CallOrder | None = None) -> None:
         """Notes that `stream` has been given all of the operation, and nothing after it so far.
 
         `order` is of its communicator's calls, None for a call in a graph.
         """
-        self._stream, self._order, self._event = stream, order, stream.record_event()
+        self._stream, self._order, self._event = stream, order, self._streams.record(stream)
         if order is not None:
             order.note_end(stream, self._event)
         if self._issued is not None:

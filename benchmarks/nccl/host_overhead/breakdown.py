@@ -10,8 +10,6 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
 from benchmarks.nccl.host_overhead.timing import Issue
 from benchmarks.nccl.stub_cuda import StubStreams
 from tritondt.comm.nccl import stream_queue, streams
@@ -34,9 +32,10 @@ _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
         (StubStreams, "on"),
         (StubStreams, "current"),
         (StubStreams, "is_capturing"),
-        (torch.cuda.Stream, "record_event"),
-        (streams, "_set_current"),
-        (StreamQueue, "let_go"),
+        (StubStreams, "record"),
+        (streams._On, "__enter__"),
+        (streams._On, "__exit__"),
+        (StreamQueue, "_let_go_ended"),
     ),
     "group of messages": ((NcclCommunicator, "start"),),
     "allocations": ((run, "allocate"), (stream_queue, "allocate")),

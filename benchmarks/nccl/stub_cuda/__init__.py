@@ -91,8 +91,8 @@ class StubStreams(CudaStreams):
         return NoOpStreams.future(self, stream, value, error)  # type: ignore[arg-type]
 
 
-def _stream_and_event(cuda: Any) -> tuple[type[Any], type[Any]]:
-    """torch.cuda's classes over those of the stub, in place of torch's extension."""
+def _classes(cuda: Any) -> tuple[type[Any], type[Any], type[Any]]:
+    """torch.cuda's classes of streams and events over those of the stub, in place of torch's extension's, and those."""
 
     class EventBase(torch._C._CudaEventBase):  # type: ignore[name-defined,misc]
         __slots__ = ()
@@ -122,7 +122,7 @@ def _stream_and_event(cuda: Any) -> tuple[type[Any], type[Any]]:
         def __new__(cls, handle: int) -> Any:
             return StreamBase.__new__(cls, handle)
 
-    return StubStream, StubEvent
+    return StubStream, StubEvent, EventBase
 
 
 def _maker(cuda: Any) -> TritonMaker:
@@ -156,7 +156,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
     cuda = load()
     cuda.set_costs(dict(costs_ns))
     cuda.set_empty(torch.empty)
-    stream_class, event_class = _stream_and_event(cuda)
+    stream_class, event_class, event_base = _classes(cuda)
 
     class LaunchOnDevice(device_table.Launch):
         """A launch as on a CUDA device, of which torch need not be told that its streams read the cells."""
@@ -174,6 +174,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
         (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", cuda.is_capturing),
         (torch.cuda, "current_device", cuda.device_number),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
+        (torch._C, "_CudaEventBase", event_base),
         (torch.cuda, "Event", event_class),
         (torch.cuda.streams, "Event", event_class),
         (torch, "empty", cuda.empty),

@@ -42,7 +42,7 @@ class StandIn:
         stand_in = self
 
         class Event:
-            """Stands for a torch.cuda.Event."""
+            """Stands for the class below torch.cuda.Event."""
 
             def __init__(self) -> None:
                 self.number = next(num_events)
@@ -55,7 +55,7 @@ class StandIn:
 
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: self.current, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch._C, "_CudaEventBase", Event)
         monkeypatch.setattr(torch.cuda, "current_stream", self._current_stream)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
         monkeypatch.setattr(torch._C, "_cuda_setStream", self._set_stream, raising=False)
@@ -195,6 +195,9 @@ class Counting:
 
     def current(self) -> "Counting":
         return self
+
+    def record(self, stream: Any) -> Any:
+        return self.record_event()
 
     def follow(self, stream: Any, other: Any) -> None:
         """Nothing runs."""

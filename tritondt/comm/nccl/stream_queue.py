@@ -84,6 +84,8 @@ class Ended(Protocol):
 class StreamQueue(IssueQueue):
     """The queue of a communicator whose work runs in a stream."""
 
+    runs_at_once = True
+
     def __init__(self, streams: Streams) -> None:
         super().__init__()
         self._streams = streams
@@ -127,7 +129,7 @@ class StreamQueue(IssueQueue):
                 self._run(work, run)
         finally:
             self._thread_id = None
-        work.event = self.stream.record_event()
+        work.event = self._streams.record(self.stream)
         self._mark(work.event)
         if not is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
             self._order.note_end(self.stream, work.event)

@@ -66,6 +66,9 @@ class OrderedCommunicator(Closable, ABC):
         try:
             self._check_usable(description)
             site = self._recorder.site()
+            if self._queue.runs_at_once:
+                self._issued_at = site
+                return self._queue.submit(run, description, sources, sources_ready=sources_ready)
 
             def issued() -> None:
                 self._issued_at = site
