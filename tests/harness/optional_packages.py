@@ -13,7 +13,7 @@ from types import FrameType, ModuleType
 
 import pytest
 
-OPTIONAL = ("click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy")
+OPTIONAL = ("click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy", "transformers")
 REPOSITORY = Path(__file__).parents[2]
 _OURS = tuple(f"{REPOSITORY / name}/" for name in ("tests", "tritondt", "benchmarks", "kernels", "examples"))
 

@@ -1,1 +1,1 @@
-"""Torch's own tools on distributed tensors: checkpoints and state dicts."""
+"""Tools of others on distributed tensors: checkpoints, state dicts, models of transformers."""

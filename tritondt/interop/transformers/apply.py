@@ -1,0 +1,39 @@
+"""parallelize: a model of transformers laid over a mesh axis, as its plan says."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import ParallelizeError
+from tritondt.interop.transformers.heads import attentions_of
+from tritondt.interop.transformers.plans import checked_entries, styles_of
+from tritondt.parallel import parallelize_module
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def parallelize(
+    model: Model, mesh: DeviceMesh | Mesh, tp_plan: Mapping[str, str] | None = None, *, src_data_rank: int | None = 0
+) -> Model:
+    """The model of transformers, laid over a mesh of one axis in place by the styles of `plan_of(model, tp_plan)`.
+
+    Parameters take the values of rank `src_data_rank` of the mesh, or every rank's own with None. Attention modules
+    are told how many heads this rank has, so that caches of `generate` hold those alone. Every rank must be given the
+    same input. A collective call of all ranks of the mesh. Raises what `plan_of` and `parallelize_module` raise, before
+    anything is changed, and ParallelizeError for a mesh on which a rank would be without heads.
+    """
+    entries = checked_entries(model, tp_plan)
+    attentions = attentions_of(model, entries)
+    found = canonical_mesh(mesh)
+    if found.ndim == 1:
+        for attention in attentions.values():
+            attention.heads_on(found)
+    parallelized = parallelize_module(model, mesh, styles_of(model, entries, attentions), src_data_rank=src_data_rank)
+    if parallelized is not model:
+        raise ParallelizeError(f"{type(model).__name__} itself was given a style; allowed are styles of modules in it")
+    for attention in attentions.values():
+        attention.adapt(found)
+    return model

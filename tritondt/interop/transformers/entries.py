@@ -1,0 +1,84 @@
+"""Entries of a tp_plan: the modules and parameters of a model that its patterns name, and the names of their styles."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tritondt.errors import ParallelizeError
+
+# What a name of transformers asks for, in words of the table in docs/transformers.md.
+KNOWN = (
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "colwise_rep",
+    "rowwise_split_input",
+    "rowwise_rep",
+    "packed_colwise",
+    "embedding_rowwise",
+    "embedding_colwise",
+    "replicated_with_grad_allreduce",
+    "replicate",
+    "replicated",
+)
+
+
+class Entry(NamedTuple):
+    """A module that a plan names, its dotted name, and the name of the style that it asks for."""
+
+    name: str
+    module: nn.Module
+    style: str
+
+
+def names_of(model: nn.Module) -> dict[str, str]:
+    """Patterns and names of styles of a model of transformers, for its base model and its head.
+
+    Raises ParallelizeError for a model without a plan.
+    """
+    found: Any = getattr(model, "_tp_plan", None)
+    if not found:
+        found = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not found:
+        raise ParallelizeError(
+            f"{type(model).__name__} has no tp_plan, neither its own nor one of its configuration; give one: "
+            'parallelize(model, mesh, {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"})'
+        )
+    return dict(found)
+
+
+def check_names(names: Mapping[str, Any]) -> None:
+    """Raises ParallelizeError for names of styles that are not known, with all of them."""
+    unknown = {pattern: style for pattern, style in names.items() if style not in KNOWN}
+    if unknown:
+        raise ParallelizeError(
+            f"the tp_plan has {', '.join(f'{style!r} for {pattern!r}' for pattern, style in unknown.items())}; allowed "
+            f"are {', '.join(KNOWN)}"
+        )
+
+
+def entries_of(model: nn.Module, names: Mapping[str, str], *, each_matches: bool) -> list[Entry]:
+    """Modules that the patterns name; a star stands for numbers and any other part of a name.
+
+    Plans of configurations name modules that some models of the class have and others have not; with `each_matches`
+    such a pattern is refused.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, Entry] = {}
+    for pattern, style in names.items():
+        expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+        matches = [name for name in modules if expression.fullmatch(name)]
+        if each_matches and not matches:
+            raise ParallelizeError(_nothing_text(model, pattern, modules))
+        found.update({name: Entry(name, modules[name], style) for name in matches})
+    return list(found.values())
+
+
+def _nothing_text(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    names = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in modules if name)
+    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.6)
+    hint = f"; near it come {', '.join(map(repr, near))}" if near else ""
+    return f"the tp_plan's {pattern!r} matches no module of {type(model).__name__}{hint}"
