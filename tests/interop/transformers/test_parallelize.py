@@ -1,6 +1,7 @@
 """Models of transformers laid over ranks by their own plans train as one process does."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -39,3 +40,28 @@ def test_three_steps_are_those_of_one_process(name, num_ranks, options):
         assert_close(losses, expected, rtol=1e-4, atol=1e-5)
         assert kinds == {T.DTensor}
         assert_close(state, dict(single.state_dict()), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "options", "key_heads"),
+    [
+        ("Llama", 2, {}, [2, 1]),
+        ("Qwen3", 4, {}, [1, 1, 1, 1]),  # two ranks share the first
+        ("Llama", 3, {"tie_word_embeddings": True}, [1, 1, 1]),
+    ],
+)
+def test_generate_gives_the_tokens_of_one_process_from_caches_of_a_ranks_heads(name, num_ranks, options, key_heads):
+    single: Any = models.causal_lm(getattr(transformers, f"{name}ForCausalLM"), **options).double()
+    copies = [copy.deepcopy(single) for _ in range(num_ranks)]
+    asked = {"input_ids": models.TOKENS, "max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True}
+    expected = single.generate(**asked).sequences
+
+    def body(rank: int) -> tuple[torch.Tensor, int]:
+        model: Any = parallelize(copies[rank], T.Mesh((num_ranks,)))
+        found = model.generate(**asked)
+        return found.sequences, found.past_key_values.layers[0].keys.shape[1]
+
+    found = run_ranks(num_ranks, body)
+    assert [heads for _, heads in found] == key_heads
+    for tokens, _ in found:
+        assert_close(tokens, expected, rtol=0, atol=0)
