@@ -54,6 +54,10 @@ class LazyGroup(click.Group):
         "tune": "tritondt.cli.tune:tune",
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="""\b
+Completion of commands and flags, in bash (others: zsh_source, fish_source):
+  eval "$(_TRITONDT_COMPLETE=bash_source tritondt)"
+""",
 )
 @click.version_option(tritondt.__version__)
 def main() -> None:
