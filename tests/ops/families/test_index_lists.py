@@ -1,5 +1,7 @@
 """Lists of numbers as an index, which every rank knows."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,5 +33,56 @@ def test_numbers_beyond_a_dim_raise_outside_the_mesh_too(index, beyond):
         with pytest.raises(IndexError, match=sentence):
             x[index] = 1
         assert x[[-3, 2], [0, -5]].shape == (2,)
+
+    run_ranks(3, body)
+
+
+# Shapes with an index of each: numbers that torch does not look at, since no element is left, and those that it does.
+EMPTY: dict[tuple[int, ...], list[tuple[Any, ...]]] = {
+    (1, 1, 1): [
+        (..., slice(0), [1, 3]),
+        (slice(0), [5], [0]),
+        ([5], []),
+        ([False], [9]),
+        (False, [7]),
+        ([4], slice(1, 1)),
+    ],
+    (0, 2): [(slice(None), [5]), ([0], []), ([], [9]), (0, [1]), ([0],), ([0], [5]), (..., None, [2])],
+    (2, 0): [(slice(None), [5]), ([9],), ([5], slice(None)), (..., [0]), ([[3]], None)],
+    (0, 2, 0): [(slice(None), [5]), (slice(None), [5], [1]), (slice(0), [5], [[]])],
+    (3, 4): [
+        (slice(2, 1), [4]),
+        (slice(0, 9), [4]),
+        (slice(None, None, 2), [4]),
+        ([True, False, True], [4]),
+        (None, [5]),
+    ],
+}
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+def test_numbers_of_which_nothing_is_picked_are_as_on_one_device(shape):
+    whole = torch.ones(shape)
+
+    def read(x, index):
+        try:
+            return tuple(x[index].shape)
+        except IndexError:
+            return "IndexError"
+
+    def written(x, index):
+        try:
+            x[index] = 2
+        except IndexError:
+            return "IndexError"
+        return x.sum().item()
+
+    def body(rank):
+        for dim in range(len(shape)):
+            for index in EMPTY[shape]:
+                x = T.distribute_tensor(whole.clone(), T.Mesh((2,), ranks=(0, 1)), [T.Shard(dim)])
+                assert read(x, index) == read(whole, index), (dim, index)
+                found = written(x, index)
+                assert rank == 2 or found == written(whole.clone(), index), (dim, index)
 
     run_ranks(3, body)

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType
+from types import FrameType, NoneType
 from typing import Any
 
 import torch
@@ -78,18 +78,20 @@ def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor], shape
     if type(index) is not tuple:
         return with_tensors((index,), make, shape)[0] if type(index) is list else index
     items = [_as_tensor(item) if type(item) is list and _are_numbers(item) else item for item in index]
-    for place, item in enumerate(items):
-        if item is not index[place]:
-            dim = sum(map(_num_dims, items[:place]))
-            if any(earlier is Ellipsis for earlier in items[:place]):
-                dim = len(shape) - sum(map(_num_dims, items[place:]))
-            _check_within(item, dim, shape)
-            items[place] = make(item)
+    lists = [place for place, item in enumerate(items) if item is not index[place]]
+    if lists:
+        dims = _first_dims(items, len(shape))
+        looked_at = _looked_at(index, items, dims, shape)
+        for place in lists:
+            if dims[place] in looked_at:
+                _check_within(items[place], dims[place], shape)
+            items[place] = make(items[place])
     return tuple(items)
 
 
 def _as_tensor(numbers: list[Any]) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=None if numbers else torch.int64)
+    made = torch.tensor(numbers)
+    return made if made.numel() else made.long()
 
 
 def _num_dims(item: Any) -> int:
@@ -99,8 +101,40 @@ def _num_dims(item: Any) -> int:
     return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
 
 
+def _first_dims(items: Sequence[Any], ndim: int) -> list[int]:
+    """For each item of an index, the first of the dims that it takes, counted from behind after an Ellipsis."""
+    takes = [_num_dims(item) for item in items]
+    before = next((place for place, item in enumerate(items) if item is Ellipsis), len(items))
+    return [sum(takes[:place]) if place <= before else ndim - sum(takes[place:]) for place in range(len(items))]
+
+
+def _looked_at(index: Sequence[Any], items: Sequence[Any], dims: Sequence[int], shape: Sequence[int]) -> Sequence[int]:
+    """The dims of which torch compares numbers: those of length 0, and all where the index leaves elements.
+
+    `items` are those of `index`, with tensors in place of lists of numbers. How many elements other masks pick is not
+    known here, and taken as some.
+    """
+    for item, given in zip(items, index, strict=True):
+        if item is False or (isinstance(item, torch.Tensor) and not item.numel()):
+            return ()
+        if item is not given and item.dtype is torch.bool and not item.any():
+            return ()
+    left = dict(enumerate(shape))
+    for item, dim in zip(items, dims, strict=True):
+        if _is_plain_slice(item) and dim in left:
+            left[dim] = len(range(shape[dim])[item])
+        elif not isinstance(item, slice):
+            for taken in range(dim, dim + _num_dims(item)):
+                left.pop(taken, None)
+    return [dim for dim, length in enumerate(shape) if not length or all(left.values())]
+
+
+def _is_plain_slice(item: Any) -> bool:
+    return isinstance(item, slice) and all(type(it) in (int, NoneType) for it in (item.start, item.stop, item.step))
+
+
 def _check_within(numbers: torch.Tensor, dim: int, shape: Sequence[int]) -> None:
-    if numbers.dtype is torch.bool or not numbers.numel() or not 0 <= dim < len(shape):
+    if numbers.dtype is torch.bool or not numbers.numel():
         return
     least, most = (int(number) for number in torch.aminmax(numbers))
     if least < -shape[dim] or most >= shape[dim]:
