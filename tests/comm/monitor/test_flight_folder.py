@@ -6,6 +6,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,26 @@ def test_the_newest_records_are_kept_and_those_of_the_last_hour() -> None:
     latest = [old_world(100 + number, 60.0) for number in range(5)]
     prune(own_folder())
     assert sorted(own_folder().iterdir()) == sorted(older[:15] + latest)
+
+
+def test_two_ranks_may_prune_the_same_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank removes a folder when this one is about to read what lies in it."""
+    old = old_world(1, 8 * 24 * 3600.0)
+
+    def after_removal(read: Callable[[Path], object]) -> Callable[[Path], object]:
+        def removed_first(path: Path) -> object:
+            if path == old:
+                monkeypatch.undo()
+                subprocess.run(["rm", "-r", str(old)], check=True, timeout=150)
+            return read(path)
+
+        return removed_first
+
+    home = own_folder()
+    monkeypatch.setattr(os, "scandir", after_removal(os.scandir))
+    monkeypatch.setattr(os, "listdir", after_removal(os.listdir))
+    prune(home)
+    assert list(home.iterdir()) == []
 
 
 def test_what_a_rank_holds_is_never_pruned() -> None:

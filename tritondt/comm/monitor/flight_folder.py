@@ -131,13 +131,21 @@ def _changed(path: Path) -> float:
 
 
 def _is_held(path: Path) -> bool:
-    for mark in path.glob(".rank-*"):
-        try:
-            os.close(_locked(mark, 0, fcntl.LOCK_EX))
-        except BlockingIOError:
-            return True
-        except FileNotFoundError:  # left, or pruned by another rank
-            continue
+    """Whether a rank holds a folder; another rank may remove it and what lies in it meanwhile."""
+    try:
+        marks = [mark for mark in path.iterdir() if mark.name.startswith(".rank-")]
+    except FileNotFoundError:
+        return False
+    return any(_is_locked(mark) for mark in marks)
+
+
+def _is_locked(mark: Path) -> bool:
+    try:
+        os.close(_locked(mark, 0, fcntl.LOCK_EX))
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        pass
     return False
 
 
