@@ -47,7 +47,7 @@ REDUCED = {
     "nanmean": lambda x: x.nanmean(),
 }
 
-if torch.__version__ >= "2.11":  # fake tensors of 2.10 have counts of the input's dtype
+if torch.__version__ >= "2.12":  # fake tensors before have indices and counts of the input's dtype
     REDUCED["unique"] = lambda x: torch.unique(x, return_inverse=True, return_counts=True)
 
 
