@@ -11,11 +11,11 @@ def num_calls(run: Callable[[], object]) -> int:
     >>> num_calls(lambda: max(abs(-1), 2))
     3
     """
-    counted = 0
+    calls: list[str] = []  # no number: Python 3.10 sets variables of a traced function back to what they were
 
     def count(frame: FrameType, event: str, argument: object) -> None:
-        nonlocal counted
-        counted += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            calls.append(event)
 
     before = sys.getprofile()
     sys.setprofile(count)
@@ -23,4 +23,4 @@ def num_calls(run: Callable[[], object]) -> int:
         run()
     finally:
         sys.setprofile(before)
-    return counted - 1  # the call that sets back
+    return len(calls) - 1  # the call that sets back

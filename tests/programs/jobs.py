@@ -34,6 +34,15 @@ class _Worker:
         limit_s = FAMILY_LIMIT_S if len(self.seeds) > 1 else SEED_LIMIT_S
         return bool(self.seeds) and time.time() - self.since > limit_s
 
+    def told(self) -> Tally | None:
+        """What it found; None where its process ended before it said."""
+        try:
+            tally: Tally = self.pipe.recv()
+        except EOFError:
+            self.process.join()
+            return None
+        return tally
+
 
 def run_families(
     seeds: Sequence[int],
@@ -63,9 +72,12 @@ class _Workers:
                 ready = wait([worker.pipe for worker in self._workers if worker.seeds], timeout=1.0)
                 for place, worker in enumerate(self._workers):
                     if worker.pipe in ready:
-                        tally: Tally = worker.pipe.recv()
-                        worker.seeds = ()
-                        yield tally
+                        tally = worker.told()
+                        if tally is None:
+                            yield from self._replace(place)
+                        else:
+                            worker.seeds = ()
+                            yield tally
                     elif worker.is_late():
                         yield from self._replace(place)
         finally:
@@ -84,19 +96,26 @@ class _Workers:
         return any(worker.seeds for worker in self._workers)
 
     def _replace(self, place: int) -> Iterator[Tally]:
-        """Ends a worker that hangs and starts another; its seeds are run one by one, to find which hangs."""
-        hung = self._workers[place].seeds
-        _end(self._workers[place])
+        """Starts a worker in place of one that hangs or has ended; its seeds are run one by one, to find which does."""
+        worker = self._workers[place]
+        status = worker.process.exitcode
+        _end(worker)
         self._workers[place] = _started(self._leave_out, self._minimise)
-        if len(hung) == 1:
-            yield _hang(hung[0], self._leave_out)
+        if len(worker.seeds) == 1:
+            told = f"no end within {SEED_LIMIT_S:g} s" if status is None else f"the process ended with status {status}"
+            yield _lost(
+                worker.seeds[0], self._leave_out, Failure("hang" if status is None else "crash", None, "", told)
+            )
         else:
-            self._waiting = chain([[seed] for seed in hung], self._waiting)
+            self._waiting = chain([[seed] for seed in worker.seeds], self._waiting)
 
 
-def _hang(seed: int, leave_out: Sequence[str]) -> Tally:
+def _lost(seed: int, leave_out: Sequence[str], status: int | None) -> Tally:
+    """What is told of a program whose process hung, or ended with a status."""
     program = random_program(seed, leave_out)
     failure = Failure("hang", None, "", f"no end within {SEED_LIMIT_S:g} s")
+    if status is not None:
+        failure = Failure("crash", None, "", f"the process ended with status {status}")
     return Tally(1, len(program.statements), Counter(), [Finding(program, program, failure, {})])
 
 

@@ -1,6 +1,7 @@
 """Random programs against one device, and their generator: seeds, printing, and what it finds of planted faults."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import torch
 from torch.autograd.grad_mode import _force_original_view_tracking
 
 import tritondt as T
-from tests.programs.campaign import Campaign
+from tests.programs import jobs
+from tests.programs.campaign import Campaign, Tally
 from tests.programs.generator import FAMILY, LATER, WEIGHTS, random_program
 from tests.programs.minimise import minimised
 from tests.programs.one_device import OneDeviceRun, difference
@@ -322,3 +324,22 @@ def test_the_command_line_tells_and_counts(tmp_path):
     found = subprocess.run([*command, "--without", "nothing"], capture_output=True, text=True, timeout=250)
     assert found.returncode == 1
     assert "--without got nothing; allowed are make, " in found.stderr
+
+
+def ended_by_seed_3(pipe, leave_out, minimise):
+    """A worker that stands for one whose program crashes."""
+    while True:
+        seeds = pipe.recv()
+        if 3 in seeds:
+            os._exit(7)
+        pipe.send(Tally(len(seeds)))
+
+
+@pytest.mark.extended
+def test_a_program_that_ends_its_process_is_named(monkeypatch):
+    monkeypatch.setattr(jobs, "_serve", ended_by_seed_3)
+    tallies = list(jobs.run_families(range(5), 2, minimise=False))
+    (finding,) = [finding for tally in tallies for finding in tally.findings]
+    assert finding.program.seed == 3
+    assert (finding.failure.kind, finding.failure.text) == ("crash", "the process ended with status 7")
+    assert sum(tally.programs for tally in tallies) == 5

@@ -7,7 +7,10 @@ from tests.harness.killed.at_random import VICTIM, RandomKills
 
 @pytest.mark.parametrize(
     ("seed", "count"),
-    [pytest.param(1, 20, marks=pytest.mark.extended), pytest.param(2, 1000, marks=pytest.mark.soak)],
+    [
+        pytest.param(1, 20, marks=pytest.mark.extended),
+        pytest.param(2, 1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
 )
 def test_a_rank_is_killed_again_and_again(seed: int, count: int) -> None:
     with RandomKills(seed) as kills:

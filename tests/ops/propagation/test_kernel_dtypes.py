@@ -76,3 +76,20 @@ def test_nothing_is_tried_on_many_elements():
     keys.clear()
     run_ranks(2, body)
     assert not any(op is torch.ops.aten.avg_pool2d.default for op, *_ in keys)
+
+
+@pytest.mark.parametrize("solve", [torch.linalg.ldl_solve, torch.linalg.lu_solve])
+def test_pivots_are_rows_of_the_matrix(monkeypatch, solve):
+    """LAPACK swaps rows by them without a look: a pivot of 0 wrote outside the matrix."""
+    given = []
+    monkeypatch.setattr(kernel_dtypes, "_told", {})
+    monkeypatch.setattr(kernel_dtypes, "_run", lambda schema, make: given.append(make(schema.args_spec[1])))
+
+    def run(rank):
+        mesh = T.Mesh((1,), ranks=(0,))
+        matrix, pivots = torch.eye(3), torch.arange(1, 4, dtype=torch.int32)
+        parts = [T.distribute_tensor(each, mesh, [T.Replicate()]) for each in (matrix, pivots, matrix)]
+        assert solve(*parts).shape == (3, 3)
+
+    run_ranks(2, run)
+    assert {(pivots.dtype, *pivots.tolist()) for pivots in given} == {(torch.int32, 1, 1, 1)}
