@@ -190,7 +190,9 @@ class Generator:
     def _of_autograd(self, draw: Draw, kind: str) -> Call:
         root = draw.pick(lambda it: it.requires_grad and (kind != "hook" or it.is_floating_point()))
         if kind == "hook":
-            return Call(kind, f"{root}.register_hook(lambda grad: grad * {draw.field_n()}) and None", (root,))
+            # Without the look at grad_fn torch (2.13) crashes on a view that was written to within no_grad.
+            hook = f"{root}.register_hook(lambda grad: grad * {draw.field_n()})"
+            return Call(kind, f"({root}.grad_fn, {hook}) and None", (root,))
         total = f"torch.view_as_real({root}).sum()" if draw.tensors[root].is_complex() else f"{root}.sum()"
         if draw.tensors[root].dtype in (torch.float32, torch.float64) and self._chosen.random() < 0.4:
             total = f"({root} * {root}).sum()"

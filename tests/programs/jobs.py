@@ -102,10 +102,7 @@ class _Workers:
         _end(worker)
         self._workers[place] = _started(self._leave_out, self._minimise)
         if len(worker.seeds) == 1:
-            told = f"no end within {SEED_LIMIT_S:g} s" if status is None else f"the process ended with status {status}"
-            yield _lost(
-                worker.seeds[0], self._leave_out, Failure("hang" if status is None else "crash", None, "", told)
-            )
+            yield _lost(worker.seeds[0], self._leave_out, status)
         else:
             self._waiting = chain([[seed] for seed in worker.seeds], self._waiting)
 
