@@ -72,7 +72,9 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 )
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
-@click.option("--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8 or fat-tree:8,4.")
+@click.option(
+    "--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8, fat-tree:8,4 or dragonfly:8,4,2."
+)
 @click.option("--html", callback=_writable, metavar="FILE", help="Write a page: who sends how much to whom.")
 @click.option("--png", callback=_writable, metavar="FILE", help="Write that as an image.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
