@@ -245,6 +245,7 @@ def test_ranks_are_merged_by_kind():
         (("--heads", "5"), "--width 24 is no multiple of --heads 5"),
         (("--seq", "100000000"), "--seq 100000000 is longer than the text"),
         (("--ranks", "0"), "0 is not in the range x>=1"),
+        (("--ranks", "100000"), "--ranks 100000: at most"),
         (("--ranks", "3", "--parallel", "fsdp+tp"), "takes a number of ranks that is a multiple of 2, got 3"),
         (("--ranks", "4", "--parallel", "fsdp"), "--batch 3 is less than the 4 ranks that share it"),
         (("--style", "local", "--parallel", "fsdp"), "--parallel fsdp is there with --style dtensor only"),

@@ -33,13 +33,10 @@ def join(asked: int | None, default: int) -> int:
     """
     found = environment.launched()
     if found is None:
-        most = _MOST_PER_CORE * num_cores()
-        if asked is not None and asked > most:
-            raise click.UsageError(
-                f"--ranks {asked}: at most {most} processes are started on {num_cores()} cores, {_MOST_PER_CORE} each; "
-                "on several machines start them with torchrun, mpirun or srun"
-            )
-        return default if asked is None else asked
+        if asked is None:
+            return default
+        check_started_here(asked, "torchrun, mpirun or srun")
+        return asked
     if asked not in (None, found.num_ranks):
         raise click.UsageError(f"--ranks {asked} was asked for, but the launcher has started {found.num_ranks}")
     if found.launcher == "torchrun":  # whose own store they meet in
@@ -48,6 +45,16 @@ def join(asked: int | None, default: int) -> int:
         store = dist.TCPStore(found.address, found.port, is_master=found.rank == 0)
         dist.init_process_group("gloo", store=store, rank=found.rank, world_size=found.num_ranks)
     return found.num_ranks
+
+
+def check_started_here(num_ranks: int, launchers: str) -> None:
+    """UsageError for more ranks than this machine can be asked to run; `launchers` start them on several."""
+    most = _MOST_PER_CORE * num_cores()
+    if num_ranks > most:
+        raise click.UsageError(
+            f"--ranks {num_ranks}: at most {most} processes are started on {num_cores()} cores, {_MOST_PER_CORE} each; "
+            f"on several machines start them with {launchers}"
+        )
 
 
 def is_first() -> bool:

@@ -21,6 +21,7 @@ from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, write_results
 from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
 from tritondt.cli.launch import num_cores, run_on_ranks
+from tritondt.cli.ranks import check_started_here
 from tritondt.comm import world
 from tritondt.errors import MeshError
 
@@ -99,6 +100,7 @@ def demo(
         num_ranks, on_ranks = found
     else:
         num_ranks = _DEFAULT_RANKS if ranks is None else ranks
+        check_started_here(num_ranks, "torchrun")
         _check_grid(style, num_ranks, batch)
         on_ranks = train_on_new_processes(experiment, style, num_ranks, console)
     single = train_single(experiment, style, console)

@@ -13,8 +13,8 @@ import click
 import torch.distributed as dist
 
 from tritondt import environment
-from tritondt.cli.launch import num_cores
 from tritondt.cli.outputs import refuse_unwritable
+from tritondt.cli.ranks import check_started_here
 from tritondt.cli.surroundings import surroundings
 from tritondt.cli.trace.on_rank import collect, trace_on_rank
 from tritondt.cli.trace.page import trace_page
@@ -25,7 +25,6 @@ from tritondt.debug.tracing.summary import summarise
 from tritondt.debug.tracing.summary_text import summary_fields, summary_text
 from tritondt.debug.tracing.timeline import trace_events
 
-_MOST_PER_CORE = 16
 # A rank runs the package that runs here: by -m it would be one in the current folder, as in a checkout not built.
 _ROOT = str(Path(__file__).parents[3])
 _RANK = "import sys; sys.path[: sys.path[0] == ''] = [sys.argv.pop(1)]; from tritondt.__main__ import run; run()"
@@ -94,12 +93,7 @@ def trace(ranks: int | None, out: str, html: str | None, collected: bool, progra
 
 
 def _start(num_ranks: int, out: str, program: Sequence[str]) -> tuple[int, list[RankRecord]]:
-    most = _MOST_PER_CORE * num_cores()
-    if num_ranks > most:
-        raise click.UsageError(
-            f"--ranks {num_ranks}: at most {most} processes are started on {num_cores()} cores, {_MOST_PER_CORE} each; "
-            "on several machines start them with torchrun"
-        )
+    check_started_here(num_ranks, "torchrun")
     command = [sys.executable, "-c", _RANK, _ROOT, "trace", "--collected", "--out", out, "--", *program]
     status, store = run_ranks(num_ranks, command)
     return status, collect(dist.PrefixStore("tritondt/trace", store), num_ranks, waits=False)
