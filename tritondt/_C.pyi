@@ -6,8 +6,14 @@ from typing import Any, Literal, NoReturn, overload
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
 _Outcome = tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]
-_Calls = Sequence[tuple[str, int, int, int, str, int | str, int]]
+_Calls = Sequence[tuple[str, int, int, int, str, _Op, int]]
+_Messages = Sequence[tuple[int, int, int]]  # (peer, address or offset, bytes)
+_Memory = tuple[int, int]  # an address and a count, or a first and an end
+_Op = int | str
+_Span = tuple[int, int, int]  # a tensor's number, the first byte, how many
+_PeerSpans = Sequence[tuple[int, _Span]]
 _Options = Mapping[str, int | str]
+_Asked = _Options | None
 _Splitter = Callable[[tuple[Any, ...], int], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
 
 class MessageSlices:
@@ -27,9 +33,7 @@ class SocketGroup(TimedExchange):
     """Connected sockets to peers, driven by the thread that calls."""
 
     def __init__(self, sockets: Sequence[int]) -> None: ...
-    def start(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], tag: int
-    ) -> None: ...
+    def start(self, sends: _Messages, receives: _Messages, tag: int) -> None: ...
     def start_slices(
         self,
         sends: MessageSlices,
@@ -56,14 +60,17 @@ class Arena:
     def num_bytes(self) -> int: ...
     def close_descriptor(self) -> None: ...
 
-class DirectPlan:
-    """One rank's side of an exchange through arenas; messages there are (peer, offset in the slot, bytes)."""
+class DirectProgram:
+    """One rank's side of an exchange through arenas, round by round."""
+
+class DirectPlan(DirectProgram):
+    """One rank's side of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""
 
     def __init__(
         self,
         *,
-        sends: Sequence[tuple[int, int, int]],
-        receives: Sequence[tuple[int, int, int]],
+        sends: _Messages,
+        receives: _Messages,
         socket_sends: MessageSlices,
         socket_receives: MessageSlices,
         has_sockets: bool,
@@ -84,7 +91,7 @@ class DirectGroup(TimedExchange):
     def slot_bytes(arena_bytes: int, num_ranks: int) -> int: ...
     def run(
         self,
-        plan: DirectPlan,
+        plan: DirectProgram,
         sources: Sequence[int],
         targets: Sequence[int],
         num_threads: int,
@@ -97,6 +104,30 @@ class DirectGroup(TimedExchange):
     def skip(self, sequence: int) -> None: ...
     def interrupt(self) -> None: ...
     def release(self) -> None: ...
+
+class ByteMoves(DirectProgram):
+    """Bytes of ranks' tensors for others, a chunk of each message a round; peers by place."""
+
+    def __init__(
+        self, *, chunk_bytes: int, sends: _PeerSpans, receives: _PeerSpans, keeps: Sequence[tuple[_Span, _Span]]
+    ) -> None: ...
+
+class Reducer:
+    """How terms of ranks, in the order of their places, are reduced: dtype and op as in ReduceTable, chunk by chunk."""
+
+    def __init__(
+        self, *, dtype: str, op: str, divisor: int, places: Sequence[int], own: int, chunk_bytes: int
+    ) -> None: ...
+
+class OneShotReduction(DirectProgram):
+    """A reduction whose terms are all read by all ranks (root -1), or by the one at a position."""
+
+    def __init__(self, reducer: Reducer, *, source: _Span, target: _Span, root: int) -> None: ...
+
+class PiecewiseReduction(DirectProgram):
+    """A reduction of a piece on each rank, and where there is a result for each position, their gather."""
+
+    def __init__(self, reducer: Reducer, *, pieces: Sequence[_Span], results: Sequence[_Span]) -> None: ...
 
 class Watchdog:
     """Ends exchanges that take too long, and writes flight recorders, from a thread that never needs the GIL."""
@@ -141,12 +172,7 @@ def limit_instructions(name: str) -> None: ...
 def team_origin() -> Literal["torch", "own"]: ...
 def advise_huge_pages(address: int, num_bytes: int) -> None: ...
 def write_random_words(
-    region: Sequence[Sequence[tuple[int, int]]],
-    shape: Sequence[int],
-    key: int,
-    lane: int,
-    address: int,
-    num_threads: int,
+    region: Sequence[Sequence[_Memory]], shape: Sequence[int], key: int, lane: int, address: int, num_threads: int
 ) -> None: ...
 
 class NcclError(RuntimeError):
@@ -178,20 +204,16 @@ class NcclLibrary:
     # torch.cuda.MemPool(torch.cuda.memory.CUDAPluggableAllocator(_C.__file__, *library.serve_pool()).allocator())
     def serve_pool(self) -> tuple[str, str]: ...
     def init(
-        self, unique_ids: Sequence[bytes], num_ranks: int, rank: int, options: _Options | None = None
+        self, unique_ids: Sequence[bytes], num_ranks: int, rank: int, options: _Asked = None
     ) -> NcclCommunicator: ...
-    def join(
-        self, unique_id: bytes, num_ranks: int, rank: int, options: _Options | None = None
-    ) -> NcclCommunicator: ...
+    def join(self, unique_id: bytes, num_ranks: int, rank: int, options: _Asked = None) -> NcclCommunicator: ...
     def call_config(self, options: _Options) -> NcclCallConfig: ...
 
 class NcclCalls:
     """The calls of an operation, for all times that it runs: where they read and write is said by tensor and byte."""
 
     def __init__(
-        self,
-        library: NcclLibrary,
-        calls: Sequence[tuple[str, tuple[int, int], tuple[int, int], int, str, int | str, int]],
+        self, library: NcclLibrary, calls: Sequence[tuple[str, _Memory, _Memory, int, str, _Op, int]]
     ) -> None: ...
 
 class NcclCallConfig:
@@ -209,13 +231,9 @@ class NcclCommunicator:
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
-    def split(self, color: int | None, key: int, options: _Options | None = None) -> NcclCommunicator | None: ...
-    def shrink(
-        self, excluded: Sequence[int], options: _Options | None = None, abort: bool = False
-    ) -> NcclCommunicator: ...
-    def grow(
-        self, num_ranks: int, unique_id: bytes | None = None, options: _Options | None = None
-    ) -> NcclCommunicator: ...
+    def split(self, color: int | None, key: int, options: _Asked = None) -> NcclCommunicator | None: ...
+    def shrink(self, excluded: Sequence[int], options: _Asked = None, abort: bool = False) -> NcclCommunicator: ...
+    def grow(self, num_ranks: int, unique_id: bytes | None = None, options: _Asked = None) -> NcclCommunicator: ...
     def grow_id(self) -> bytes: ...
     def poll(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...
@@ -236,24 +254,16 @@ class NcclCommunicator:
         self, source: int, target: int, count: int, dtype: str, stream: int, config: _Config = None
     ) -> None: ...
     def reduce_scatter(
-        self, source: int, target: int, count: int, dtype: str, op: int | str, stream: int, config: _Config = None
+        self, source: int, target: int, count: int, dtype: str, op: _Op, stream: int, config: _Config = None
     ) -> None: ...
     def all_reduce(
-        self, source: int, target: int, count: int, dtype: str, op: int | str, stream: int, config: _Config = None
+        self, source: int, target: int, count: int, dtype: str, op: _Op, stream: int, config: _Config = None
     ) -> None: ...
     def broadcast(
         self, source: int, target: int, count: int, dtype: str, root: int, stream: int, config: _Config = None
     ) -> None: ...
     def reduce(
-        self,
-        source: int,
-        target: int,
-        count: int,
-        dtype: str,
-        op: int | str,
-        root: int,
-        stream: int,
-        config: _Config = None,
+        self, source: int, target: int, count: int, dtype: str, op: _Op, root: int, stream: int, config: _Config = None
     ) -> None: ...
     def all_to_all(
         self, source: int, target: int, count: int, dtype: str, stream: int, config: _Config = None
@@ -269,9 +279,7 @@ class NcclCommunicator:
     def group(self, calls: _Calls, stream: int, config: _Config = None) -> None: ...
     def run(self, calls: NcclCalls, addresses: Sequence[int], stream: int) -> None: ...
     def simulate(self, calls: _Calls, stream: int = 0) -> float | None: ...
-    def exchange(
-        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
-    ) -> None: ...
+    def exchange(self, sends: _Messages, receives: _Messages, stream: int) -> None: ...
     def exchange_slices(
         self,
         sends: MessageSlices,
@@ -282,19 +290,11 @@ class NcclCommunicator:
         receive_buffer: int,
         stream: int,
     ) -> None: ...
-    def all_gather_v(self, source: int, targets: Sequence[tuple[int, int]], dtype: str, stream: int) -> None: ...
-    def reduce_scatter_v(
-        self, sources: Sequence[tuple[int, int]], target: int, dtype: str, op: int | str, stream: int
-    ) -> None: ...
-    def all_to_all_v(
-        self, sources: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]], dtype: str, stream: int
-    ) -> None: ...
-    def gather_v(
-        self, source: tuple[int, int], targets: Sequence[tuple[int, int]], dtype: str, root: int, stream: int
-    ) -> None: ...
-    def scatter_v(
-        self, sources: Sequence[tuple[int, int]], target: tuple[int, int], dtype: str, root: int, stream: int
-    ) -> None: ...
+    def all_gather_v(self, source: int, targets: Sequence[_Memory], dtype: str, stream: int) -> None: ...
+    def reduce_scatter_v(self, sources: Sequence[_Memory], target: int, dtype: str, op: _Op, stream: int) -> None: ...
+    def all_to_all_v(self, sources: Sequence[_Memory], targets: Sequence[_Memory], dtype: str, stream: int) -> None: ...
+    def gather_v(self, source: _Memory, targets: Sequence[_Memory], dtype: str, root: int, stream: int) -> None: ...
+    def scatter_v(self, sources: Sequence[_Memory], target: _Memory, dtype: str, root: int, stream: int) -> None: ...
     def pre_mul_sum(self, factor: float, dtype: str) -> int: ...
     def pre_mul_sum_on_device(self, address: int, dtype: str) -> int: ...
     def destroy_op(self, op: int) -> None: ...
@@ -305,9 +305,7 @@ class NcclCommunicator:
     def put(
         self, puts: Sequence[tuple[int, int, int, int]], window: int, stream: int, signal: int = 0, context: int = 0
     ) -> None: ...
-    def wait_signals(
-        self, expected: Sequence[tuple[int, int]], stream: int, signal: int = 0, context: int = 0
-    ) -> None: ...
+    def wait_signals(self, expected: Sequence[_Memory], stream: int, signal: int = 0, context: int = 0) -> None: ...
 
 class _Table:
     """What all tables of boxes tell of themselves."""

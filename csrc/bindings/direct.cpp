@@ -21,7 +21,6 @@ namespace py = pybind11;
 namespace tritondt {
 namespace {
 
-using Addresses = std::vector<std::uintptr_t>;
 // As tritondt.comm.packing.direct_transfer writes it: (peer, offset, bytes).
 using SlotMessageFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 
@@ -51,18 +50,18 @@ std::unique_ptr<DirectPlan> make_plan(const std::vector<SlotMessageFields>& send
                                       const std::vector<const ReduceTable*>& reduces) {
   std::vector<DirectPlan::Run> reducing;
   for (const ReduceTable* table : reduces) reducing.push_back(run_of(table));
-  return std::make_unique<DirectPlan>(DirectPlan{
-      make_slot_messages(sends), make_slot_messages(receives), socket_sends, socket_receives,
-      has_sockets, run_of(pack), run_of(keep), run_of(unpack), std::move(reducing)});
+  return std::make_unique<DirectPlan>(make_slot_messages(sends), make_slot_messages(receives),
+                                      socket_sends, socket_receives, has_sockets, run_of(pack),
+                                      run_of(keep), run_of(unpack), std::move(reducing));
 }
 
 // For tests: the plan with a call to Python before one of its steps.
 std::unique_ptr<DirectPlan> observed(const DirectPlan& plan, const std::string& step,
                                      py::function call) {
   auto made = std::make_unique<DirectPlan>(plan);
-  DirectPlan::Run* const found = step == "pack"     ? &made->pack
-                                 : step == "keep"   ? &made->keep
-                                 : step == "unpack" ? &made->unpack
+  DirectPlan::Run* const found = step == "pack"     ? &made->run_pack
+                                 : step == "keep"   ? &made->run_keep
+                                 : step == "unpack" ? &made->run_unpack
                                                     : nullptr;
   if (found == nullptr) {
     throw std::invalid_argument("step '" + step + "'; allowed are pack, keep and unpack");
@@ -96,7 +95,10 @@ void bind_arena(py::module_* module) {
 }
 
 void bind_plan(py::module_* module) {
-  py::class_<DirectPlan>(*module, "DirectPlan", "One rank's side of an exchange through arenas.")
+  py::class_<DirectProgram>(*module, "DirectProgram",
+                            "One rank's side of an exchange through arenas, round by round.");
+  py::class_<DirectPlan, DirectProgram>(
+      *module, "DirectPlan", "One rank's side of an exchange of boxes through arenas, by tables.")
       .def(py::init(&make_plan), py::kw_only(), py::arg("sends"), py::arg("receives"),
            py::arg("socket_sends"), py::arg("socket_receives"), py::arg("has_sockets"),
            py::arg("pack").none(true), py::arg("keep").none(true), py::arg("unpack").none(true),
@@ -121,12 +123,14 @@ void bind_direct_group(py::module_* module) {
                   py::arg("num_ranks"), "Bytes of a slot in an arena of so many bytes.")
       .def(
           "run",
-          [](DirectGroup& group, const DirectPlan& plan, Addresses sources, Addresses targets,
+          [](DirectGroup& group, const DirectProgram& plan, Addresses sources, Addresses targets,
              int num_threads, std::uint64_t sequence, std::uint64_t tag, std::uintptr_t send_buffer,
              std::uintptr_t receive_buffer) {
             const py::gil_scoped_release released;
-            return ending_of(group.run(&plan, std::move(sources), std::move(targets), num_threads,
-                                       sequence, tag, send_buffer, receive_buffer));
+            return ending_of(group.run(
+                &plan,
+                {std::move(sources), std::move(targets), num_threads, send_buffer, receive_buffer},
+                sequence, tag));
           },
           py::arg("plan"), py::arg("sources"), py::arg("targets"), py::arg("num_threads"),
           py::arg("sequence"), py::arg("tag"), py::arg("send_buffer"), py::arg("receive_buffer"),

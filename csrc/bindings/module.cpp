@@ -9,6 +9,7 @@
 
 #include "bindings/call_key.h"
 #include "bindings/daemon_threads.h"
+#include "bindings/collectives.h"
 #include "bindings/direct.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
@@ -180,6 +181,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
   tritondt::bind_direct_group(&module);
+  tritondt::bind_collectives(&module);
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);
   tritondt::bind_nccl(&module);

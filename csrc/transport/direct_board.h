@@ -4,19 +4,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "transport/bell.h"
+
 namespace tritondt {
+
+// Rounds are counted on over all exchanges, with room for so many in each.
+constexpr std::uint64_t kMaxRounds = std::uint64_t{1} << 20;
+
+inline std::uint64_t first_round_of(std::uint64_t exchange) { return exchange * kMaxRounds; }
+
+// Which of two slots, and of two announcements to a peer, a round uses: the other one than the
+// round before, and than an exchange of one round before.
+inline std::size_t parity_of(std::uint64_t round) { return (round / kMaxRounds + round) & 1; }
 
 // What lies at the start of a rank's arena: what it has for whom, and how far it has read, written
 // by that rank alone, and two bells, which the others ring. Behind it are two slots of messages.
-//
-// A rank sleeps at its own bells only. It says how many rings it lacks, so that of several peers
-// the last one wakes it, and with it nobody else.
-struct alignas(64) Bell {
-  std::atomic<std::uint32_t> rings;
-  std::atomic<std::uint32_t> wanted;  // the count of rings that wakes its rank; 0 while it is awake
-};
 
-// A message for one peer in the slot of its exchange. `sequence` is written last.
+// A message for one peer in the slot of its round. `sequence` is written last.
 struct alignas(64) Announcement {
   std::atomic<std::uint64_t> sequence;
   std::atomic<std::uint64_t> tag;
@@ -24,13 +28,12 @@ struct alignas(64) Announcement {
   std::atomic<std::uint64_t> num_bytes;
 };
 
-// The last exchange of which this rank has read all messages, as it has of those before.
+// The last round of which this rank has read all messages, as it has of those before.
 struct alignas(64) Progress {
   std::atomic<std::uint64_t> sequence;
 };
 
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
-static_assert(sizeof(Bell::rings) == 4, "a futex has 4 bytes");
 
 // A rank's board, wherever its arena is mapped.
 class DirectBoard {
@@ -46,9 +49,10 @@ class DirectBoard {
   Bell& arrivals() const { return *reinterpret_cast<Bell*>(base_); }
   Bell& readings() const { return *reinterpret_cast<Bell*>(base_ + sizeof(Bell)); }
   Progress& read() const { return *reinterpret_cast<Progress*>(base_ + 2 * sizeof(Bell)); }
-  Announcement& announcement(std::uint64_t sequence, std::size_t peer) const {
+  // `parity` 0 or 1: the round's, as its slot.
+  Announcement& announcement(std::size_t parity, std::size_t peer) const {
     auto* const first = reinterpret_cast<Announcement*>(base_ + kFirstBytes);
-    return first[(sequence & 1) * num_ranks_ + peer];
+    return first[parity * num_ranks_ + peer];
   }
 
  private:

@@ -1,48 +1,20 @@
 #include "transport/direct_group.h"
 
-#include <linux/futex.h>
 #include <poll.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "cpu/clock.h"
+#include "transport/bell.h"
 
 namespace tritondt {
 namespace {
 
 // How long `finish` keeps whoever called it from looking at signals that another thread received.
 constexpr std::int64_t kPatienceNs = 200'000'000;
-// How late a waiting rank notices that a peer has left, or that it is interrupted.
-constexpr long kSliceNs = 20'000'000;
-
-// Sleeps until the bell has rung `lacking` times since it had `seen`; false after a slice without.
-bool sleep_at(Bell* bell, std::uint32_t seen, std::uint32_t lacking) {
-  const timespec slice = {0, kSliceNs};
-  const std::uint32_t wanted = seen + lacking;
-  bell->wanted.store(wanted == 0 ? wanted - 1 : wanted);
-  // Whoever rings counts first and then looks what is wanted: either this call sees the count, or
-  // that one sees who sleeps.
-  return syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &slice, nullptr, 0) == 0 ||
-         errno != ETIMEDOUT;
-}
-
-void wake_at(Bell* bell) { syscall(SYS_futex, &bell->rings, FUTEX_WAKE, 1, nullptr, nullptr, 0); }
-
-void ring(Bell* bell) {
-  const std::uint32_t rings = bell->rings.fetch_add(1) + 1;
-  std::uint32_t wanted = bell->wanted.load();
-  if (wanted != 0 && static_cast<std::int32_t>(rings - wanted) >= 0 &&
-      bell->wanted.compare_exchange_strong(wanted, 0)) {
-    wake_at(bell);
-  }
-}
 
 void relax() {
 #if defined(__x86_64__)
@@ -85,8 +57,38 @@ std::uint64_t DirectGroup::slot_bytes(std::size_t arena_bytes, std::size_t num_r
   return arena_bytes <= board_bytes ? 0 : (arena_bytes - board_bytes) / 2 / 4096 * 4096;
 }
 
-void DirectGroup::check(const DirectPlan& plan) const {
-  for (const SlotMessage& message : plan.sends) {
+Ending DirectGroup::run(const DirectProgram* program, Operands operands, std::uint64_t sequence,
+                        std::uint64_t tag) {
+  if (boards_.empty()) throw std::invalid_argument("the arenas are released");
+  if (first_round_of(sequence) <= sequence_) {
+    throw std::invalid_argument("exchange " + std::to_string(sequence) + " after exchange " +
+                                std::to_string(sequence_ / kMaxRounds));
+  }
+  if (program->num_rounds() > kMaxRounds - 1) {
+    throw std::invalid_argument("an exchange of " + std::to_string(program->num_rounds()) +
+                                " rounds; it has at most " + std::to_string(kMaxRounds - 1));
+  }
+  program_ = program;
+  operands_ = std::move(operands);
+  sequence_ = first_round_of(sequence);
+  tag_ = tag;
+  round_ = 0;
+  begin_round();
+  if (!begin_exchange()) return {Outcome::kExpired, -1};
+  return finish();
+}
+
+// The messages of a round, checked before anything is written.
+void DirectGroup::begin_round() {
+  sends_.clear();
+  receives_.clear();
+  step_ = Step::kDone;
+  if (round_ == program_->num_rounds()) {
+    sequence_ |= kMaxRounds - 1;  // no round follows: whoever reads its number knows so
+    return;
+  }
+  program_->list(round_, &sends_, &receives_);
+  for (const SlotMessage& message : sends_) {
     if (message.peer >= arenas_.size() || message.num_bytes > slot_bytes_ ||
         message.offset > slot_bytes_ - message.num_bytes) {
       throw std::invalid_argument("a message of " + std::to_string(message.num_bytes) +
@@ -95,35 +97,13 @@ void DirectGroup::check(const DirectPlan& plan) const {
                                   std::to_string(slot_bytes_) + " bytes");
     }
   }
-  for (const SlotMessage& message : plan.receives) {
+  for (const SlotMessage& message : receives_) {
     if (message.peer >= arenas_.size()) {
       throw std::invalid_argument("a message of place " + std::to_string(message.peer) +
                                   " is expected; there are " + std::to_string(arenas_.size()));
     }
   }
-}
-
-Ending DirectGroup::run(const DirectPlan* plan, std::vector<std::uintptr_t> sources,
-                        std::vector<std::uintptr_t> targets, int num_threads,
-                        std::uint64_t sequence, std::uint64_t tag, std::uintptr_t send_buffer,
-                        std::uintptr_t receive_buffer) {
-  if (boards_.empty()) throw std::invalid_argument("the arenas are released");
-  if (sequence <= sequence_) {
-    throw std::invalid_argument("exchange " + std::to_string(sequence) + " after exchange " +
-                                std::to_string(sequence_));
-  }
-  check(*plan);
-  if (!begin_exchange()) return {Outcome::kExpired, -1};
-  plan_ = plan;
-  sources_ = std::move(sources);
-  targets_ = std::move(targets);
-  num_threads_ = num_threads;
-  sequence_ = sequence;
-  tag_ = tag;
-  send_buffer_ = send_buffer;
-  receive_buffer_ = receive_buffer;
   step_ = Step::kSlot;
-  return finish();
 }
 
 Ending DirectGroup::finish() {
@@ -146,8 +126,7 @@ Ending DirectGroup::advance() {
     } else {
       ending = finish_sockets();
       if (ending.outcome != Outcome::kDone) return ending;
-      unpack();
-      step_ = Step::kDone;
+      end_round();
     }
   }
   return {Outcome::kDone, -1};
@@ -155,7 +134,7 @@ Ending DirectGroup::advance() {
 
 // Until nobody reads what lay in the slot before.
 Ending DirectGroup::await_slot() {
-  const Readers& before = readers_[sequence_ & 1];
+  const Readers& before = readers_[parity_of(sequence_)];
   return await(boards_[place_].readings(), [&] {
     pending_.clear();
     for (const std::size_t peer : before.peers) {
@@ -166,14 +145,15 @@ Ending DirectGroup::await_slot() {
 }
 
 void DirectGroup::send() {
-  const std::uint64_t slot = board_bytes_ + (sequence_ & 1) * slot_bytes_;
+  const std::size_t parity = parity_of(sequence_);
+  const std::uint64_t slot = board_bytes_ + parity * slot_bytes_;
   const auto base = reinterpret_cast<std::uintptr_t>(arenas_[place_]->base());
-  if (plan_->pack) plan_->pack(sources_, {base + slot, send_buffer_}, num_threads_);
-  Readers& readers = readers_[sequence_ & 1];
+  program_->pack(round_, operands_, base + slot);
+  Readers& readers = readers_[parity];
   readers.sequence = sequence_;
   readers.peers.clear();
-  for (const SlotMessage& message : plan_->sends) {
-    Announcement& announcement = boards_[place_].announcement(sequence_, message.peer);
+  for (const SlotMessage& message : sends_) {
+    Announcement& announcement = boards_[place_].announcement(parity, message.peer);
     announcement.tag.store(tag_, std::memory_order_relaxed);
     announcement.offset.store(slot + message.offset, std::memory_order_relaxed);
     announcement.num_bytes.store(message.num_bytes, std::memory_order_relaxed);
@@ -181,19 +161,16 @@ void DirectGroup::send() {
     ring(&boards_[message.peer].arrivals());
     readers.peers.push_back(message.peer);
   }
-  if (plan_->has_sockets) {
-    group_->start(plan_->socket_sends.messages(sources_, send_buffer_),
-                  plan_->socket_receives.messages(targets_, receive_buffer_), tag_);
-  }
-  if (plan_->keep) plan_->keep(sources_, targets_, num_threads_);
+  if (program_->has_sockets()) program_->start_sockets(group_.get(), operands_, tag_);
+  program_->keep(round_, operands_);
 }
 
 Ending DirectGroup::await_arrivals() {
   arrived_.assign(arenas_.size() + 1, 0);
-  arrived_.back() = receive_buffer_;
+  arrived_.back() = operands_.receive_buffer;
   return await(boards_[place_].arrivals(), [&] {
     pending_.clear();
-    for (const SlotMessage& message : plan_->receives) {
+    for (const SlotMessage& message : receives_) {
       if (arrived_[message.peer] != 0) continue;
       const Outcome outcome = look(message);
       if (outcome == Outcome::kPending) pending_.push_back(message.peer);
@@ -208,12 +185,12 @@ Ending DirectGroup::await_arrivals() {
 // Whether a message is there; its address is noted where it is the expected one.
 Outcome DirectGroup::look(const SlotMessage& message) {
   const DirectBoard& board = boards_[message.peer];
-  const Announcement& found = board.announcement(sequence_, place_);
+  const std::size_t parity = parity_of(sequence_);
+  const Announcement& found = board.announcement(parity, place_);
   std::uint64_t sequence = found.sequence.load(std::memory_order_acquire);
   if (sequence < sequence_ &&
-      board.announcement(sequence_ + 1, place_).sequence.load(std::memory_order_acquire) >
-          sequence_) {
-    // The peer is at a later exchange: it announced this one meanwhile, or never will.
+      board.announcement(1 - parity, place_).sequence.load(std::memory_order_acquire) > sequence_) {
+    // The peer is at a later round: it announced this one meanwhile, or never will.
     sequence = found.sequence.load(std::memory_order_acquire);
     if (sequence < sequence_) return Outcome::kMismatch;
   }
@@ -232,7 +209,7 @@ Outcome DirectGroup::look(const SlotMessage& message) {
 }
 
 Ending DirectGroup::finish_sockets() {
-  if (!plan_->has_sockets) return {Outcome::kDone, -1};
+  if (!program_->has_sockets()) return {Outcome::kDone, -1};
   const Ending ending = group_->finish();
   if (ending.outcome == Outcome::kInterrupted && has_expired()) {
     return {Outcome::kExpired, ending.peer};
@@ -240,20 +217,18 @@ Ending DirectGroup::finish_sockets() {
   return ending;
 }
 
-void DirectGroup::unpack() {
-  if (plan_->unpack) plan_->unpack(arrived_, targets_, num_threads_);
-  if (!plan_->reduces.empty()) {
-    std::vector<std::uintptr_t> terms = sources_;
-    terms.insert(terms.end(), arrived_.begin(), arrived_.end());
-    for (const DirectPlan::Run& reduce : plan_->reduces) reduce(terms, targets_, num_threads_);
-  }
+void DirectGroup::end_round() {
+  program_->unpack(round_, operands_, arrived_);
   boards_[place_].read().sequence.store(sequence_);
-  for (const SlotMessage& message : plan_->receives) ring(&boards_[message.peer].readings());
+  for (const SlotMessage& message : receives_) ring(&boards_[message.peer].readings());
+  ++round_;
+  ++sequence_;
+  begin_round();
 }
 
 void DirectGroup::skip(std::uint64_t sequence) {
   if (boards_.empty()) return;
-  sequence_ = std::max(sequence_, sequence);
+  sequence_ = std::max(sequence_, first_round_of(sequence) + kMaxRounds - 1);
   boards_[place_].read().sequence.store(sequence_);
   for (const DirectBoard& board : boards_) ring(&board.readings());
 }

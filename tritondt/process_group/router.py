@@ -87,6 +87,7 @@ class Router:
         if environment.transport() == "direct" and size > 1:
             self._shared_memory = SharedMemoryGroup(self.name, self.ranks, rank, self.timeout)
         self._num_forks, self._is_ended = _num_forks, False
+        self._checked_forks = -1  # forks when a tensor on the CPU was last found to be one for Gloo
         self._store_client: StoreClient | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
@@ -100,6 +101,8 @@ class Router:
         `describe` says of `arguments` what was asked, where it is refused.
         """
         device_type = device.type
+        if device_type == "cpu" and self._checked_forks == _num_forks and not self._is_ended:
+            return None  # as said before, and on the way of every operation
         if self._num_forks != _num_forks:
             raise WorldError(
                 f"{describe(*arguments)} was asked of {self.name} by a process forked from the one that made it; fork "
@@ -117,6 +120,7 @@ class Router:
                 f"{self.name} was made for {' and '.join(device_types)}"
             )
         if device_type not in nccl_devices:
+            self._checked_forks = _num_forks
             return None
         found = NcclGroup(
             f"{self.name} on {device_type}",

@@ -1,4 +1,4 @@
-"""The Work of a collective of tensors on the CPU that runs in a communicator's thread, or has run."""
+"""Works of collectives of tensors on the CPU: one that runs in a communicator's thread, and one that has run."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,6 +12,52 @@ from tritondt.comm.work import again
 from tritondt.errors import PeerError
 
 _NO_TIMEOUT = timedelta(0)  # as torch says it
+
+
+class FinishedWork(Work):
+    """A collective that has run, and its results."""
+
+    def __init__(self, results: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._results = results
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def is_success(self) -> bool:
+        """True: one that fails raises its error where it is asked for."""
+        return True
+
+    def exception(self) -> None:
+        """None."""
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """True, at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing."""
+
+    def block_current_stream(self) -> None:
+        """Nothing."""
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that are written."""
+        return list(self._results)
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of tensors that are written."""
+        future = torch.futures.Future[Any]()
+        future.set_result(list(self._results))
+        return future
+
+    def _source_rank(self) -> int:
+        return -1
+
+    def source_rank(self) -> int:
+        """-1: no message of one rank."""
+        return -1
 
 
 class SharedMemoryWork(Work):

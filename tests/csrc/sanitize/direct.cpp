@@ -10,16 +10,20 @@
 
 #include "check.h"
 #include "groups.h"
+#include "transport/byte_moves.h"
 #include "transport/direct_group.h"
+#include "transport/reductions.h"
 
 namespace {
 
+using tritondt::Addresses;
 using tritondt::Arena;
+using tritondt::ByteMoves;
 using tritondt::DirectGroup;
 using tritondt::DirectPlan;
+using tritondt::DirectProgram;
 using tritondt::Ending;
 using tritondt::Outcome;
-using Addresses = std::vector<std::uintptr_t>;
 
 constexpr std::size_t kNumRanks = 3;
 constexpr std::size_t kArenaBytes = 1 << 16;
@@ -81,16 +85,16 @@ DirectPlan random_plan(std::size_t rank, std::uint64_t exchange) {
     std::mt19937_64 random(exchange * 31 + rank);
     if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
   };
-  plan.pack = [sends = plan.sends, rank, exchange, dawdle](const Addresses&,
-                                                           const Addresses& targets, int) {
+  plan.run_pack = [sends = plan.sends, rank, exchange, dawdle](const Addresses&,
+                                                               const Addresses& targets, int) {
     dawdle();
     for (const tritondt::SlotMessage& message : sends) {
       std::memset(reinterpret_cast<char*>(targets[0]) + message.offset,
                   message_byte(rank, message.peer, exchange), message.num_bytes);
     }
   };
-  plan.unpack = [receives = plan.receives, rank, exchange, dawdle](const Addresses& sources,
-                                                                   const Addresses&, int) {
+  plan.run_unpack = [receives = plan.receives, rank, exchange, dawdle](const Addresses& sources,
+                                                                       const Addresses&, int) {
     dawdle();
     for (const tritondt::SlotMessage& message : receives) {
       const char* bytes = reinterpret_cast<const char*>(sources[message.peer]);
@@ -105,8 +109,7 @@ DirectPlan random_plan(std::size_t rank, std::uint64_t exchange) {
 void exchange_all(DirectGroup* group, std::size_t rank) {
   for (std::uint64_t exchange = 1; exchange <= kNumExchanges; ++exchange) {
     const DirectPlan plan = random_plan(rank, exchange);
-    const Ending ending =
-        complete(group, group->run(&plan, {}, {}, 1, exchange, exchange * 5, 0, 0));
+    const Ending ending = complete(group, group->run(&plan, {}, exchange, exchange * 5));
     CHECK(ending.outcome == Outcome::kDone);
     CHECK(group->started_ns() == 0);
   }
@@ -117,6 +120,72 @@ void check_exchanges() {
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < kNumRanks; ++rank) {
     threads.emplace_back([&ranks, rank] { exchange_all(ranks.group(rank), rank); });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// Messages of random lengths between all pairs, in rounds of one line each, so that ranks have
+// different numbers of rounds; then sums in pieces and in one shot, of several rounds too.
+void move_bytes(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
+  std::vector<char> source(kNumRanks * kMaxBytes), target(kNumRanks * kMaxBytes);
+  std::vector<ByteMoves::PeerSpan> sends, receives;
+  for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
+    if (peer == rank) continue;
+    const std::uint64_t leaving = message_bytes(rank, peer, exchange) / 8;
+    std::memset(source.data() + peer * kMaxBytes, message_byte(rank, peer, exchange), leaving);
+    if (leaving > 0) sends.push_back({peer, {0, peer * kMaxBytes, leaving}});
+    const std::uint64_t coming = message_bytes(peer, rank, exchange) / 8;
+    if (coming > 0) receives.push_back({peer, {0, peer * kMaxBytes, coming}});
+  }
+  const ByteMoves program(64, sends, receives, {});
+  const Ending ending =
+      complete(group, group->run(&program,
+                                 {{reinterpret_cast<std::uintptr_t>(source.data())},
+                                  {reinterpret_cast<std::uintptr_t>(target.data())}},
+                                 exchange, exchange * 5));
+  CHECK(ending.outcome == Outcome::kDone);
+  for (const auto& [peer, span] : receives) {
+    for (std::uint64_t i = 0; i < span.num_bytes; ++i) {
+      CHECK(target[span.start + i] == message_byte(peer, rank, exchange));
+    }
+  }
+}
+
+void sum_up(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
+  std::vector<float> terms(kNumRanks * 40);
+  for (std::size_t i = 0; i < terms.size(); ++i) {
+    terms[i] = static_cast<float>(rank * 100 + i + exchange);
+  }
+  const tritondt::Reducer reducer = {
+      tritondt::find_reduce_kernel("float32", "sum", 1), 1, {0, 1, 2}, rank, 64};
+  std::vector<tritondt::Span> pieces;
+  for (std::size_t peer = 0; peer < kNumRanks; ++peer) pieces.push_back({0, peer * 160, 160});
+  const std::uint64_t num_bytes = terms.size() * sizeof(float);
+  std::unique_ptr<DirectProgram> program;
+  if (exchange % 3 == 1) {
+    program = std::make_unique<tritondt::PiecewiseReduction>(reducer, pieces, pieces);
+  } else {
+    program = std::make_unique<tritondt::OneShotReduction>(reducer, tritondt::Span{0, 0, num_bytes},
+                                                           tritondt::Span{0, 0, num_bytes}, -1);
+  }
+  const auto address = reinterpret_cast<std::uintptr_t>(terms.data());
+  const Ending ending =
+      complete(group, group->run(program.get(), {{address}, {address}}, exchange, exchange * 5));
+  CHECK(ending.outcome == Outcome::kDone);
+  for (std::size_t i = 0; i < terms.size(); ++i) {
+    CHECK(terms[i] == static_cast<float>(300 + 3 * (i + exchange)));
+  }
+}
+
+void check_rounds() {
+  DirectRanks ranks(kNumRanks);
+  std::vector<std::thread> threads;
+  for (std::size_t rank = 0; rank < kNumRanks; ++rank) {
+    threads.emplace_back([&ranks, rank] {
+      for (std::uint64_t exchange = 1; exchange <= kNumExchanges; ++exchange) {
+        (exchange % 3 == 0 ? move_bytes : sum_up)(ranks.group(rank), rank, exchange);
+      }
+    });
   }
   for (std::thread& thread : threads) thread.join();
 }
@@ -140,7 +209,7 @@ Ending wait_while(DirectRanks* ranks, const Act& act) {
   Ending ending = {};
   std::thread waiting([&] {
     DirectGroup* group = ranks->group(0);
-    ending = complete(group, group->run(&plan, {}, {}, 1, 1, 5, 0, 0));
+    ending = complete(group, group->run(&plan, {}, 1, 5));
   });
   while (ranks->group(0)->started_ns() == 0) std::this_thread::yield();
   act();
@@ -159,7 +228,7 @@ void check_endings() {
     const Ending ending = wait_while(&expired, [&] { CHECK(group->expire(group->started_ns())); });
     CHECK(ending.outcome == Outcome::kExpired && ending.peer == 1);
     const DirectPlan nothing = empty_plan();
-    CHECK(group->run(&nothing, {}, {}, 1, 2, 6, 0, 0).outcome == Outcome::kExpired);
+    CHECK(group->run(&nothing, {}, 2, 6).outcome == Outcome::kExpired);
 
     DirectRanks left(2);
     CHECK(wait_while(&left, [&] { left.leave(1); }).outcome == Outcome::kClosed);
@@ -172,7 +241,7 @@ void check_disagreements() {
     DirectRanks ranks(2);
     const DirectPlan plan = sending(num_bytes);
     return wait_while(&ranks, [&] {
-      CHECK(ranks.group(1)->run(&plan, {}, {}, 1, sequence, tag, 0, 0).outcome == Outcome::kDone);
+      CHECK(ranks.group(1)->run(&plan, {}, sequence, tag).outcome == Outcome::kDone);
     });
   };
   CHECK(run_other(100, 1, 5).outcome == Outcome::kDone);
@@ -190,11 +259,12 @@ void check_nonsense() {
     DirectRanks ranks(2);
     const Ending ending = wait_while(&ranks, [&] {
       const tritondt::DirectBoard board(ranks.arena(1), 2);
-      tritondt::Announcement& announcement = board.announcement(1, 0);
+      tritondt::Announcement& announcement =
+          board.announcement(tritondt::parity_of(tritondt::first_round_of(1)), 0);
       announcement.tag.store(5);
       announcement.offset.store(offset);
       announcement.num_bytes.store(100);
-      announcement.sequence.store(1);
+      announcement.sequence.store(tritondt::first_round_of(1));
     });
     CHECK(ending.outcome == Outcome::kMismatch);
   }
@@ -205,9 +275,9 @@ void check_slots() {
   DirectRanks ranks(2);
   const DirectPlan plan = sending(100);
   DirectGroup* const sender = ranks.group(1);
-  CHECK(sender->run(&plan, {}, {}, 1, 1, 5, 0, 0).outcome == Outcome::kDone);
-  CHECK(sender->run(&plan, {}, {}, 1, 2, 5, 0, 0).outcome == Outcome::kDone);
-  CHECK(sender->run(&plan, {}, {}, 1, 3, 5, 0, 0).outcome == Outcome::kPending);
+  CHECK(sender->run(&plan, {}, 1, 5).outcome == Outcome::kDone);
+  CHECK(sender->run(&plan, {}, 2, 5).outcome == Outcome::kDone);
+  CHECK(sender->run(&plan, {}, 3, 5).outcome == Outcome::kPending);
   std::thread skipping([&] { ranks.group(0)->skip(1); });
   CHECK(complete(sender, sender->finish()).outcome == Outcome::kDone);
   skipping.join();
@@ -222,14 +292,14 @@ void check_bells() {
   Ending ending = {};
   std::thread waiting([&] {
     DirectGroup* const group = ranks.group(0);
-    ending = complete(group, group->run(&both, {}, {}, 1, 1, 5, 0, 0));
+    ending = complete(group, group->run(&both, {}, 1, 5));
   });
   tritondt::Bell& bell = tritondt::DirectBoard(ranks.arena(0), 3).arrivals();
   while (bell.wanted.load() == 0) std::this_thread::yield();
   CHECK(bell.wanted.load() == 2);
-  CHECK(ranks.group(1)->run(&plan, {}, {}, 1, 1, 5, 0, 0).outcome == Outcome::kDone);
+  CHECK(ranks.group(1)->run(&plan, {}, 1, 5).outcome == Outcome::kDone);
   CHECK(bell.rings.load() == 1 && bell.wanted.load() == 2);
-  CHECK(ranks.group(2)->run(&plan, {}, {}, 1, 1, 5, 0, 0).outcome == Outcome::kDone);
+  CHECK(ranks.group(2)->run(&plan, {}, 1, 5).outcome == Outcome::kDone);
   waiting.join();
   CHECK(ending.outcome == Outcome::kDone);
   CHECK(bell.rings.load() == 2 && bell.wanted.load() == 0);
@@ -244,6 +314,7 @@ void check_bells() {
 void check_direct_groups() {
   check_bells();
   check_exchanges();
+  check_rounds();
   check_endings();
   check_disagreements();
   check_nonsense();

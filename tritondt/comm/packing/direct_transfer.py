@@ -5,9 +5,10 @@ receivers unpack, or reduce, from there. Longer ones travel as between other ran
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from tritondt._C import CopyTable, DirectPlan, ReduceTable
+from tritondt._C import CopyTable, DirectPlan, DirectProgram, ReduceTable
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.packed_transfer import (
     Arrival,
@@ -25,9 +26,9 @@ from tritondt.planning.slots import ALIGNMENT, longest_message
 
 
 class DirectTransfer(NamedTuple):
-    """A transfer compiled to a plan of the extension; buffers are of messages that go over sockets."""
+    """A transfer compiled to a program of the extension; buffers are of messages that go over sockets."""
 
-    native: DirectPlan
+    native: DirectProgram
     sent_bytes: int
     received_bytes: int
     num_sent: int
@@ -35,6 +36,13 @@ class DirectTransfer(NamedTuple):
     packed_bytes: int
     staged_bytes: int
     casting: None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramTransfer(Transfer):
+    """A transfer of whole tensors that is made as a program: it has no boxes."""
+
+    plan: DirectTransfer | None = None
 
 
 class _Packed(NamedTuple):

@@ -30,18 +30,20 @@ _PROCESSES = Path("/proc/self/ns/pid")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
-def share_arenas(context: ProcessContext) -> list[Arena] | None:
+def share_arenas(context: ProcessContext, most_bytes: int | None = None) -> list[Arena] | None:
     """Arenas of all ranks of the communicator, by place, mapped here; None where sockets alone carry its messages.
+
+    Each has TRITONDT_ARENA_MB, or `most_bytes` where that is less.
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
     if len(context.ranks) > 1 and environment.transport() != "direct":
         _Sharing(context).tell("arena", {})
         return None
-    return map_arenas(context)
+    return map_arenas(context, most_bytes)
 
 
-def map_arenas(context: ProcessContext) -> list[Arena] | None:
+def map_arenas(context: ProcessContext, most_bytes: int | None = None) -> list[Arena] | None:
     """Arenas of all ranks, as `share_arenas` gives them, where this rank asks for them whatever the environment says.
 
     A collective call; None where a rank is alone, or some share no memory. Raises PeerError where some do not come.
@@ -49,7 +51,8 @@ def map_arenas(context: ProcessContext) -> list[Arena] | None:
     if len(context.ranks) == 1:
         return None
     try:
-        return _Sharing(context).run()
+        num_bytes = environment.arena_bytes()
+        return _Sharing(context).run(num_bytes if most_bytes is None else min(num_bytes, most_bytes))
     except BaseException as error:
         context.watch.report(context.key, None, error)
         raise
@@ -63,9 +66,9 @@ class _Sharing:
         self._deadline = time.monotonic() + context.timeout.total_seconds()
         self._others = [other for other in range(len(context.ranks)) if other != context.place]
 
-    def run(self) -> list[Arena] | None:
-        """The arenas of all ranks, where all ranks have mapped all of them."""
-        own = self._made()
+    def run(self, num_bytes: int) -> list[Arena] | None:
+        """The arenas of all ranks, `num_bytes` each, where all ranks have mapped all of them."""
+        own = self._made(num_bytes)
         try:
             said: dict[str, Any] = {}
             if own is not None:
@@ -85,9 +88,9 @@ class _Sharing:
             if own is not None:
                 own.close_descriptor()
 
-    def _made(self) -> Arena | None:
+    def _made(self, num_bytes: int) -> Arena | None:
         try:
-            return Arena(environment.arena_bytes())
+            return Arena(num_bytes)
         except OSError as error:
             self._warn(error)
             return None

@@ -15,7 +15,7 @@ from tritondt._C import Arena, DirectGroup
 from tritondt.comm.communicator import Traffic, Transfer, tag_of
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
-from tritondt.comm.packing.direct_transfer import DirectTransfer, direct_transfer
+from tritondt.comm.packing.direct_transfer import DirectTransfer, ProgramTransfer, direct_transfer
 from tritondt.comm.packing.packed_transfer import PackedTransfer
 from tritondt.comm.transports.sockets import SocketCommunicator
 
@@ -29,7 +29,7 @@ class DirectCommunicator(SocketCommunicator):
     def __init__(self, context: ProcessContext, arenas: Sequence[Arena]) -> None:
         super().__init__(context)
         num_ranks = len(arenas)
-        self._slot_bytes = DirectGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
+        self.slot_bytes = DirectGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
         num_spins = _NUM_SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         sockets = [-1 if found is None else found.fileno() for found in self._sockets]
         self._direct = DirectGroup(self._place, list(arenas), self._group, sockets, num_spins)
@@ -45,11 +45,14 @@ class DirectCommunicator(SocketCommunicator):
     def _compiled(  # type: ignore[override]  # `_move` takes both
         self, transfer: Transfer
     ) -> PackedTransfer | DirectTransfer:
+        if isinstance(transfer, ProgramTransfer):
+            assert transfer.plan is not None, "a program's transfer is made with it"
+            return transfer.plan
         exchange = transfer.exchange
         moves = bool(exchange.sends or exchange.receives)
         if transfer.collective is not None or transfer.wire_dtype is not None or not moves:
             return super()._compiled(transfer)
-        return direct_transfer(transfer, len(self._ranks), self._slot_bytes)
+        return direct_transfer(transfer, len(self._ranks), self.slot_bytes)
 
     def _move(
         self,

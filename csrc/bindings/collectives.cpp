@@ -1,0 +1,82 @@
+#include "bindings/collectives.h"
+
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "transport/byte_moves.h"
+#include "transport/reductions.h"
+
+namespace py = pybind11;
+
+namespace tritondt {
+namespace {
+
+// As tritondt.process_group.shared_memory_programs writes it: (tensor, first byte, bytes).
+using SpanFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
+using PeerSpanFields = std::pair<std::size_t, SpanFields>;
+
+Span make_span(const SpanFields& fields) {
+  return {std::get<0>(fields), std::get<1>(fields), std::get<2>(fields)};
+}
+
+std::vector<Span> make_spans(const std::vector<SpanFields>& fields) {
+  std::vector<Span> spans;
+  for (const SpanFields& each : fields) spans.push_back(make_span(each));
+  return spans;
+}
+
+std::vector<ByteMoves::PeerSpan> make_peer_spans(const std::vector<PeerSpanFields>& fields) {
+  std::vector<ByteMoves::PeerSpan> spans;
+  for (const auto& [peer, span] : fields) spans.emplace_back(peer, make_span(span));
+  return spans;
+}
+
+Reducer make_reducer(const std::string& dtype, const std::string& op, std::int64_t divisor,
+                     std::vector<std::size_t> places, std::size_t own, std::uint64_t chunk_bytes) {
+  return {find_reduce_kernel(dtype, op, divisor), divisor, std::move(places), own, chunk_bytes};
+}
+
+}  // namespace
+
+void bind_collectives(py::module_* module) {
+  py::class_<ByteMoves, DirectProgram>(
+      *module, "ByteMoves", "Bytes of ranks' tensors for others, a chunk of each message a round.")
+      .def(py::init([](std::uint64_t chunk_bytes, const std::vector<PeerSpanFields>& sends,
+                       const std::vector<PeerSpanFields>& receives,
+                       const std::vector<std::pair<SpanFields, SpanFields>>& keeps) {
+             std::vector<ByteMoves::Kept> kept;
+             for (const auto& [from, to] : keeps) kept.emplace_back(make_span(from), make_span(to));
+             return std::make_unique<ByteMoves>(chunk_bytes, make_peer_spans(sends),
+                                                make_peer_spans(receives), std::move(kept));
+           }),
+           py::kw_only(), py::arg("chunk_bytes"), py::arg("sends"), py::arg("receives"),
+           py::arg("keeps"));
+  py::class_<Reducer>(*module, "Reducer", "How terms of ranks are reduced, chunk by chunk.")
+      .def(py::init(&make_reducer), py::kw_only(), py::arg("dtype"), py::arg("op"),
+           py::arg("divisor"), py::arg("places"), py::arg("own"), py::arg("chunk_bytes"));
+  py::class_<OneShotReduction, DirectProgram>(
+      *module, "OneShotReduction", "A reduction whose terms are all read by all ranks, or by one.")
+      .def(py::init([](const Reducer& reducer, const SpanFields& source, const SpanFields& target,
+                       std::int64_t root) {
+             return std::make_unique<OneShotReduction>(reducer, make_span(source),
+                                                       make_span(target), root);
+           }),
+           py::arg("reducer"), py::kw_only(), py::arg("source"), py::arg("target"),
+           py::arg("root"));
+  py::class_<PiecewiseReduction, DirectProgram>(
+      *module, "PiecewiseReduction", "A reduction of a piece on each rank, and their gather.")
+      .def(py::init([](const Reducer& reducer, const std::vector<SpanFields>& pieces,
+                       const std::vector<SpanFields>& results) {
+             return std::make_unique<PiecewiseReduction>(reducer, make_spans(pieces),
+                                                         make_spans(results));
+           }),
+           py::arg("reducer"), py::kw_only(), py::arg("pieces"), py::arg("results"));
+}
+
+}  // namespace tritondt

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace tritondt {
+
+// Collectives as programs of a DirectGroup.
+void bind_collectives(pybind11::module_* module);
+
+}  // namespace tritondt

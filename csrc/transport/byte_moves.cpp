@@ -1,0 +1,84 @@
+#include "transport/byte_moves.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace tritondt {
+
+void check_chunk(std::uint64_t chunk_bytes) {
+  if (chunk_bytes == 0 || chunk_bytes % 64 != 0) {
+    throw std::invalid_argument("chunks of " + std::to_string(chunk_bytes) +
+                                " bytes; allowed are multiples of 64");
+  }
+}
+
+ByteMoves::ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends,
+                     std::vector<PeerSpan> receives, std::vector<Kept> keeps)
+    : chunk_bytes_(chunk_bytes),
+      sends_(std::move(sends)),
+      receives_(std::move(receives)),
+      keeps_(std::move(keeps)) {
+  check_chunk(chunk_bytes);
+  const auto count = [this](const Span& span) {
+    const std::size_t needed = (span.num_bytes + chunk_bytes_ - 1) / chunk_bytes_;
+    num_rounds_ = std::max({num_rounds_, needed, std::size_t{1}});
+  };
+  for (const auto& [peer, span] : sends_) {
+    const auto found = std::find(packed_.begin(), packed_.end(), span);
+    positions_.push_back(static_cast<std::size_t>(found - packed_.begin()));
+    if (found == packed_.end()) packed_.push_back(span);
+    count(span);
+  }
+  for (const auto& [peer, span] : receives_) count(span);
+  if (!keeps_.empty()) num_rounds_ = std::max(num_rounds_, std::size_t{1});
+}
+
+bool ByteMoves::is_moved(const Span& span, std::size_t round) const {
+  return round == 0 || chunk_of(span, round, chunk_bytes_) > 0;
+}
+
+void ByteMoves::list(std::size_t round, std::vector<SlotMessage>* sends,
+                     std::vector<SlotMessage>* receives) const {
+  for (std::size_t i = 0; i < sends_.size(); ++i) {
+    const auto& [peer, span] = sends_[i];
+    if (!is_moved(span, round)) continue;
+    sends->push_back({peer, positions_[i] * chunk_bytes_, chunk_of(span, round, chunk_bytes_)});
+  }
+  for (const auto& [peer, span] : receives_) {
+    if (!is_moved(span, round)) continue;
+    receives->push_back({peer, 0, chunk_of(span, round, chunk_bytes_)});
+  }
+}
+
+void ByteMoves::pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const {
+  for (std::size_t i = 0; i < packed_.size(); ++i) {
+    const Span& span = packed_[i];
+    const std::uint64_t num_bytes = chunk_of(span, round, chunk_bytes_);
+    if (num_bytes == 0) continue;
+    std::memcpy(reinterpret_cast<char*>(slot) + i * chunk_bytes_,
+                address_of(operands.sources, span, round * chunk_bytes_), num_bytes);
+  }
+}
+
+void ByteMoves::keep(std::size_t round, const Operands& operands) const {
+  if (round > 0) return;
+  for (const auto& [from, to] : keeps_) {
+    char* const target = address_of(operands.targets, to, 0);
+    const char* const source = address_of(operands.sources, from, 0);
+    if (target != source) std::memmove(target, source, from.num_bytes);
+  }
+}
+
+void ByteMoves::unpack(std::size_t round, const Operands& operands,
+                       const Addresses& arrived) const {
+  for (const auto& [peer, span] : receives_) {
+    const std::uint64_t num_bytes = chunk_of(span, round, chunk_bytes_);
+    if (num_bytes == 0) continue;
+    std::memcpy(address_of(operands.targets, span, round * chunk_bytes_),
+                reinterpret_cast<const char*>(arrived[peer]), num_bytes);
+  }
+}
+
+}  // namespace tritondt

@@ -1,0 +1,159 @@
+"""Reductions of torch.distributed on the CPU that run between ranks that read each other's memory.
+
+Each function takes this rank's number, the group's size and torch's arguments, and gives what is to run; None where
+Gloo reduces, or refuses to.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tritondt.process_group import shared_memory_programs as programs
+from tritondt.process_group.naming import number_of, op_name, text_of
+from tritondt.process_group.shared_memory_programs import Reduction, Span
+from tritondt.process_group.shared_memory_steps import (
+    Call,
+    Find,
+    Lists,
+    Step,
+    Tensors,
+    all_of,
+    call_of,
+    in_place,
+    meet,
+    readable,
+    writable,
+)
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Of other dtypes and reductions (bitwise ones, a mean of integers, complex numbers, bool) Gloo decides.
+_OPS = {
+    **dict.fromkeys(_INTEGERS, ("sum", "product", "min", "max")),
+    **dict.fromkeys(_FLOATS, ("sum", "product", "min", "max", "avg")),
+}
+_found: dict[Hashable, tuple[str, str, bool, int] | None] = {}
+
+
+def reduction_of(dtype: torch.dtype, op: Any, size: int) -> Reduction | None:
+    """The reduction of elements of a dtype by torch's `op` on `size` ranks; None where Gloo decides.
+
+    >>> import torch.distributed as dist
+    >>> reduction_of(torch.bfloat16, dist.ReduceOp.AVG, 4)
+    Reduction(dtype='bfloat16', op='sum', divisor=4, itemsize=2)
+    """
+    key = (dtype, number_of(op))
+    if key not in _found:
+        name = op_name(op)
+        is_known = name in _OPS.get(dtype, ())
+        _found[key] = (text_of(dtype), name, name == "avg", dtype.itemsize) if is_known else None
+    found = _found[key]
+    if found is None:
+        return None
+    text, name, divides, itemsize = found
+    return Reduction(text, "sum" if divides else name, size if divides else 1, itemsize)
+
+
+def _all_reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
+    if len(tensors) != 1:
+        return None
+    step = _reduced(size, tensors[0], opts.reduceOp)
+    return None if step is None else Call((step,), tensors)
+
+
+def _all_reduce_coalesced(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
+    return call_of([_reduced(size, tensor, opts.reduceOp) for tensor in tensors], tensors)
+
+
+def _reduced(size: int, tensor: torch.Tensor, op: Any) -> Step | None:
+    reduction, numel, copies = reduction_of(tensor.dtype, op, size), tensor.numel(), list[Any]()
+    if reduction is None or numel == 0:
+        return None
+    memory = in_place(tensor, copies)
+    if memory is None:
+        return None
+    make = partial(programs.all_reduce, numel=numel, reduction=reduction)
+    return Step(("all_reduce", reduction, numel), make, (memory,), (memory,), copies)
+
+
+def _reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
+    root = opts.rootRank
+    if len(tensors) != 1 or opts.rootTensor != 0 or not 0 <= root < size:
+        return None
+    tensor, copies = tensors[0], list[Any]()
+    reduction, numel = reduction_of(tensor.dtype, opts.reduceOp, size), tensor.numel()
+    memory = None if reduction is None or numel == 0 else in_place(tensor, copies)
+    if memory is None or reduction is None:
+        return None
+    make = partial(programs.one_shot, numel=numel, reduction=reduction, root=root)
+    written = copies if own == root else ()
+    return Call((Step(("reduce", root, reduction, numel), make, (memory,), (memory,), written),), tensors)
+
+
+def _reduce_scatter_base(own: int, size: int, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Call | None:
+    step = _scattered(own, size, output, given, opts.reduceOp)
+    return None if step is None else Call((step,), (output,))
+
+
+def _reduce_scatter_coalesced(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: Any) -> Call | None:
+    if len(outputs) != len(inputs):
+        return None
+    pairs = zip(outputs, inputs, strict=True)
+    return call_of([_scattered(own, size, *pair, opts.reduceOp) for pair in pairs], outputs)
+
+
+def _scattered(own: int, size: int, output: torch.Tensor, given: torch.Tensor, op: Any) -> Step | None:
+    if given.numel() != output.numel() * size or given.dtype != output.dtype:
+        return None
+    whole = readable(given)
+    if whole is None:
+        return None
+    num_bytes = output.nbytes
+    pieces = [(0, number * num_bytes, num_bytes) for number in range(size)]
+    return _reduced_piece(own, size, pieces, [whole], output, op)
+
+
+def _reduce_scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) -> Call | None:
+    if len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != size:
+        return None
+    output, found = outputs[0], all_of([readable(tensor) for tensor in inputs[0]])
+    if found is None or any(each.dtype != output.dtype for each in found):
+        return None
+    pieces = [(number, 0, each.nbytes) for number, each in enumerate(found)]
+    if pieces[own][2] != output.nbytes:
+        return None
+    step = _reduced_piece(own, size, pieces, found, output, opts.reduceOp)
+    return None if step is None else Call((step,), outputs)
+
+
+def _reduced_piece(
+    own: int, size: int, pieces: list[Span], sources: Tensors, output: torch.Tensor, op: Any
+) -> Step | None:
+    """The step that reduces this rank's piece to `output`, which may be the piece itself."""
+    reduction, copies = reduction_of(output.dtype, op, size), list[Any]()
+    if reduction is None or not any(piece[2] for piece in pieces):
+        return None
+    part = writable(output, copies)
+    if part is None:
+        return None
+    tensor, start, num_bytes = pieces[own]
+    is_piece = part.data_ptr() == sources[tensor].data_ptr() + start
+    if not is_piece and any(meet(each, part) for each in sources):  # which later rounds would read
+        copies.append((part, torch.empty_like(part)))
+        part = copies[-1][1]
+    make = partial(programs.reduce_scatter, pieces=pieces, num_bytes=num_bytes, reduction=reduction)
+    key = ("reduce_scatter", reduction, len(sources), *(piece[2] for piece in pieces))
+    return Step(key, make, sources, (part,), copies)
+
+
+# By the name of the method of torch's group over Gloo.
+REDUCTIONS: dict[str, Find] = {
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce_coalesced,
+    "reduce": _reduce,
+    "reduce_scatter": _reduce_scatter,
+    "_reduce_scatter_base": _reduce_scatter_base,
+    "reduce_scatter_tensor_coalesced": _reduce_scatter_coalesced,
+}

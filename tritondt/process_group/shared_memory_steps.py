@@ -1,0 +1,104 @@
+"""Steps of collectives between ranks that read each other's memory, and their tensors as memory without gaps.
+
+Where a tensor lies, and how, is a rank's own affair: one with gaps is read from a copy, or written by one, so that all
+ranks run the same collective.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt.process_group.shared_memory_programs import Members
+
+Tensors = Sequence[torch.Tensor]
+Lists = Sequence[Tensors]
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Step(NamedTuple):
+    """One exchange: a key under which its program is kept, how that is made, and its tensors.
+
+    `copies` are pairs of a tensor and what is copied to it after the exchange.
+    """
+
+    key: Hashable
+    make: Callable[[Members], DirectTransfer]
+    sources: Tensors
+    targets: Tensors
+    copies: Copies = ()
+
+
+class Call(NamedTuple):
+    """A collective: its exchanges, one after the other, and the tensors that it writes."""
+
+    steps: Sequence[Step]
+    results: Tensors
+
+
+Find = Callable[..., Call | None]  # of this rank's number, the group's size and torch's arguments
+
+
+def call_of(steps: Sequence[Step | None], results: Tensors) -> Call | None:
+    """The steps as one collective; None where Gloo is to run one of them, or refuse it, or there are none."""
+    found = [step for step in steps if step is not None]
+    return Call(found, results) if found and len(found) == len(steps) else None
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Memory that holds the elements of a tensor without gaps, in its own order where it has none; None off the CPU.
+
+    >>> readable(torch.arange(6).view(2, 3).t()[1:]).tolist()
+    [[1, 4], [2, 5]]
+    """
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        return None
+    found = _dense(tensor)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous() if found is None else found
+
+
+def writable(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    """Memory without gaps for the elements of a tensor, its own or such as is copied to it; None off the CPU."""
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        return None
+    found = _dense(tensor)
+    if found is None:
+        found = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copies.append((tensor, found))
+    return found
+
+
+def in_place(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+    """Memory that is read and written; None off the CPU."""
+    found = readable(tensor)
+    if found is not None and found.data_ptr() != tensor.data_ptr():
+        copies.append((tensor, found))
+    return found
+
+
+def all_of(found: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """Tensors, or None where one of them is None."""
+    return None if any(each is None for each in found) else list[Any](found)
+
+
+def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors without gaps share memory.
+
+    >>> whole = torch.zeros(4)
+    >>> meet(whole[:3], whole[2:]), meet(whole[:2], whole[2:])
+    (True, False)
+    """
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor in the order of its memory; None of one with gaps, or with elements that are not as stored."""
+    if tensor.is_conj() or tensor.is_neg():
+        return None
+    if tensor.is_contiguous():
+        return tensor
+    tensor = tensor.detach()
+    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return tensor if tensor.is_contiguous() else None
