@@ -61,7 +61,9 @@ class Arena:
     def close_descriptor(self) -> None: ...
 
 class DirectProgram:
-    """One rank's side of an exchange through arenas, round by round."""
+    """One rank's side of an exchange through arenas, round by round; not made by itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
 
 class DirectPlan(DirectProgram):
     """One rank's side of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""

@@ -187,6 +187,11 @@ def transport() -> Literal["sockets", "direct", "gloo"]:
     return cast(Literal["sockets", "direct", "gloo"], text)
 
 
+def groups_share_memory() -> bool:
+    """Whether process groups move tensors on the CPU through shared memory: unless TRITONDT_TRANSPORT names another."""
+    return "TRITONDT_TRANSPORT" not in os.environ or transport() == "direct"
+
+
 def arena_bytes() -> int:
     """Bytes of a rank's shared memory in a communicator: TRITONDT_ARENA_MB, 128 MB by default."""
     text = os.environ.get("TRITONDT_ARENA_MB", "128")

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "bindings/call_key.h"
-#include "bindings/daemon_threads.h"
 #include "bindings/collectives.h"
+#include "bindings/daemon_threads.h"
 #include "bindings/direct.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"

@@ -282,8 +282,8 @@ def use_fake_backend() -> None:
 
 def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:
     """Processes on the backend "tritondt": over gloo, direct, or nccl, which is then the double."""
-    if over == "direct":
-        environment["TRITONDT_TRANSPORT"] = "direct"
+    if over in ("direct", "gloo"):  # over NCCL nothing of a group goes there
+        environment["TRITONDT_TRANSPORT"] = "direct" if over == "direct" else "sockets"
     return GlooRanks(size, environment, prepare=use_fake_backend if over == "nccl" else None, backend="tritondt")
 
 

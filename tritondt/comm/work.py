@@ -8,6 +8,7 @@ import copy
 import threading
 import traceback
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -76,6 +77,12 @@ class Work:
         if self._error is not None:
             self._is_seen = True
             raise again(self._error) from self._error
+
+    def run(self) -> None:
+        """Returns when the work has run, well or not; in this thread where nothing runs it yet."""
+        if not self._finished:
+            self._check_issuer()
+            self._queue.run_until(self)
 
     def settle(self) -> None:
         """Returns when the work has run, well or not."""
@@ -156,6 +163,10 @@ class IssueQueue(ABC):
     def wait_for(self, work: Work) -> None:
         """Returns when `work` has run."""
 
+    def run_until(self, work: Work) -> None:
+        """Runs what was issued, `work` the last, where the queue lets others than its thread do so; or waits."""
+        self.wait_for(work)
+
     @abstractmethod
     def close(self) -> None:
         """Ends the queue's thread when all that was submitted has run."""
@@ -235,11 +246,18 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 class ThreadQueue(IssueQueue):
-    """The queue of a process that is one rank; a thread of its own starts with the first work."""
+    """The queue of a process that is one rank; a thread of its own starts with the first work.
+
+    A thread that waits for work which nothing runs yet may run it, after all that was issued before.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._waiting: SimpleQueue[tuple[Work, Run] | None] = SimpleQueue()
+        self._items: deque[tuple[Work, Run]] = deque()
+        self._tokens: SimpleQueue[bool] = (
+            SimpleQueue()
+        )  # one for each item, which somebody else may have run; False ends
+        self._serving = threading.Lock()  # while the oldest item is taken and run
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -250,25 +268,39 @@ class ThreadQueue(IssueQueue):
             while not work.is_completed():
                 self._changed.wait()
 
+    def run_until(self, work: Work) -> None:
+        """Runs what was issued, `work` the last, as far as the queue's thread has not; returns when it has run."""
+        self._check_owned(work)
+        while not work.is_completed():
+            with self._serving:
+                if not work.is_completed():
+                    self._run_oldest()
+
     def close(self) -> None:
         """Ends the queue's thread when all that was submitted has run."""
         if self._thread is not None and not self.is_own_thread() and not self.is_disowned:
-            self._waiting.put(None)
+            self._tokens.put(False)
             self._thread.join()
             self._thread = None
 
     def _enqueue(self, work: Work, run: Run) -> None:
         if self._thread is None:
             self._thread = start_daemon(self._serve, "tritondt-queue")
-        self._waiting.put((work, run))
+        self._items.append((work, run))
+        self._tokens.put(True)
 
     def _serve(self) -> None:
+        while self._tokens.get():
+            with self._serving:
+                if self._items:
+                    self._run_oldest()
+
+    def _run_oldest(self) -> None:
+        """Runs the oldest item, as whoever runs the queue."""
         self._thread_id = threading.get_ident()
-        while True:
-            item = self._waiting.get()
-            if item is None:
-                return
-            self._run(*item)
-            del item  # and with it the tensors
-            with self._changed:
-                self._changed.notify_all()
+        try:
+            self._run(*self._items.popleft())
+        finally:
+            self._thread_id = None
+        with self._changed:
+            self._changed.notify_all()

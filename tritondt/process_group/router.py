@@ -84,7 +84,7 @@ class Router:
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._nccl_groups: dict[str, NcclGroup] = {}
         self._shared_memory: SharedMemoryGroup | None = None
-        if environment.transport() == "direct" and size > 1:
+        if size > 1 and environment.groups_share_memory():
             self._shared_memory = SharedMemoryGroup(self.name, self.ranks, rank, self.timeout)
         self._num_forks, self._is_ended = _num_forks, False
         self._checked_forks = -1  # forks when a tensor on the CPU was last found to be one for Gloo

@@ -13,7 +13,7 @@ import torch
 from tritondt.comm import world
 from tritondt.comm.packing.direct_transfer import ProgramTransfer
 from tritondt.comm.process_world import ProcessWorld
-from tritondt.comm.transports.arenas import share_arenas
+from tritondt.comm.transports.arenas import map_arenas
 from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.errors import WorldError
 from tritondt.planning.exchange import Exchange
@@ -26,7 +26,7 @@ from tritondt.process_group.shared_memory_work import FinishedWork, SharedMemory
 
 # By the name of the method of torch's group over Gloo; what is not here runs on Gloo.
 _CALLS = {**MOVES, **REDUCTIONS}
-# Memory of a rank in a group: two slots that hold a chunk for each of 31 others.
+# Memory of a rank in a group: two slots that hold a chunk for each of 15 others, and shorter ones for more.
 _ARENA_BYTES = 16 << 20
 # Programs that are kept, the latest ones: some kilobytes each.
 _MOST_PROGRAMS = 1024
@@ -76,7 +76,7 @@ class SharedMemoryGroup:
         if is_async:
             work = SharedMemoryWork(transfers[0].description, call.results)
             move = partial(self._move, communicator, call, transfers, timeout_s)
-            communicator.issue(partial(self._run, work, move), transfers[0].description)
+            work.issued = communicator.issue(partial(self._run, work, move), transfers[0].description)
             return work
         if len(transfers) == 1:
             self._move(communicator, call, transfers, timeout_s)
@@ -127,7 +127,7 @@ class SharedMemoryGroup:
             if not isinstance(found, ProcessWorld):
                 raise WorldError("a process group was used by a rank that is a thread; it connects processes")
             context = found.join(f"{self._name} in shared memory", tuple(sorted(self._ranks)), self.timeout)
-            arenas = share_arenas(context, _ARENA_BYTES)
+            arenas = map_arenas(context, _ARENA_BYTES)
             self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
             self._world, self._timeout_s = found, self.timeout.total_seconds()
             self._made.clear()

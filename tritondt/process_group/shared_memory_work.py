@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from tritondt.comm.work import Work as QueuedWork
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
 
@@ -67,6 +68,7 @@ class SharedMemoryWork(Work):
         super().__init__()
         self._text, self._results = text, list(results)
         self._error: BaseException | None = None
+        self.issued: QueuedWork | None = None  # what runs it, once it is issued
         self._has_run, self._future_lock = threading.Event(), threading.Lock()
         self._future: Any = None
 
@@ -103,6 +105,8 @@ class SharedMemoryWork(Work):
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Returns when the collective has run; raises its error, and PeerError where that is not within `timeout`."""
         limit_s = timeout.total_seconds() if timeout > _NO_TIMEOUT else None
+        if limit_s is None and self.issued is not None and not self._has_run.is_set():
+            self.issued.run()  # here, where its thread has not come to it yet: most are waited for at once
         if not self._has_run.wait(limit_s):
             raise PeerError(f"{self._text} was waited for {limit_s:g} s, as asked, and is still under way")
         if self._error is not None:

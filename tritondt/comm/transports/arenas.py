@@ -30,22 +30,21 @@ _PROCESSES = Path("/proc/self/ns/pid")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
-def share_arenas(context: ProcessContext, most_bytes: int | None = None) -> list[Arena] | None:
+def share_arenas(context: ProcessContext) -> list[Arena] | None:
     """Arenas of all ranks of the communicator, by place, mapped here; None where sockets alone carry its messages.
-
-    Each has TRITONDT_ARENA_MB, or `most_bytes` where that is less.
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
     if len(context.ranks) > 1 and environment.transport() != "direct":
         _Sharing(context).tell("arena", {})
         return None
-    return map_arenas(context, most_bytes)
+    return map_arenas(context)
 
 
 def map_arenas(context: ProcessContext, most_bytes: int | None = None) -> list[Arena] | None:
     """Arenas of all ranks, as `share_arenas` gives them, where this rank asks for them whatever the environment says.
 
+    Each has TRITONDT_ARENA_MB, or `most_bytes` where that is less.
     A collective call; None where a rank is alone, or some share no memory. Raises PeerError where some do not come.
     """
     if len(context.ranks) == 1:
