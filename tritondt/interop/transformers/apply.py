@@ -1,6 +1,7 @@
 """parallelize: a model of transformers laid over a mesh axis, as its plan says."""
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import TypeVar
 
 from torch import nn
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.errors import ParallelizeError
 from tritondt.interop.transformers.heads import attentions_of
 from tritondt.interop.transformers.plans import checked_entries, styles_of
+from tritondt.interop.transformers.saving import save_method
 from tritondt.parallel import parallelize_module
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
@@ -21,9 +23,10 @@ def parallelize(
     """The model of transformers, laid over a mesh of one axis in place by the styles of `plan_of(model, tp_plan)`.
 
     Parameters take the values of rank `src_data_rank` of the mesh, or every rank's own with None. Attention modules
-    are told how many heads this rank has, so that caches of `generate` hold those alone. Every rank must be given the
-    same input. A collective call of all ranks of the mesh. Raises what `plan_of` and `parallelize_module` raise, before
-    anything is changed, and ParallelizeError for a mesh on which a rank would be without heads.
+    are told how many heads this rank has, so that caches of `generate` hold those alone, and `model.save_pretrained` is
+    the function of this name from then on. Every rank must be given the same input. A collective call of all ranks of
+    the mesh. Raises what `plan_of` and `parallelize_module` raise, before anything is changed, and ParallelizeError for
+    a mesh on which a rank would be without heads.
     """
     entries = checked_entries(model, tp_plan)
     attentions = attentions_of(model, entries)
@@ -36,4 +39,6 @@ def parallelize(
         raise ParallelizeError(f"{type(model).__name__} itself was given a style; allowed are styles of modules in it")
     for attention in attentions.values():
         attention.adapt(found)
+    if hasattr(model, "save_pretrained"):
+        model.__dict__["save_pretrained"] = MethodType(save_method, model)
     return model

@@ -34,12 +34,13 @@ class Attention(NamedTuple):
             unit = projection.out_features // self.num_key_heads
             yield projection, KeyValueParallel(unit=unit)
 
-    def output_style(self, projection: nn.Linear) -> RowwiseParallel:
+    def output_style(self, projection: nn.Module) -> RowwiseParallel:
         """Style of the projection of all heads' results."""
-        unit, left = divmod(projection.in_features, self.num_heads)
+        num_features = linear_features(projection)[0]
+        unit, left = divmod(num_features, self.num_heads)
         if left:
             raise ParallelizeError(
-                f"{self.name} has {self.num_heads} heads, and its output is projected from {projection.in_features} "
+                f"{self.name} has {self.num_heads} heads, and its output is projected from {num_features} "
                 "features; allowed is a number of features that the heads divide"
             )
         return RowwiseParallel(unit=unit, groups=self.num_key_heads)
