@@ -11,6 +11,7 @@ from tritondt.errors import ParallelizeError
 from tritondt.interop.transformers.heads import attentions_of
 from tritondt.interop.transformers.plans import checked_entries, styles_of
 from tritondt.interop.transformers.saving import save_method
+from tritondt.interop.transformers.trainer import tell_trainer
 from tritondt.parallel import parallelize_module
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
@@ -41,4 +42,5 @@ def parallelize(
         attention.adapt(found)
     if hasattr(model, "save_pretrained"):
         model.__dict__["save_pretrained"] = MethodType(save_method, model)
+    tell_trainer(model, found)
     return model
