@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
+from tritondt.interop.transformers.adapter_saving import save_adapters_method
+from tritondt.interop.transformers.adapters import base_of, refuse_late_adapters
 from tritondt.interop.transformers.heads import attentions_of
 from tritondt.interop.transformers.plans import checked_entries, styles_of
 from tritondt.interop.transformers.saving import save_method
@@ -25,22 +27,27 @@ def parallelize(
 
     Parameters take the values of rank `src_data_rank` of the mesh, or every rank's own with None. Attention modules
     are told how many heads this rank has, so that caches of `generate` hold those alone, and `model.save_pretrained` is
-    the function of this name from then on. Every rank must be given the same input. A collective call of all ranks of
-    the mesh. Raises what `plan_of` and `parallelize_module` raise, before anything is changed, and ParallelizeError for
-    a mesh on which a rank would be without heads.
+    the function of this name from then on. A model of peft is laid out with its adapters, which its `save_pretrained`
+    writes alone; afterwards there are none to be added. Every rank must be given the same input. A collective call of
+    all ranks of the mesh. Raises what `plan_of` and `parallelize_module` raise, before anything is changed, and
+    ParallelizeError for a mesh on which a rank would be without heads.
     """
-    entries = checked_entries(model, tp_plan)
-    attentions = attentions_of(model, entries)
+    base: Any = base_of(model)
+    entries = checked_entries(base, tp_plan)
+    attentions = attentions_of(base, entries)
     found = canonical_mesh(mesh)
     if found.ndim == 1:
         for attention in attentions.values():
             attention.heads_on(found)
-    parallelized = parallelize_module(model, mesh, styles_of(model, entries, attentions), src_data_rank=src_data_rank)
-    if parallelized is not model:
-        raise ParallelizeError(f"{type(model).__name__} itself was given a style; allowed are styles of modules in it")
+    parallelized = parallelize_module(base, mesh, styles_of(base, entries, attentions), src_data_rank=src_data_rank)
+    if parallelized is not base:
+        raise ParallelizeError(f"{type(base).__name__} itself was given a style; allowed are styles of modules in it")
     for attention in attentions.values():
         attention.adapt(found)
-    if hasattr(model, "save_pretrained"):
-        model.__dict__["save_pretrained"] = MethodType(save_method, model)
-    tell_trainer(model, found)
+    if hasattr(base, "save_pretrained"):
+        base.__dict__["save_pretrained"] = MethodType(save_method, base)
+    if model is not base:
+        model.__dict__["save_pretrained"] = MethodType(save_adapters_method(found), model)
+    refuse_late_adapters()
+    tell_trainer(base, found)
     return model

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tritondt.errors import ParallelizeError
+from tritondt.interop.transformers.adapters import layer_of
 from tritondt.interop.transformers.plans_by_type import plan_for_type
 
 # What a name of transformers asks for, in words of the table in docs/transformers.md.
@@ -35,13 +36,20 @@ EXPERTS = ("moe_tp_experts", "ep_dispatch_experts")
 class Entry(NamedTuple):
     """A module that a plan names, its dotted name, and the name of the style that it asks for.
 
-    With a `key` that is the style of the module's parameter of this name alone.
+    With a `key` that is the style of the module's parameter of this name alone. `wrapper` has the module as its base
+    layer beside adapters of peft; then the name is that of the wrapper.
     """
 
     name: str
     module: nn.Module
     style: str
     key: str = ""
+    wrapper: nn.Module | None = None
+
+    @property
+    def own_name(self) -> str:
+        """The dotted name of the module itself."""
+        return self.name if self.wrapper is None else f"{self.name}.base_layer"
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -97,12 +105,17 @@ def entries_of(model: nn.Module, names: Mapping[str, str], *, each_matches: bool
         if each_matches and not matches:
             raise ParallelizeError(_nothing_text(model, pattern, [*modules, *parameters]))
         found.update({name: _entry(modules, name, style) for name in matches})
+    if not found:
+        raise ParallelizeError(
+            f"no pattern of the tp_plan matches a module or a parameter of {type(model).__name__}: {', '.join(names)}"
+        )
     return list(found.values())
 
 
 def _entry(modules: Mapping[str, nn.Module], name: str, style: str) -> Entry:
     if name in modules:
-        return Entry(name, modules[name], style)
+        module, wrapper = layer_of(name, modules[name])
+        return Entry(name, module, style, wrapper=wrapper)
     owner, _, key = name.rpartition(".")
     return Entry(owner, modules[owner], style, key)
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from tritondt.errors import ParallelizeError
+from tritondt.interop.transformers.adapters import adapter_styles, base_of
 from tritondt.interop.transformers.entries import Entry, check_names, entries_of, is_transposed, names_of
 from tritondt.interop.transformers.experts import experts_of
 from tritondt.interop.transformers.heads import AnyAttention, attention_of, attentions_of
@@ -46,7 +47,8 @@ def plan_of(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> dict[
 
     They follow the names of `tp_plan`, or of the model's own (`model._tp_plan`, `config.base_model_tp_plan`). Heads of
     attention are cut whole, other features evenly; a module that is tied to one of the plan is cut alike; everything
-    else that has parameters and no modules inside is replicated. Not collective, and nothing is changed. Raises
+    else that has parameters is replicated. Of LoRA's factors in a model of peft that which is as wide as what the plan
+    cuts is cut alike; names are those in the model of transformers. Not collective, and nothing is changed. Raises
     ParallelizeError for a model without a plan, for a name of a style that is not known, for a pattern of `tp_plan`
     that matches nothing, and for attention whose projections are not apart.
 
@@ -58,8 +60,9 @@ def plan_of(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> dict[
     >>> {name: type(style).__name__ for name, style in plan.items()}
     {'up': 'ColwiseParallel', 'down': 'RowwiseParallel', 'norm': 'ReplicateParallel'}
     """
-    entries = checked_entries(model, tp_plan)
-    return styles_of(model, entries, attentions_of(model, entries))
+    base = base_of(model)
+    entries = checked_entries(base, tp_plan)
+    return styles_of(base, entries, attentions_of(base, entries))
 
 
 def checked_entries(model: nn.Module, tp_plan: Mapping[str, str] | None) -> list[Entry]:
@@ -81,11 +84,14 @@ def styles_of(
     for entry in others:
         attention = attention_of(entry.name, attentions) if entry.style == "rowwise" else None
         if id(entry.module) in of_heads:
-            found[entry.name] = of_heads[id(entry.module)]
+            style = of_heads[id(entry.module)]
         elif attention is not None and not isinstance(entry.module, nn.Embedding):
-            found[entry.name] = attention.output_style(entry.module)
+            style = attention.output_style(entry.module)
         else:
-            found[entry.name] = _made(entry.style, entry.module)
+            style = _made(entry.style, entry.module)
+        found[entry.own_name] = style
+        if entry.wrapper is not None and not isinstance(style, ReplicateParallel):
+            found |= adapter_styles(entry.name, entry.wrapper, style)
     found |= experts
     found |= _tied_styles(model, found)
     return found | _replicated_rest(model, found)
