@@ -94,6 +94,40 @@ def test_a_folder_of_transformers_is_loaded_in_another_dtype(tmp_path):
     assert_close(run_ranks(2, body)[1], dict(single.bfloat16().state_dict()), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("MixtralForCausalLM", {"num_local_experts": 11}),  # the tenth comes behind the ninth, not behind the first
+        ("GPT2LMHeadModel", {}),
+    ],
+)
+def test_files_with_a_tensor_for_each_expert_and_those_of_a_base_model_are_loaded(name, options, tmp_path):
+    single = models.model_of(getattr(transformers, name), **options)
+    (single if name == "MixtralForCausalLM" else single.base_model).save_pretrained(tmp_path)
+    named = weights_in(tmp_path)
+    assert "model.layers.1.block_sparse_moe.experts.10.w3.weight" in named or "h.0.attn.c_attn.weight" in named
+
+    def body(rank: int) -> dict[str, torch.Tensor]:
+        return whole_of(from_pretrained(tmp_path, T.Mesh((4,)), getattr(transformers, name)))
+
+    for found in run_ranks(4, body):
+        assert_close(found, dict(single.state_dict()), rtol=0, atol=0)
+
+
+def test_experts_of_which_one_is_missing_are_refused(tmp_path):
+    models.model_of(transformers.MixtralForCausalLM).save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+
+    def body(rank: int) -> None:
+        said = r"model.layers.1.mlp.experts.gate_up_proj has 5 of \S+, 4 of \S+ in the files; allowed are as many"
+        with pytest.raises(CheckpointError, match=said):
+            from_pretrained(tmp_path, T.Mesh((2,)))
+
+    run_ranks(2, body)
+
+
 def test_a_new_save_removes_the_files_of_the_one_before(tmp_path):
     save(tmp_path, num_ranks=4)
     expected = save(tmp_path, num_ranks=2, tie_word_embeddings=True)
@@ -120,7 +154,7 @@ def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
         return held, read[threading.get_ident()]
 
     monkeypatch.setattr(loading._Slices, "of", counted)
-    whole = sum(weight.num_bytes for weight, _ in weights_in(tmp_path).values()) // 4
+    whole = sum(weight.num_bytes for weight, _ in weights_in(tmp_path).values()) // 4  # of float32
     for held, num_read in run_ranks(4, body):
         assert num_read == held < 0.4 * whole
 

@@ -16,12 +16,13 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import CheckpointError
 from tritondt.interop.checkpoint import chunks
 from tritondt.interop.transformers.apply import parallelize
+from tritondt.interop.transformers.pieces import Piece, Pieces, pieces_of
 from tritondt.interop.transformers.together import together
-from tritondt.interop.transformers.weight_files import Weight, weights_in
+from tritondt.interop.transformers.weight_files import weights_in
 from tritondt.redistribution.agreement import check_agreed
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
-_Places = dict[str, tuple[Weight, Path]]
+_Places = dict[str, Pieces]
 
 
 def from_pretrained(
@@ -52,7 +53,7 @@ def from_pretrained(
         return model, _checked(model, source)
 
     model, places = together(found, prepare, "reading a model")
-    weights = {name: (weight.shape, weight.dtype) for name, (weight, _) in places.items()}
+    weights = {name: [(piece.weight, piece.offsets) for piece in pieces.parts] for name, pieces in places.items()}
     check_agreed(found, "from_pretrained", f"{type(model).__name__} of {sorted(weights.items())}")
     parallelize(model, mesh, tp_plan, src_data_rank=None)
     together(found, lambda: _read(model, places, found), "reading a model")
@@ -105,7 +106,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _checked(model: Any, source: Path) -> _Places:
     """Entries of the files by the name that the model has first for each."""
-    found = weights_in(source)
+    found = pieces_of(model, weights_in(source))
     wanted = _wanted(model)
     first = {id(value): name for name, value in wanted.items()}
     again = {name: first[id(value)] for name, value in model.named_parameters(remove_duplicate=False)}
@@ -116,13 +117,12 @@ def _checked(model: Any, source: Path) -> _Places:
     if extra or missing:
         raise CheckpointError(
             f"{source} does not fit {type(model).__name__}: it lacks {_listed(missing)} and has {_listed(extra)}, "
-            "which the model has not; allowed are all entries of the model and no others, in the names that "
-            "tritondt.interop.transformers.save_pretrained writes"
+            "which the model has not; allowed are all entries of the model and no others"
         )
     for name, value in wanted.items():
-        if places[name][0].shape != tuple(value.shape):
+        if places[name].shape != tuple(value.shape):
             raise CheckpointError(
-                f"{name} is {places[name][0].shape} in {places[name][1]}, and {tuple(value.shape)} in "
+                f"{name} is {places[name].shape} in {places[name].parts[0].path}, and {tuple(value.shape)} in "
                 f"{type(model).__name__}; the configuration is that of another model"
             )
     return {name: places[name] for name in wanted}
@@ -179,10 +179,22 @@ class _Slices:
         self.opened: dict[Path, Any] = {}
 
     def of(self, name: str, box: tuple[slice, ...]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
-        path = self.places[name][1]
-        if path not in self.opened:
-            file = import_module("safetensors").safe_open(path, framework="pt", device="cpu")
-            self.opened[path] = self.stack.enter_context(file)
-        found: torch.Tensor = self.opened[path].get_slice(name)[box] if box else self.opened[path].get_tensor(name)
+        """A box of an entry, on the CPU."""
+        parts = self.places[name].parts
+        if not parts[0].offsets:
+            return self._read(parts[0], box)
+        found = torch.empty([each.stop - each.start for each in box], dtype=parts[0].weight.dtype)
+        for piece in parts:
+            overlap = piece.overlap(box)
+            if overlap is not None:
+                own, within = overlap
+                found[within].copy_(self._read(piece, own))
+        return found
+
+    def _read(self, piece: Piece, box: tuple[slice, ...]) -> torch.Tensor:
+        if piece.path not in self.opened:
+            file = import_module("safetensors").safe_open(piece.path, framework="pt", device="cpu")
+            self.opened[piece.path] = self.stack.enter_context(file)
+        file, name = self.opened[piece.path], piece.weight.name
+        found: torch.Tensor = file.get_slice(name)[box] if box else file.get_tensor(name)
         return found
