@@ -18,7 +18,7 @@ import tritondt as T
 from tests.interop.transformers import models
 from tritondt.errors import ParallelizeError
 from tritondt.fsdp import fully_shard
-from tritondt.interop.transformers import make_trainer, parallelize
+from tritondt.interop.transformers import from_pretrained, make_trainer, parallelize
 
 NUM_STEPS, ROWS_A_STEP = 4, 4
 
@@ -83,11 +83,15 @@ def main(data_size: int, folder: Path) -> None:
         disable_tqdm=True,
     )
     make = transformers.Trainer if num_ranks == 1 else refused_or_made(mesh)
-    trainer = make(model=model, args=arguments, train_dataset=Rows())
+    trainer = make(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
     trainer.train()
     trainer.save_model(str(folder / "saved"))
+    if num_ranks > 1:
+        loaded = from_pretrained(folder / "saved", mesh["tp"])
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[name].full_tensor(), value.full_tensor(), rtol=0, atol=0)
     losses = [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "grad_norm" in entry]
-    found = {"batches": batches, "losses": losses}
+    found = {"batches": batches[:NUM_STEPS], "losses": losses, "evaluated": trainer.evaluate()["eval_loss"]}
     (folder / f"rank-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 

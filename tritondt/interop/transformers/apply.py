@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.errors import ParallelizeError
 from tritondt.interop.transformers.adapter_saving import save_adapters_method
 from tritondt.interop.transformers.adapters import base_of, refuse_late_adapters
-from tritondt.interop.transformers.heads import attentions_of
+from tritondt.interop.transformers.entries import Entry
+from tritondt.interop.transformers.heads import AnyAttention, attention_of, attentions_of
 from tritondt.interop.transformers.plans import checked_entries, styles_of
 from tritondt.interop.transformers.saving import save_method
+from tritondt.interop.transformers.streams import OwnStream, attention_drops
 from tritondt.interop.transformers.trainer import tell_trainer
 from tritondt.parallel import parallelize_module
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -44,6 +46,7 @@ def parallelize(
         raise ParallelizeError(f"{type(base).__name__} itself was given a style; allowed are styles of modules in it")
     for attention in attentions.values():
         attention.adapt(found)
+    _separate_streams(entries, attentions, found)
     if hasattr(base, "save_pretrained"):
         base.__dict__["save_pretrained"] = MethodType(save_method, base)
     if model is not base:
@@ -51,3 +54,25 @@ def parallelize(
     refuse_late_adapters()
     tell_trainer(base, found)
     return model
+
+
+def _separate_streams(entries: list[Entry], attentions: Mapping[str, AnyAttention], mesh: Mesh) -> None:
+    """Has ranks draw for dropout of their own heads, and of their own features before LoRA's factors, by themselves."""
+    assert mesh.coordinate is not None, "this rank is on the mesh"
+    place = mesh.coordinate[0]
+    for attention in attentions.values():
+        if attention_drops(attention.module):
+            own = {id(module) for module, _ in attention.input_styles()}
+            inputs = [entry.outer for entry in entries if id(entry.module) in own]
+            outputs = [entry.outer for entry in entries if _projects(entry, attention, attentions)]
+            OwnStream(place, mesh.device_type).between(inputs, outputs)
+    for entry in entries:
+        if entry.wrapper is not None and entry.style.startswith("rowwise"):
+            dropouts: Any = entry.wrapper.lora_dropout
+            for dropout in dropouts.values():
+                if getattr(dropout, "p", 0.0):
+                    OwnStream(place, mesh.device_type).within(dropout)
+
+
+def _projects(entry: Entry, attention: AnyAttention, attentions: Mapping[str, AnyAttention]) -> bool:
+    return entry.style == "rowwise" and attention_of(entry.name, attentions) is attention

@@ -47,6 +47,11 @@ class Entry(NamedTuple):
     wrapper: nn.Module | None = None
 
     @property
+    def outer(self) -> nn.Module:
+        """The module that the model calls: the one with the adapters, if any."""
+        return self.module if self.wrapper is None else self.wrapper
+
+    @property
     def own_name(self) -> str:
         """The dotted name of the module itself."""
         return self.name if self.wrapper is None else f"{self.name}.base_layer"

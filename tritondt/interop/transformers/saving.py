@@ -3,6 +3,7 @@
 import copy
 import ctypes
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -208,7 +209,13 @@ def _finish(model: Any, target: Path, files: list[WeightFile]) -> None:
     config = getattr(model, "config", None)
     if config is not None:
         config = copy.deepcopy(config)
-        config.architectures = [type(model).__name__]
+        config.architectures = [_class_of(model).__name__]
         config.save_pretrained(target)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(target)
+
+
+def _class_of(model: nn.Module) -> type:
+    """The class of a model that its module has by that name: fully_shard puts two of ours before it."""
+    others = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("tritondt.")]
+    return next(kind for kind in others if getattr(sys.modules[kind.__module__], kind.__name__, None) is kind)
