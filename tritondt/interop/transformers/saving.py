@@ -36,6 +36,17 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> Path:
 
     Raises CheckpointError, on all ranks, where one cannot write, for a model without distributed tensors, one on
     several meshes, and terms of sums (Partial).
+
+    >>> import tempfile
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> from tritondt.parallel import ColwiseParallel, parallelize_module
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> def files_on(rank):
+    ...     linear = parallelize_module(nn.Linear(4, 6), Mesh((2,)), ColwiseParallel())
+    ...     return sorted(path.name for path in save_pretrained(linear, folder.name).glob("*.safetensors"))
+    >>> run_ranks(2, files_on)[1]
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    >>> folder.cleanup()
     """
     target = Path(folder)
     state = _own_state(model)
@@ -218,4 +229,5 @@ def _finish(model: Any, target: Path, files: list[WeightFile]) -> None:
 def _class_of(model: nn.Module) -> type:
     """The class of a model that its module has by that name: fully_shard puts two of ours before it."""
     others = [kind for kind in type(model).__mro__ if not kind.__module__.startswith("tritondt.")]
-    return next(kind for kind in others if getattr(sys.modules[kind.__module__], kind.__name__, None) is kind)
+    own: type = next(kind for kind in others if getattr(sys.modules[kind.__module__], kind.__name__, None) is kind)
+    return own

@@ -41,10 +41,12 @@ def make_trainer(model: Any, *, kind: Any = None, **options: Any) -> Any:
     layout.check()
     transformers = import_module("transformers")
     base = transformers.Trainer if kind is None else kind
-    if not hasattr(base, _PRIVATE[0]) or not hasattr(import_module("accelerate").Accelerator, _PRIVATE[1]):
+    asked = [(base, _PRIVATE[0]), (base, _SYNC), (import_module("accelerate").Accelerator, _PRIVATE[1])]
+    missing = [f"{each.__name__}.{name}" for each, name in asked if not hasattr(each, name)]
+    if missing:
         raise ParallelizeError(
-            f"transformers {transformers.__version__} has a Trainer without {_PRIVATE[0]}, or an Accelerator without "
-            f"{_PRIVATE[1]}, by which it is told of groups; known is transformers 5.23 with accelerate 1.15"
+            f"transformers {transformers.__version__} has no {', '.join(missing)}, by which a Trainer is told of "
+            "groups; known are transformers 5.23 and accelerate 1.15"
         )
     methods = {_PRIVATE[0]: _create_accelerator(base, layout), _SYNC: _check_parameters}
     return type(base.__name__, (base,), methods)(model=model, **options)
