@@ -13,7 +13,18 @@ from types import FrameType, ModuleType
 
 import pytest
 
-OPTIONAL = ("click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy", "transformers")
+OPTIONAL = (
+    "click",
+    "rich",
+    "matplotlib",
+    "expecttest",
+    "hypothesis",
+    "numpy",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "peft",
+)
 REPOSITORY = Path(__file__).parents[2]
 _OURS = tuple(f"{REPOSITORY / name}/" for name in ("tests", "tritondt", "benchmarks", "kernels", "examples"))
 

@@ -18,6 +18,8 @@ from tests.tools.on_gpu import CUT, FAILED, PASSED, REPOSITORY, SKIPPED, Outcome
 OK = Part("good", ("true",), 20)
 BAD = Part("bad", ("sh", "-c", "exit 3"), 20)
 Made = list[Outcome]
+_OF_TRANSFORMERS = {"transformers", "safetensors", "accelerate", "peft"}
+_OPTIONAL = {"click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy"} | _OF_TRANSFORMERS
 
 
 @pytest.fixture(autouse=True)
@@ -226,13 +228,13 @@ def test_a_missing_package_skips_our_files_and_nobody_elses(tmp_path: Path) -> N
     finally:
         sys.meta_path.remove(finder)
         sys.modules.pop("half_a_module", None)
-    assert set(missing()) <= {"click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy"}
+    assert set(missing()) <= _OPTIONAL
 
 
 def test_the_dry_environment_has_what_torch_requires_and_no_more(tmp_path: Path) -> None:
     names = set(gpu_dry.required(gpu_dry.WANTED))
     assert {"torch", "triton", "pytest", "sympy", "pluggy"} <= names
-    assert not {"click", "rich", "matplotlib", "expecttest", "hypothesis", "numpy", "pytest-timeout"} & names
+    assert not (_OPTIONAL | {"pytest-timeout"}) & names
 
 
 # It makes an environment and builds the extension in it, which takes minutes.

@@ -14,6 +14,7 @@ from tritondt.fsdp.meshes import DataMesh, data_mesh
 from tritondt.fsdp.module import FSDPModule, sharded_class, state_of
 from tritondt.fsdp.parameter import ShardedParameter, ShardPlacement, User, shard_dim
 from tritondt.fsdp.state import ShardedState
+from tritondt.interop.transformers.trainer import tell_trainer_of_data_axis
 from tritondt.parallel.forward_pass import APART
 from tritondt.sharding.mesh import Mesh
 
@@ -88,6 +89,7 @@ def fully_shard(  # type: ignore[misc]
     for each in modules:
         each.__class__ = sharded_class(type(each))  # type: ignore[arg-type]
         each.__dict__["_tritondt_fully_sharded"] = state
+        tell_trainer_of_data_axis(each, len(data.mesh.ranks))
     return module
 
 

@@ -20,10 +20,32 @@ from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 
-def _features(module: nn.Module) -> int:
-    features = module.in_features
-    assert isinstance(features, int), f"{module} has {features} input features"
-    return features
+def linear_features(module: nn.Module) -> tuple[int, int]:
+    """Numbers of input and output features of an nn.Linear, or of a module whose weight is (input, output).
+
+    >>> linear_features(nn.Linear(6, 5))
+    (6, 5)
+    """
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight: Any = module.weight
+    num_inputs, num_outputs = weight.shape
+    return num_inputs, num_outputs
+
+
+class TransposedForward:
+    """Forward of a module whose weight is (input, output), whatever its class has; copied with its module.
+
+    The class may reshape by the number of features of the whole.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Product with the weight that the module holds now, and its bias, if any."""
+        module: Any = self.module
+        return nn.functional.linear(input, module.weight.t(), getattr(module, "bias", None))
 
 
 class OverlappedForward:
@@ -45,11 +67,18 @@ class OverlappedForward:
 
 
 class LinearRun(CutRun):
-    """An nn.Linear, or a subclass of nn.Linear, whose weight is cut."""
+    """An nn.Linear, or a subclass of nn.Linear, whose weight is cut; or a module whose weight is (input, output)."""
+
+    in_features: int
+    out_features: int
 
     def install(self, module: nn.Module) -> None:
         """Registers the hooks; takes over the forward where it is nn.Linear's own and can overlap."""
         super().install(module)
+        self.in_features, self.out_features = linear_features(module)
+        if not isinstance(module, nn.Linear):
+            module.__dict__["forward"] = TransposedForward(module)
+            return
         is_plain = type(module).forward is nn.Linear.forward and "forward" not in module.__dict__
         if self.overlap and is_plain and len(self.mesh.ranks) > 1:
             module.__dict__["forward"] = OverlappedForward(module, self)
@@ -70,9 +99,7 @@ class ColumnLinear(LinearRun):
 
     def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Plan of the whole input, of which each rank's gradient is a term; or of own positions, gathered meanwhile."""
-        input_plan = input_plan_of(
-            x, self.mesh, self.given, Replicate(), gradient=Partial(), features=_features(module)
-        )
+        input_plan = input_plan_of(x, self.mesh, self.given, Replicate(), gradient=Partial(), features=self.in_features)
         if not self.takes_over(module) or not is_divisible(input_plan.source):
             return input_plan
         source, gradient = input_plan.source, gradient_spec(input_plan.source)
@@ -90,7 +117,7 @@ class ColumnLinear(LinearRun):
 
     def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
         """Own features, redistributed as wanted."""
-        shape: Any = (*output.shape[:-1], module.out_features)
+        shape = (*output.shape[:-1], self.out_features)
         return self.hand_out(output, self.features, self.wanted, shape, use_local_output=self.use_local_output)
 
 
@@ -109,7 +136,7 @@ class RowLinear(LinearRun):
 
     def input_plan(self, module: nn.Module, x: torch.Tensor) -> InputPlan:
         """Plan of own features of the input."""
-        return input_plan_of(x, self.mesh, self.given, self.features, features=_features(module))
+        return input_plan_of(x, self.mesh, self.given, self.features, features=self.in_features)
 
     def gradient(self, name: str) -> Placement | None:
         """Placement of the gradient of the bias: terms where ranks have parts of the output, else as the parameter."""
@@ -126,7 +153,7 @@ class RowLinear(LinearRun):
     def _scattered(self, module: nn.Module, local: torch.Tensor) -> DTensorSpec | None:
         if not self.takes_over(module) or not isinstance(self.wanted, Shard) or not is_eager(local):
             return None
-        shape: Any = (*local.shape[:-1], module.out_features)
+        shape = (*local.shape[:-1], self.out_features)
         spec = activation_spec(self.mesh, self.wanted, shape, local.dtype)
         return spec if is_divisible(spec) else None
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.errors import ParallelizeError
 from tritondt.parallel.embedding import ColumnEmbedding, RowEmbedding
 from tritondt.parallel.feature_cut import feature_cut
-from tritondt.parallel.linear import ColumnLinear, RowLinear
+from tritondt.parallel.linear import ColumnLinear, RowLinear, linear_features
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.parameters import distribute_parameter
 from tritondt.parallel.style import ParallelStyle, check_free, checked_layout, claim
@@ -48,7 +48,8 @@ class ColwiseParallel(WeightStyle):
     with `balanced=True` 2, 2, 1 and 1. `sizes` are the numbers of features, one per rank, in place of both. `repeats`
     is the number of equal blocks that are each cut so: 3 for queries, keys and values in one matrix. `groups` is the
     number of equal blocks of which no rank has parts of two, as query heads that share a key head (`KeyValueParallel`).
-    Every forward may be a collective call of the mesh.
+    With `transposed` the module is one whose weight is (input, output) features, in place of nn.Linear's (output,
+    input), as Conv1D of transformers' GPT-2. Every forward may be a collective call of the mesh.
 
     With `overlap` an nn.Linear whose input comes sharded on a dim before the last multiplies what is there while the
     rest is gathered (`all_gather_matmul`); a subclass with a forward of its own, and any other input, as without. Nor
@@ -79,16 +80,19 @@ class ColwiseParallel(WeightStyle):
         balanced: bool = False,
         groups: int | None = None,
         overlap: bool = False,
+        transposed: bool = False,
     ) -> None:
         self.cut = feature_cut(unit, sizes, balanced, repeats, groups)
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
         self.output_layouts = checked_layout(output_layouts, "output_layouts")
-        self.use_local_output, self.overlap = use_local_output, overlap
+        self.use_local_output, self.overlap, self.transposed = use_local_output, overlap, transposed
 
     def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Placement of the weight by its output features, which an embedding has last; of the bias alike."""
-        if isinstance(module, nn.Linear):
-            return dict.fromkeys(("weight", "bias"), self.cut.shard(0, module.out_features, mesh.shape[0]))
+        if _is_linear(module, self):
+            features = linear_features(module)[1]
+            weight, bias = (self.cut.shard(dim, features, mesh.shape[0]) for dim in (int(self.transposed), 0))
+            return {name: cut for name, cut in (("weight", weight), ("bias", bias)) if name in module._parameters}
         if isinstance(module, nn.Embedding):
             _check_embedding(module, self)
             return {"weight": self.cut.shard(1, module.embedding_dim, mesh.shape[0])}
@@ -97,8 +101,8 @@ class ColwiseParallel(WeightStyle):
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Hooks that take the whole input in and hand own features of the output out."""
         kind, length = (
-            (ColumnLinear, module.out_features)
-            if isinstance(module, nn.Linear)
+            (ColumnLinear, linear_features(module)[1])
+            if _is_linear(module, self)
             else (ColumnEmbedding, cast("nn.Embedding", module).embedding_dim)
         )
         features = self.cut.shard(-1, length, mesh.shape[0])
@@ -113,7 +117,7 @@ class RowwiseParallel(WeightStyle):
     The input is taken for `input_layouts` where it is plain (default: sharded on its last dim; an embedding's indices:
     Replicate); the output goes out as `output_layouts` (default: Replicate; Shard(1) for a sequence), as a plain local
     tensor unless `use_local_output=False`. `unit` is the number of features, or rows, that stay together; `sizes`,
-    `balanced` and `groups` are those of ColwiseParallel. Every forward is a collective call of the mesh.
+    `balanced`, `groups` and `transposed` are those of ColwiseParallel. Every forward is a collective call of the mesh.
 
     With `overlap` an nn.Linear whose output goes out sharded on a dim before the last sends each part while it computes
     the next (`matmul_reduce_scatter`); a subclass with a forward of its own, and any other output, as without. Nor does
@@ -143,16 +147,19 @@ class RowwiseParallel(WeightStyle):
         balanced: bool = False,
         groups: int | None = None,
         overlap: bool = False,
+        transposed: bool = False,
     ) -> None:
         self.cut = feature_cut(unit, sizes, balanced, groups=groups)
         self.input_layouts = checked_layout(input_layouts, "input_layouts")
         self.output_layouts = checked_layout(output_layouts, "output_layouts") or Replicate()
-        self.use_local_output, self.overlap = use_local_output, overlap
+        self.use_local_output, self.overlap, self.transposed = use_local_output, overlap, transposed
 
     def parameter_placements(self, module: nn.Module, mesh: Mesh) -> dict[str, Placement]:
         """Placement of the weight by its input features, which an embedding has first; the bias is replicated."""
-        if isinstance(module, nn.Linear):
-            return {"weight": self.cut.shard(1, module.in_features, mesh.shape[0]), "bias": Replicate()}
+        if _is_linear(module, self):
+            weight = self.cut.shard(int(not self.transposed), linear_features(module)[0], mesh.shape[0])
+            placements = {"weight": weight, "bias": Replicate()}
+            return {name: found for name, found in placements.items() if name in module._parameters}
         if isinstance(module, nn.Embedding):
             _check_embedding(module, self)
             return {"weight": self.cut.shard(0, module.num_embeddings, mesh.shape[0])}
@@ -160,12 +167,26 @@ class RowwiseParallel(WeightStyle):
 
     def local_run(self, module: nn.Module, mesh: Mesh) -> LocalRun:
         """Hooks that take own features of the input in and add up the terms of the output."""
-        if isinstance(module, nn.Linear):
-            cut = self.cut.shard(-1, module.in_features, mesh.shape[0])
+        if _is_linear(module, self):
+            cut = self.cut.shard(-1, linear_features(module)[0], mesh.shape[0])
             given = self.input_layouts or cut
             return RowLinear(mesh, given, cut, self.output_layouts, self.use_local_output, self.overlap)
         cut = self.cut.shard(-1, cast("nn.Embedding", module).num_embeddings, mesh.shape[0])
         return RowEmbedding(mesh, self.input_layouts or Replicate(), cut, self.output_layouts, self.use_local_output)
+
+
+def _is_linear(module: nn.Module, style: ColwiseParallel | RowwiseParallel) -> bool:
+    """Whether the style takes a module for a multiplication; ParallelizeError for a weight of another form."""
+    if not style.transposed:
+        return isinstance(module, nn.Linear)
+    weight = module._parameters.get("weight")
+    if isinstance(module, nn.Linear | nn.Embedding) or weight is None or weight.ndim != 2:
+        shape = "none" if weight is None else f"one of {tuple(weight.shape)}"
+        raise ParallelizeError(
+            f"{type(style).__name__} with transposed=True takes a module with a weight of (input, output) features, as "
+            f"Conv1D of transformers; {type(module).__name__} has {shape}: leave transposed out"
+        )
+    return True
 
 
 def _unknown(module: nn.Module, style: ParallelStyle) -> ParallelizeError:

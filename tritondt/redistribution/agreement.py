@@ -104,6 +104,20 @@ def lengths_on_all(mesh: Mesh, own: Sequence[int]) -> list[list[int]]:
     return _rows_of_all(mesh, torch.tensor(list(own), dtype=torch.int64))
 
 
+def texts_on_all(mesh: Mesh, own: str) -> list[str]:
+    """Texts of every rank of the mesh, by mesh position, on all of its ranks; of any lengths.
+
+    A collective call. A rank outside the mesh gets its own in place of all.
+    """
+    content = own.encode()
+    lengths = [length for (length,) in lengths_on_all(mesh, [len(content)])]
+    if mesh.coordinate is None or not max(lengths):
+        return [own] * len(mesh.ranks)
+    row = torch.frombuffer(bytearray(content.ljust(max(lengths))), dtype=torch.uint8)
+    rows = zip(_rows_of_all(mesh, row), lengths, strict=True)
+    return [bytes(found[:length]).decode() for found, length in rows]
+
+
 def _rows_of_all(mesh: Mesh, own: torch.Tensor) -> list[list[int]]:
     """Equally long one-dimensional tensors of all ranks of the mesh, by mesh position; a collective call of its
     ranks.

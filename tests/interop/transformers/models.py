@@ -22,12 +22,28 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+# What models of other families call these, and more of their sizes; no dropout, which would differ by rank.
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True},
+    "gpt2": {"n_inner": 34, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+_UNKNOWN = {
+    "gpt2": ("intermediate_size", "num_key_value_heads", "head_dim"),
+    "bert": ("num_key_value_heads", "head_dim"),
+}
 
 
-def causal_lm(kind: Any, **options: Any) -> nn.Module:
+def model_of(kind: Any, **options: Any) -> Any:
     """A model of a class of transformers, with the same random weights each time."""
     torch.manual_seed(3)
-    model: nn.Module = kind(kind.config_class(**{**_SIZES, **options}))
+    family = kind.config_class.model_type
+    sizes = {name: value for name, value in _SIZES.items() if name not in _UNKNOWN.get(family, ())}
+    model: nn.Module = kind(kind.config_class(**{**sizes, **_OF_FAMILY.get(family, {}), **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases of zeros would hide that they are added once too often
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import tritondt as T
@@ -92,6 +93,66 @@ def test_a_table_that_is_tied_to_the_head_is_cut_alike():
     assert found["embed_tokens"]["weight"] == found["lm_head"]["weight"] == T.Shard(0, sizes=(2, 2, 2, 1))
 
 
+class Experts(nn.Module):
+    """The attributes of a layer of experts of transformers."""
+
+    def __init__(self, num_experts: int = 5) -> None:
+        super().__init__()
+        self.num_experts, self.is_transposed, self.is_concatenated, self._is_expert_parallel = (
+            num_experts,
+            False,
+            True,
+            False,
+        )
+        self.gate_up_proj = nn.Parameter(torch.zeros(num_experts, 2 * 12, HIDDEN))
+        self.down_proj = nn.Parameter(torch.zeros(num_experts, HIDDEN, 12))
+
+
+class Mixture(nn.Module):
+    """A layer of experts with a router of its own parameters."""
+
+    def __init__(self, num_experts: int = 5) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, num_experts, bias=False)
+        self.experts = Experts(num_experts)
+
+
+BY_FEATURES = {"experts.gate_up_proj": "packed_colwise", "experts.down_proj": "rowwise", "experts": "moe_tp_experts"}
+BY_EXPERTS = {
+    "experts.gate_up_proj": "grouped_gemm",
+    "experts.down_proj": "grouped_gemm",
+    "experts": "ep_dispatch_experts",
+}
+
+
+def test_parameters_of_experts_are_cut_by_features_or_by_experts_as_the_plan_names_them():
+    def body(rank: int) -> list[Any]:
+        found = []
+        for names in (BY_FEATURES, BY_EXPERTS):
+            mixture = parallelize(Mixture(), T.Mesh((3,)), names)
+            parameters: Any = dict(mixture.named_parameters())
+            found.append({name: parameter.placements for name, parameter in parameters.items()})
+        return found
+
+    by_features, by_experts = run_ranks(3, body)[0]
+    assert by_features == {
+        "gate.weight": (T.Replicate(),),
+        "experts.gate_up_proj": (T.Shard(1, unit=4, sizes=(4, 4, 4), repeats=2),),
+        "experts.down_proj": (T.Shard(2, unit=4, sizes=(4, 4, 4)),),
+    }
+    assert by_experts["experts.gate_up_proj"] == by_experts["experts.down_proj"] == (T.Shard(0, sizes=(2, 2, 1)),)
+
+
+def test_more_ranks_than_experts_are_refused_before_anything_is_changed():
+    def body(rank: int) -> None:
+        mixture = Mixture(2)
+        with pytest.raises(ParallelizeError, match="Experts has 2 experts, which over 3 ranks are 1, 1, 0; allowed is"):
+            parallelize(mixture, T.Mesh((3,)), BY_EXPERTS)
+        assert not any(isinstance(parameter, T.DTensor) for parameter in mixture.parameters())
+
+    run_ranks(3, body)
+
+
 def test_a_rank_is_told_its_own_numbers_of_heads():
     def body(rank: int) -> int:
         model = parallelize(Model(), T.Mesh((4,)))
@@ -105,7 +166,11 @@ def test_a_rank_is_told_its_own_numbers_of_heads():
     ("model", "names", "said"),
     [
         (Model(), {"lm_head": "diagonal"}, "the tp_plan has 'diagonal' for 'lm_head'; allowed are colwise, rowwise"),
-        (Model(), {"lm_haed": "colwise"}, "'lm_haed' matches no module of Model; near it come 'lm_head'"),
+        (
+            Model(),
+            {"lm_haed": "colwise"},
+            "'lm_haed' matches no module and no parameter of Model; near it come 'lm_head'",
+        ),
         (Model(qkv_proj="mla_kv_a_proj"), None, "the tp_plan has 'mla_kv_a_proj' for 'qkv_proj'; allowed are colwise"),
         (nn.Linear(2, 2), None, "Linear has no tp_plan, neither its own nor one of its configuration; give one"),
         (
@@ -113,6 +178,17 @@ def test_a_rank_is_told_its_own_numbers_of_heads():
             {"layers.*.self_attn.q_proj": "colwise"},
             "layers.0.self_attn has heads of 4 features, and the tp_plan has 'colwise' for q_proj; known are",
         ),
+        (
+            Mixture(),
+            {"experts.gate_up_proj": "packed_colwise"},
+            "the tp_plan cuts gate_up_proj of experts (Experts), which has {'gate_up_proj': (5, 24, 10), 'down_proj'",
+        ),
+        (
+            Mixture(),
+            {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "rowwise"},
+            "the tp_plan has 'grouped_gemm' for experts.gate_up_proj; allowed for parameters are grouped_gemm for all",
+        ),
+        (Mixture(), {"experts": "moe_tp_experts"}, "'moe_tp_experts' for experts, none of whose parameters it names"),
     ],
 )
 def test_a_plan_that_cannot_be_followed_is_refused(model, names, said):

@@ -147,7 +147,7 @@ class _ExpertRun(LocalRun):
         self._check_output(module, output, dispatched)
         if torch.is_grad_enabled() and not (output.requires_grad and len(output)):
             # What gets no gradient here gets one of zeros: the others' backward waits for this rank's.
-            output = _DependentOn.apply(output, *sources)  # type: ignore[no-untyped-call]
+            output = DependentOn.apply(output, *sources)  # type: ignore[no-untyped-call]
         found = token_combine(output, dispatched)
         if not home:
             return found
@@ -185,7 +185,7 @@ def _routed(module: nn.Module, given: list[Any], num_experts: int) -> list[Any]:
     return [tokens.index_select(0, places), counts, tuple(tokens.shape), places, factors]
 
 
-class _DependentOn(torch.autograd.Function):
+class DependentOn(torch.autograd.Function):
     """A tensor that depends on others, whose gradients are zeros."""
 
     @staticmethod
