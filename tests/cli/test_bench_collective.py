@@ -152,7 +152,7 @@ def replayed(measured, monkeypatch):
     """The command without its ranks: it is told what was measured of the collective that it asks for."""
 
     def run_on_ranks(_, __, request, *, on_message):
-        on_message(Devices(tuple(Device(rank, 7, "host", "cpu, 1 thread") for rank in range(RANKS))))
+        on_message(Devices(tuple(Device(rank, 7, "host", None, None, "cpu, 1 thread") for rank in range(RANKS))))
         for case in request.cases:
             on_message(Starting(case))
             for row in rows_of(measured[1]):
@@ -197,15 +197,23 @@ def test_json_is_all_that_stdout_gets_and_has_the_keys_of_nccl_tests(replayed):
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)
     assert "# Collective test concluded: all_reduce" in ended.stderr
-    assert {"config", "results", "out_of_bounds", "average_bus_bandwidth", "errors", "machine", "versions"} <= set(
-        found
-    )
+    # All that nccl-tests 2.19.6 writes but the environment.
+    keys = {"version", "start_time", "args", "nccl_version", "config", "results", "out_of_bounds", "errors", "end_time"}
+    assert {*keys, "average_bus_bandwidth", "machine", "versions"} <= set(found)
     assert "env" not in found
+    assert found["start_time"] <= found["end_time"]
+    assert found["average_bus_bandwidth"]["okay"] == "unchecked"
+    config = {"nthreads", "ngpus", "minimum_bytes", "maximum_bytes", "warmup_iters", "iterations", "validation"}
+    config |= {"aggregated_iterations", "graph", "blocking_collectives", "per_iter_timing", "per_iter_skip"}
+    assert {*config, "parallel_init", "devices"} <= set(found["config"])
+    device = {"rank", "group", "pid", "hostname", "device", "device_hex", "device_info"}
+    assert set(found["config"]["devices"][0]) == device
     assert found["complete"]
     assert found["out_of_bounds"] == {"count": 0, "okay": True}
     assert [each["rank"] for each in found["config"]["devices"]] == [0, 1, 2]
     for result in found["results"]:
-        assert {"size", "count", "type", "redop", "root", "actual_iterations", "implementation"} <= set(result)
+        keys = {"size", "count", "type", "redop", "root", "actual_iterations", "experiment_name", "implementation"}
+        assert keys <= set(result)
         assert set(result["in_place"]) == {"time", "alg_bw", "bus_bw", "nwrong"}
         assert result["in_place"]["bus_bw"] == pytest.approx(result["in_place"]["alg_bw"] * 4 / 3)
         per_iteration = result["out_of_place_per_iter"]
@@ -239,6 +247,35 @@ def test_the_engines_moves_are_broken_down_in_table_json_and_csv(replayed, measu
     refused = replayed([*ALL_REDUCE, "--impl", "torch", "--breakdown"])
     assert refused.exit_code == 1
     assert "--breakdown takes the moves of engine apart; --impl torch has none of them" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("flags", "step", "said"),
+    [
+        (["-e", "16K", "-f", "2"], {"step_factor": 2.0}, " step: 2(factor) "),
+        (["-e", "16K", "-i", "4K"], {"step_bytes": 4096}, " step: 4096(bytes) "),
+        (["-e", "16K"], {"step_bytes": 1 << 20}, " step: 1048576(bytes) "),
+        ([], {}, None),
+    ],
+)
+def test_header_and_json_say_how_sizes_rise(replayed, flags, step, said):
+    ended = replayed([*ALL_REDUCE, *flags, "--impl", "tritondt", "--json"])
+    config = json.loads(ended.stdout)["config"]
+    assert {key: value for key, value in config.items() if key.startswith("step")} == step
+    assert ("step:" in ended.stderr) == (said is not None)
+    assert said is None or said in ended.stderr
+
+
+def test_percentiles_of_several_types_and_reductions_are_told_apart(replayed):
+    printed = replayed([*ALL_REDUCE, "--impl", "tritondt", "-d", "all", "-o", "all"]).stdout.splitlines()
+    percentiles = printed[next(number for number, line in enumerate(printed) if "p95" in line) + 1 :]
+    said = [line for line in percentiles if line.endswith(":")]
+    assert said[:2] == ["# int8 sum:", "# int8 prod:"]
+    assert len(said) == len(set(said)) == len(data.DTYPES) * len(data.REDOPS) - sum(
+        not dtype.is_floating_point for dtype in data.DTYPES.values()
+    )
+    alone = replayed([*ALL_REDUCE, "--impl", "tritondt"]).stdout
+    assert "# float sum:" not in alone
 
 
 def test_csv_has_a_line_for_each_tuple(replayed, tmp_path):
