@@ -271,8 +271,10 @@ def test_percentiles_of_several_types_and_reductions_are_told_apart(replayed):
     percentiles = printed[next(number for number, line in enumerate(printed) if "p95" in line) + 1 :]
     said = [line for line in percentiles if line.endswith(":")]
     assert said[:2] == ["# int8 sum:", "# int8 prod:"]
-    assert len(said) == len(set(said)) == len(data.DTYPES) * len(data.REDOPS) - sum(
-        not dtype.is_floating_point for dtype in data.DTYPES.values()
+    assert (
+        len(said)
+        == len(set(said))
+        == len(data.DTYPES) * len(data.REDOPS) - sum(not dtype.is_floating_point for dtype in data.DTYPES.values())
     )
     alone = replayed([*ALL_REDUCE, "--impl", "tritondt"]).stdout
     assert "# float sum:" not in alone

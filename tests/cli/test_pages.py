@@ -185,6 +185,17 @@ def test_the_page_of_a_trace_draws_what_comes_after_the_first_step():
     page = trace_page(trace_document(), "exposed < all")
     assert page.count("<rect") == 4
     assert "&lt;setup&gt;" not in page
+    assert re.findall(r">([\d.]+) ms</text>", page) == [
+        "0",
+        "0.005",
+        "0.01",
+        "0.015",
+        "0.02",
+        "0.025",
+        "0.03",
+        "0.035",
+        "0.04",
+    ]
     assert "asked for at f:3" in page
     assert page.count("<title>8 bytes</title>") == 1
     assert "exposed &lt; all" in page

@@ -150,7 +150,18 @@ def test_pictures_show_who_sends_to_whom(tmp_path):
     assert "receivers across; a stronger colour is more" in text  # darker on light pages, lighter on dark ones
     assert "rank 0 to rank 3: 24 bytes" in text
     assert "rank 3 to rank 0: 0 bytes" in text
+    assert "the strongest 24 bytes" in text
+    assert "bytes over links" not in text
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_links_and_what_torch_would_move(tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ("--mesh", "8", "--shape", "8,8", "--from", "S0", "--to", "S1", "--topology", "fat-tree:2,2")
+    assert run_plan(*arguments, "--against", "torch", "--html", str(page)).exit_code == 0
+    text = page.read_text()
+    assert "<td>leaf up</td><td>64</td><td>64.0</td><td>64</td><td>0 -&gt; 0</td>" in text
+    assert re.search(r"<p>torch [^<]* would receive [0-9]+ bytes, [0-9.]+ of ours", text)
 
 
 def test_large_worlds_are_drawn_in_groups_however_many_their_messages_are(tmp_path):

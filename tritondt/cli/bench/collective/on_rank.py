@@ -104,7 +104,9 @@ def _device(request: Request) -> Device:
     rank = dist.get_rank()
     process = rank, os.getpid(), socket.gethostname()
     if request.device != "cuda":
-        return Device(*process, None, None, f"cpu, {request.num_threads} thread{'s' if request.num_threads > 1 else ''}")
+        return Device(
+            *process, None, None, f"cpu, {request.num_threads} thread{'s' if request.num_threads > 1 else ''}"
+        )
     torch.cuda.set_device(rank % torch.cuda.device_count())
     found: Any = torch.cuda.get_device_properties()
     bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
