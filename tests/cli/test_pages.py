@@ -88,6 +88,7 @@ def test_a_report_has_every_result_and_says_what_it_leaves_out(folder):
     assert "platform &lt;Linux&gt;, processor a &amp; b" in page
     assert "partial: rank 1 &lt;stopped&gt;" in page
     assert "other.json: " in page
+    assert page.count('text-anchor="end">bytes</text>') == 4  # below each bandwidth and ratio
     assert "ratio: 0.5 at" not in page
     assert "tritondt: 0.5 at 1K" in page
     # What is wrong, or unchecked, is in the table alone.
