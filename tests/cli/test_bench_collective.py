@@ -187,9 +187,14 @@ def test_every_line_of_the_table_fits_the_terminal(measured, columns):
     request, messages = measured
     table = Table(replace(request, sides=SIDES[:3]), columns)
     rows = [row for row in rows_of(messages) if row.side in SIDES[:3]]
-    lines = [line for row in rows for line in table.row(row)]
-    lines += table._header() + table.iterations(rows) + table.parts(rows)
-    assert max(len(line) for line in lines if "not run" not in line and "Iterations" not in line) <= columns
+    device = Device(0, 1234567, "a-host-with-a-name-of-some-length.example", None, None, "cpu, 1 thread")
+    lines = table.title(
+        Devices((device,)), {"tritondt": "0.1.0", "torch": "2.13.0+cpu", "python": "3.11.7"}, ["x " * 99]
+    )
+    lines += [line for row in rows for line in table.row(row)]
+    lines += table.iterations(rows) + table.parts(rows) + table.footer(rows, None)
+    assert max(map(len, lines)) <= columns
+    assert all(line.startswith("#") or line.split()[0].isdigit() for line in lines)
 
 
 def test_json_is_all_that_stdout_gets_and_has_the_keys_of_nccl_tests(replayed):

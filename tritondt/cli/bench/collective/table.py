@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 from tritondt.cli.bench import breakdown_report
@@ -42,6 +43,7 @@ class Table:
         self._request = request
         needed = _WIDE + (2 + _SIDE_WIDTH if len(request.sides) > 1 else 0)
         self._is_wide = columns is None or columns >= needed
+        self._columns = columns
 
     def title(self, devices: Devices, versions: dict[str, str], notes: Sequence[str]) -> list[str]:
         """Lines above the table: versions, what is measured, and where."""
@@ -61,7 +63,18 @@ class Table:
             "# Using devices",
         ]
         lines += [f"#  {one}" for one in devices.of_ranks]
-        return [*lines, "#", *self._header()]
+        return [*self._wrapped(lines), "#", *self._header()]
+
+    def _wrapped(self, lines: Sequence[str]) -> list[str]:
+        """Lines of words, none wider than the terminal, each part of one behind a #."""
+        if self._columns is None:
+            return list(lines)
+        width = self._columns
+        return [
+            part
+            for line in lines
+            for part in (textwrap.wrap(line, width, subsequent_indent="#   ") if len(line) > width else [line])
+        ]
 
     def _header(self) -> list[str]:
         if not self._is_wide:
@@ -83,7 +96,7 @@ class Table:
         """A row of nccl-tests, or a line for each place where the terminal is narrow."""
         case = row.case
         if row.note is not None:
-            return [f"# {label(row.side)}: not run at {bytes_text(case.size)}: {row.note}"]
+            return self._wrapped([f"# {label(row.side)}: not run at {bytes_text(case.size)}: {row.note}"])
         if self._is_wide:
             left = f"{case.size:>12}  {case.count:>12}  {case.type:>8}  {case.redop:>6}  {case.root:>6}"
             both = "".join(self._figures(row, place, 7) for place in _PLACES)
@@ -107,7 +120,9 @@ class Table:
         names = ("min", "p50", "p95", "p99", "max")
         lines = [
             "#",
-            "# Iterations (us, of the slowest rank in each), their variation, and the spread of the ranks' means:",
+            *self._wrapped(
+                ["# Iterations (us, of the slowest rank in each), their variation, and the spread of the ranks' means:"]
+            ),
             f"#{'size':>10}    " + "".join(f"{name:>8}" for name in names) + "  cv% ranks%  impl",
         ]
         for said, row in self._told_apart(rows):
@@ -156,7 +171,7 @@ class Table:
                 name = f" ({label(side)})" if len(request.sides) > 1 else ""
                 lines.append(f"# Avg bus bandwidth    : {mean:g} {verdict}".rstrip() + name)
         lines += [f"# {text}" for text in comparisons(request, rows)]
-        return [*lines, "#", f"# Collective test concluded: {request.collective}", "#"]
+        return [*self._wrapped(lines), "#", f"# Collective test concluded: {request.collective}", "#"]
 
 
 def _kind(case: Case) -> list[str]:
