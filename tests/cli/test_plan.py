@@ -3,6 +3,8 @@
 import json
 import random
 import re
+from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -126,6 +128,32 @@ def test_what_all_ranks_send_is_what_their_transports_count():
         found = rank_traffic(make_plan(*layouts, 4, CostTable(ranks_per_host=4)), 4)
         expected = list(zip(found.sent, found.received, found.messages, strict=True))
         assert run_ranks(4, count_on) == expected, (mesh, texts, shape)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)])
+def test_what_every_pair_sends_is_what_its_transports_count(mesh):
+    befores = ["S0", "S1", "R", "P"]
+    texts = [list(map(",".join, product(names, repeat=len(mesh)))) for names in (befores, befores[:3])]
+    pairs, shape = list(product(*texts)), (7, 5)
+
+    def count_on(rank: int) -> list[tuple[int, int, int]]:
+        meta, found = T.TensorMeta.contiguous(shape), []
+        for pair in pairs:
+            source, target = (T.DTensorSpec(T.Mesh(mesh), parse_placements(text), meta) for text in pair)
+            traffic = T.comm.world.current().communicator(range(prod(mesh))).traffic
+            before = traffic.sent_bytes, traffic.received_bytes, traffic.num_sent
+            T.redistribute(torch.ones(source.local_shape), source, target)
+            after = traffic.sent_bytes, traffic.received_bytes, traffic.num_sent
+            found.append(tuple(late - early for early, late in zip(before, after, strict=True)))
+        return found
+
+    counted = run_ranks(prod(mesh), count_on)
+    for number, pair in enumerate(pairs):
+        layouts = [Layout(mesh, parse_placements(text), shape) for text in pair]
+        foretold = rank_traffic(make_plan(*layouts, 4, CostTable(ranks_per_host=prod(mesh))), 4)
+        expected = list(zip(foretold.sent, foretold.received, foretold.messages, strict=True))
+        assert [of_rank[number] for of_rank in counted] == expected, pair
 
 
 def test_links_of_a_topology_are_told():
