@@ -137,7 +137,7 @@ def test_what_every_pair_sends_is_what_its_transports_count(mesh):
     texts = [list(map(",".join, product(names, repeat=len(mesh)))) for names in (befores, befores[:3])]
     pairs, shape = list(product(*texts)), (7, 5)
 
-    def count_on(rank: int) -> list[tuple[int, int, int]]:
+    def count_on(rank: int) -> list[tuple[int, ...]]:
         meta, found = T.TensorMeta.contiguous(shape), []
         for pair in pairs:
             source, target = (T.DTensorSpec(T.Mesh(mesh), parse_placements(text), meta) for text in pair)
