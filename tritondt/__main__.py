@@ -8,7 +8,10 @@ _PACKAGES = ("click", "rich", "matplotlib")
 
 
 def run(prog_name: str | None = None) -> None:
-    """Runs the command line; a line with what to install, and status 1, where a package of the extra is missing."""
+    """Runs the command line; a line with what to install, and status 1, where a package of the extra is missing.
+
+    Ctrl-C while commands are still being imported ends it with one line and status 130.
+    """
     try:
         importlib.import_module("tritondt.cli.main").main(prog_name=prog_name)
     except ModuleNotFoundError as error:
@@ -16,6 +19,9 @@ def run(prog_name: str | None = None) -> None:
         if missing not in _PACKAGES:
             raise
         sys.exit(f"{missing} is missing, which tritondt's commands need: pip install {' '.join(_PACKAGES)}")
+    except KeyboardInterrupt:
+        sys.stderr.write("Error: interrupted\n")
+        sys.exit(130)
 
 
 # The ranks that the demo starts import this file again, under another name.

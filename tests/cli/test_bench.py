@@ -14,32 +14,40 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import tritondt as T
-from tritondt.cli.bench import harness
+from tritondt.cli.bench import compare, harness, page
 from tritondt.cli.bench.cases import Case, default_pairs, make_cases, mesh_shape, parse_pairs, with_reductions
 from tritondt.cli.bench.harness import Times
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
 from tritondt.cli.bench.measure import Counts, Measured
 from tritondt.cli.bench.minimum import fewest_elements
-from tritondt.cli.bench.report import line, print_report, summarise
+from tritondt.cli.bench.report import line, print_report
+from tritondt.cli.bench.summary import summarise
 from tritondt.cli.main import main
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import OPS_OF_KIND, Replicate, Shard, parse_placements
 
 COMMAND = ["bench", "redistribute"]
+SIDES = ["tritondt", "torch", "shared-memory", "gloo"]
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    """A run of two cases by every implementation: its status, the JSON object, stderr, and the files it wrote."""
+    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "-w", "3", "--breakdown"]
+    options += ["--impl", ",".join(["nccl", *SIDES])]
+    folder = tmp_path_factory.mktemp("small")
+    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json", "--csv", str(folder / "found.csv")])
+    assert ended.exit_code == 0, ended.output
+    (folder / "found.json").write_text(ended.stdout)  # all else is on stderr
+    return json.loads(ended.stdout), ended.stderr, folder
 
 
 @pytest.mark.extended
-def test_a_small_run_against_torch(tmp_path):
-    options = ["--pairs", "S0->S1; P->R", "--sizes", "5x7", "-n", "3", "-w", "3", "--breakdown"]
-    options += ["--impl", "tritondt,torch"]
-    path = tmp_path / "found.csv"
-    ended = CliRunner().invoke(main, [*COMMAND, "--ranks", "2", *options, "--json", "--csv", str(path)])
-    assert ended.exit_code == 0, ended.output
-    found = json.loads(ended.stdout)  # all else is on stderr
-    assert "geometric mean of 2 cases" in ended.stderr
-    assert max(map(len, ended.stderr.partition("minimum:")[0].splitlines())) <= 80
-    assert max(map(len, ended.stderr.partition("parts in ms")[2].partition("time /")[0].splitlines())) <= 80
+def test_a_small_run_against_torch(small_run):
+    found, printed, _ = small_run
+    assert max(map(len, printed.partition("minimum:")[0].splitlines())) <= 80
+    assert max(map(len, printed.partition("parts in ms")[2].partition("time /")[0].splitlines())) <= 80
     assert (found["ranks"], found["threads"], found["dtype"], found["against"]) == (2, 1, "float32", "torch")
     assert set(found["machine"]) == {"platform", "processor", "cores"}
     assert set(found["versions"]) == {"tritondt", "torch", "python"}
@@ -56,12 +64,7 @@ def test_a_small_run_against_torch(tmp_path):
     assert reduction["minimum_bytes"] == 2 * 35 * 4
     assert reduction["received_over_limit"] <= 1
     assert found["complete"]
-    assert (found["warmup_iterations"], found["validation"], found["average"]) == (3, 1, 3)
-    lines = list(csv.DictReader(io.StringIO(path.read_text())))
-    assert [(line["source"], line["implementation"]) for line in lines] == [
-        *(("(S0)", "tritondt"), ("(S0)", "torch")),
-        *(("(P(sum))", "tritondt"), ("(P(sum))", "torch")),
-    ]
+    assert (found["warmup_iters"], found["validation"], found["average"]) == (3, 1, 3)
     for case in found["cases"]:
         assert len(case["seconds"]) == len(case["torch_seconds"]) == 3
         assert case["p50_s"] <= case["p95_s"] <= case["p99_s"]
@@ -69,6 +72,34 @@ def test_a_small_run_against_torch(tmp_path):
         assert case["ratio_fastest"] == case["fastest_s"] / case["torch_fastest_s"]
         assert len(case["local_seconds"]) == len(case["messages_seconds"]) == 3
         assert case["share_of_peak"] > 0
+
+
+@pytest.mark.extended
+def test_implementations_take_turns_in_any_number(small_run):
+    found, printed, folder = small_run
+    rows = [(source, side) for source in ("(S0)", "(P(sum))") for side in SIDES]
+    lines = list(csv.DictReader(io.StringIO((folder / "found.csv").read_text())))
+    assert [(line["source"], line["implementation"]) for line in lines] == rows
+    assert "nccl is not available: torch " in printed
+    assert all(f"time / {side}'s, geometric mean of 2 cases" in printed for side in SIDES[1:])
+    assert set(found["geometric_means_of"]) == set(SIDES[1:])
+    entries, _ = compare.read(folder / "found.json")
+    assert [entry.side for entry in entries] == 2 * SIDES
+    assert [point.side for point in page.points_of(found)] == 2 * SIDES
+
+
+@pytest.mark.extended
+def test_results_have_the_keys_of_nccl_tests(small_run):
+    found, *_ = small_run
+    assert {"version", "start_time", "args", "nccl_version", "out_of_bounds", "errors", "end_time"} <= set(found)
+    assert found["average_bus_bandwidth"]["bandwidth"] > 0
+    assert [result["implementation"] for result in found["results"]] == 2 * SIDES
+    for result in found["results"]:
+        assert (result["size"], result["count"], result["type"]) == (5 * 7 * 4, 35, "float")
+        assert result["redop"] == ("sum" if result["source"] == "(P(sum))" else "none")
+        assert (result["out_of_place"]["nwrong"], result["in_place"], result["actual_iterations"]) == (0, None, 3)
+        times = result["out_of_place_per_iter"]["times_us"]
+        assert result["out_of_place"]["time"] == pytest.approx(sum(times) / 3)
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.MonkeyPatch):
@@ -99,7 +130,6 @@ def test_a_rank_that_fails_ends_the_run_with_its_traceback(monkeypatch: pytest.M
         (["-w", "0"], "0 is not in the range x>=1"),
         (["-c", "-1"], "-1 is not in the range x>=0"),
         (["-a", "4"], "4 is not in the range 0<=x<=3"),
-        (["--impl", "torch"], "--impl 'torch': redistributions are timed of tritondt, alone or with one other"),
     ],
 )
 def test_refuses_what_it_cannot_measure(options, sentence):
@@ -187,37 +217,47 @@ def test_summary_means_and_worst_case():
 
     def measured(length: int, ours_s: float, theirs_s: float) -> Measured:
         counts = (Counts(0, 0, 0, 0),) * 2
-        times = Times((ours_s,) * 3), Times((theirs_s,) * 3)
+        times = Times((ours_s,) * 3), {"torch": Times((theirs_s,) * 3)}
         return Measured(Case((length,), (2,), pair), 4, *times, counts, 0, None, None)
 
     found = [measured(4, 1e-3, 2e-3), measured(2, 4e-3, 1e-3), measured(8, 6e-3, 8e-3), measured(8, 3e-3, 8e-3)]
-    summary = summarise(found)
-    assert summary is not None
+    (summary,) = summarise(found)
+    assert summary.other == "torch"
     assert [size.size for size in summary.sizes] == ["2", "4", "8"]
-    assert summary.sizes[0].ratio_median == pytest.approx(4)
-    assert summary.sizes[1].ratio_median == pytest.approx(0.5)
+    assert summary.sizes[0].ratio.median == pytest.approx(4)
+    assert summary.sizes[1].ratio.median == pytest.approx(0.5)
     assert summary.sizes[1].ratio_median_up_to == pytest.approx(2**0.5)
     assert summary.sizes[2].num_cases == 2
-    assert summary.ratio_fastest == pytest.approx((0.5 * 4 * 0.75 * 0.375) ** 0.25)
+    assert summary.ratio.fastest == pytest.approx((0.5 * 4 * 0.75 * 0.375) ** 0.25)
     assert summary.worst is found[2]
 
 
 def test_without_a_reference_there_is_no_summary():
     case = Case((4,), (2,), parse_pairs("S0->R")[0])
     counts = (Counts(0, 0, 0, 0),) * 2
-    assert summarise([Measured(case, 4, Times((1.0,)), None, counts, 0, None, None)]) is None
+    assert summarise([Measured(case, 4, Times((1.0,)), {}, counts, 0, None, None)]) == []
 
 
 def test_without_a_check_there_is_no_ratio():
-    case, times = Case((4,), (2,), parse_pairs("S0->R")[0]), (Times((1.0,)), Times((2.0,)))
+    case, times = Case((4,), (2,), parse_pairs("S0->R")[0]), (Times((1.0,)), {"torch": Times((2.0,))})
     found = Measured(case, 4, *times, (Counts(0, 0, 0, 0),) * 2, 0, None, None, is_checked=False)
-    assert found.ratio_median is None
-    assert found.ratio_fastest is None
-    assert summarise([found]) is None
+    assert found.ratios == {}
+    assert summarise([found]) == []
     assert line(found).endswith("ratio N/A")
     printed = io.StringIO()
     print_report([found], Console(file=printed, width=80), 3)
     assert printed.getvalue().count("N/A") == 2
+
+
+@pytest.mark.parametrize("names", [(), ("torch",), ("shared-memory",), ("torch", "gloo", "a.module:function")])
+def test_tables_of_any_implementations_fit_80_columns(names):
+    case, slow = Case((4096, 4096), (2, 2), parse_pairs("S0,S1->S1,S0")[0]), Times((99.9, 98.8))
+    found = Measured(case, 4, slow, dict.fromkeys(names, slow), (Counts(0, 0, 0, 0),) * 4, 0, None, None)
+    printed = io.StringIO()
+    print_report([found], Console(file=printed, width=80), 3)
+    tables = printed.getvalue().partition("minimum:")[0]
+    assert max(map(len, tables.splitlines())) <= 80
+    assert tables.count("1.000") == 2 * len(names)
 
 
 @pytest.mark.parametrize(("average", "seconds"), [(0, 3.0), (1, 2.5), (2, 2.0), (3, 3.0)])

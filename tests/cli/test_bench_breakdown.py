@@ -98,7 +98,7 @@ def test_the_row_of_a_case():
     (pair,) = parse_pairs("S0->R")
     parts = Breakdown(Times((1e-3,)), Times((2e-3,)), 4e6)
     counts = (Counts(6000, 4000, 1, 1),) * 2
-    found = Measured(Case((50, 40), (2,), pair), 4, Times((2.5e-3,)), None, counts, 0, None, None, breakdown=parts)
+    found = Measured(Case((50, 40), (2,), pair), 4, Times((2.5e-3,)), {}, counts, 0, None, None, breakdown=parts)
     assert breakdown_report.cells(found) == [found.case.pair_text, "2.500", "1.000", "2.000", "50%", "60", "0.00"]
     assert breakdown_report.as_fields(found)["share_of_peak"] == pytest.approx(0.6)
     assert set(breakdown_report.as_columns(found)) == set(breakdown_report.CSV_COLUMNS)

@@ -67,7 +67,7 @@ def test_an_own_kernel_is_a_side_of_the_report():
     assert ended.exit_code == 0, ended.output
     found = json.loads(ended.stdout)
     assert found["against"] == OWN
-    assert all(len(case["other_seconds"]) == 3 and case["ratio_median"] > 0 for case in found["cases"])
+    assert all(len(case["others"][OWN]["seconds"]) == 3 and case["ratio_median"] > 0 for case in found["cases"])
     assert f"time / {OWN}'s, geometric mean of 2 cases" in ended.stderr
 
 
@@ -82,9 +82,15 @@ def test_an_own_kernel_that_is_wrong_is_found():
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--against", "nccl"], "'nccl' cannot be timed beside tritondt; allowed are torch and MODULE:FUNCTION"),
-        (["--impl", "torch"], "redistributions are timed of tritondt, alone or with one other: tritondt,torch or"),
-        (["--impl", "tritondt,torch,a:b"], "redistributions are timed of tritondt, alone or with one other"),
+        (
+            ["--against", "ring"],
+            "'ring' cannot be timed beside tritondt; allowed are torch, gloo, shared-memory, nccl and MODULE:FUNCTION",
+        ),
+        (["--impl", "tritondt,engine"], "'engine' cannot be timed beside tritondt"),
+        (["--impl", "torch"], "--impl 'torch': allowed are tritondt and others, joined by commas, each once"),
+        (["--impl", "tritondt,torch,torch"], "--impl 'tritondt,torch,torch': allowed are tritondt and others"),
+        (["--impl", "tritondt", "--against", "torch"], "--impl tritondt and --against torch: only one can be"),
+        (["--impl", "tritondt,torch,nowhere:make"], "the implementation 'nowhere:make' cannot be imported"),
         (["--against", "nowhere:make"], "the implementation 'nowhere:make' cannot be imported: No module named"),
         (["--against", "math:pi"], "the implementation 'math:pi' is 3.14"),
     ],

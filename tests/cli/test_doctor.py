@@ -36,7 +36,8 @@ def run_doctor(monkeypatch, *arguments, passed=PASSED, failed=None, clocks=(), h
 def test_every_transport_passes_here():
     found = smoke_test(0.0)
     assert found.failed is None
-    assert [each.transport for each in found.passed] == ["sockets", "gloo"]
+    assert [each.transport for each in found.passed] == ["sockets", "gloo", "direct"]
+    assert not any(each.is_elsewhere for each in found.passed)
     assert all(each.num_exchanges == 16 for each in found.passed)
     assert found.ranks is not None
     assert (found.ranks.num_ranks, [host.name for host in found.ranks.hosts]) == (2, [socket.gethostname()])
@@ -64,6 +65,14 @@ def test_a_failing_transport_is_told_with_what_to_do_and_ends_with_status_1(monk
     assert re.search(r"X exchange +sockets: rank 1 of 2 failed:\n +no route to host\n +-> the traceback", ended.output)
     assert "(passed: none)" in ended.output
     assert re.search("! gloo test +not reached", ended.output)
+    assert re.search("! direct test +not reached", ended.output)
+
+
+def test_ranks_that_share_no_memory_are_noted(monkeypatch):
+    ended = run_doctor(monkeypatch, passed=[*PASSED, Passed("direct", 16, 1e-4, 2e-3, is_elsewhere=True)])
+    assert ended.exit_code == 0
+    assert re.search("! direct test +no memory is shared, sockets carried it: 16 exchanges", ended.output)
+    assert "-> TRITONDT_TRANSPORT=direct gains nothing here: run the ranks of a host" in ended.output
 
 
 def test_the_transport_that_was_under_way_is_the_one_that_failed(monkeypatch):
@@ -109,6 +118,7 @@ def test_the_ranks_of_a_launcher_are_tested_together():
     told = json.loads(found.stdout)  # of rank 0 alone
     assert told["sockets test"].startswith("16 exchanges of 3 ranks were right")
     assert told["gloo test"].startswith("16 exchanges of 3 ranks were right")
+    assert told["direct test"].startswith("16 exchanges of 3 ranks were right")
     assert re.match("-?[0-9,]+ us from rank 0 to rank 1 on ", told["clock skew"])
 
 

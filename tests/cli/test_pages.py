@@ -88,6 +88,7 @@ def test_a_report_has_every_result_and_says_what_it_leaves_out(folder):
     assert "platform &lt;Linux&gt;, processor a &amp; b" in page
     assert "partial: rank 1 &lt;stopped&gt;" in page
     assert "other.json: " in page
+    assert page.count('text-anchor="end">bytes</text>') == 4  # below each bandwidth and ratio
     assert "ratio: 0.5 at" not in page
     assert "tritondt: 0.5 at 1K" in page
     # What is wrong, or unchecked, is in the table alone.
@@ -185,6 +186,17 @@ def test_the_page_of_a_trace_draws_what_comes_after_the_first_step():
     page = trace_page(trace_document(), "exposed < all")
     assert page.count("<rect") == 4
     assert "&lt;setup&gt;" not in page
+    assert re.findall(r">([\d.]+) ms</text>", page) == [
+        "0",
+        "0.005",
+        "0.01",
+        "0.015",
+        "0.02",
+        "0.025",
+        "0.03",
+        "0.035",
+        "0.04",
+    ]
     assert "asked for at f:3" in page
     assert page.count("<title>8 bytes</title>") == 1
     assert "exposed &lt; all" in page

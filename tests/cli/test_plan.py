@@ -3,6 +3,8 @@
 import json
 import random
 import re
+from itertools import product
+from math import prod
 from typing import Any
 
 import pytest
@@ -128,6 +130,32 @@ def test_what_all_ranks_send_is_what_their_transports_count():
         assert run_ranks(4, count_on) == expected, (mesh, texts, shape)
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)])
+def test_what_every_pair_sends_is_what_its_transports_count(mesh):
+    befores = ["S0", "S1", "R", "P"]
+    texts = [list(map(",".join, product(names, repeat=len(mesh)))) for names in (befores, befores[:3])]
+    pairs, shape = list(product(*texts)), (7, 5)
+
+    def count_on(rank: int) -> list[tuple[int, ...]]:
+        meta, found = T.TensorMeta.contiguous(shape), []
+        for pair in pairs:
+            source, target = (T.DTensorSpec(T.Mesh(mesh), parse_placements(text), meta) for text in pair)
+            traffic = T.comm.world.current().communicator(range(prod(mesh))).traffic
+            before = traffic.sent_bytes, traffic.received_bytes, traffic.num_sent
+            T.redistribute(torch.ones(source.local_shape), source, target)
+            after = traffic.sent_bytes, traffic.received_bytes, traffic.num_sent
+            found.append(tuple(late - early for early, late in zip(before, after, strict=True)))
+        return found
+
+    counted = run_ranks(prod(mesh), count_on)
+    for number, pair in enumerate(pairs):
+        layouts = [Layout(mesh, parse_placements(text), shape) for text in pair]
+        foretold = rank_traffic(make_plan(*layouts, 4, CostTable(ranks_per_host=prod(mesh))), 4)
+        expected = list(zip(foretold.sent, foretold.received, foretold.messages, strict=True))
+        assert [of_rank[number] for of_rank in counted] == expected, pair
+
+
 def test_links_of_a_topology_are_told():
     arguments = ("--mesh", "8", "--shape", "8,8", "--from", "S0", "--to", "S1", "--topology", "fat-tree:2,2")
     found = json.loads(run_plan(*arguments, "--json").stdout)["links"]
@@ -150,7 +178,18 @@ def test_pictures_show_who_sends_to_whom(tmp_path):
     assert "receivers across; a stronger colour is more" in text  # darker on light pages, lighter on dark ones
     assert "rank 0 to rank 3: 24 bytes" in text
     assert "rank 3 to rank 0: 0 bytes" in text
+    assert "the strongest 24 bytes" in text
+    assert "bytes over links" not in text
     assert image.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_has_the_links_and_what_torch_would_move(tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ("--mesh", "8", "--shape", "8,8", "--from", "S0", "--to", "S1", "--topology", "fat-tree:2,2")
+    assert run_plan(*arguments, "--against", "torch", "--html", str(page)).exit_code == 0
+    text = page.read_text()
+    assert "<td>leaf up</td><td>64</td><td>64.0</td><td>64</td><td>0 -&gt; 0</td>" in text
+    assert re.search(r"<p>torch [^<]* would receive [0-9]+ bytes, [0-9.]+ of ours", text)
 
 
 def test_large_worlds_are_drawn_in_groups_however_many_their_messages_are(tmp_path):

@@ -40,12 +40,16 @@ def test_cells_are_to_scale_and_name_their_ranks(monkeypatch, tmp_path, shape, p
         texts.append(label)
         return real_text(self, x, y, label, **options)
 
+    named: list[str] = []
+    monkeypatch.setattr(axes.Axes, "set_xlabel", lambda _, label: named.append(label))
+    monkeypatch.setattr(axes.Axes, "set_ylabel", lambda _, label: named.append(label))
     monkeypatch.setattr(axes.Axes, "add_patch", add_patch)
     monkeypatch.setattr(axes.Axes, "text", text)
     path = tmp_path / "found.svg"
     run_ranks(4, lambda rank: write_on(rank, path, shape, placements) if rank == 0 else None)
     assert dict(zip(texts, drawn, strict=True)) == cells
     assert len(re.findall("<svg", path.read_text())) == 1
+    assert [axis for axis in named if axis] == [f"index of dim {dim}" for dim in reversed(range(len(shape)))]
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,8 @@ def test_a_plot_has_the_bytes_of_every_step(tmp_path):
     assert heights[2:4] == [step.received_bytes for step in found.steps]
     assert axes.get_title() == "(P(sum)) -> (R) of (8, 4) at (0,)"
     figure.savefig(tmp_path / "plot.png")
+    (legend,) = figure.legends
+    assert legend.get_window_extent().x0 >= axes.get_window_extent().x1, "it hides bars"
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 

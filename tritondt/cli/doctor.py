@@ -11,7 +11,7 @@ import click
 from tritondt.cli import ranks
 from tritondt.cli.flight.command import flight
 from tritondt.cli.machine import Finding, machine_findings
-from tritondt.cli.smoke import Clock, Ranks, smoke_test, transports
+from tritondt.cli.smoke import Clock, Passed, Ranks, smoke_test, transports
 
 _WIDTH = 100
 _INDENT = 16
@@ -60,14 +60,7 @@ def smoke_findings(seconds: float) -> list[Finding]:
     smoke = smoke_test(seconds)
     found = [] if smoke.ranks is None else [*_hosts(smoke.ranks), *map(_clock, smoke.ranks.clocks)]
     num_ranks = 0 if smoke.ranks is None else smoke.ranks.num_ranks
-    found += [
-        Finding(
-            f"{each.transport} test",
-            f"{each.num_exchanges:,} exchanges of {num_ranks} ranks were right; 2 of 5x3 took "
-            f"{each.small_s * 1e6:,.0f} us, 2 of 1025x511 {each.large_s * 1e3:,.2f} ms (medians)",
-        )
-        for each in smoke.passed
-    ]
+    found += [_passed(each, num_ranks) for each in smoke.passed]
     if smoke.failed is None:
         return [*found, Finding("exchange", "OK")]
     transport, reason = smoke.failed
@@ -77,6 +70,19 @@ def smoke_findings(seconds: float) -> list[Finding]:
     advice += f"another transport (passed: {', '.join(known) or 'none'})"
     not_tested = [Finding(f"{name} test", "not reached", "note", "mend what failed before") for name in left]
     return [*found, *not_tested, Finding("exchange", f"{transport}: {reason}", "problem", advice)]
+
+
+def _passed(found: Passed, num_ranks: int) -> Finding:
+    """A transport that moved tensors; a note where it had to take another's place."""
+    value = (
+        f"{found.num_exchanges:,} exchanges of {num_ranks} ranks were right; 2 of 5x3 took "
+        f"{found.small_s * 1e6:,.0f} us, 2 of 1025x511 {found.large_s * 1e3:,.2f} ms (medians)"
+    )
+    if not found.is_elsewhere:
+        return Finding(f"{found.transport} test", value)
+    advice = "TRITONDT_TRANSPORT=direct gains nothing here: run the ranks of a host as one user in one container, and "
+    advice += "give /dev/shm room for an arena of TRITONDT_ARENA_MB for each"
+    return Finding(f"{found.transport} test", f"no memory is shared, sockets carried it: {value}", "note", advice)
 
 
 def _hosts(met: Ranks) -> list[Finding]:

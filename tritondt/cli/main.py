@@ -11,11 +11,15 @@ import click
 import tritondt
 from tritondt.errors import TritondtError
 
+# What shells give to a program that Ctrl-C has ended.
+INTERRUPTED = 130
+
 
 class LazyGroup(click.Group):
     """A group whose commands are named by `module:attribute` and imported on first use.
 
-    Errors of our own end the program with their sentence and status 1; others keep their traceback.
+    Errors of our own end the program with their sentence and status 1, Ctrl-C with one line and status 130, as shells
+    have it; others keep their traceback.
     """
 
     def __init__(self, *args: Any, commands_at: Mapping[str, str], **kwargs: Any) -> None:
@@ -41,6 +45,9 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except TritondtError as error:
             raise click.ClickException(str(error)) from error
+        except KeyboardInterrupt as error:
+            click.echo("Error: interrupted", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from error
 
 
 @click.group(

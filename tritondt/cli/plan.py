@@ -12,7 +12,7 @@ import torch
 
 from tritondt import environment
 from tritondt.cli.outputs import refuse_unwritable
-from tritondt.cli.plan_picture import spread_rows, write_html, write_png
+from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.torch_moves import torch_moves
 from tritondt.cli.wide_traffic import WideTraffic
@@ -118,10 +118,10 @@ def plan(
     network = None if topology is None else parse_topology(topology)
     itemsize, costs = _DTYPES[dtype].itemsize, _costs(device, transport)
     found = explain_layouts(before, after, itemsize, costs, coordinate)
-    fields, lines = json.loads(found.to_json()), [str(found)]
+    fields, lines, of_torch = json.loads(found.to_json()), [str(found)], None
     if against is not None:
-        fields["torch"], line = _moved_by_torch(before, after, _DTYPES[dtype], found, device)
-        lines.append(line)
+        fields["torch"], of_torch = _moved_by_torch(before, after, _DTYPES[dtype], found, device)
+        lines.append(of_torch)
     lists = any(found is not None for found in (html, png, network))
     if all_ranks or lists:
         steps = make_plan(before, after, itemsize, costs)
@@ -135,8 +135,16 @@ def plan(
             with ProgressLine() as progress:
                 progress.tell(f"counting {spreads['messages'].total:,} messages of {before.num_ranks:,} ranks")
                 traffic = _traffic(steps, itemsize, spreads["messages"].total)
-                lines += _of_links(traffic, network, fields)
-                _draw(html, png, found, traffic)
+                loads = _loads(traffic, network)
+                if network is not None:
+                    fields["links"] = {
+                        kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()
+                    }
+                    lines += _link_lines(loads)
+                if html is not None:
+                    write_html(Path(html), found, traffic, loads, of_torch)
+                if png is not None:
+                    write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
     click.echo(json.dumps(fields) if as_json else "\n".join(lines))
 
 
@@ -167,32 +175,18 @@ def _traffic(steps: Plan, itemsize: int, num_messages: int) -> RankTraffic | Wid
     return (rank_traffic if num_messages <= MOST_MESSAGES else WideTraffic)(steps, itemsize)
 
 
-def _of_links(traffic: RankTraffic | WideTraffic, network: Topology | None, fields: dict[str, Any]) -> list[str]:
-    """Lines about the links of a network, which go to the fields as well; none without a network."""
+def _loads(traffic: RankTraffic | WideTraffic, network: Topology | None) -> dict[str, tuple[Spread, Link]]:
+    """Bytes over the links of a network, by their kind; none without a network."""
     if network is None:
-        return []
-    loads = loads_by_kind(
+        return {}
+    return loads_by_kind(
         traffic.link_loads(network) if isinstance(traffic, WideTraffic) else link_loads(traffic, network)
     )
-    fields["links"] = {kind: {**asdict(spread), "busiest": link} for kind, (spread, link) in loads.items()}
-    return _link_lines(loads)
-
-
-def _draw(html: str | None, png: str | None, found: Explanation, traffic: RankTraffic | WideTraffic) -> None:
-    if html is not None:
-        write_html(Path(html), found, traffic)
-    if png is not None:
-        write_png(Path(png), f"{found.source} -> {found.target} of {found.shape}", traffic)
 
 
 def _link_lines(loads: dict[str, tuple[Spread, Link]]) -> list[str]:
     """Lines with the bytes over links that carry any, by their kind."""
-    form = "{:<16}{:>16}{:>18}{:>16}  {}"
-    lines = [form.format("bytes over links", "least", "mean", "most", "busiest")]
-    return lines + [
-        form.format(kind, f"{s.least:,}", f"{s.mean:,.1f}", f"{s.most:,}", f"{link.source} -> {link.target}")
-        for kind, (s, link) in loads.items()
-    ]
+    return ["{:<16}{:>16}{:>18}{:>16}  {}".format(*row) for row in (LINK_HEADER, *link_rows(loads))]
 
 
 def _is_on(mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> bool:

@@ -11,21 +11,36 @@ from tritondt.cli.html_page import page, table
 from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.planning.explain import Explanation
 from tritondt.planning.spread import Spread
+from tritondt.planning.topology import Link
 from tritondt.planning.traffic import RankTraffic
 
 _MOST_GROUPS = 64
 _SIDE, _LEFT, _TOP = 640, 60, 30
 
 
-def write_html(path: Path, explained: Explanation, traffic: RankTraffic | WideTraffic) -> None:
-    """Writes a page that asks no network: the explanation, the spread over ranks, and the bytes between all ranks."""
+def write_html(
+    path: Path,
+    explained: Explanation,
+    traffic: RankTraffic | WideTraffic,
+    links: Mapping[str, tuple[Spread, Link]],
+    of_torch: str | None,
+) -> None:
+    """Writes a page that asks no network: the explanation, the spread over ranks, and the bytes between all ranks.
+
+    `links` are loads by kind, none without a topology; `of_torch` says what torch would move, None where not asked.
+    """
     rows, size = traffic.blocks(_MOST_GROUPS)
     grouped = "" if size == 1 else f", in groups of {size} neighbouring ranks"
-    body = [
-        explained._repr_html_(),
-        "<h2>Over all ranks</h2>",
-        spread_table(traffic),
-        f"<h2>Who sends to whom</h2><p>Senders downwards, receivers across{grouped}; a stronger colour is more.</p>",
+    most = max(map(max, rows))
+    body = [explained._repr_html_()]
+    if of_torch is not None:
+        body.append(f"<p>{escape(of_torch)}</p>")
+    body += ["<h2>Over all ranks</h2>", spread_table(traffic)]
+    if links:
+        body += ["<h2>Bytes over links</h2>", table(LINK_HEADER, link_rows(links))]
+    body += [
+        f"<h2>Who sends to whom</h2><p>Senders downwards, receivers across{grouped}; a stronger colour is more, the "
+        f"strongest {most:,} bytes, and each cell says its own under the pointer.</p>",
         _matrix(rows, size),
     ]
     path.write_text(page(f"{explained.source} -> {explained.target} of {explained.shape}", body), encoding="utf-8")
@@ -42,6 +57,17 @@ def spread_rows(spreads: Mapping[str, Spread]) -> list[tuple[str, ...]]:
     return [
         (name, f"{s.least:,}", f"{s.mean:,.1f}", f"{s.most:,}", str(s.most_on), f"{s.total:,}")
         for name, s in spreads.items()
+    ]
+
+
+LINK_HEADER = ("bytes over links", "least", "mean", "most", "busiest")
+
+
+def link_rows(links: Mapping[str, tuple[Spread, Link]]) -> list[tuple[str, ...]]:
+    """Rows of the bytes over links, by their kind."""
+    return [
+        (kind, f"{s.least:,}", f"{s.mean:,.1f}", f"{s.most:,}", f"{link.source} -> {link.target}")
+        for kind, (s, link) in links.items()
     ]
 
 

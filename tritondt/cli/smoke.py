@@ -23,10 +23,12 @@ from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.machine import Finding, machine_findings
 from tritondt.comm import world
 from tritondt.comm.objects import gather_objects
+from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.debug.tracing.clock import Offset, answer_pings, ping
 from tritondt.errors import TritondtError
 
 NUM_RANKS = 2
+_ON_CPU = ("sockets", "gloo")
 # Rows of unequal number, small and large: eager messages, and more than a socket's buffer takes at once.
 _SHAPES = ((5, 3), (1025, 511))
 _ROUNDS_AT_ONCE = 4
@@ -42,12 +44,16 @@ class Began:
 
 @dataclass(frozen=True)
 class Passed:
-    """A transport whose test passed: the number of exchanges, and the median seconds of the small and large ones."""
+    """A transport whose test passed: the number of exchanges, and the median seconds of the small and large ones.
+
+    With `is_elsewhere` the ranks share no memory, and "direct" sent everything over sockets.
+    """
 
     transport: str
     num_exchanges: int
     small_s: float
     large_s: float
+    is_elsewhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Smoke:
 
 def transports() -> tuple[str, ...]:
     """Transports that can be tested by this process and one more of this machine."""
-    return ("sockets", "gloo", *(("nccl",) if torch.cuda.device_count() >= NUM_RANKS else ()))
+    return (*_ON_CPU, "direct", *(("nccl",) if torch.cuda.device_count() >= NUM_RANKS else ()))
 
 
 def smoke_test(seconds: float) -> Smoke:
@@ -159,7 +165,9 @@ def _compare_hosts(tell: Callable[[object], None]) -> tuple[str, ...]:
         )
     )
     gpus = [(host, place) for host, (place, count) in told if place < count]
-    return ("sockets", "gloo", *(("nccl",) if len(set(gpus)) == len(told) else ()))
+    # Ranks of several hosts share no memory.
+    on_one_host = ("direct",) if len(first_on) == 1 else ()
+    return (*_ON_CPU, *on_one_host, *(("nccl",) if len(set(gpus)) == len(told) else ()))
 
 
 def _places_of_gpus() -> tuple[int, int]:
@@ -185,7 +193,10 @@ def _tested(name: str, rank: int, seconds: float) -> Passed:
         goes_on.fill_(time.monotonic() - started < seconds)
         dist.broadcast(goes_on, 0)
     small, large = (median(times[shape]) for shape in _SHAPES)
-    return Passed(name, 2 * sum(map(len, times.values())), small, large)
+    is_elsewhere = name == "direct" and not isinstance(
+        world.current().communicator(tuple(range(num_ranks))), DirectCommunicator
+    )
+    return Passed(name, 2 * sum(map(len, times.values())), small, large, is_elsewhere)
 
 
 def _checked_round(mesh: object, shape: tuple[int, int], rank: int, device: str) -> float:

@@ -70,6 +70,7 @@ def line_chart(
     series: Sequence[Series],
     x_text: Callable[[float], str],
     reference: float | None = None,
+    x_label: str = "bytes",
 ) -> str:
     """Chart of lines over a logarithmic axis, from 0 up, with a dashed line at `reference`."""
     points = [point for each in series for point in each.points]
@@ -80,7 +81,7 @@ def line_chart(
         low, high = low / 2, high * 2
     across = Axis(low, high, _LEFT, _WIDTH - _RIGHT, True)
     up = Axis(0, top * 1.08, _HEIGHT - _BOTTOM, _TOP, False)
-    body = [*_around(title, y_label), *_across(across, x_text), *_up(up, up.ticks())]
+    body = [*_around(title, y_label), *_across(across, x_text), _x_name(x_label), *_up(up, up.ticks())]
     if reference is not None:
         height = up.at(reference)
         body.append(
@@ -112,7 +113,7 @@ def histogram(title: str, x_label: str, values: Mapping[str, Sequence[float]], s
     counts = {name: _binned(each, across) for name, each in values.items()}
     most, lane = max(map(max, counts.values())), (_HEIGHT - _BOTTOM - _TOP) / len(counts)
     body = [*_around(title, "iterations"), *_across(across, lambda value: f"{value:.4g}")]
-    body.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(x_label)}</text>')
+    body.append(_x_name(x_label))
     for place, (name, bins) in enumerate(counts.items()):
         bottom = _TOP + (place + 1) * lane
         up = Axis(0, most * 1.08, bottom, bottom - lane, False)
@@ -149,6 +150,10 @@ def _around(title: str, y_label: str) -> list[str]:
         f'<text x="12" y="{middle:.0f}" text-anchor="middle" transform="rotate(-90 12 {middle:.0f})">'
         f"{escape(y_label)}</text>",
     ]
+
+
+def _x_name(text: str) -> str:
+    return f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 6}" text-anchor="end">{escape(text)}</text>'
 
 
 def _across(axis: Axis, text: Callable[[float], str]) -> list[str]:

@@ -18,6 +18,7 @@ from tritondt.sharding.spec import DTensorSpec
 
 # Of cells that hold different ranks; enough to tell neighbours apart.
 _COLOURS = ("#9ed3e6", "#e6b39e", "#b7dba3", "#e6dc9e", "#b3b8ec", "#e3a9c4")
+_LEGEND = {1: "cells: ranks", 2: "rows: indices of dim 0, columns: of dim 1, cells: ranks"}
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
@@ -125,7 +126,7 @@ def sharding_html(tensor: DTensor | DTensorSpec) -> str:
             style = f"background: {colours[cell]}; color: #111; text-align: center; padding: .3em .8em"
             line += f'<td style="{style}">{escape(cell)}</td>'
         lines.append(line + "</tr>")
-    caption = escape(f"{spec} on {spec.mesh}")
+    caption = escape(f"{spec} on {spec.mesh}; {_LEGEND[spec.ndim]}")
     return f'<table><caption style="{CAPTION}">{caption}</caption>{"".join(lines)}</table>'
 
 
@@ -167,7 +168,9 @@ def write_sharding_image(tensor: DTensor | DTensorSpec, path: str | os.PathLike[
             size = right - left, bottom - top
             axes.add_patch(rectangle((left, top), *size, facecolor=colours[cell], edgecolor="#444"))
             axes.text((left + right) / 2, (top + bottom) / 2, cell, ha="center", va="center", clip_on=True)
-    axes.set(xlim=(0, columns[-1][1]), ylim=(rows[-1][1], 0), title=f"{spec}\non {spec.mesh}")
+    axes.set(xlim=(0, columns[-1][1]), ylim=(rows[-1][1], 0), title=f"{spec}\non {spec.mesh}; cells: ranks")
+    axes.set_xlabel(f"index of dim {spec.ndim - 1}")
+    axes.set_ylabel("index of dim 0" if rest else "")
     axes.set_xticks([0, *(right for _, right in columns)])
     axes.set_yticks([0, *(bottom for _, bottom in rows)] if rest else [])
     figure.savefig(path, dpi=120)

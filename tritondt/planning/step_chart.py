@@ -68,5 +68,5 @@ def step_chart(title: str, steps: Sequence[Step]) -> Any:
     labels = [f"{step.kind}\n{step.source} -> {step.target}\n{step.seconds * 1e6:,.0f} us" for step in steps]
     axes.set(title=title, ylabel="bytes")
     axes.set_xticks(range(len(steps)), labels)
-    axes.legend()
+    figure.legend(loc="outside right upper")  # beside the bars, which it would hide within
     return figure

@@ -110,7 +110,7 @@ def test_exposed_is_what_the_program_waits_and_late_what_it_waits_for_late_ranks
     # Rank 0 waits from 12 on, and rank 1 sends at 60; rank 1 waits for nobody.
     assert cost.late_ns == 48 * US
     assert cost.late_ranks == {1: 1}
-    assert cost.operators == {"aten.add.Tensor": 2}
+    assert cost.operators == {"aten.add.Tensor": 1}  # once on each of the two ranks
     text = summary_text(summary, 2)
     assert "rank 1 most often" in text
     assert "train.py:3" in text
@@ -121,7 +121,8 @@ def test_exposed_is_what_the_program_waits_and_late_what_it_waits_for_late_ranks
     ("fields", "suggestion"),
     [
         ({"late_ns": 80, "late_ranks": {3: 2}}, "80% of the time was for ranks that came late, rank 3 most often"),
-        ({"operators": {"aten.mm.default": 4}}, "aten.mm.default asked for it 4 times: redistribute its argument once"),
+        ({"operators": {"aten.mm.default": 4}}, "aten.mm.default asked for it 4 times on a rank: redistribute its arg"),
+        ({"operators": {"aten.mm.default": 1}, "exposed_ns": 90}, "issue it early"),
         ({"known": Redistribution("", "x", True, True, 4)}, "ask for Shard in place of Replicate"),
         ({"exposed_ns": 90}, r"issue it early: tritondt.prefetch\(x, placements\)"),
         ({"known": Redistribution("", "x", itemsize=4)}, "wire_dtype=torch.bfloat16 sends half"),

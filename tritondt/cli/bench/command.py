@@ -19,14 +19,16 @@ from tritondt.cli.bench.cases import (
 )
 from tritondt.cli.bench.collective.options import SIZE
 from tritondt.cli.bench.collective.record import AVERAGES
-from tritondt.cli.bench.collective.sides import imported
+from tritondt.cli.bench.collective.sides import NAMES, imported, refusal
 from tritondt.cli.bench.collective.sizes import sweep
+from tritondt.cli.bench.documents import as_csv, as_json
 from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
-from tritondt.cli.bench.measure import TORCH, Measured, Request, measure_on_rank
-from tritondt.cli.bench.report import as_csv, as_json, line, print_report
+from tritondt.cli.bench.measure import OF_TORCH, SHARED_MEMORY, TRITONDT, Measured, Request, measure_on_rank
+from tritondt.cli.bench.report import line, print_report
 from tritondt.cli.progress import ProgressLine
+from tritondt.cli.surroundings import surroundings
 from tritondt.sharding.placement import OPS_OF_KIND, ReduceOp
 
 _DEFAULT_RANKS = 4
@@ -36,8 +38,8 @@ _REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), help="Processes to start.  [default: 4, or the launcher's]")
-@click.option("--against", help="Time torch in turns with it, or with copies by a function MODULE:FUNCTION.")
-@click.option("--impl", help="Implementations, as tritondt,torch: that is --against torch.")
+@click.option("--against", help="Time torch in turns with it, or copies by a function MODULE:FUNCTION.")
+@click.option("--impl", help="Implementations, in turns: tritondt, torch, gloo, shared-memory, MODULE:FUNCTION.")
 @click.option("--sizes", default=DEFAULT_SIZES, help="Shapes of the whole tensor.")
 @click.option("-b", "--minbytes", type=SIZE, help="Size of matrices in place of --sizes, as in 32M.")
 @click.option("-e", "--maxbytes", type=SIZE, help="Largest size.  [default: that of -b]")
@@ -97,9 +99,11 @@ def redistribute(
         raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
     if breakdown and environment.transport() == "direct":
         raise click.UsageError("--breakdown takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has one call")
-    if impl is not None:
-        against = _against(impl)
-    _check_other(against)
+    if impl is not None and against is not None:
+        raise click.UsageError(
+            f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
+        )
+    others = _others(impl if against is None else f"{TRITONDT},{against}")
     num_ranks = joined_ranks.join(ranks, _DEFAULT_RANKS)
     chosen = default_pairs(num_ranks) if pairs is None else parse_pairs(pairs)
     has = OPS_OF_KIND["float" if DTYPES[dtype].is_floating_point else "int"]
@@ -111,7 +115,7 @@ def redistribute(
             raise click.UsageError(f"{asked}; allowed are {', '.join(has)}")
     shapes = parse_sizes(sizes) if minbytes is None else _shapes(minbytes, maxbytes, stepfactor, stepbytes, dtype)
     cases = make_cases(num_ranks, shapes, chosen)
-    sides = dtype, against, rounds, case_seconds, threads, loopback
+    sides = dtype, others, rounds, case_seconds, threads, loopback
     request = Request(cases, *sides, warmup_iters, check, average, breakdown)
     status = _measure(request, num_ranks, json_to, csv_to)
     if status:
@@ -126,32 +130,38 @@ def _shapes(
     return tuple(shape_of(size, itemsize) for size in sweep(minbytes, last, factor, step))
 
 
-def _against(impl: str) -> str | None:
-    asked = [name.strip() for name in impl.split(",")]
-    if asked[0] != "tritondt" or len(asked) > 2:
-        raise click.UsageError(
-            f"--impl {impl!r}: redistributions are timed of tritondt, alone or with one other: tritondt,torch or "
-            "tritondt,MODULE:FUNCTION"
-        )
-    return asked[1] if asked[1:] else None
+def _others(impl: str | None) -> tuple[str, ...]:
+    """Implementations that take turns with tritondt; one that is not available here takes a line on stderr."""
+    asked = [TRITONDT] if impl is None else [name.strip() for name in impl.split(",")]
+    if len(set(asked)) < len(asked) or TRITONDT not in asked:
+        raise click.UsageError(f"--impl {impl!r}: allowed are {TRITONDT} and others, joined by commas, each once")
+    return tuple(name for name in asked if name != TRITONDT and _is_available(name))
 
 
-def _check_other(against: str | None) -> None:
-    """Refuses what is neither torch nor the name of a function that can be imported."""
-    if against is None or against == TORCH:
-        return
-    if ":" not in against:
-        raise click.UsageError(f"{against!r} cannot be timed beside tritondt; allowed are torch and MODULE:FUNCTION")
-    if environment.transport() == "direct":
-        raise click.UsageError(
-            f"{against} is given the sockets' copies; TRITONDT_TRANSPORT=direct makes its own in C++"
-        )
-    imported(against)
+def _is_available(name: str) -> bool:
+    """Whether an implementation can be timed here; UsageError or BenchmarkError for what is none."""
+    if name in (*OF_TORCH, SHARED_MEMORY):
+        return True
+    if ":" in name:
+        if environment.transport() == "direct":
+            raise click.UsageError(
+                f"{name} is given the sockets' copies; TRITONDT_TRANSPORT=direct makes its own in C++"
+            )
+        imported(name)
+        return True
+    if name not in NAMES or name == "engine":
+        allowed = ", ".join((*OF_TORCH, SHARED_MEMORY, "nccl"))
+        raise click.UsageError(f"{name!r} cannot be timed beside {TRITONDT}; allowed are {allowed} and MODULE:FUNCTION")
+    reason = refusal(name, "cpu") or "redistributions are timed on the CPU, where torch's meshes are on Gloo"
+    if joined_ranks.is_first():
+        click.echo(f"{name} is not available: {reason}", err=True)
+    return False
 
 
 def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str | None) -> int:
     """Exit status; what was measured before a rank failed, or before Ctrl-C, is printed and written, too."""
     found: list[Measured] = []
+    before = surroundings()
     with ProgressLine() as progress:
         progress.tell(f"starting {num_ranks} ranks")
 
@@ -164,7 +174,7 @@ def _measure(request: Request, num_ranks: int, json_to: str | None, csv_to: str 
     if joined_ranks.is_first():
         if found:
             print_report(found, Console(stderr=is_printed(json_to, csv_to)), request.average)
-        write_json(as_json(request, num_ranks, found, errors), json_to)
+        write_json(as_json(request, num_ranks, found, before, errors), json_to)
         write_text(as_csv(request, num_ranks, found), csv_to)
         for text in errors:
             click.echo(f"Error: partial, {len(found)} of {len(request.cases)} cases were measured: {text}", err=True)

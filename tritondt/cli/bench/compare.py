@@ -50,15 +50,23 @@ def read(path: Path) -> tuple[list[Entry], Mapping[str, Any]]:
 def _entries(found: Mapping[str, Any]) -> Iterator[Entry]:
     for case in found.get("cases", ()):
         name = f"{'x'.join(map(str, case['shape']))} {case['source']} -> {case['target']} on {case['mesh']}"
-        sides = {"tritondt": case["seconds"], "torch": case.get("torch_seconds")}
-        for side, seconds in sides.items():
-            if seconds is not None:
-                yield Entry(f"{name}, {found['dtype']}", side, tuple(seconds), True)  # a wrong one ends the run
-    for result in found.get("results", ()):
+        for side, seconds in seconds_of(case).items():
+            # A wrong one ends the run.
+            yield Entry(f"{name}, {found['dtype']}", side, tuple(seconds), found.get("validation", 1) > 0)
+    for result in found.get("results", ()) if "cases" not in found else ():
         for place in _PLACES:
             if result[place] is not None:
                 times = tuple(result[f"{place}_per_iter"]["times_us"])
                 yield Entry(_name(found, result, place), result["implementation"], times, result[place]["nwrong"] == 0)
+
+
+def seconds_of(case: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Seconds of each implementation of a redistribution, by its name; files of older versions have torch's only."""
+    if "others" in case:
+        others = {name: other["seconds"] for name, other in case["others"].items()}
+    else:
+        others = {"torch": case["torch_seconds"]} if "torch_seconds" in case else {}
+    return {"tritondt": case["seconds"], **others}
 
 
 def _name(found: Mapping[str, Any], result: Mapping[str, Any], place: str) -> str:

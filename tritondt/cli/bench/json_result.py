@@ -35,7 +35,7 @@ json_option = click.option(
     flag_value=_STDOUT,
     type=_PATH,
     callback=_writable,
-    help="Write one JSON object to a file, or to stdout, where all else then goes to stderr.",
+    help="Write one JSON object to a file, or without one to stdout, where all else then goes to stderr.",
 )
 # So too, `csv_to`.
 csv_option = click.option(
@@ -45,7 +45,7 @@ csv_option = click.option(
     flag_value=_STDOUT,
     type=_PATH,
     callback=_writable,
-    help="Write a line for each measurement to a file, or to stdout.",
+    help="Write a line for each measurement to a file, or without one to stdout.",
 )
 
 

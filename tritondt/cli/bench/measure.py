@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,8 @@ import tritondt as T
 from tritondt.cli.bench import own_pack
 from tritondt.cli.bench.breakdown import Breakdown, measured_peak, parts_of
 from tritondt.cli.bench.cases import Case
+from tritondt.cli.bench.collective import shared_memory
+from tritondt.cli.bench.collective.sides import NotOfferedError
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS, Run, Times, time_interleaved
 from tritondt.cli.bench.inputs import DTYPES, source_part, target_part
@@ -30,18 +32,19 @@ from tritondt.interop.torch_specs import torch_placements
 # Below this the headers of a message weigh too much for the loopback interface's count to say anything.
 _LOOPBACK_BYTES = 1_000_000
 
-
-# The other side, by name; any other name is that of a pack kernel, MODULE:FUNCTION.
-TORCH = "torch"
+# Names of implementations; any other is that of a pack kernel, MODULE:FUNCTION. Ranks start on Gloo, so that "gloo" is
+# what "torch" is on the CPU.
+TRITONDT, TORCH, SHARED_MEMORY = "tritondt", "torch", "shared-memory"
+OF_TORCH = (TORCH, "gloo")
 
 
 @dataclass(frozen=True)
 class Request:
-    """Cases and sides to measure; every rank is given the same request."""
+    """Cases, and the implementations beside tritondt; every rank is given the same request."""
 
     cases: tuple[Case, ...]
     dtype: str
-    against: str | None
+    others: tuple[str, ...]
     rounds: int
     case_s: float
     num_threads: int
@@ -63,8 +66,18 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """Times of tritondt in units of another's, by medians and by fastest rounds."""
+
+    median: float
+    fastest: float
+
+
+@dataclass(frozen=True)
 class Measured:
-    """Measurements of one case; `minimum_bytes` cannot be undercut, `counts` are those of all ranks in order.
+    """Measurements of one case, of tritondt and, in `others` by name, of what took turns with it.
+
+    `minimum_bytes` cannot be undercut, `counts` are those of all ranks in order.
 
     `received_over_limit` is the most that any rank received, in units of what a sum in pieces allows it:
     None where nothing is reduced, or every box has one holder and the minimum itself is the measure. Without a check
@@ -74,14 +87,13 @@ class Measured:
     case: Case
     itemsize: int
     ours: Times
-    theirs: Times | None
+    others: Mapping[str, Times]
     counts: tuple[Counts, ...]
     minimum_bytes: int
     received_over_limit: float | None
     loopback: Loopback | None
     is_checked: bool = True
     breakdown: Breakdown | None = None
-    other: str = TORCH
 
     @property
     def busiest_bytes(self) -> int:
@@ -99,14 +111,14 @@ class Measured:
         return sum(found.num_sent for found in self.counts)
 
     @property
-    def ratio_median(self) -> float | None:
-        """Our median time in units of theirs."""
-        return None if self.theirs is None or not self.is_checked else self.ours.median / self.theirs.median
-
-    @property
-    def ratio_fastest(self) -> float | None:
-        """Our fastest time in units of theirs."""
-        return None if self.theirs is None or not self.is_checked else self.ours.fastest / self.theirs.fastest
+    def ratios(self) -> dict[str, Ratio]:
+        """Our times in units of each other's; none without a check."""
+        if not self.is_checked:
+            return {}
+        return {
+            name: Ratio(self.ours.median / theirs.median, self.ours.fastest / theirs.fastest)
+            for name, theirs in self.others.items()
+        }
 
 
 def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
@@ -149,33 +161,44 @@ def _measure(case: Case, mesh: DeviceMesh, request: Request, peak_bytes_per_s: f
     def ours() -> torch.Tensor:
         return T.redistribute(local, source, target)
 
-    runs: list[Callable[[], torch.Tensor]] = [ours]
-    if request.against == TORCH:
-        runs.append(_torch_run(local, mesh, case))
-    elif request.against is not None:
-        runs.append(own_pack.bind(request.against, local, source, target))
+    runs = {TRITONDT: ours} | {name: _bind(name, local, source, target, (case, mesh)) for name in request.others}
     for _ in range(request.num_checks):
-        _check_results(case, runs, request.against, target_part(case, dtype, source.coordinate))
+        _check_results(case, runs, target_part(case, dtype, source.coordinate))
     counts = _checked_counts(ours, source, target)
     loopback = None
     moves = any(found.num_sent for found in counts)
     if request.loopback and moves and case.numel * dtype.itemsize >= _LOOPBACK_BYTES:
         loopback = count_loopback(ours)
     parts = parts_of(local, source, target) if peak_bytes_per_s is not None and moves else ()
-    times = time_interleaved([*runs, *parts], request.rounds, request.case_s, request.warm_up_rounds, request.average)
+    timed = [*runs.values(), *parts]
+    times = time_interleaved(timed, request.rounds, request.case_s, request.warm_up_rounds, request.average)
     return Measured(
         case=case,
         itemsize=dtype.itemsize,
         ours=times[0],
-        theirs=times[1] if request.against is not None else None,
+        others=dict(zip(request.others, times[1:], strict=False)),
         counts=counts,
         minimum_bytes=fewest_elements(case.source, case.target) * dtype.itemsize,
         received_over_limit=_received_over_limit(case, counts, dtype.itemsize),
         loopback=loopback,
         is_checked=request.num_checks > 0,
         breakdown=None if not parts or peak_bytes_per_s is None else Breakdown(times[-2], times[-1], peak_bytes_per_s),
-        other=request.against or TORCH,
     )
+
+
+def _bind(
+    name: str, local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec, of: tuple[Case, DeviceMesh]
+) -> Callable[[], torch.Tensor]:
+    """Redistribution by another implementation, of a case on a mesh; a collective call."""
+    if name in OF_TORCH:
+        case, mesh = of
+        return _torch_run(local, mesh, case)
+    if name != SHARED_MEMORY:
+        return own_pack.bind(name, local, source, target)
+    try:
+        return shared_memory.redistribution(local, source, target)
+    except NotOfferedError as refusal:
+        raise BenchmarkError(f"{SHARED_MEMORY} cannot be timed: {refusal}") from refusal
 
 
 def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[], torch.Tensor]:
@@ -193,14 +216,12 @@ def _torch_run(local: torch.Tensor, mesh: DeviceMesh, case: Case) -> Callable[[]
     return theirs
 
 
-def _check_results(
-    case: Case, runs: list[Callable[[], torch.Tensor]], against: str | None, expected: torch.Tensor
-) -> None:
-    for run, name in zip(runs, ("tritondt", against), strict=False):
+def _check_results(case: Case, runs: Mapping[str, Callable[[], torch.Tensor]], expected: torch.Tensor) -> None:
+    for name, run in runs.items():
         found = run()
         # DTensor may hand out a tensor that is still to come; its time would not be in the measurement.
         assert type(found) is torch.Tensor, f"{name} returned a {type(found).__name__} of {case}"
-        said = partial(_wrong_text, str(name), case)
+        said = partial(_wrong_text, name, case)
         torch.testing.assert_close(found, expected, rtol=0, atol=0, msg=said)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tritondt.cli.bench.compare import read
+from tritondt.cli.bench.compare import read, seconds_of
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import percentile
 from tritondt.cli.bench.inputs import DTYPES
@@ -57,13 +57,13 @@ def _of_redistributions(found: Mapping[str, Any]) -> Iterator[Point]:
         size = prod(case["shape"]) * DTYPES[found["dtype"]].itemsize
         group = f"{case['source']} -> {case['target']} on {'x'.join(map(str, case['mesh']))}"
         moved = case["bus_gb_per_s"] * case["median_s"] if "bus_gb_per_s" in case else 0.0
-        for side, seconds in (("tritondt", case["seconds"]), (_REFERENCE, case.get("torch_seconds"))):
-            if seconds is not None:  # a wrong result ends the run
-                yield Point(group, side, size, tuple(seconds), moved / median(seconds), 0)
+        num_wrong = 0 if found.get("validation", 1) else None  # a wrong result ends the run
+        for side, seconds in seconds_of(case).items():
+            yield Point(group, side, size, tuple(seconds), moved / median(seconds), num_wrong)
 
 
 def _of_collectives(found: Mapping[str, Any]) -> Iterator[Point]:
-    for result in found.get("results", ()):
+    for result in found.get("results", ()) if "cases" not in found else ():
         words = [result["type"], *([result["redop"]] if result["redop"] != "none" else [])]
         if result["root"] >= 0:
             words.append(f"root {result['root']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from math import floor, log10
 from typing import Any
 
 from tritondt.cli.html_page import legend, page
@@ -70,12 +71,23 @@ def _is_drawn(event: Mapping[str, Any], start: float, stop: float, scale: float)
 
 def _axis(start: float, stop: float, scale: float) -> str:
     lines = []
-    for number in range(11):
-        time = (stop - start) * number / 10
+    step = round_step((stop - start) / 10)
+    for number in range(int((stop - start) / step) + 1):
+        time = number * step
         place = _LEFT + time * scale
         lines.append(f'<line x1="{place:.1f}" x2="{place:.1f}" y1="16" y2="100%" class="grid"/>')
-        lines.append(f'<text x="{place:.1f}" y="12" text-anchor="middle">{time / 1e3:.2f} ms</text>')
+        lines.append(f'<text x="{place:.1f}" y="12" text-anchor="middle">{time / 1e3:g} ms</text>')
     return "".join(lines)
+
+
+def round_step(least: float) -> float:
+    """Smallest of 1, 2, 5, 10, 20, ... and of 0.5, 0.2, 0.1, ... that is not below `least`, which is above 0.
+
+    >>> round_step(24.007), round_step(5), round_step(0.13)
+    (50.0, 5.0, 0.2)
+    """
+    power = 10.0 ** floor(log10(least))
+    return next(times * power for times in (1, 2, 5, 10) if times * power >= least)
 
 
 def _label(row: tuple[int, int], top: int, events: Sequence[Mapping[str, Any]]) -> str:

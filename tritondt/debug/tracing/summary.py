@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -33,7 +33,10 @@ class StepTimes:
 
 @dataclass
 class Cost:
-    """What all exchanges of one description took, over all ranks; `late_ns` of it was for ranks that came later."""
+    """What all exchanges of one description took, over all ranks; `late_ns` of it was for ranks that came later.
+
+    `operators` has how often each of them asked for one on the rank where it did so most often.
+    """
 
     description: str
     known: Redistribution
@@ -55,11 +58,11 @@ class Cost:
                 f"{share:.0%} of the time was for ranks that came late, rank {rank} most often: give it less to do "
                 "before, or look at its timeline there"
             )
-        if self.operators:
-            (operator, number), *_ = self.operators.most_common(1)
+        (operator, number), *_ = self.operators.most_common(1) or [("", 0)]
+        if number > 1:
             return (
-                f"{operator} asked for it {number} times: redistribute its argument once, where it is made, and keep "
-                "the result"
+                f"{operator} asked for it {number} times on a rank: redistribute its argument once, where it is made, "
+                "and keep the result"
             )
         if not self.known.explanation:
             return "its layouts are not known here; look at its timeline"
@@ -153,31 +156,38 @@ def length_within(intervals: Sequence[Interval], bounds: Interval) -> int:
 def _add_costs(costs: dict[str, Cost], record: RankRecord) -> None:
     """Adds a rank's exchanges; of each, what its phases on the same thread took, and the operator around it."""
     program = set(record.program_threads)
-    for thread in {span.thread for span in record.spans}:
-        ordered = sorted(
-            (span for span in record.spans if span.thread == thread), key=lambda s: (s.start_ns, -s.end_ns)
-        )
+    asked: dict[str, Counter[str]] = defaultdict(Counter)
+    for span, around in _nested(record.spans):
+        if span.kind == "exchange":
+            cost = _cost_of(costs, span.name, record)
+            cost.num_exchanges += 1
+            cost.total_ns += span.end_ns - span.start_ns
+            operator = next((outer.name for outer in reversed(around) if outer.kind == "op"), None)
+            if operator is not None:
+                asked[span.name][operator] += 1
+        elif span.kind in BLOCKING and span.thread in program:
+            outer = next((outer for outer in reversed(around) if outer.kind == "exchange"), None)
+            # Of what was issued, the program waits by itself; its exchanges run on another thread.
+            name = span.name if outer is None else outer.name
+            if name in record.redistributions:
+                _cost_of(costs, name, record).exposed_ns += span.end_ns - span.start_ns
+    for name, operators in asked.items():
+        costs[name].operators |= operators
+    for message in record.sends:
+        if message.name in record.redistributions:
+            _cost_of(costs, message.name, record).sent_bytes += message.num_bytes
+
+
+def _nested(spans: Sequence[Span]) -> Iterator[tuple[Span, list[Span]]]:
+    """Each span, with those of its thread around it, the outermost first."""
+    for thread in {span.thread for span in spans}:
+        ordered = sorted((span for span in spans if span.thread == thread), key=lambda s: (s.start_ns, -s.end_ns))
         around: list[Span] = []
         for span in ordered:
             while around and around[-1].end_ns <= span.start_ns:
                 around.pop()
-            if span.kind == "exchange":
-                cost = _cost_of(costs, span.name, record)
-                cost.num_exchanges += 1
-                cost.total_ns += span.end_ns - span.start_ns
-                operator = next((outer.name for outer in reversed(around) if outer.kind == "op"), None)
-                if operator is not None:
-                    cost.operators[operator] += 1
-            elif span.kind in BLOCKING and thread in program:
-                outer = next((outer for outer in reversed(around) if outer.kind == "exchange"), None)
-                # Of what was issued, the program waits by itself; its exchanges run on another thread.
-                name = span.name if outer is None else outer.name
-                if name in record.redistributions:
-                    _cost_of(costs, name, record).exposed_ns += span.end_ns - span.start_ns
+            yield span, around
             around.append(span)
-    for message in record.sends:
-        if message.name in record.redistributions:
-            _cost_of(costs, message.name, record).sent_bytes += message.num_bytes
 
 
 def _cost_of(costs: dict[str, Cost], name: str, record: RankRecord) -> Cost:

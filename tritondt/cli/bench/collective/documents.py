@@ -14,6 +14,7 @@ from tritondt.cli.bench.collective.record import Row, Timing, average_bus_bandwi
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.table import comparisons, reaches
 from tritondt.cli.bench.harness import percentile
+from tritondt.cli.surroundings import run_fields
 
 _US = 1e6
 _NUM_DIGITS = 3
@@ -29,13 +30,15 @@ def as_json(
 ) -> dict[str, Any]:
     """All measurements as plain values; `complete` is False where `errors` ended the run early.
 
-    Keys are those of nccl-tests' -J; the environment, which it writes too, is left out, since it may hold secrets.
+    Keys are those of nccl-tests' -J, and more; see run_fields for what is not there.
     """
     mean = average_bus_bandwidth(rows, request.sides[0], request.average)
     wrong = num_wrong(rows)
-    okay = least_bandwidth is None or (mean is not None and reaches(mean, least_bandwidth))
+    is_enough = mean is not None and least_bandwidth is not None and reaches(mean, least_bandwidth)
+    okay: bool | str = "unchecked" if least_bandwidth is None else is_enough
     return {
         "benchmark": request.collective,
+        **run_fields(surroundings),
         **surroundings,
         "config": _config(request, devices),
         "results": [_result(row, request) for row in rows],
@@ -50,9 +53,19 @@ def as_json(
 def _config(request: Request, devices: Devices | None) -> dict[str, Any]:
     return {
         "ranks": request.num_ranks,
+        # One rank in each process, on one device; a call is not queued behind others, and each is timed.
+        "nthreads": 1,
+        "ngpus": 1,
+        "aggregated_iterations": 1,
+        "graph": 0,
+        "blocking_collectives": True,
+        "per_iter_timing": True,
+        "per_iter_skip": 0,
+        "parallel_init": False,
         "minimum_bytes": min(case.size for case in request.cases),
         "maximum_bytes": max(case.size for case in request.cases),
-        "warmup_iterations": request.warmup,
+        **_step(request.step),
+        "warmup_iters": request.warmup,
         "iterations": request.iterations,
         "validation": request.check,
         "average": request.average,
@@ -60,10 +73,24 @@ def _config(request: Request, devices: Devices | None) -> dict[str, Any]:
         "device": request.device,
         "threads": request.num_threads,
         "devices": [
-            {"rank": one.rank, "group": 0, "pid": one.pid, "hostname": one.hostname, "device": one.device}
+            {
+                "rank": one.rank,
+                "group": 0,
+                "pid": one.pid,
+                "hostname": one.hostname,
+                "device": one.device,
+                "device_hex": one.pci_bus_id,
+                "device_info": one.name,
+            }
             for one in (devices.of_ranks if devices is not None else ())
         ],
     }
+
+
+def _step(step: float | int | None) -> dict[str, float | int]:
+    if step is None:
+        return {}
+    return {"step_bytes": step} if isinstance(step, int) else {"step_factor": step}
 
 
 def _result(row: Row, request: Request) -> dict[str, Any]:
@@ -78,6 +105,7 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
         "parts": case.matrix if case.is_all_to_all else case.matrix[0],
         "note": row.note,
         "actual_iterations": request.iterations if row.timings else 0,
+        "experiment_name": request.collective,
     }
     for name, timing in (("out_of_place", row.out_of_place), ("in_place", row.in_place)):
         found[name] = None if timing is None else _timing(row, timing, request)

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,18 @@ _POISON = 99
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank runs, as nccl-tests lists it."""
+    """Where a rank runs, as nccl-tests lists it: on the CPU without a device's index and PCI bus."""
 
     rank: int
     pid: int
     hostname: str
-    device: str
+    device: int | None
+    pci_bus_id: str | None
+    name: str
+
+    def __str__(self) -> str:
+        where = "" if self.device is None else f"{self.device:2d} [{self.pci_bus_id}] "
+        return f"Rank {self.rank:2d} Pid {self.pid:6d} on {self.hostname:>10} device {where}{self.name}"
 
 
 @dataclass(frozen=True)
@@ -95,11 +102,15 @@ def _drop(_: object) -> None:
 
 def _device(request: Request) -> Device:
     rank = dist.get_rank()
-    name = f"cpu, {request.num_threads} thread{'s' if request.num_threads > 1 else ''}"
-    if request.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-        name = f"cuda:{torch.cuda.current_device()} {torch.cuda.get_device_name()}"
-    return Device(rank, os.getpid(), socket.gethostname(), name)
+    process = rank, os.getpid(), socket.gethostname()
+    if request.device != "cuda":
+        return Device(
+            *process, None, None, f"cpu, {request.num_threads} thread{'s' if request.num_threads > 1 else ''}"
+        )
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    found: Any = torch.cuda.get_device_properties()
+    bus = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+    return Device(*process, torch.cuda.current_device(), bus, found.name)
 
 
 def _open(name: str, request: Request) -> _Side:

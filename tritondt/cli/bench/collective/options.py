@@ -17,7 +17,7 @@ from tritondt.cli.bench.collective.kinds import Kind
 from tritondt.cli.bench.collective.record import AVERAGES
 from tritondt.cli.bench.collective.request import Request
 from tritondt.cli.bench.collective.sides import ENGINE, refusal
-from tritondt.cli.bench.collective.sizes import bytes_text, parse_bytes, sweep
+from tritondt.cli.bench.collective.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
 from tritondt.cli.bench.collective.splits import read_matrix
 from tritondt.cli.bench.errors import BenchmarkError
 
@@ -152,9 +152,19 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
         device=choice.device,
         num_threads=choice.threads,
         breaks_down=choice.breakdown,
+        step=_step(choice),
     )
     _check_memory(request)
     return request, notes
+
+
+def _step(choice: Choice) -> float | int | None:
+    """What leads from a size to the next: a factor, a number of bytes, None where there is one size."""
+    if choice.maxbytes is None or choice.maxbytes == choice.minbytes:
+        return None
+    if choice.stepfactor is not None:
+        return choice.stepfactor
+    return DEFAULT_STEP if choice.stepbytes is None else choice.stepbytes
 
 
 def _sides(choice: Choice, notes: list[str]) -> list[str]:

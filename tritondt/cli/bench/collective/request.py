@@ -13,6 +13,7 @@ class Request:
 
     `device` is cpu or cuda; `check` is how often each is run and compared before it is timed, `iterations` how often
     it is timed after `warmup` runs that are not. With `breaks_down`, parts of the engine's moves are timed as well.
+    `step` says how one size follows from the one before: times a factor, plus a number of bytes, or not at all (None).
     """
 
     collective: str
@@ -25,6 +26,14 @@ class Request:
     device: str = "cpu"
     num_threads: int = 1
     breaks_down: bool = False
+    step: float | int | None = None
+
+    @property
+    def step_text(self) -> str | None:
+        """The step as nccl-tests' header says it; None where there is one size."""
+        if self.step is None:
+            return None
+        return f"{self.step}(bytes)" if isinstance(self.step, int) else f"{self.step:g}(factor)"
 
     @property
     def num_ranks(self) -> int:

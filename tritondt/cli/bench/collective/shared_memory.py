@@ -5,10 +5,12 @@ The plans are those of the engine; the messages of their steps lie in arenas tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 
+import tritondt as T
 from tritondt.cli.bench.collective import engine
 from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 from tritondt.comm import world
@@ -26,19 +28,25 @@ def bind(call: Call) -> Run:
     move = engine.move_of(call)
     if call.x.device.type != "cpu":
         raise NotOfferedError("shared memory is for tensors on the CPU")
+    run = redistribution(move.local, move.source, move.target)
+    return lambda: run().view(-1)
+
+
+def redistribution(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> Callable[[], torch.Tensor]:
+    """What redistributes `local` through shared memory; NotOfferedError where ranks share none. Collective."""
     of = world.current()
     assert isinstance(of, ProcessWorld), "benchmarks run on processes"
     found = _communicator(of)
     if found is None:
         raise NotOfferedError("these ranks share no memory: they are on several machines, or the arenas were refused")
-    plan = compile_plan(move.source, move.target, move.local.stride(), move.local.device, None)
+    plan = compile_plan(source, target, local.stride(), local.device, None)
     steps = [step if step.communicator is None else step._replace(communicator=found) for step in plan.steps]
 
     def run() -> torch.Tensor:
-        current = whole = move.local
+        current = whole = local
         for step in steps:
             current, whole = run_step(step, current, whole)
-        return current.view(-1)
+        return current
 
     return run
 

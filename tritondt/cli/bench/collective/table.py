@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from tritondt.cli.bench import breakdown_report
 from tritondt.cli.bench.bootstrap import ratio_of
+from tritondt.cli.bench.collective.case import Case
 from tritondt.cli.bench.collective.on_rank import Devices
 from tritondt.cli.bench.collective.record import (
     AVERAGES,
@@ -41,6 +43,7 @@ class Table:
         self._request = request
         needed = _WIDE + (2 + _SIDE_WIDTH if len(request.sides) > 1 else 0)
         self._is_wide = columns is None or columns >= needed
+        self._columns = columns
 
     def title(self, devices: Devices, versions: dict[str, str], notes: Sequence[str]) -> list[str]:
         """Lines above the table: versions, what is measured, and where."""
@@ -51,18 +54,27 @@ class Table:
             f"# tritondt bench, in the conventions of nccl-tests: {said}",
             f"# Collective test starting: {request.collective}",
             f"# ranks {request.num_ranks} minBytes {cases[0].size} maxBytes {max(case.size for case in cases)} "
-            f"warmup iters {request.warmup} iters {request.iterations} validation {request.check} "
+            + (f"step: {request.step_text} " if request.step is not None else "")
+            + f"warmup iters {request.warmup} iters {request.iterations} validation {request.check} "
             f"time: {AVERAGES[request.average]} of ranks",
             f"# implementations: {', '.join(request.sides)}, in turns",
             *(f"# {note}" for note in notes),
             "#",
             "# Using devices",
         ]
-        lines += [
-            f"#  Rank {one.rank:2d} Pid {one.pid:6d} on {one.hostname:>10} device {one.device}"
-            for one in devices.of_ranks
+        lines += [f"#  {one}" for one in devices.of_ranks]
+        return [*self._wrapped(lines), "#", *self._header()]
+
+    def _wrapped(self, lines: Sequence[str]) -> list[str]:
+        """Lines of words, none wider than the terminal, each part of one behind a #."""
+        if self._columns is None:
+            return list(lines)
+        width = self._columns
+        return [
+            part
+            for line in lines
+            for part in (textwrap.wrap(line, width, subsequent_indent="#   ") if len(line) > width else [line])
         ]
-        return [*lines, "#", *self._header()]
 
     def _header(self) -> list[str]:
         if not self._is_wide:
@@ -84,7 +96,7 @@ class Table:
         """A row of nccl-tests, or a line for each place where the terminal is narrow."""
         case = row.case
         if row.note is not None:
-            return [f"# {label(row.side)}: not run at {bytes_text(case.size)}: {row.note}"]
+            return self._wrapped([f"# {label(row.side)}: not run at {bytes_text(case.size)}: {row.note}"])
         if self._is_wide:
             left = f"{case.size:>12}  {case.count:>12}  {case.type:>8}  {case.redop:>6}  {case.root:>6}"
             both = "".join(self._figures(row, place, 7) for place in _PLACES)
@@ -108,12 +120,22 @@ class Table:
         names = ("min", "p50", "p95", "p99", "max")
         lines = [
             "#",
-            "# Iterations (us, of the slowest rank in each), their variation, and the spread of the ranks' means:",
+            *self._wrapped(
+                ["# Iterations (us, of the slowest rank in each), their variation, and the spread of the ranks' means:"]
+            ),
             f"#{'size':>10}    " + "".join(f"{name:>8}" for name in names) + "  cv% ranks%  impl",
         ]
-        for row in rows:
-            lines += [self._percentiles(row, place, timing) for place, timing in row.timings.items()]
+        for said, row in self._told_apart(rows):
+            lines += said + [self._percentiles(row, place, timing) for place, timing in row.timings.items()]
         return lines
+
+    def _told_apart(self, rows: Sequence[Row]) -> Iterator[tuple[list[str], Row]]:
+        """Rows, each with the line above it that says which type, reduction and root come; none where all are alike."""
+        names = [" ".join(_kind(row.case)) for row in rows]
+        before = "" if len(set(names)) > 1 else names[0] if names else ""
+        for name, row in zip(names, rows, strict=True):
+            yield ([f"# {name}:"] if name != before else []), row
+            before = name
 
     def parts(self, rows: Sequence[Row]) -> list[str]:
         """A line for each row of which parts were timed, below what they are; none without any."""
@@ -123,10 +145,10 @@ class Table:
         form = "#{:>11}" + "{:>10}" * 6
         lines = ["#", *(f"# {line}" for line in breakdown_report.TITLE.splitlines())]
         lines.append(form.format("size", *breakdown_report.HEADER[1:]))
-        for row in found:
+        for said, row in self._told_apart(found):
             assert row.parts is not None, f"{row.case} has parts"
             figures = breakdown_report.figures(row.parts.breakdown, row.parts.whole, row.parts.busiest_bytes)
-            lines.append(form.format(row.case.size, *figures))
+            lines += [*said, form.format(row.case.size, *figures)]
         return lines
 
     def _percentiles(self, row: Row, place: str, timing: Timing) -> str:
@@ -149,7 +171,13 @@ class Table:
                 name = f" ({label(side)})" if len(request.sides) > 1 else ""
                 lines.append(f"# Avg bus bandwidth    : {mean:g} {verdict}".rstrip() + name)
         lines += [f"# {text}" for text in comparisons(request, rows)]
-        return [*lines, "#", f"# Collective test concluded: {request.collective}", "#"]
+        return [*self._wrapped(lines), "#", f"# Collective test concluded: {request.collective}", "#"]
+
+
+def _kind(case: Case) -> list[str]:
+    """What tells a case from others of its size: type, reduction, root."""
+    words = [case.type, *([case.redop] if case.kind.reduces else [])]
+    return [*words, *([f"root {case.root}"] if case.kind.has_root else [])]
 
 
 def reaches(mean: float, least: float) -> bool:
