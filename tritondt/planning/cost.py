@@ -155,7 +155,7 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
 
 
 def _collective_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
-    link, received = costs.link(collective.num_ranks), collective.moved_elements
+    link, received = costs.link(collective.span or collective.num_ranks), collective.moved_elements
     copying_s = 0.0 if collective.is_dense else costs.launch_s + collective.numel * itemsize / costs.copy_bandwidth
     moving_s = collective.num_hops * link.latency_s + received * itemsize / (link.bandwidth * costs.collective_speedup)
     return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)

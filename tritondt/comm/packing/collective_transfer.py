@@ -48,12 +48,13 @@ def collective_transfer(transfer: Transfer, collective: Collective, place: int) 
             for found in _end_to_end(transfer, arriving)
             for box in part_copies(transfer, found.part, (in_buffer(transfer, found), target_blocks), (0, 0))
         )
-    moved_bytes, peers = collective.moved_elements * itemsize, [it for it in range(collective.num_ranks) if it != place]
+    # In a group of shorter tensors than the largest has, fewer elements go.
+    own = collective._replace(numel=kept.numel * (1 if collective.kind == "all_reduce" else collective.num_ranks))
+    moved_bytes, peers = own.moved_elements * itemsize, [it for it in range(collective.num_ranks) if it != place]
     slices = Slices(Slice(peer, None, 0, moved_bytes // len(peers)) for peer in peers)
-    counted = kept.numel if collective.kind != "all_reduce" else collective.numel
     call = CollectiveCall(
         collective.kind,
-        counted * itemsize if collective.op is None else counted,
+        kept.numel * itemsize if collective.op is None else kept.numel,
         "uint8" if collective.op is None else str(transfer.dtypes[0]).removeprefix("torch."),
         collective.op or "sum",
         collective.divisor,
