@@ -34,7 +34,8 @@ class Collective(NamedTuple):
     `numel` is the number of elements on the side that has all of a group's, in the largest group. Where `is_dense` is
     false these are cut along an inner dim and copied, before a reduce_scatter or after an all_gather. `divisor` divides
     the reduced sum. `axes` are those of more than one rank, and a group lies within `span` consecutive ranks; without
-    `axes`, which is for tests and examples, it is the whole mesh.
+    `axes`, which is for tests and examples, it is the whole mesh. With `registered_bytes` every rank copies into and
+    out of so much memory, which is registered with the communicator.
     """
 
     kind: CollectiveKind
@@ -45,12 +46,24 @@ class Collective(NamedTuple):
     divisor: int = 1
     axes: tuple[int, ...] = ()
     span: int = 0
+    registered_bytes: int = 0
 
     @property
     def moved_elements(self) -> int:
         """Elements that each rank sends, and receives, in a ring."""
         passed = self.numel * (self.num_ranks - 1) // self.num_ranks
         return 2 * passed if self.kind == "all_reduce" else passed
+
+    @property
+    def name(self) -> str:
+        """Text of the collective in explanations."""
+        return f"{self.kind} of NCCL" + (" through registered memory" if self.registered_bytes else "")
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Elements that each rank gives and gets."""
+        part = self.numel // self.num_ranks
+        return part if self.kind == "all_gather" else self.numel, part if self.kind == "reduce_scatter" else self.numel
 
     @property
     def num_hops(self) -> int:

@@ -93,6 +93,9 @@ def collective_report(
     numel = prod(whole.local_shape(coordinate))
     moved = collective._replace(numel=numel).moved_elements * itemsize
     copied = 0 if collective.is_dense else numel * itemsize
+    packed, staged = (0, copied) if gathers else (copied, 0)
+    if collective.registered_bytes:
+        packed, staged = (each * itemsize for each in collective._replace(numel=numel).sides)
     return StepReport(
         kind=collective.kind,
         source=str(step.source),
@@ -101,8 +104,8 @@ def collective_report(
         num_received=num_peers,
         sent_bytes=moved,
         received_bytes=moved,
-        packed_bytes=0 if gathers else copied,
-        staged_bytes=copied if gathers else 0,
+        packed_bytes=packed,
+        staged_bytes=staged,
         seconds=step_cost(step, itemsize, costs).seconds,
     )
 

@@ -264,7 +264,7 @@ def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.d
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
     collective = plan.steps[number - 1].collective
     if collective is not None:
-        text = f"{text} {collective.kind}"
+        text = f"{text} {collective.name}"
     return exchange_fingerprint(text)
 
 

@@ -194,6 +194,49 @@ def test_one_axis_of_two_is_one_collective_in_each_group(
         assert sent == told
 
 
+def move_off_by_four(rank: int, source: str, target: str, length: int) -> list[tuple[str, bool]]:
+    """Calls of NCCL, and whether each read at a multiple of 16, where the tensors of odd ranks start 4 bytes behind."""
+    mesh = T.Mesh((SIZE,))
+    before, after = (
+        T.DTensorSpec(mesh, T.parse_placements(text), T.TensorMeta.contiguous((length,), torch.float32))
+        for text in (source, target)
+    )
+    whole = torch.arange(float(length))
+    local = whole + rank if "P" in source else whole[region(before)]
+    memory = torch.empty(local.numel() + 1)
+    local = memory[rank % 2 :][: local.numel()].copy_(local)
+    assert (local.data_ptr() % 16 != 0) == bool(rank % 2)
+    communicator: Any = world.current().communicator(mesh.ranks)
+    native, read = communicator._watched.native, list[tuple[str, bool]]()
+
+    def noting(name: str) -> Any:
+        def call(address: int, *arguments: Any) -> None:
+            read.append((name, address % 16 == 0))
+            getattr(native, name)(address, *arguments)
+
+        return call
+
+    communicator._watched.native = type("Noting", (), {"__getattr__": lambda _, name: noting(name)})()
+    try:
+        found = T.redistribute(local, before, after)
+    finally:
+        communicator._watched.native = native
+    wanted = SIZE * whole + sum(range(SIZE)) if "P" in source else whole
+    torch.testing.assert_close(found, wanted[region(after)], rtol=0, atol=0)
+    return read
+
+
+@pytest.mark.parametrize(("source", "target", "call"), [("S0", "R", "all_gather"), ("P", "R", "all_reduce")])
+@pytest.mark.parametrize("length", [1 << 8, 1 << 17])
+def test_tensors_that_start_elsewhere_are_packed_for_the_same_collective(
+    ranks: GlooRanks, source: str, target: str, call: str, length: int
+) -> None:
+    """Messages from the ranks whose tensors are misaligned would meet a collective of the others, and hang."""
+    is_large = length > 1 << 8
+    for rank, calls in enumerate(ranks.run(move_off_by_four, source, target, length)):
+        assert calls == [(call, is_large or rank % 2 == 0)]
+
+
 def refuse_in_a_group(rank: int) -> tuple[str, float | None]:
     """What a rank is told whose peer, rank 3, has a tensor of a wrong shape; and a sum that goes on elsewhere."""
     mesh = T.Mesh((2, 2))

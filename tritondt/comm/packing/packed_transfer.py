@@ -63,7 +63,8 @@ class CollectiveCall(NamedTuple):
 
     It writes the receive buffer where that `is_staged`, else the target from byte `target_start`, whose sum it divides
     by `divisor`. `num_elements` are of `dtype`, as NCCL counts: for all_gather those that a rank has, for
-    reduce_scatter those that it gets.
+    reduce_scatter those that it gets. With `registered_bytes` both buffers are in the memory of so many bytes that all
+    ranks have registered.
     """
 
     kind: CollectiveKind
@@ -74,6 +75,7 @@ class CollectiveCall(NamedTuple):
     source_start: int | None
     target_start: int
     is_staged: bool
+    registered_bytes: int = 0
 
 
 class Arrival(NamedTuple):

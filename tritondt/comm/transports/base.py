@@ -18,13 +18,19 @@ from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
-from tritondt.comm.packing.packed_transfer import CollectiveCall, PackedTransfer, TensorStarts, packed_transfer
+from tritondt.comm.packing.packed_transfer import (
+    ALIGNED,
+    CollectiveCall,
+    PackedTransfer,
+    TensorStarts,
+    packed_transfer,
+)
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue
 from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
-from tritondt.planning.alignment import DENSE
+from tritondt.planning.alignment import DENSE, STAGING_ALIGNMENT
 from tritondt.planning.collectives import Collective
 
 _BARRIER_FINGERPRINT = 0x62617272
@@ -103,7 +109,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             return packed_transfer(transfer, self.alignment, joint_bytes=self.joint_bytes)
         return casting_transfer(transfer, wire_dtype, self.alignment)
 
-    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
+    def _compiled_collective(
+        self, transfer: Transfer, collective: Collective, starts: TensorStarts = ALIGNED
+    ) -> PackedTransfer:
         """A collective compiled to a call; TransportError where the transport has none."""
         raise TransportError(
             f"{transfer.description} was priced as {collective.kind} of NCCL, and {type(self).__name__} has none; "
@@ -189,8 +197,13 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         kept = self._realigned.setdefault(transfer, {})
         found = kept.get(starts)
         if found is None:
-            found = kept[starts] = packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
+            found = kept[starts] = self._compiled_at(transfer, starts)
         return found
+
+    def _compiled_at(self, transfer: Transfer, starts: TensorStarts) -> PackedTransfer:
+        if transfer.collective is not None:  # the others are in it
+            return self._compiled_collective(transfer, transfer.collective, starts)
+        return packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
 
     def _pack(
         self,
@@ -239,22 +252,24 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self, plan: PackedTransfer | DirectTransfer, device: torch.device
     ) -> tuple[torch.Tensor, int, int, int]:
         """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
-        packed_at = (plan.staged_bytes + _ALIGNMENT - 1) & -_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
+        packed_at = (
+            (plan.staged_bytes + STAGING_ALIGNMENT - 1) & -STAGING_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
+        )
         num_bytes = widened_at = packed_at + plan.packed_bytes
         if plan.casting is not None:
-            widened_at = (widened_at + _ALIGNMENT - 1) & -_ALIGNMENT
+            widened_at = (widened_at + STAGING_ALIGNMENT - 1) & -STAGING_ALIGNMENT
             num_bytes = widened_at + plan.casting.widened_bytes
         if num_bytes == 0:
             return _NO_BYTES, 0, 0, 0
         try:
-            memory = self._staging(num_bytes, device)
+            memory = self._staging(plan, num_bytes, device)
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
         start = memory.data_ptr()
         return memory, start, start + packed_at, start + widened_at
 
-    def _staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _staging(self, plan: PackedTransfer | DirectTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for what is packed and what arrives, which lives for the one call."""
         return allocate((num_bytes,), torch.uint8, device)
 
@@ -343,6 +358,4 @@ def _at_once(run: Callable[..., object], *arguments: object) -> None:
     run(*arguments)
 
 
-# Buffers lie in one block of memory, each where an allocator of CUDA's or glibc's could have put it.
-_ALIGNMENT = 512
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
