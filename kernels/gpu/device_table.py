@@ -12,12 +12,14 @@ from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
+from triton import FutureKernel
 
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers
 from tritondt.kernels.gpu.launcher import launcher
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
+from tritondt.kernels.gpu.side_by_side import LaterLauncher, Start
 from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, few_dims, rounded_up
 from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
 
@@ -145,8 +147,19 @@ class Launch:
         self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
         compiled = compile_form(kernel, form, choice.num_warps, self._cells.values, counts, grid)
-        self._start = launcher(kernel.function, compiled, grid)
+        self._start: Start
+        if isinstance(compiled, FutureKernel):
+            self._later: LaterLauncher | None = LaterLauncher(kernel.function, compiled, grid)
+            self._start = self._start_first
+        else:
+            self._start = launcher(kernel.function, compiled, grid)
         self._address = self._cells.values.data_ptr()
+
+    def _start_first(self, arguments: tuple[Any, ...], stream: int | None) -> None:
+        """Launches a kernel that was compiled beside others."""
+        assert self._later is not None, "a kernel that was compiled beside others"
+        self._start, self._later = self._later.made(), None
+        self._start(arguments, stream)
 
     def run(self, addresses: tuple[int, ...]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""

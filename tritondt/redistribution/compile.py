@@ -215,6 +215,9 @@ def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start, *, 
         _compiled_step(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
+    if communicator is not None:
+        exchanged = [step for step in steps if step.communicator is not None]
+        communicator.prepare([step.transfer for step in exchanged if step.transfer is not None])
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
     return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 

@@ -30,6 +30,7 @@ from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue
 from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
+from tritondt.kernels.tables import made_together
 from tritondt.planning.alignment import DENSE, STAGING_ALIGNMENT
 from tritondt.planning.collectives import Collective
 
@@ -93,12 +94,16 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         plan, _ = self._plan(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Does nothing: transfers are compiled when they are first exchanged."""
+
     def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, ExchangeRecord]:
         """The transfer compiled to messages and tables, and its record."""
         found = self._packed.get(transfer)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
-            found = self._packed[transfer] = self._compiled(transfer), record
+            with made_together(transfer.device):
+                found = self._packed[transfer] = self._compiled(transfer), record
         return found
 
     def _compiled(self, transfer: Transfer) -> PackedTransfer:
@@ -197,7 +202,8 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         kept = self._realigned.setdefault(transfer, {})
         found = kept.get(starts)
         if found is None:
-            found = kept[starts] = self._compiled_at(transfer, starts)
+            with made_together(transfer.device):
+                found = kept[starts] = self._compiled_at(transfer, starts)
         return found
 
     def _compiled_at(self, transfer: Transfer, starts: TensorStarts) -> PackedTransfer:

@@ -25,6 +25,7 @@ from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, Packe
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
+from tritondt.kernels.tables import made_together
 from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.collectives import Collective
 
@@ -103,6 +104,12 @@ class NcclCommunicator(PackedCommunicator):
         with self._queue.synchronous():
             self._exchange(sources, targets, transfer, site)
         self._raise_failure_once()
+
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Compiles transfers, and their kernels side by side."""
+        with made_together(self._device):
+            for transfer in transfers:
+                self._plan(transfer)
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
