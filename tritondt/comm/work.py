@@ -272,3 +272,8 @@ class ThreadQueue(IssueQueue):
             del item  # and with it the tensors
             with self._changed:
                 self._changed.notify_all()
+
+
+def run_at_once(run: Callable[..., object], *arguments: object) -> None:
+    """Calls `run` with its arguments, where no stream is to come to that first."""
+    run(*arguments)

@@ -23,15 +23,16 @@ from tritondt.comm.packing.packed_transfer import (
     CollectiveCall,
     PackedTransfer,
     TensorStarts,
+    buffer_places,
     packed_transfer,
 )
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.ordered import OrderedCommunicator
-from tritondt.comm.work import IssueQueue
+from tritondt.comm.work import IssueQueue, run_at_once
 from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
 from tritondt.kernels.tables import made_together
-from tritondt.planning.alignment import DENSE, STAGING_ALIGNMENT
+from tritondt.planning.alignment import DENSE
 from tritondt.planning.collectives import Collective
 
 _BARRIER_FINGERPRINT = 0x62617272
@@ -59,7 +60,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     ) -> None:
         """`launch(run, *arguments)` runs a table where it is in order with the messages: at once, by default."""
         super().__init__(context, queue)
-        self._launch = launch or _at_once
+        self._launch = launch or run_at_once
         self._traffic = Traffic()
         self._label = self._recorder.label(context.name)
         self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
@@ -94,9 +95,6 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         plan, _ = self._plan(transfer)
         return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
 
-    def prepare(self, transfers: Sequence[Transfer]) -> None:
-        """Does nothing: transfers are compiled when they are first exchanged."""
-
     def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, ExchangeRecord]:
         """The transfer compiled to messages and tables, and its record."""
         found = self._packed.get(transfer)
@@ -106,12 +104,12 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                 found = self._packed[transfer] = self._compiled(transfer), record
         return found
 
-    def _compiled(self, transfer: Transfer) -> PackedTransfer:
+    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:
         if transfer.collective is not None:
-            return self._compiled_collective(transfer, transfer.collective)
+            return self._compiled_collective(transfer, transfer.collective, starts)
         wire_dtype = transfer.wire_dtype
         if wire_dtype is None:
-            return packed_transfer(transfer, self.alignment, joint_bytes=self.joint_bytes)
+            return packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
         return casting_transfer(transfer, wire_dtype, self.alignment)
 
     def _compiled_collective(
@@ -203,13 +201,8 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         found = kept.get(starts)
         if found is None:
             with made_together(transfer.device):
-                found = kept[starts] = self._compiled_at(transfer, starts)
+                found = kept[starts] = self._compiled(transfer, starts)
         return found
-
-    def _compiled_at(self, transfer: Transfer, starts: TensorStarts) -> PackedTransfer:
-        if transfer.collective is not None:  # the others are in it
-            return self._compiled_collective(transfer, transfer.collective, starts)
-        return packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
 
     def _pack(
         self,
@@ -258,13 +251,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self, plan: PackedTransfer | DirectTransfer, device: torch.device
     ) -> tuple[torch.Tensor, int, int, int]:
         """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
-        packed_at = (
-            (plan.staged_bytes + STAGING_ALIGNMENT - 1) & -STAGING_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
-        )
-        num_bytes = widened_at = packed_at + plan.packed_bytes
-        if plan.casting is not None:
-            widened_at = (widened_at + STAGING_ALIGNMENT - 1) & -STAGING_ALIGNMENT
-            num_bytes = widened_at + plan.casting.widened_bytes
+        packed_at, widened_at, num_bytes = buffer_places(plan.staged_bytes, plan.packed_bytes, plan.casting)
         if num_bytes == 0:
             return _NO_BYTES, 0, 0, 0
         try:
@@ -358,10 +345,6 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                     f"{transfer.description} was compiled for tensors on {transfer.device} and given one on "
                     f"{tensor.device}"
                 )
-
-
-def _at_once(run: Callable[..., object], *arguments: object) -> None:
-    run(*arguments)
 
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)
