@@ -83,7 +83,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
     interpret = (python, "-c", _CAN_INTERPRET)
     build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
     if short:
-        return (build, Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 60))
+        return (build, Part("collect", collect, 300), Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 120))
     return (
         build,
         Part("collect", collect, 120),
