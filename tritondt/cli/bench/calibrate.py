@@ -23,6 +23,7 @@ Send = Callable[[object], None]
 # Messages of two sizes give a line: what one takes of any size, and what each byte adds.
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 24
 _COPY_BYTES = 1 << 26
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name from 2.13 on
 _MATMUL = {"cpu": 1024, "cuda": 8192}
 
 
@@ -89,7 +90,7 @@ def _collective_prices(found: Figures, asked: Asked, bandwidth: float) -> dict[s
     launch_s = found.small_gather_s - hops * (found.small_s + small * byte_s)
     return {
         "collective_launch_s": max(round(launch_s, 9), 0.0),
-        "collective_speedup": round(1 / (byte_s * bandwidth), 3),
+        "collective_speedup": max(round(1 / (byte_s * bandwidth), 3), 1e-3),
     }
 
 
@@ -157,7 +158,7 @@ def _gather(num_bytes: int, device: torch.device, group: Any) -> Run:
     """An all_gather of so many bytes from each rank."""
     given = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     gathered = torch.zeros(num_bytes * dist.get_world_size(), dtype=torch.uint8, device=device)
-    return lambda: dist.all_gather_into_tensor(gathered, given, group)
+    return lambda: _all_gather(gathered, given, group)
 
 
 def _copy(num_bytes: int, device: torch.device) -> Run:
