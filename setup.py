@@ -2,10 +2,12 @@
 
 import importlib.util
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+import setuptools
+from setuptools import Distribution, Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
@@ -38,6 +40,20 @@ COMPILE_FLAGS = [
 ]
 
 
+class InPlaceDistribution(Distribution):
+    """A distribution of which older setuptools builds the extension in place: that needs nothing of pyproject.toml.
+
+    Before 77 they refuse how a license is named there. `make gpu` builds with what a machine has; the fresh environment
+    of Python 3.11 has 65.5. A package is installed by pip, which fetches what pyproject.toml asks for.
+    """
+
+    def parse_config_files(self, filenames=None, ignore_option_errors=False):
+        is_old = int(setuptools.__version__.partition(".")[0]) < 77
+        if is_old and "build_ext" in sys.argv and "--inplace" in sys.argv:
+            filenames = []
+        super().parse_config_files(filenames, ignore_option_errors)
+
+
 class ParallelBuildExt(build_ext):
     """Compiles the sources of an extension side by side; setuptools alone takes them in turn."""
 
@@ -62,6 +78,7 @@ def relative_paths(pattern):
 
 
 setup(
+    distclass=InPlaceDistribution,
     # The symlink tritondt/kernels serves the repository itself; a wheel takes the folder kernels/ and its subfolders.
     packages=[
         *find_packages(include=["tritondt", "tritondt.*"], exclude=["tritondt.kernels*"]),

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -39,6 +40,9 @@ class Table(Protocol):
 class Maker(Protocol):
     """Maker of the tables of one type of device."""
 
+    def together(self) -> AbstractContextManager[None]:
+        """Context in which several tables are made, which can be run after it."""
+
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
 
@@ -63,6 +67,10 @@ class Maker(Protocol):
 
 class CppMaker:
     """Tables of the extension, for the CPU."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context that does nothing: tables are made at once."""
+        return nullcontext()
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
@@ -96,6 +104,11 @@ class TritonMaker:
 
     Triton is imported with the first table: it takes 0.3 s, and the CPU never needs it.
     """
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context in which the tables' kernels are compiled side by side."""
+        found: AbstractContextManager[None] = _triton_module("side_by_side").compiling_side_by_side()
+        return found
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
@@ -132,6 +145,20 @@ class TritonMaker:
 
 
 table_makers = ByDeviceType[Maker](cpu=CppMaker(), cuda=TritonMaker())
+
+
+def made_together(device: torch.device) -> AbstractContextManager[None]:
+    """Context in which tables for tensors on `device` are made whose kernels are compiled side by side, on a GPU.
+
+    They can be run after it.
+
+    >>> with made_together(torch.device("cpu")):
+    ...     tables = [copy_table([], torch.device("cpu")) for _ in range(2)]
+    >>> [table.num_boxes for table in tables]
+    [0, 0]
+    """
+    found = table_makers.get(device.type)
+    return nullcontext() if found is None else found.together()
 
 
 def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:

@@ -7,24 +7,25 @@ bytes. For every such combination that occurs, usually one, a table has a varian
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import partial, reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
+from triton import FutureKernel
 
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers
 from tritondt.kernels.gpu.launcher import launcher
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
-from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, few_dims, rounded_up
+from tritondt.kernels.gpu.side_by_side import LaterLauncher, Start
+from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, compiler_options, few_dims, rounded_up
 from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
 
 # Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
 _ANY_ADDRESS = (1 << 40) + 1
 _MAX_VARIANTS = 16
-_MAX_REGISTERS = {8: 128, 17: 255}
 
 
 class Kernel(NamedTuple):
@@ -92,16 +93,6 @@ def compile_form(
     )
 
 
-def compiler_options(options: Mapping[str, Any], num_dims: int, num_warps: int) -> dict[str, Any]:
-    """Compiler options of a kernel whose own options are `options`.
-
-    To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
-    bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
-    """
-    bound = {"maxnreg": _MAX_REGISTERS[num_dims]} if num_dims > DIMS[0] else {}
-    return {"num_warps": num_warps, **options, **bound}
-
-
 # What a captured graph reads at each replay. Nobody says when the last graph is deleted, so that it stays: some
 # kilobytes for each table that was ever captured.
 _IN_GRAPHS: set["Shared"] = set()
@@ -145,8 +136,16 @@ class Launch:
         self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
         compiled = compile_form(kernel, form, choice.num_warps, self._cells.values, counts, grid)
-        self._start = launcher(kernel.function, compiled, grid)
+        self._start: Start
+        if isinstance(compiled, FutureKernel):
+            self._start = partial(self._start_first, LaterLauncher(kernel.function, compiled, grid))
+        else:
+            self._start = launcher(kernel.function, compiled, grid)
         self._address = self._cells.values.data_ptr()
+
+    def _start_first(self, later: LaterLauncher, arguments: tuple[Any, ...], stream: int | None) -> None:
+        self._start = later.made()  # compiled beside others
+        self._start(arguments, stream)
 
     def run(self, addresses: tuple[int, ...]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""

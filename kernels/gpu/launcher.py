@@ -5,6 +5,8 @@ from typing import Any
 
 from triton import knobs
 
+from tritondt.kernels.gpu.interpreter import take_scalars
+
 
 def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable[[tuple[Any, ...], int | None], None]:
     """Function that launches a kernel with the arguments that it is given, on a stream; None is for the current one.
@@ -15,6 +17,7 @@ def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable
     launches.
     """
     if compiled is None:
+        take_scalars(type(kernel).__module__)
         interpreted: Callable[..., None] = kernel[grid]
         return lambda arguments, _: interpreted(*arguments)
     watched, run = compiled[grid], compiled.run

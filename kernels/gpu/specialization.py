@@ -4,8 +4,9 @@ A kernel takes a second or more to compile, and a table needs it before its firs
 rounded up to what other tables need too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 from tritondt.kernels.gpu.box_table import GROUPS, MAX_POINTERS, NUM_MODES, TILES, mode
 from tritondt.kernels.gpu.loop_nest import MAX_DIMS, LoopNest, coalesce, cut
@@ -14,6 +15,7 @@ from tritondt.kernels.gpu.pieces import WIDEST, Kind
 # Loops around units; a nest has one more than dims, over the bytes of an element.
 DIMS = (4, 8, MAX_DIMS + 1)
 POINTERS = (8, MAX_POINTERS)
+_MAX_REGISTERS = {8: 128, 17: 255}
 # A nest of more loops than the fewest is cut into at most so many that have no more.
 _MAX_PARTS = 64
 
@@ -71,3 +73,13 @@ def few_dims(nest: LoopNest, num_dims: int) -> list[LoopNest]:
     for dim in unrolled:
         parts = [cut(part, dim, index, index + 1) for part in parts for index in range(part.lengths[dim])]
     return [coalesce(part) for part in parts]
+
+
+def compiler_options(options: Mapping[str, Any], num_dims: int, num_warps: int) -> dict[str, Any]:
+    """Compiler options of a kernel whose own options are `options`.
+
+    To stay at 32 registers, the assembler spills 8 bytes of a copy of 6 dims on sm_90 (Triton 3.6 and 3.7); where a
+    bound is given it takes what it needs, 48. A kernel's own bound is for few dims.
+    """
+    bound = {"maxnreg": _MAX_REGISTERS[num_dims]} if num_dims > DIMS[0] else {}
+    return {"num_warps": num_warps, **options, **bound}

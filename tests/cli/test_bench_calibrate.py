@@ -1,15 +1,24 @@
 """`bench calibrate`: prices that are measured where it runs, in the form that TRITONDT_COSTS takes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
-from tritondt.cli.bench.calibrate import Asked, Figures, prices_of
+from tests.harness.nccl_on_host import backend_ranks
+from tritondt.cli.bench.calibrate import Asked, Figures, measure, prices_of
 from tritondt.cli.main import main
 from tritondt.comm.process_world import default_costs
-from tritondt.planning.cost import Link
+from tritondt.planning.collectives import collective_between
+from tritondt.planning.cost import Link, step_cost
+from tritondt.planning.plan import Step
+from tritondt.planning.prices import CUDA, with_prices
+from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import Replicate, Shard
+
+PRICES = replace(CUDA, collective_launch_s=7e-6, collective_speedup=1.5)
 
 
 def test_prices_of_figures():
@@ -20,6 +29,39 @@ def test_prices_of_figures():
     assert found["flop_rate"] == pytest.approx(2 * 8192**3 / 2e-3)
     assert found["launch_s"] == 5e-6
     assert prices_of(Figures(1.0, 1.0, 1.0, 1.0, 1.0), asked)["host"]["bandwidth"] > 0  # no line is none upwards
+
+
+def test_prices_of_collectives_are_those_that_a_plan_gets_back():
+    """An all_gather that takes what the built-in prices predict for it is given these prices."""
+    asked = Asked("cuda", 9, 1, 8, collectives=True)
+    gathers = [
+        step_cost(Step("exchange", rows, whole, collective=collective_between(rows, whole)), 1, PRICES).seconds
+        for length in (8 * 1024, 1 << 24)
+        for rows, whole in [[Layout((8,), (each,), (length,)) for each in (Shard(0), Replicate())]]
+    ]
+    small = PRICES.host.latency_s
+    large = small + ((1 << 24) - 1024) / PRICES.host.bandwidth
+    found = prices_of(Figures(small, large, 5e-6, 1e-3, 1e-2, *gathers), asked)
+    # Where noise has a link look endless, the price is still one that is taken.
+    noisy = prices_of(Figures(1e-3, 1e-3, 5e-6, 1e-3, 1e-2, 1e-3, 1.0), asked)
+    assert with_prices({"cuda": PRICES}, json.dumps({"cuda": noisy}))["cuda"].collective_speedup == 1e-3
+    assert found["collective_launch_s"] == pytest.approx(PRICES.collective_launch_s, abs=1e-8)
+    assert found["collective_speedup"] == pytest.approx(PRICES.collective_speedup, rel=1e-3)
+    table = with_prices({"cuda": PRICES}, json.dumps({"cuda": found}))["cuda"]
+    assert table.collective_speedup == found["collective_speedup"]
+
+
+def figures(rank):
+    return measure(Asked("cpu", 2, 64, 2, collectives=True))
+
+
+def test_collectives_are_measured_on_the_backend_that_the_group_has():
+    with backend_ranks("nccl", 2) as started:
+        for found in started.run(figures):
+            assert min(found) > 0
+            prices = prices_of(found, Asked("cuda", 2, 64, 2, collectives=True))
+            assert prices["collective_launch_s"] >= 0
+            assert prices["collective_speedup"] > 0
 
 
 @pytest.mark.extended

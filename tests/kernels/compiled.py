@@ -10,7 +10,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritondt.kernels.gpu.device_table import Form, Kernel, compiler_options
+from tritondt.kernels.gpu.device_table import Form, Kernel
+from tritondt.kernels.gpu.specialization import compiler_options
 from tritondt.kernels.gpu.tuning import Choice, choose
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

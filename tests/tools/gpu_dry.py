@@ -4,7 +4,8 @@
 
 The environment, build/gpu_dry/venv, has links to the packages of the Python that runs this, and no package is fetched:
 what `make gpu` would import and a machine may lack is missing there. Triton's interpreter imports NumPy, which lies
-beside it, in build/gpu_dry/numpy, for the parts that interpret.
+beside it, in build/gpu_dry/numpy, for the parts that interpret: that of this Python, or of the checkout's .venv. Where
+neither has one, those parts are skipped.
 """
 
 import importlib.metadata
@@ -54,6 +55,15 @@ def make_environment(folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
+def numpy_distribution() -> importlib.metadata.Distribution | None:
+    """NumPy as this Python has it, or the checkout's environment for the same version of Python; None without both."""
+    site = REPOSITORY / ".venv" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    for folders in (sys.path, [str(site)]):
+        for found in importlib.metadata.distributions(name="numpy", path=folders):
+            return found
+    return None
+
+
 def _link(distributions: Iterable[importlib.metadata.Distribution], folder: Path) -> None:
     """Links to all that lies at the top of what these have installed."""
     folder.mkdir(exist_ok=True)
@@ -67,7 +77,9 @@ def _link(distributions: Iterable[importlib.metadata.Distribution], folder: Path
 def main(arguments: Sequence[str]) -> int:
     """The exit status of the dry run."""
     python = make_environment(FOLDER / "venv")
-    _link(required(["numpy"]).values(), FOLDER / "numpy")
+    numpy = numpy_distribution()
+    shutil.rmtree(FOLDER / "numpy", ignore_errors=True)
+    _link(() if numpy is None else (numpy,), FOLDER / "numpy")
     command = [str(python), "-m", "tests.tools.on_gpu", "--dry", "--deadline", str(DEADLINE_S), *arguments]
     return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
 

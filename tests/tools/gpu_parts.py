@@ -12,6 +12,7 @@ _MOST_WORKERS = 8
 _HANG_S = 300
 _CAN_SHARE = "import sys; from tests.nccl.devices import why_not; sys.exit(why_not('gpu', 2))"
 _CAN_ASK = "import sys; from tests.nccl.libraries import why_not_shared; sys.exit(why_not_shared())"
+_CAN_INTERPRET = "import numpy"
 _CAN_SANITIZE = (
     "import sys; from tests.kernels.test_sanitized import sanitizer;"
     "sys.exit(None if sanitizer() else 'compute-sanitizer, of the CUDA toolkit, is not installed')"
@@ -72,36 +73,42 @@ def parts(python: str) -> tuple[Part, ...]:
 
 
 def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
-    """The same flow on the CPU: Triton interpreted, the double of NCCL, and few cases of each; a `short` form of it."""
+    """The same flow on the CPU: Triton interpreted, the double of NCCL, and few cases of each; a `short` form of it.
+
+    Limits are such that only what hangs meets them, though other programs have most of the machine.
+    """
     command = pytest_command(python)
     collect = (*command[:-2], "--collect-only", "-q", "-m", "gpu", "tests")
     host = (*command, "tests/nccl/test_operations.py", "-k")
     kernels = (*command, "-m", "gpu", "tests/kernels/test_gpu_kernels.py")
     bench = (python, "-m", "benchmarks.kernels.copy_boxes_gpu", "--dry", "--mebibytes", "0.04", "--rounds", "1")
     nccl = (python, "-m", "benchmarks.nccl", "--double", "--rounds", "1", "--bytes", "64")
+    interpret = (python, "-c", _CAN_INTERPRET)
     build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
     if short:
-        return (build, Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 60))
+        return (build, Part("collect", collect, 240), Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 120))
     return (
         build,
-        Part("collect", collect, 120),
-        Part("tests-first", (*host, "host-1"), 120, tests=True),
-        Part("bench-first", bench, 120, interprets=True),
+        Part("collect", collect, 240),
+        Part("tests-first", (*host, "host-1"), 240, tests=True),
+        Part("bench-first", bench, 240, can_run=interpret, interprets=True),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=(python, "-c", _CAN_ASK)),
-        Part("tests-shared", (*host, "host-2"), 120, tests=True),
-        Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 60),
-        Part("bench-nccl-2", (*nccl, "--ranks", "2", "--only", "*512 x 512*"), 60),
+        Part("tests-shared", (*host, "host-2"), 240, tests=True),
+        Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 120),
+        Part("bench-nccl-2", (*nccl, "--ranks", "2", "--only", "*512 x 512*"), 120),
         Part(
             "tests-kernels",
             (*kernels, "-k", "float32-sum-3 or wide1-fp80 or test_random_casts and source0-target0"),
-            120,
+            240,
+            can_run=interpret,
             tests=True,
             interprets=True,
         ),
         Part(
             "tests-engine",
             (*command, "-m", "gpu", "tests/test_gpu.py", "-k", "distributing or of_another_dtype and S0-S1"),
-            120,
+            240,
+            can_run=interpret,
             tests=True,
             interprets=True,
         ),

@@ -89,11 +89,14 @@ class Runner:
     def _ask(self, part: Part) -> str | None:
         """Why a part cannot run, if it cannot."""
         asked = subprocess.run(
-            part.can_run, cwd=REPOSITORY, env=self.variables, capture_output=True, text=True, check=False
+            part.can_run, cwd=REPOSITORY, env=self._variables_of(part), capture_output=True, text=True, check=False
         )
         if asked.returncode == 0:
             return None
         return asked.stderr.strip().rpartition("\n")[2] or f"exit status {asked.returncode}"
+
+    def _variables_of(self, part: Part) -> dict[str, str]:
+        return interpreting(str(self.folder.parent), self.variables) if part.interprets else self.variables
 
     def _run_tests(self, part: Part) -> tuple[str, str]:
         """Runs pytest, again behind a test that its process died of."""
@@ -121,7 +124,7 @@ class Runner:
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env=interpreting(str(self.folder.parent), self.variables) if part.interprets else self.variables,
+                env=self._variables_of(part),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

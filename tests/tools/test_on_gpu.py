@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -196,6 +197,55 @@ def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     assert names[-2:] == ["memcheck", "racecheck"]
 
 
+def test_the_documentation_lists_the_parts_in_order() -> None:
+    text = (REPOSITORY / "docs" / "performance.md").read_text().partition("## What make gpu measures, in order")[2]
+    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) s \|", text.partition("\n## ")[0], re.MULTILINE)
+    assert rows == [(part.name, f"{part.limit_s:g}") for part in parts("python")]
+
+
+def test_what_interprets_is_skipped_by_name_without_numpy() -> None:
+    """Triton's interpreter imports NumPy, which a machine with a GPU need not have."""
+    asking = [part for part in dry_parts("python", short=False) if part.interprets]
+    assert [part.name for part in asking] == ["bench-first", "tests-kernels", "tests-engine"]
+    assert all(part.can_run == ("python", "-c", "import numpy") for part in asking)
+
+
+def test_a_question_is_asked_with_the_variables_of_its_part(runner: Runner) -> None:
+    asked = "import os, sys; sys.exit(os.environ.get('TRITON_INTERPRET'))"
+    part = OK._replace(can_run=(sys.executable, "-c", asked))
+    assert runner.run_part(part._replace(interprets=True)).state == SKIPPED
+    assert runner.run_part(part).state == PASSED
+
+
+def test_numpy_is_this_pythons_or_the_checkouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(gpu_dry, "REPOSITORY", tmp_path)
+    assert gpu_dry.numpy_distribution() is None
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    kept = tmp_path / ".venv" / "lib" / version / "site-packages" / "numpy-2.4.0.dist-info"
+    kept.mkdir(parents=True)
+    (kept / "METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 2.4.0\n")
+    found = gpu_dry.numpy_distribution()
+    assert found is not None
+    assert found.version == "2.4.0"
+
+
+def test_old_setuptools_builds_in_place() -> None:
+    """The environment of a fresh Python 3.11 has 65.5, which refuses pyproject.toml's license."""
+    program = (
+        "import sys, setuptools; setuptools.__version__ = '65.5.0'; read = []\n"
+        "setuptools.Distribution.parse_config_files = lambda self, names, *_: read.append(names)\n"
+        "setuptools.setup = lambda **given: given['distclass']().parse_config_files()\n"
+        "sys.argv[1:] = {words}\n"
+        "exec(open('setup.py').read(), {{'__file__': 'setup.py', '__name__': '__main__'}})\n"
+        "print(read)"
+    )
+    for words, told in ((["build_ext", "--inplace"], "[[]]"), (["bdist_wheel"], "[None]")):
+        run = [sys.executable, "-c", program.format(words=words)]
+        found = subprocess.run(run, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        assert found.stdout.strip() == told
+
+
 def test_tritons_cache_is_kept_unless_another_is_named() -> None:
     assert environment("/kept", {}, dry=False) == {"TRITON_CACHE_DIR": "/kept/triton"}
     assert environment("/kept", {"TRITON_CACHE_DIR": "/own"}, dry=False)["TRITON_CACHE_DIR"] == "/own"
@@ -237,8 +287,8 @@ def test_the_dry_environment_has_what_torch_requires_and_no_more(tmp_path: Path)
     assert not (_OPTIONAL | {"pytest-timeout"}) & names
 
 
-# It makes an environment and builds the extension in it, which takes minutes.
-@pytest.mark.soak
+# The extension is there, of the same sources, so that the build has nothing to do.
+@pytest.mark.extended
 @pytest.mark.timeout(600)
 def test_a_short_dry_run_without_optional_packages() -> None:
     """`make gpu-dry` runs all of it."""
@@ -251,4 +301,4 @@ def test_a_short_dry_run_without_optional_packages() -> None:
         check=False,
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
-    assert completed.stdout.splitlines()[-1] == "all 2 parts: 2 passed"
+    assert completed.stdout.splitlines()[-1] == "all 3 parts: 3 passed"

@@ -114,6 +114,10 @@ class Communicator(Protocol):
         """Runs `run`, which calls `exchange` more than once, with nothing of other threads in between."""
         ...
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Compiles what will be exchanged, where that takes long: kernels are then compiled side by side."""
+        ...
+
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""
         ...

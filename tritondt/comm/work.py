@@ -304,3 +304,8 @@ class ThreadQueue(IssueQueue):
             self._thread_id = None
         with self._changed:
             self._changed.notify_all()
+
+
+def run_at_once(run: Callable[..., object], *arguments: object) -> None:
+    """Calls `run` with its arguments, where no stream is to come to that first."""
+    run(*arguments)

@@ -10,10 +10,11 @@ has it. docs/nccl_guide.md has the table of versions and the rules of lifetimes.
 """
 
 from tritondt._C import NcclCallConfig, NcclCommunicator, NcclError, NcclLibrary, NcclUnsupportedError
+from tritondt.comm.nccl.memory import empty, memory_pool
 from tritondt.nccl.bootstrap import bootstrap, init, join, library
 from tritondt.nccl.calls import Call
 from tritondt.nccl.communicator import Communicator
-from tritondt.nccl.memory import Buffer, Window, empty, memory_pool
+from tritondt.nccl.memory import Buffer, Window
 
 __all__ = [
     "Buffer",

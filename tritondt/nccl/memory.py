@@ -1,10 +1,6 @@
-"""Memory that NCCL knows: allocations of its own, registered buffers, windows that other ranks write to."""
+"""Memory that NCCL knows: registered buffers, and windows that other ranks write to."""
 
 import contextlib
-import ctypes
-import math
-import sys
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,8 +8,7 @@ from typing import Any
 
 import torch
 
-from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
-from tritondt.comm.nccl.library import nccl_library
+from tritondt._C import NcclCommunicator, NcclError
 from tritondt.nccl.calls import raw_parts, stream_handle
 
 
@@ -110,58 +105,3 @@ class Window(_Registered):
 
     def _deregister(self) -> None:
         self._native.deregister_window(self._handle)
-
-
-# Windows begin at a multiple of 4096 bytes; a device maps memory in pages of 2 MiB, which torch's pool cuts otherwise.
-_PAGE_BYTES = 1 << 21
-_pools: dict[str, tuple[Any, Any]] = {}
-
-
-def memory_pool(library: NcclLibrary | None = None) -> Any:
-    """A torch.cuda.MemPool whose memory NCCL has allocated (ncclMemAlloc), fit for buffers and windows; NCCL 2.19.
-
-    Not collective. `library` is that of the process by default; the first that serves a pool serves all of this
-    process, and NcclError tells another one so. Source: NCCL's documentation of ncclMemAlloc, torch's of MemPool.
-
-    An example that needs a GPU:
-
-    >>> with torch.cuda.use_mem_pool(memory_pool()):  # doctest: +SKIP
-    ...     tensor = torch.zeros(1024, device="cuda")
-    """
-    found = nccl_library() if library is None else library
-    if found.path not in _pools:
-        allocator: Any = torch.cuda.memory.CUDAPluggableAllocator(
-            str(sys.modules[NcclLibrary.__module__].__file__), *found.serve_pool()
-        )
-        _pools[found.path] = torch.cuda.MemPool(allocator.allocator()), allocator
-    return _pools[found.path][0]  # the allocator beside it must live as long
-
-
-def empty(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, library: NcclLibrary | None = None
-) -> torch.Tensor:
-    """A tensor, not initialised, in memory that NCCL has allocated (ncclMemAlloc), fit for buffers and windows; 2.19.
-
-    Not collective. On a GPU the memory is of `memory_pool`; on the CPU, which only a double of NCCL serves, of the
-    library's own allocation, freed with the tensor. Raises NcclUnsupportedError where NCCL is older.
-
-    An example that needs a GPU:
-
-    >>> tensor = empty((4, 256), torch.float32, "cuda")  # doctest: +SKIP
-    """
-    found = nccl_library() if library is None else library
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if torch.device(device).type == "cuda":
-        with torch.cuda.use_mem_pool(memory_pool(found)):
-            memory = torch.empty(-(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES, dtype=torch.uint8, device=device)
-    else:
-        memory = _on_host(found, max(num_bytes, 1))
-    return memory[:num_bytes].view(dtype).view(tuple(shape))
-
-
-def _on_host(library: NcclLibrary, num_bytes: int) -> torch.Tensor:
-    """Bytes of the library's allocation, which are given back with the last tensor on them."""
-    address = library.allocate(num_bytes)
-    memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    weakref.finalize(memory, library.free, address).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8)

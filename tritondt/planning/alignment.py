@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Buffers lie in one block of memory, each where an allocator of CUDA's or glibc's could have put it.
+STAGING_ALIGNMENT = 512
+
 
 class Alignment(NamedTuple):
     """Alignment of the starts of messages, in bytes.

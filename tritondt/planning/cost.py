@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import inf, prod
 from typing import Any, TypeVar
 
+from tritondt.planning.alignment import STAGING_ALIGNMENT
 from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
@@ -46,6 +47,8 @@ class CostTable:
     `collectives` are those of NCCL that may be taken for messages of our own: 0 none, 1 what has one result in any
     order, 2 sums of floats of 32 bits and more as well, 3 those of 16 bits too, which it rounds at every addition. Each
     takes `collective_launch_s`, and moves bytes `collective_speedup` times as fast as messages do on the same link.
+    With `registered_bytes` they may also go through so much memory of each rank, of NCCL's allocation and registered
+    with a communicator once: copied in and out, `registered_speedup` times as fast again, in two hops within a host.
     """
 
     device: Link = Link(2e-6, 400e9)
@@ -63,6 +66,8 @@ class CostTable:
     collectives: int = 0
     collective_launch_s: float = 0.0
     collective_speedup: float = 1.0
+    registered_bytes: int = 0
+    registered_speedup: float = 1.0
 
     def to_json(self) -> str:
         """Text of the table, the form in which ranks agree on one."""
@@ -121,7 +126,7 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
     elif name == "collectives":
         is_allowed, allowed = price in (NONE, EXACT, WIDE, ALL) and is_number, "whole number from 0 to 3"
-    elif name in ("launch_s", "one_shot_bytes", "arena_bytes", "collective_launch_s"):
+    elif name in ("launch_s", "one_shot_bytes", "arena_bytes", "collective_launch_s", "registered_bytes"):
         is_allowed = is_number and of_kind(price) == price
         allowed = "whole number of 0 or more" if of_kind is int else "number of 0 or more"
     else:
@@ -155,9 +160,24 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
 
 
 def _collective_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
-    link, received = costs.link(collective.num_ranks), collective.moved_elements
+    link, received = costs.link(collective.span or collective.num_ranks), collective.moved_elements
+    if collective.registered_bytes:
+        return _registered_cost(collective, itemsize, costs)
     copying_s = 0.0 if collective.is_dense else costs.launch_s + collective.numel * itemsize / costs.copy_bandwidth
     moving_s = collective.num_hops * link.latency_s + received * itemsize / (link.bandwidth * costs.collective_speedup)
+    return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)
+
+
+def _registered_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
+    """Cost of a collective through registered memory; infinite seconds where it needs more than there is."""
+    link, received = costs.link(collective.span or collective.num_ranks), collective.moved_elements
+    copied = sum(collective.sides) * itemsize
+    if copied + STAGING_ALIGNMENT > collective.registered_bytes:
+        return StepCost(1, float(received), inf)
+    num_hops = collective.num_hops if link is costs.network else min(collective.num_hops, 2)
+    speed = link.bandwidth * costs.collective_speedup * costs.registered_speedup
+    moving_s = num_hops * link.latency_s + received * itemsize / speed
+    copying_s = costs.launch_s + copied / costs.copy_bandwidth
     return StepCost(1, float(received), costs.collective_launch_s + moving_s + copying_s)
 
 

@@ -260,16 +260,16 @@ def _exchange(
     )
 
 
-def renumber_peers(exchange: Exchange, ranks: Sequence[int]) -> Exchange:
+def renumber_peers(exchange: Exchange, ranks: Sequence[int], among: Sequence[int] | None = None) -> Exchange:
     """The exchange with each peer, a position in `ranks`, renumbered to the place of its rank in ascending order.
 
-    Peers of a mesh become peers of the communicator of its ranks.
+    Peers of a mesh become peers of the communicator of its ranks, or of some `among` them that hold all peers.
 
     >>> exchange = Exchange((Message(0, ()), Message(2, ())), (), ())
     >>> [message.peer for message in renumber_peers(exchange, (7, 3, 5)).sends]
     [2, 1]
     """
-    place_of = {rank: place for place, rank in enumerate(sorted(ranks))}
+    place_of = {rank: place for place, rank in enumerate(sorted(ranks if among is None else among))}
 
     def renumbered(messages: tuple[Message, ...]) -> tuple[Message, ...]:
         return tuple(Message(place_of[ranks[message.peer]], message.parts) for message in messages)

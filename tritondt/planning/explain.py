@@ -189,7 +189,7 @@ def explain_layouts(
         peers.update(message.peer for message in (*found.sends, *found.receives))
         wire = None if wire_itemsize is None else WireSize(itemsize, wire_itemsize, scale_bytes)
         if step.collective is not None:
-            reports.append(collective_report(step, step.collective, itemsize, costs))
+            reports.append(collective_report(step, step.collective, itemsize, costs, at))
         elif wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
             stored = step_blocks(step, at)

@@ -109,12 +109,14 @@ def why_collective(plan: Plan, itemsize: int, costs: CostTable, dtype: str) -> s
     all_gather of NCCL: 215 us predicted against 264 us for messages of our own
     """
     found = candidates(plan.source, plan.target, costs, dtype) if plan.steps else []
-    one = next((steps for steps in found if steps[-1].collective is not None), None)
-    if one is None or one[-1].collective is None:
+    collected = [steps for steps in found if steps[-1].collective is not None]
+    if not collected:
         return None
+    one = min(_ranked(collected, itemsize, costs))
+    collective = one[-1][-1].collective
+    assert collective is not None, "a form that was chosen for its collective"
     own = min(_ranked([steps for steps in found if steps[-1].collective is None], itemsize, costs))
-    its_s = sum(step_cost(step, itemsize, costs).seconds for step in one)
-    names = (f"{one[-1].collective.kind} of NCCL", its_s), ("messages of our own", own[2])
+    names = (collective.name, one[2]), ("messages of our own", own[2])
     (taken, taken_s), (other, other_s) = names if plan.steps[-1].collective is not None else names[::-1]
     return f"{taken}: {taken_s * 1e6:.0f} us predicted against {other_s * 1e6:.0f} us for {other}"
 
@@ -129,7 +131,10 @@ def candidates(source: Layout, target: Layout, costs: CostTable, dtype: str = ""
     collective = collective_between(scaled, target) if dtype and costs.collectives else None
     if collective is not None and is_offered(collective, dtype, costs.collectives):
         kind: StepKind = "exchange" if collective.op is None else "reduce"
-        found.append((*first, Step(kind, scaled, target, collective=collective)))
+        forms = [collective]
+        if costs.registered_bytes:
+            forms.append(collective._replace(registered_bytes=costs.registered_bytes))
+        found += [(*first, Step(kind, scaled, target, collective=form)) for form in forms]
     if max(step_cost(step, 1, costs).num_peers for steps in found for step in steps) > costs.max_peers:
         found += [first + steps for steps in _hops(scaled, target, costs)]
     return found

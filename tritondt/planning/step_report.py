@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 from tritondt.planning.alignment import DENSE, Alignment
@@ -11,6 +12,7 @@ from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
 from tritondt.planning.storage import Block, contiguous_offset
 from tritondt.sharding import intervals as regions
+from tritondt.sharding.layout import Coordinate
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +84,18 @@ def _in_place_bytes(
     return (num_bytes, 0) if alignment.keeps_in_place(offset * itemsize, num_bytes) else (0, num_bytes)
 
 
-def collective_report(step: Step, collective: Collective, itemsize: int, costs: CostTable) -> StepReport:
-    """Report of a step that NCCL does: its bytes are a ring's, to and from all others."""
-    moved, copied = collective.moved_elements * itemsize, 0 if collective.is_dense else collective.numel * itemsize
+def collective_report(
+    step: Step, collective: Collective, itemsize: int, costs: CostTable, coordinate: Coordinate
+) -> StepReport:
+    """Report of a step that NCCL does: its bytes are a ring's, to and from all others of the rank's group."""
     gathers, num_peers = collective.op is None, collective.num_ranks - 1
+    whole = step.target_layout if gathers else step.route.source_layout
+    numel = prod(whole.local_shape(coordinate))
+    moved = collective._replace(numel=numel).moved_elements * itemsize
+    copied = 0 if collective.is_dense else numel * itemsize
+    packed, staged = (0, copied) if gathers else (copied, 0)
+    if collective.registered_bytes:
+        packed, staged = (each * itemsize for each in collective._replace(numel=numel).sides)
     return StepReport(
         kind=collective.kind,
         source=str(step.source),
@@ -94,8 +104,8 @@ def collective_report(step: Step, collective: Collective, itemsize: int, costs: 
         num_received=num_peers,
         sent_bytes=moved,
         received_bytes=moved,
-        packed_bytes=0 if gathers else copied,
-        staged_bytes=copied if gathers else 0,
+        packed_bytes=packed,
+        staged_bytes=staged,
         seconds=step_cost(step, itemsize, costs).seconds,
     )
 

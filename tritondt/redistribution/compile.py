@@ -14,6 +14,7 @@ from tritondt.errors import LocalTensorError, MeshError
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.planning.across import PlanAcross
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
+from tritondt.planning.collectives import group_of
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import renumber_peers
 from tritondt.planning.explain import Explanation, explain_layouts
@@ -72,10 +73,19 @@ def exchanging_ranks(
     plan: Plan | PlanAcross
     if is_one_grid(source, target):
         plan = plan_for(source, target, in_messages=in_messages)
+        ranks = _carrying_ranks(plan, source)
     else:
         plan = plan_across(source, target)
-    ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
+        ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
     return ranks, sum(bool(step.moving_axes) for step in plan.steps)
+
+
+def _carrying_ranks(plan: Plan, spec: DTensorSpec) -> tuple[int, ...]:
+    """Ranks of the communicator that carries a plan, ascending: of the mesh, or of this rank's group."""
+    collective, coordinate = plan.steps[-1].collective if plan.steps else None, spec.coordinate
+    if collective is None or coordinate is None:
+        return tuple(sorted(spec.mesh.ranks))
+    return tuple(sorted(spec.mesh.ranks[it] for it in group_of(spec.mesh.shape, collective.axes, coordinate)))
 
 
 def explain(
@@ -199,12 +209,15 @@ def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start, *, 
     plan = plan_for(source, target, first.wire_dtype, in_messages=in_messages)
     communicator = None
     if any(step.moving_axes for step in plan.steps):
-        communicator = world.current().communicator(source.mesh.ranks, source.mesh.device_type)
+        communicator = world.current().communicator(_carrying_ranks(plan, source), source.mesh.device_type)
     starts = (first._replace(strides=None) if number else first for number in range(len(plan.steps)))
     steps = tuple(
         _compiled_step(step, number, plan, source, start, communicator)
         for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
     )
+    if communicator is not None:
+        exchanged = [step for step in steps if step.communicator is not None]
+        communicator.prepare([step.transfer for step in exchanged if step.transfer is not None])
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
     return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
 
@@ -229,7 +242,13 @@ def _compiled_step(
     source_blocks, target_blocks = step_blocks(step, coordinate, start.strides)
     return compiled_step(
         step,
-        Side(renumber_peers(found, spec.mesh.ranks), source_blocks, target_blocks, coordinate, step.fill_op),
+        Side(
+            renumber_peers(found, spec.mesh.ranks, _carrying_ranks(plan, spec)),
+            source_blocks,
+            target_blocks,
+            coordinate,
+            step.fill_op,
+        ),
         start,
         spec.dtype,
         _fingerprint(plan, number, spec, start.wire_dtype),
@@ -248,7 +267,7 @@ def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.d
     text = f"{plan.source!r} {plan.target!r} {number} {spec.dtype} {wire_dtype} {spec.mesh.shape} {spec.mesh.ranks}"
     collective = plan.steps[number - 1].collective
     if collective is not None:
-        text = f"{text} {collective.kind}"
+        text = f"{text} {collective.name}"
     return exchange_fingerprint(text)
 
 

@@ -1,4 +1,4 @@
-"""The command `bench calibrate`: prices of links, launches, copies and matmuls where it runs, for TRITONDT_COSTS."""
+"""The command `bench calibrate`: prices of links, collectives, launches, copies and matmuls, for TRITONDT_COSTS."""
 
 from __future__ import annotations
 
@@ -23,25 +23,36 @@ Send = Callable[[object], None]
 # Messages of two sizes give a line: what one takes of any size, and what each byte adds.
 _SMALL_BYTES, _LARGE_BYTES = 1 << 10, 1 << 24
 _COPY_BYTES = 1 << 26
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # the name from 2.13 on
 _MATMUL = {"cpu": 1024, "cuda": 8192}
 
 
 class Asked(NamedTuple):
-    """What ranks are asked to measure: on which type of device, in how many rounds, and sizes divided by `shrink`."""
+    """What ranks are asked to measure: on which type of device, in how many rounds, and sizes divided by `shrink`.
+
+    Collectives are measured where plans may have them: on GPUs, by NCCL.
+    """
 
     device_type: str
     rounds: int
     shrink: int
+    num_ranks: int = 2
+    collectives: bool = False
 
 
 class Figures(NamedTuple):
-    """Seconds: of a small and a large message each way, a launch, a copy and a matmul."""
+    """Seconds: of a small and a large message each way, a launch, a copy, a matmul, and a small and a large all_gather.
+
+    The last two are 0 where collectives are not measured.
+    """
 
     small_s: float
     large_s: float
     launch_s: float
     copy_s: float
     matmul_s: float
+    small_gather_s: float = 0.0
+    large_gather_s: float = 0.0
 
 
 def prices_of(found: Figures, asked: Asked) -> dict[str, Any]:
@@ -56,13 +67,36 @@ def prices_of(found: Figures, asked: Asked) -> dict[str, Any]:
     """
     large, copied = _LARGE_BYTES // asked.shrink, _COPY_BYTES // asked.shrink
     moved_s = max(found.large_s - found.small_s, 1e-9)
-    side = _side(asked)
+    side, bandwidth = _side(asked), (large - _SMALL_BYTES) / moved_s
     return {
-        "host": {"latency_s": found.small_s, "bandwidth": round((large - _SMALL_BYTES) / moved_s, 3)},
+        "host": {"latency_s": found.small_s, "bandwidth": round(bandwidth, 3)},
         "copy_bandwidth": round(copied / max(found.copy_s - found.launch_s, 1e-9), 3),
         "flop_rate": round(2 * side**3 / found.matmul_s, 3),
         "launch_s": found.launch_s if asked.device_type == "cuda" else 0.0,
+        **(_collective_prices(found, asked, bandwidth) if asked.collectives else {}),
     }
+
+
+def _collective_prices(found: Figures, asked: Asked, bandwidth: float) -> dict[str, float]:
+    """Seconds that a collective takes beside a ring's messages, and how much faster than those it moves bytes.
+
+    >>> asked = Asked("cuda", 1, 1, 8, True)
+    >>> gathered_s = [5e-6 + 7 * (2e-6 + part / 6e11) for part in (_SMALL_BYTES, _LARGE_BYTES // 8)]
+    >>> _collective_prices(Figures(2e-6, 5e-5, 1e-5, 1e-3, 1e-2, *gathered_s), asked, 3e11)
+    {'collective_launch_s': 5e-06, 'collective_speedup': 2.0}
+    """
+    hops, small, large = asked.num_ranks - 1, _SMALL_BYTES, _gathered_bytes(asked)
+    byte_s = max(found.large_gather_s - found.small_gather_s, 1e-9) / (hops * (large - small))
+    launch_s = found.small_gather_s - hops * (found.small_s + small * byte_s)
+    return {
+        "collective_launch_s": max(round(launch_s, 9), 0.0),
+        "collective_speedup": max(round(1 / (byte_s * bandwidth), 3), 1e-3),
+    }
+
+
+def _gathered_bytes(asked: Asked) -> int:
+    """Bytes that each rank gives in a large all_gather, more than in a small one."""
+    return max(_LARGE_BYTES // asked.shrink // asked.num_ranks, 2 * _SMALL_BYTES)
 
 
 def _side(asked: Asked) -> int:
@@ -95,7 +129,13 @@ def measure(asked: Asked) -> Figures:
     launch, copy = (_seconds(_copy(num_bytes, device), asked) for num_bytes in (64, _COPY_BYTES // asked.shrink))
     dtype = torch.bfloat16 if asked.device_type == "cuda" else torch.float32
     left, right = (torch.ones(_side(asked), _side(asked), dtype=dtype, device=device) for _ in range(2))
-    return Figures(small, large, launch, copy, _seconds(lambda: left @ right, asked))
+    matmul, gathers = _seconds(lambda: left @ right, asked), (0.0, 0.0)
+    if asked.collectives:
+        small_gather, large_gather = (
+            _seconds(_gather(num_bytes, device, group), asked) for num_bytes in (_SMALL_BYTES, _gathered_bytes(asked))
+        )
+        gathers = small_gather, large_gather
+    return Figures(small, large, launch, copy, matmul, *gathers)
 
 
 def _swap(num_bytes: int, device: torch.device, group: Any) -> Run:
@@ -112,6 +152,13 @@ def _swap(num_bytes: int, device: torch.device, group: Any) -> Run:
             work.wait()
 
     return run
+
+
+def _gather(num_bytes: int, device: torch.device, group: Any) -> Run:
+    """An all_gather of so many bytes from each rank."""
+    given = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    gathered = torch.zeros(num_bytes * dist.get_world_size(), dtype=torch.uint8, device=device)
+    return lambda: _all_gather(gathered, given, group)
 
 
 def _copy(num_bytes: int, device: torch.device) -> Run:
@@ -150,12 +197,14 @@ def _nothing_to_wait_for() -> None:
 def calibrate(ranks: int | None, device_type: str, rounds: int, shrink: int, json_to: str | None) -> None:
     """Measure the prices that plans are made by, between ranks 0 and 1 and on each, and print them for TRITONDT_COSTS.
 
+    On GPUs those of NCCL's collectives too, among all ranks.
+
     Under torchrun, MPI or srun it runs on the processes that are there.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(f"prices on cuda were asked for; torch {torch.__version__} sees no CUDA device")
-    asked = Asked(device_type, rounds, shrink)
     num_ranks = joined_ranks.join(ranks, 2)
+    asked = Asked(device_type, rounds, shrink, num_ranks, collectives=device_type == "cuda")
     found: list[Figures] = []
 
     def add(message: object) -> None:

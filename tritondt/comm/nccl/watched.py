@@ -20,6 +20,7 @@ from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.bootstrap import join_nccl, within
 from tritondt.comm.nccl.refusals import Refusals
+from tritondt.comm.nccl.registered import RegisteredMemory
 from tritondt.comm.nccl.streams import Streams, answered
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
@@ -94,14 +95,23 @@ class MonitoredNccl:
         policy: TimeoutPolicy,
     ) -> None:
         self._context, self._streams, self._on_failure, self._policy = context, streams, on_failure, policy
+        self._library = library
         self._watch, self._recorder = context.watch, context.flight.recorder
         self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.num_captured = 0
         self.refusals = Refusals(context)
+        self._registered: RegisteredMemory | None = None
         self.native: NcclCommunicator = join_nccl(context, library, streams)
         self._watch.attend(self._waits)
+
+    def registered(self, num_bytes: int) -> RegisteredMemory:
+        """The memory that is registered with the communicator; so many bytes, the first time, by all ranks together."""
+        if self._registered is None:
+            limit_s = self._context.timeout.total_seconds()
+            self._registered = RegisteredMemory(self.native, self._library, num_bytes, self._streams.device, limit_s)
+        return self._registered
 
     def put(self, operation: InFlight, run: Callable[..., object], doing: str, *arguments: object) -> None:
         """Watches an operation that `run` puts into the stream, given `arguments`; see `break_off`."""
@@ -203,7 +213,7 @@ class MonitoredNccl:
             if not answered(found.is_over):
                 found.fail(error)
                 self._recorder.end(found.record, FAILED, label)
-        aborts.begin(self.native.abort, self._context.name, self.num_captured)
+        aborts.begin(self._abort, self._context.name, self.num_captured)
 
     def close(self, reason: BaseException) -> None:
         """Ends the communicator when the stream has come past everything; waits for the others within the timeout.
@@ -245,8 +255,15 @@ class MonitoredNccl:
         self._watch.leave(self._waits)
         return is_first
 
+    def _abort(self) -> None:
+        self.native.abort()
+        if self._registered is not None:  # what an abort that does not return has is kept
+            self._registered.give_back()
+
     def _destroy(self) -> None:
         self._streams.bind_thread()
+        if self._registered is not None:
+            self._registered.close()
         self.native.destroy()
 
     def _trouble(self) -> str | None:

@@ -13,7 +13,7 @@ from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.packing.messages import Slice, Slices
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.tables import Table, copy_table, reduce_table
-from tritondt.planning.alignment import DENSE, Alignment
+from tritondt.planning.alignment import DENSE, STAGING_ALIGNMENT, Alignment
 from tritondt.planning.collectives import CollectiveKind
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.storage import Block, contiguous_offset, joint_boxes, message_block
@@ -63,7 +63,8 @@ class CollectiveCall(NamedTuple):
 
     It writes the receive buffer where that `is_staged`, else the target from byte `target_start`, whose sum it divides
     by `divisor`. `num_elements` are of `dtype`, as NCCL counts: for all_gather those that a rank has, for
-    reduce_scatter those that it gets.
+    reduce_scatter those that it gets. With `registered_bytes` both buffers are in the memory of so many bytes that all
+    ranks have registered.
     """
 
     kind: CollectiveKind
@@ -74,6 +75,7 @@ class CollectiveCall(NamedTuple):
     source_start: int | None
     target_start: int
     is_staged: bool
+    registered_bytes: int = 0
 
 
 class Arrival(NamedTuple):
@@ -143,6 +145,16 @@ def packed_transfer(
 def moves(transfer: Transfer, part: Part) -> bool:
     """Whether a part is copied to its target; a term of a reduction is not."""
     return transfer.reductions[part.tensor] is None
+
+
+def buffer_places(staged_bytes: int, packed_bytes: int, casting: Casting | None) -> tuple[int, int, int]:
+    """Bytes at which packed and widened bytes begin behind the received ones in one block of memory, and its length."""
+    packed_at = (staged_bytes + STAGING_ALIGNMENT - 1) & -STAGING_ALIGNMENT if packed_bytes else staged_bytes
+    num_bytes = widened_at = packed_at + packed_bytes
+    if casting is not None:
+        widened_at = (widened_at + STAGING_ALIGNMENT - 1) & -STAGING_ALIGNMENT
+        num_bytes = widened_at + casting.widened_bytes
+    return packed_at, widened_at, num_bytes
 
 
 def slices_of(

@@ -18,12 +18,20 @@ from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
-from tritondt.comm.packing.packed_transfer import CollectiveCall, PackedTransfer, TensorStarts, packed_transfer
+from tritondt.comm.packing.packed_transfer import (
+    ALIGNED,
+    CollectiveCall,
+    PackedTransfer,
+    TensorStarts,
+    buffer_places,
+    packed_transfer,
+)
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.ordered import OrderedCommunicator
-from tritondt.comm.work import IssueQueue
+from tritondt.comm.work import IssueQueue, run_at_once
 from tritondt.errors import TransportError
 from tritondt.kernels.memory import allocate
+from tritondt.kernels.tables import made_together
 from tritondt.planning.alignment import DENSE
 from tritondt.planning.collectives import Collective
 
@@ -52,7 +60,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     ) -> None:
         """`launch(run, *arguments)` runs a table where it is in order with the messages: at once, by default."""
         super().__init__(context, queue)
-        self._launch = launch or _at_once
+        self._launch = launch or run_at_once
         self._traffic = Traffic()
         self._label = self._recorder.label(context.name)
         self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
@@ -92,18 +100,21 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         found = self._packed.get(transfer)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
-            found = self._packed[transfer] = self._compiled(transfer), record
+            with made_together(transfer.device):
+                found = self._packed[transfer] = self._compiled(transfer), record
         return found
 
-    def _compiled(self, transfer: Transfer) -> PackedTransfer:
+    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:
         if transfer.collective is not None:
-            return self._compiled_collective(transfer, transfer.collective)
+            return self._compiled_collective(transfer, transfer.collective, starts)
         wire_dtype = transfer.wire_dtype
         if wire_dtype is None:
-            return packed_transfer(transfer, self.alignment, joint_bytes=self.joint_bytes)
+            return packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
         return casting_transfer(transfer, wire_dtype, self.alignment)
 
-    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
+    def _compiled_collective(
+        self, transfer: Transfer, collective: Collective, starts: TensorStarts = ALIGNED
+    ) -> PackedTransfer:
         """A collective compiled to a call; TransportError where the transport has none."""
         raise TransportError(
             f"{transfer.description} was priced as {collective.kind} of NCCL, and {type(self).__name__} has none; "
@@ -189,7 +200,8 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         kept = self._realigned.setdefault(transfer, {})
         found = kept.get(starts)
         if found is None:
-            found = kept[starts] = packed_transfer(transfer, self.alignment, starts, self.joint_bytes)
+            with made_together(transfer.device):
+                found = kept[starts] = self._compiled(transfer, starts)
         return found
 
     def _pack(
@@ -239,22 +251,18 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self, plan: PackedTransfer | DirectTransfer, device: torch.device
     ) -> tuple[torch.Tensor, int, int, int]:
         """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
-        packed_at = (plan.staged_bytes + _ALIGNMENT - 1) & -_ALIGNMENT if plan.packed_bytes else plan.staged_bytes
-        num_bytes = widened_at = packed_at + plan.packed_bytes
-        if plan.casting is not None:
-            widened_at = (widened_at + _ALIGNMENT - 1) & -_ALIGNMENT
-            num_bytes = widened_at + plan.casting.widened_bytes
+        packed_at, widened_at, num_bytes = buffer_places(plan.staged_bytes, plan.packed_bytes, plan.casting)
         if num_bytes == 0:
             return _NO_BYTES, 0, 0, 0
         try:
-            memory = self._staging(num_bytes, device)
+            memory = self._staging(plan, num_bytes, device)
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
         start = memory.data_ptr()
         return memory, start, start + packed_at, start + widened_at
 
-    def _staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _staging(self, plan: PackedTransfer | DirectTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for what is packed and what arrives, which lives for the one call."""
         return allocate((num_bytes,), torch.uint8, device)
 
@@ -339,10 +347,4 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                 )
 
 
-def _at_once(run: Callable[..., object], *arguments: object) -> None:
-    run(*arguments)
-
-
-# Buffers lie in one block of memory, each where an allocator of CUDA's or glibc's could have put it.
-_ALIGNMENT = 512
 _NO_BYTES = torch.empty(0, dtype=torch.uint8)

@@ -8,7 +8,7 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import MessageBuffers
-from tritondt.comm.packing.packed_transfer import PackedTransfer, packed_transfer
+from tritondt.comm.packing.packed_transfer import ALIGNED, PackedTransfer, TensorStarts, packed_transfer
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import ThreadQueue
 from tritondt.planning.collectives import Collective
@@ -22,7 +22,9 @@ class FakeCommunicator(PackedCommunicator):
     def __init__(self, context: CommunicatorContext) -> None:
         super().__init__(context, ThreadQueue())
 
-    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
+    def _compiled_collective(
+        self, transfer: Transfer, collective: Collective, starts: TensorStarts = ALIGNED
+    ) -> PackedTransfer:
         return packed_transfer(transfer, self.alignment)  # which moves as little
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:

@@ -19,11 +19,13 @@ from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import Event, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.comm.packing.collective_transfer import collective_transfer
+from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice
-from tritondt.comm.packing.packed_transfer import CollectiveCall, PackedTransfer
+from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, PackedTransfer, TensorStarts
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
+from tritondt.kernels.tables import made_together
 from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.collectives import Collective
 
@@ -103,6 +105,12 @@ class NcclCommunicator(PackedCommunicator):
             self._exchange(sources, targets, transfer, site)
         self._raise_failure_once()
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Compiles transfers, and their kernels side by side."""
+        with made_together(self._device):
+            for transfer in transfers:
+                self._plan(transfer)
+
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
         if self._watched.refusals:
@@ -128,8 +136,10 @@ class NcclCommunicator(PackedCommunicator):
             self._queue.target.cuda_stream,
         )
 
-    def _compiled_collective(self, transfer: Transfer, collective: Collective) -> PackedTransfer:
-        return collective_transfer(transfer, collective, self._place)
+    def _compiled_collective(
+        self, transfer: Transfer, collective: Collective, starts: TensorStarts = ALIGNED
+    ) -> PackedTransfer:
+        return collective_transfer(transfer, collective, self._place, self.alignment, starts)
 
     def start_collective(
         self, call: CollectiveCall, sources: Sequence[int], targets: Sequence[torch.Tensor], buffer: int, staging: int
@@ -147,8 +157,11 @@ class NcclCommunicator(PackedCommunicator):
         if call.divisor != 1:
             targets[0].div_(call.divisor)
 
-    def _staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return self._queue.staging(num_bytes, device)
+    def _staging(self, plan: PackedTransfer | DirectTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
+        call = plan.collective if isinstance(plan, PackedTransfer) else None
+        if call is None or not call.registered_bytes or self._queue.is_capturing:  # memory of a graph is the graph's
+            return self._queue.staging(num_bytes, device)
+        return self._watched.registered(call.registered_bytes).first(num_bytes)
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Does nothing: the stream runs what comes next when all messages have come."""

@@ -57,6 +57,9 @@ class OrderedCommunicator(Closable, ABC):
     ) -> None:
         """Runs an exchange that the line `site` of the program has asked for."""
 
+    def prepare(self, transfers: Sequence[Transfer]) -> None:
+        """Does nothing: transfers are compiled when they are first exchanged."""
+
     def issue(
         self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool = True
     ) -> Work:

@@ -102,6 +102,12 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   if (entered != ncclSuccess || comm == nullptr) return entered;
   const Handle found = find_communicator(comm);
   if (found == nullptr) return ncclInvalidArgument;
+  const std::size_t num_left = found->with_possessions(
+      [](Possessions* possessions) { return possessions->registrations.size(); });
+  if (num_left != 0) {
+    return invalid(Function::ncclCommDestroy,
+                   std::to_string(num_left) + " buffers or windows are registered still");
+  }
   // Stays among the living until then, so that an abort by another thread ends the wait.
   found->wait_for_running();
   found->wait_for_issued();

@@ -99,6 +99,9 @@ ncclResult_t ncclMemAlloc(void** pointer, std::size_t num_bytes) {
 ncclResult_t ncclMemFree(void* pointer) {
   const ncclResult_t entered = enter(Function::ncclMemFree);
   if (entered != ncclSuccess || pointer == nullptr) return entered;
+  if (is_registered(pointer)) {
+    return invalid(Function::ncclMemFree, "it is registered with a communicator");
+  }
   return release(pointer) ? ncclSuccess
                           : invalid(Function::ncclMemFree, "it is not of ncclMemAlloc");
 }
@@ -114,8 +117,9 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void* buffer, std::size_t s
     return invalid(Function::ncclCommRegister, "there is no buffer, or no place for the handle");
   }
   *handle = new_handle();
-  found->with_possessions(
-      [&](Possessions* possessions) { possessions->registrations[*handle] = size; });
+  found->with_possessions([&](Possessions* possessions) {
+    possessions->registrations[*handle] = std::make_shared<Registration>(buffer);
+  });
   return ncclSuccess;
 }
 
@@ -147,6 +151,8 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void* buffer, std::size_t s
                            found->with_possessions([&](Possessions* possessions) {
                              *window = static_cast<ncclWindow_t>(Registry<Window>::all().add(made));
                              possessions->windows[*window] = made;
+                             possessions->registrations[*window] =
+                                 std::make_shared<Registration>(buffer);
                            });
                            return done;
                          },
@@ -159,8 +165,10 @@ ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
   const auto found = find_communicator(comm);
   if (found == nullptr) return ncclInvalidArgument;
   Registry<Window>::all().remove(window);
-  const bool is_there = found->with_possessions(
-      [window](Possessions* possessions) { return possessions->windows.erase(window) == 1; });
+  const bool is_there = found->with_possessions([window](Possessions* possessions) {
+    possessions->registrations.erase(window);
+    return possessions->windows.erase(window) == 1;
+  });
   return is_there ? ncclSuccess
                   : invalid(Function::ncclCommWindowDeregister, "there is no such window");
 }

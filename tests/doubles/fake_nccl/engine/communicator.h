@@ -17,12 +17,13 @@
 
 namespace fake_nccl {
 
+class Registration;
 class Window;
 
 // What a user has told a communicator of, under its lock.
 struct Possessions {
-  std::map<int, Factor> factors;               // by the number of the op
-  std::map<void*, std::size_t> registrations;  // sizes by handle
+  std::map<int, Factor> factors;                                 // by the number of the op
+  std::map<void*, std::shared_ptr<Registration>> registrations;  // by handle, or window
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
   std::vector<std::uint64_t> num_signals_taken;  // by source
   ncclCollConfig_t call_config = {};             // of the last call that had one

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -28,6 +29,7 @@ struct Allocation {
 struct Allocations {
   std::mutex mutex;
   std::map<const char*, Allocation> by_start;
+  std::multiset<const char*> registered;
 };
 
 Allocations& allocations() {
@@ -82,6 +84,24 @@ bool release(void* pointer) {
   close(found->second.descriptor);
   allocations().by_start.erase(found);
   return true;
+}
+
+bool is_registered(const void* pointer) {
+  const std::lock_guard<std::mutex> lock(allocations().mutex);
+  const auto found = allocations().by_start.find(static_cast<const char*>(pointer));
+  if (found == allocations().by_start.end()) return false;
+  const auto first = allocations().registered.lower_bound(found->first);
+  return first != allocations().registered.end() && *first < found->first + found->second.num_bytes;
+}
+
+Registration::Registration(const void* buffer) : start_(static_cast<const char*>(buffer)) {
+  const std::lock_guard<std::mutex> lock(allocations().mutex);
+  allocations().registered.insert(start_);
+}
+
+Registration::~Registration() {
+  const std::lock_guard<std::mutex> lock(allocations().mutex);
+  allocations().registered.erase(allocations().registered.find(start_));
 }
 
 std::optional<SharedPlace> find_shared(const void* pointer, std::size_t num_bytes) {

@@ -23,8 +23,22 @@ struct SharedPlace {
 void* allocate(std::size_t num_bytes);
 // False where it is not the start of such memory.
 bool release(void* pointer);
+// Whether a communicator has registered some of the memory that starts there.
+bool is_registered(const void* pointer);
 std::optional<SharedPlace> find_shared(const void* pointer, std::size_t num_bytes);
 int num_allocations();
+
+// Memory that a communicator knows, and that must not be freed as long.
+class Registration {
+ public:
+  explicit Registration(const void* buffer);
+  ~Registration();
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  const char* const start_;
+};
 
 // Memory of every rank that all of them can reach.
 class Window {

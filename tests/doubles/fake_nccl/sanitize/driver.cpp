@@ -206,6 +206,7 @@ void check_windows() {
     ok(fakeStreamSynchronize(here.stream));
     CHECK(static_cast<float*>(memory)[2] == static_cast<float>(left));
     check_sum(here, 1);  // nobody gives memory back that another still writes to
+    ok(ncclCommWindowDeregister(here.comm, window));
     here.destroy();
     ok(ncclMemFree(memory));
   });
