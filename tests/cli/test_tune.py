@@ -26,7 +26,7 @@ def test_without_a_gpu_it_ends_with_an_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("arguments", "has_gpu"), [(["--architecture", "90"], False), ([], True)])
 def test_without_triton_a_line_says_what_to_install(monkeypatch, arguments, has_gpu):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(tune.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     result = CliRunner().invoke(main, ["tune", *arguments])
     assert result.exit_code == 1
     assert result.output == "Error: triton is missing, which tune compiles kernels with: pip install triton\n"
