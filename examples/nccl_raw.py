@@ -24,6 +24,8 @@ SHARING = {
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--double", metavar="PATH", help="a libnccl.so.2 that works on the host")
 double = parser.parse_args().double
+if double is None and not torch.cuda.is_available():
+    parser.exit(1, "torch sees no GPU here: --double PATH names a libnccl.so.2 that works on the host\n")
 dist.init_process_group("gloo")
 rank, others = dist.get_rank(), [peer for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
 if double is None:

@@ -251,6 +251,8 @@ def test_ranks_are_merged_by_kind():
         (("--style", "local", "--parallel", "fsdp"), "--parallel fsdp is there with --style dtensor only"),
         (("--ranks", "4", "--parallel", "ep"), "--batch 3 is less than the 4 ranks that share it with --parallel ep"),
         (("--experts", "0", "--parallel", "ep"), "0 is not in the range x>=1"),
+        (("--out", "/dev/null/results"), "/dev/null/results cannot be written: /dev/null is no folder"),
+        (("--out", "/proc/self/results"), "/proc/self/results cannot be written: /proc/self is read-only to this user"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, arguments, message):

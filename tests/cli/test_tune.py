@@ -23,6 +23,15 @@ def test_without_a_gpu_it_ends_with_an_error(monkeypatch, tmp_path):
     assert not (tmp_path / "tuning.json").exists()
 
 
+@pytest.mark.parametrize(("arguments", "has_gpu"), [(["--architecture", "90"], False), ([], True)])
+def test_without_triton_a_line_says_what_to_install(monkeypatch, arguments, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    result = CliRunner().invoke(main, ["tune", *arguments])
+    assert result.exit_code == 1
+    assert result.output == "Error: triton is missing, which tune compiles kernels with: pip install triton\n"
+
+
 @pytest.mark.parametrize(("kernel", "width", "num_dims"), [("copy", *case) for case in tune.cases("copy")])
 def test_copies_that_are_timed_are_what_they_are_recorded_as(kernel, width, num_dims):
     (piece,) = copy_pieces(copy_nest(0, tune.copy_box(width, num_dims, 1 << 22)))

@@ -103,6 +103,15 @@ def printed_by_example(*arguments: str, **told: str) -> list[str]:
     return sorted(line for line in lines if not line.startswith("[Gloo]"))  # torch 2.10 prints whom it has reached
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which the example runs")
+def test_the_example_says_that_there_is_no_gpu() -> None:
+    ended = subprocess.run(
+        [sys.executable, "examples/nccl_raw.py"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stderr == "torch sees no GPU here: --double PATH names a libnccl.so.2 that works on the host\n"
+
+
 @pytest.mark.parametrize(
     "version", [pytest.param(21801, marks=pytest.mark.extended), pytest.param(22807, marks=pytest.mark.extended), 23203]
 )

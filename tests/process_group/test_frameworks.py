@@ -104,7 +104,7 @@ def hooked(rank: int) -> list[tuple[list[float], bool]] | None:
         hook.attach(group)
         sums = torch.full((2,), rank + 1.0)
         dist.all_reduce(sums, group=group)
-        found.append((sums.tolist(), group.supports_abort_hooks()))
+        found.append((sums.tolist(), group.supports_abort_hooks))
     return found
 
 

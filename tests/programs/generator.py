@@ -14,7 +14,13 @@ from tests.harness.oracle.random_layouts import MESH_SHAPES, random_placements
 from tests.programs.draw import Draw, NoFitError
 from tests.programs.one_device import OneDeviceRun, is_expanded, versions
 from tests.programs.operators import PURE, WRITING
-from tests.programs.soundness import is_extremum, is_of_detached_base, reads_own_elements, shares_memory
+from tests.programs.soundness import (
+    is_extremum,
+    is_of_detached_base,
+    is_of_replaced_memory,
+    reads_own_elements,
+    shares_memory,
+)
 from tests.programs.statements import Call, Make, Move, Program, Statement
 
 DTYPES = ("float32", "float32", "float64", "float64", "int64", "int8", "bool", "complex64", "bfloat16")
@@ -262,7 +268,7 @@ class Generator:
             # Torch gives some whole numbers gradients that it then cannot have, as by x[...] = number.
             if any(it.requires_grad and not (it.is_floating_point() or it.is_complex()) for it in tensors.values()):
                 return False
-            if any(is_of_detached_base(it) for it in tensors.values()):
+            if any(is_of_detached_base(it) or is_of_replaced_memory(it) for it in tensors.values()):
                 return False
             if statement.kind in ("data", "set_data") and any(is_expanded(tensors[name]) for name in statement.reads):
                 return False

@@ -68,6 +68,18 @@ def is_of_detached_base(tensor: torch.Tensor) -> bool:
     return all(of is None for of, _ in node.next_functions)
 
 
+def is_of_replaced_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a view of a base with other memory, as `view.data = x` leaves it, and was then written to.
+
+    Its graph is made anew then, by as_strided on the base with the strides and the offset that it has in its own
+    memory: torch (2.13) gives the gradient to elements that the view was never of.
+    """
+    node, base = tensor.grad_fn, tensor._base
+    if node is None or base is None or node.name() != "AsStridedBackward0":
+        return False
+    return base.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
 def graph_nodes(roots: Iterable[torch.Tensor]) -> set[Any]:
     """The operators that the gradients of some tensors pass."""
     found: set[Any] = set()

@@ -6,11 +6,9 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.autograd.grad_mode import _force_original_view_tracking
 
 import tritondt as T
 from tests.programs import jobs
@@ -21,7 +19,6 @@ from tests.programs.one_device import OneDeviceRun, difference
 from tests.programs.operators import PURE, WRITING
 from tests.programs.printing import listing, printed
 from tests.programs.ranks import quieten
-from tests.programs.soundness import is_of_detached_base, reads_own_elements
 from tests.programs.statements import Call, Make, Move, Program
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.sharding.placement import Replicate, Shard
@@ -99,49 +96,11 @@ def test_what_a_gradient_compares_with_is_not_overwritten_without_its_knowledge(
         torch.testing.assert_close(grad, torch.full((3,), float(expected)), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    ("source", "reads", "is_left_out"),
-    [
-        ("x.add_(x)", "x", False),
-        ("x.add_(y)", "xy", False),
-        ("x.scatter_add_(1, i, y)", "xy", True),
-        ("x.add_(rest)", ("x", "rest"), False),
-        ("x.add_(late)", ("x", "late"), True),
-        ("x.add_(other)", ("x", "other"), False),
-        ("x.data.copy_(vrest.mT)", ("x", "late"), True),
-        ("x[..., :1] = vlate[..., :1]", ("x", "late"), True),
-        ("torch._foreach_add_([x], [vlate])", ("x", "late"), True),
-        ("torch._foreach_add_([x, late], 2)", ("x", "late"), False),
-        ("torch.add(late, 2, out=v0)", ("late", "v0"), True),
-        ("torch.add(rest, 2, out=v0)", ("rest", "v0"), False),
-    ],
-)
-def test_writes_whose_order_is_the_kernels_are_left_out(source, reads, is_left_out):
-    base = torch.arange(30.0).view(5, 6)
-    views = {"x": base[:, :2], "y": base[:, :2].view(5, 2), "rest": base[:, 2:4], "late": base[:, 1:3]}
-    tensors = {**views, "other": torch.ones(5, 2), "v0": base[:, :2]}
-    kind = "foreach" if "foreach" in source else "out" if "out=" in source else "data" if "v" in source else "write"
-    assert reads_own_elements(Call(kind, source, tuple(reads)), tensors) is is_left_out
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", [300484, 300627, 300784, 406466, 504131])
 def test_seeds_of_which_one_device_has_no_one_answer(seed):
     """The sign of a zero sum of terms; writes from what they write to; strides of a gradient; a view detached from."""
     assert not Campaign(WITHOUT).run([seed]).findings
-
-
-def test_a_view_of_what_was_detached_and_written_to_is_left_out():
-    # torch replays views of tensors without memory, and asserts where that gives one without a graph.
-    for is_replayed in (False, True):
-        with _force_original_view_tracking(is_replayed):
-            base = torch.ones(1, 1, requires_grad=True)
-            view = base.view_as(base)
-            base.detach_()
-            assert not is_of_detached_base(view)
-            with pytest.raises(RuntimeError, match="new_fn") if is_replayed else nullcontext():
-                base.unsqueeze(0).add_(2)
-                assert is_of_detached_base(view)
 
 
 def test_whole_numbers_that_are_gradients_of_what_was_rounded_are_not_exact():

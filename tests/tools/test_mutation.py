@@ -95,7 +95,8 @@ def test_a_change_is_taken_back_and_code_is_that_of_the_function() -> None:
     assert {mutant.function for mutant in mutants} == {("A.f", 2), ("f", 5)}
     for mutant in mutants:
         assert mutant.code("m.py").co_firstlineno == mutant.function[1]
-        assert mutant.code("m.py").co_consts != mutant.code("m.py", is_changed=False).co_consts
+        # Small numbers are no constants of the code from Python 3.14 on, but in its instructions.
+        assert mutant.code("m.py") != mutant.code("m.py", is_changed=False)
     assert [mutant.name for mutant in mutants] == [mutant.name for mutant in mutants_of("m.py", source)]
     assert len({mutant.name for mutant in mutants}) == len(mutants)
 

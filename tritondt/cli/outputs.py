@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -17,3 +18,19 @@ def refuse_unwritable(path: str) -> None:
         raise click.BadParameter(f"{path} cannot be written: {error.strerror}") from error
     if not existed:
         Path(path).unlink(missing_ok=True)
+
+
+def refuse_unwritable_folder(folder: Path) -> None:
+    """Looks whether files can be made in a folder, or it in the first of those above that is there.
+
+    Makes nothing. BadParameter where they cannot.
+
+    >>> refuse_unwritable_folder(Path("/dev/null/results"))
+    Traceback (most recent call last):
+    click.exceptions.BadParameter: /dev/null/results cannot be written: /dev/null is no folder
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise click.BadParameter(f"{folder} cannot be written: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise click.BadParameter(f"{folder} cannot be written: {there} is read-only to this user")

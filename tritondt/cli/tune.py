@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +55,8 @@ def tune(
     what other devices have there stays. Takes minutes, most of them for compiling. With --architecture, the kernels
     are compiled into Triton's cache (TRITON_CACHE_DIR) for a GPU that need not be there, as nobody has tuned it.
     """
+    if (architecture is not None or torch.cuda.is_available()) and importlib.util.find_spec("triton") is None:
+        raise click.ClickException("triton is missing, which tune compiles kernels with: pip install triton")
     if architecture is not None:
         started = time.monotonic()
         count = importlib.import_module("tritondt.kernels.gpu.ahead_of_time").compile_all(architecture, jobs)

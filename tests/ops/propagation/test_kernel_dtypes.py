@@ -25,6 +25,9 @@ CALLS = {
     "avg_pool2d": (torch.complex64, lambda x: F.avg_pool2d(x[None], 1)),
     "mul_": (torch.int64, lambda x: x.mul_(x * 0.5)),
     "scatter_reduce": (torch.complex64, lambda x: x.scatter_reduce(0, (x * 0).real.long(), x, "amax")),
+    "neg_out": (torch.int8, lambda x: torch.neg(x, out=x.long())),
+    "neg_resized": (torch.int8, lambda x: torch.neg(x, out=x[:0].long())),
+    "bitwise_not_out": (torch.int8, lambda x: torch.bitwise_not(x, out=x.short())),
 }
 
 
@@ -39,7 +42,7 @@ def test_a_dtype_without_a_kernel_raises_on_ranks_outside_the_mesh_too(name):
         # One rank has no elements, another is outside.
         for ranks, text in (((0,), "R"), ((0, 1), "S0")):
             x = T.distribute_tensor(whole, T.Mesh((len(ranks),), ranks=ranks), T.parse_placements(text))
-            with pytest.raises(type(one_device.value), match=r"implement|support|cast"):
+            with pytest.raises(type(one_device.value), match=r"implement|support|cast|dtype"):
                 function(x)
 
     run_ranks(3, body)

@@ -21,6 +21,7 @@ from tritondt.cli.demo.progress import RunProgress
 from tritondt.cli.demo.report import Comparison, shares, write_results
 from tritondt.cli.demo.train import STYLES, train_on_ranks, train_on_this_process, train_on_this_rank
 from tritondt.cli.launch import num_cores, run_on_ranks
+from tritondt.cli.outputs import refuse_unwritable_folder
 from tritondt.cli.ranks import check_started_here
 from tritondt.comm import world
 from tritondt.errors import MeshError
@@ -94,7 +95,7 @@ def demo(
     style = _style(style_name, parallel)
     console = _console(to_stderr=as_json)
     if dist.is_torchelastic_launched():
-        found = _train_under_torchrun(experiment, style, ranks, console)
+        found = _train_under_torchrun(experiment, style, ranks, console, out)
         if found is None:
             return
         num_ranks, on_ranks = found
@@ -102,6 +103,7 @@ def demo(
         num_ranks = _DEFAULT_RANKS if ranks is None else ranks
         check_started_here(num_ranks, "torchrun")
         _check_grid(style, num_ranks, batch)
+        refuse_unwritable_folder(out)
         on_ranks = train_on_new_processes(experiment, style, num_ranks, console)
     single = train_single(experiment, style, console)
     num_tensor_ranks = style.num_tensor_ranks(num_ranks)
@@ -178,7 +180,7 @@ def _only_steps(show: Callable[[Step], None]) -> Callable[[object], None]:
 
 
 def _train_under_torchrun(
-    experiment: Experiment, style: Style, ranks: int | None, console: Console
+    experiment: Experiment, style: Style, ranks: int | None, console: Console, out: Path
 ) -> tuple[int, RanksRun] | None:
     """Number of ranks and their run, on rank 0; None on the others, which have no more to do."""
     dist.init_process_group("gloo")
@@ -188,6 +190,7 @@ def _train_under_torchrun(
     torch.set_num_threads(max(1, num_cores() // num_ranks))
     _check_grid(style, num_ranks, experiment.batch)
     if rank == 0:
+        refuse_unwritable_folder(out)  # on its host alone: the others write nothing
         _introduce(experiment, style, num_ranks, console)
         with RunProgress(console, _count(num_ranks, "rank"), experiment) as show:
             on_ranks = train_on_ranks(experiment, style, on_step=show)

@@ -28,6 +28,7 @@ _OF_DTYPE = (
     "to support",
     "no longer supported",
     "can't be cast",
+    "Found dtype",  # ... Long but expected Char, of an out
 )
 
 # Their kernels (LAPACK) swap rows by numbers from 1 on and look at none: 0 writes outside the matrix.
