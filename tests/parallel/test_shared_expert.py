@@ -200,7 +200,7 @@ class Sleeping(nn.Module):
             return grad
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self._Run.apply(x)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = self._Run.apply(x)
         return found
 
 

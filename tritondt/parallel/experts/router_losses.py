@@ -40,7 +40,8 @@ def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh
     probabilities, chosen, num_tokens = _summed(terms, device_mesh).split([num_experts, num_experts, 1])
     # A mesh without any token has no loss, not 0 / 0.
     shares = chosen / chosen.sum().clamp(min=1)
-    return num_experts * (shares * probabilities).sum() / num_tokens.squeeze(0).clamp(min=1)
+    loss: torch.Tensor = num_experts * (shares * probabilities).sum() / num_tokens.squeeze(0).clamp(min=1)
+    return loss
 
 
 def router_z_loss(logits: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
@@ -57,7 +58,8 @@ def router_z_loss(logits: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> tor
     _check(logits)
     squares = logits.logsumexp(-1).square().sum()
     total, num_tokens = _summed(torch.stack([squares, squares.new_tensor(float(logits.shape[0]))]), device_mesh)
-    return total / num_tokens.clamp(min=1)
+    loss: torch.Tensor = total / num_tokens.clamp(min=1)
+    return loss
 
 
 def _check(logits: torch.Tensor) -> None:
