@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 import tests.torch_api.test_dtensor
+import tests.torch_api.test_factories
 import tests.torch_api.test_parallel
 import tritondt as T
 from tests.torch_api.behaviours import NUM_RANKS, Behaviour, behaviour, behaviours_of, documented, with_tests
@@ -172,7 +173,11 @@ def test_pictures_of_tensors_are_printed(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_nine_in_ten_of_what_torch_describes_have_a_test() -> None:
     debug = pytest.importorskip("torch.distributed.tensor.debug", exc_type=ImportError)  # it imports NumPy
-    modules: list[ModuleType] = [tests.torch_api.test_dtensor, tests.torch_api.test_parallel]
+    modules: list[ModuleType] = [
+        tests.torch_api.test_dtensor,
+        tests.torch_api.test_factories,
+        tests.torch_api.test_parallel,
+    ]
     assert all(behaviours_of(module.__name__) for module in modules)
     described = documented(debug)
     missing = [each for each in described if each not in with_tests()]
