@@ -46,7 +46,7 @@ class ForwardPassHooks:
             return
         end_pass(self)
         if output is None:  # torch is about to raise what the forward has raised, which hooks cannot replace
-            _explain(module, sys.exception() if sys.version_info >= (3, 11) else sys.exc_info()[1])
+            _explain(module, sys.exc_info()[1])
 
     def _terms(self, root: nn.Module) -> Iterator[Terms]:
         """Parameters of the tree whose gradients come as terms, in the order of its modules."""

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm import world
-from tritondt.errors import LocalTensorError, MeshError
+from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.feature_cut import evenly
 from tritondt.redistribution.rows import RowCounts, RowsUnderWay, exchange_rows, issue_rows
@@ -98,6 +98,7 @@ def token_dispatch(
     [([10.0, 11.0], [-10.0, -20.0, -21.0]), ([20.0, 21.0, 21.0, 22.0], [-11.0, -21.0, -22.0])]
     """
     mesh = canonical_mesh(device_mesh)
+    check_not_of_torch(tokens, "token_dispatch")
     if mesh.ndim != 1 or mesh.coordinate is None:
         raise MeshError(f"token_dispatch takes a mesh of one axis and is called on its ranks, got {mesh}")
     num_ranks = mesh.shape[0]
