@@ -299,8 +299,7 @@ class Dispatcher:
             check_not_of_torch(argument, str(op))
             if argument.ndim:
                 raise MixedTensorsError(mixed_text(op, beside, argument))
-            meta = TensorMeta((), (), argument.dtype)
-            return DTensorSpec(beside.mesh, [Replicate()] * beside.mesh.ndim, meta)
+            return DTensorSpec(beside.mesh, [Replicate()] * beside.mesh.ndim, TensorMeta((), (), argument.dtype))
         if isinstance(argument, list | tuple):
             return [self._spec_of(item, op, beside) for item in argument]
         return argument

@@ -143,7 +143,6 @@ class DTensor(torch.Tensor):
         (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
         and MismatchError where the wait is.
         """
-        spec = self._spec
         mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
