@@ -53,6 +53,24 @@ class MixedTensorsError(PropagationError):
     """Plain and distributed tensors in one operator; no TypeError, which Python's operators would swallow."""
 
 
+def check_not_of_torch(x: object, taker: str) -> None:
+    """Raises MixedTensorsError for a DTensor of torch.distributed.tensor, or a LocalTensor: their operators take over.
+
+    Known by the name of its class, so that nothing of torch is imported to ask.
+    """
+    kind = type(x)
+    if kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed."):
+        raise MixedTensorsError(
+            f"{taker} got a DTensor of torch.distributed.tensor; give it tritondt.from_torch(x), which shares its "
+            "memory, or x.to_local() where a plain tensor is meant"
+        )
+    if kind.__name__ == "LocalTensor" and kind.__module__.startswith("torch.distributed."):
+        raise MixedTensorsError(
+            f"{taker} got a LocalTensor, which has the values of all ranks under torch's LocalTensorMode; allowed are "
+            "tensors of one rank: tritondt.comm.transports.threads.run_ranks(n, body) runs n ranks in one process"
+        )
+
+
 class ImplicitRedistributionError(PropagationError):
     """A redistribution that was not asked for, within `explicit_redistribution()`."""
 

@@ -71,10 +71,12 @@ def layout(kind: str, rank: int) -> tuple[nn.Module, dict[str, Any], int, int]:
         whole, shape = T.Mesh((2, 2), ("dp", "tp")), (rank // 2 * 2, rank // 2 * 2 + 1)
         parallelize_module(model, T.Mesh((2,), ("tp",), ranks=shape), plan(), src_data_rank=None)
         return model, {"mesh": whole, "dp_mesh_dims": DataAxes("dp")}, 2, rank // 2
-    assert kind == "hsdp+tp", kind
-    whole = T.Mesh((2, 2, 1), ("replicate", "dp", "tp"))
-    parallelize_module(model, T.Mesh((1,), ("tp",), ranks=(rank,)), plan(), src_data_rank=None)
-    return model, {"mesh": whole, "dp_mesh_dims": DataAxes("dp", "replicate")}, 4, rank
+    assert kind in ("hsdp+tp", "hsdp+tp of 2"), kind  # on 4 ranks and on 8
+    width = 2 if kind.endswith("2") else 1
+    whole, first = T.Mesh((2, 2, width), ("replicate", "dp", "tp")), rank // width * width
+    mesh = T.Mesh((width,), ("tp",), ranks=range(first, first + width))
+    parallelize_module(model, mesh, plan(), src_data_rank=None)
+    return model, {"mesh": whole, "dp_mesh_dims": DataAxes("dp", "replicate")}, 4, rank // width
 
 
 def sharded(kind: str, rank: int, **options: Any) -> tuple[Any, int, int]:

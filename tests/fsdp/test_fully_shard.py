@@ -23,7 +23,7 @@ def gradients_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp+tp", "hsdp+tp"])
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp", "fsdp+tp", "hsdp+tp", "hsdp+tp of 2"])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
 def test_trains_as_one_process_does(kind: str, options: dict[str, Any]) -> None:
     single = Net()
@@ -33,8 +33,9 @@ def test_trains_as_one_process_does(kind: str, options: dict[str, Any]) -> None:
         model, num_parts, part = sharded(kind, rank)
         return train(model, num_parts, part, **options), whole_state(model), num_parts
 
-    found = run_ranks(4, body)
-    means = [sum(losses) / 4 for losses in zip(*[each[0] for each in found], strict=True)]
+    num_ranks = 8 if kind.endswith("of 2") else 4
+    found = run_ranks(num_ranks, body)
+    means = [sum(losses) / num_ranks for losses in zip(*[each[0] for each in found], strict=True)]
     torch.testing.assert_close(means, expected, rtol=0, atol=1e-5)
     for _, state, _ in found:
         for name, value in single.state_dict().items():

@@ -89,3 +89,44 @@ def test_cuts_that_no_layer_has_are_refused_before_anything_changes(make, messag
         assert type(linear.weight) is nn.Parameter
 
     run_ranks(2, body)
+
+
+class ByHeads(nn.Module):
+    """Attention without attention: features by head, with a length that torch is to work out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wo = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.wq(x)
+        heads = q.view(*x.shape[:2], q.shape[-1] // 4, -1)
+        found: torch.Tensor = self.wo(heads.flatten(2))
+        return found
+
+
+def test_a_rank_without_heads_is_told_what_to_write_where_a_length_is_minus_one():
+    def body(rank: int) -> str:
+        model = nn.Sequential(ByHeads())  # 6 heads of 4 features: 2, 2, 2 and 0
+        plan = {"0.wq": ColwiseParallel(unit=4), "0.wo": RowwiseParallel(unit=4)}
+        parallelize_module(model, T.Mesh((4,)), plan)
+        with pytest.raises((RuntimeError, T.PeerError)) as found:
+            model(torch.ones(2, 3, 8))
+        return str(found.value)
+
+    *others, last = run_ranks(4, body)
+    advice = "this rank has no part of some layers: 0.wq (S0(unit=4)) of (24, 8) float32, 0.wo (S1(unit=4))"
+    assert "cannot reshape tensor of 0 elements" in last
+    assert advice in last
+    assert "Their styles take balanced=True, or sizes= with a number for each rank" in last
+    # The others wait for its part of the sum, and hear that it does not come.
+    assert all("rank 3" in text and "this rank has no part" not in text for text in others)
+
+    def balanced(rank: int) -> tuple[int, ...]:
+        plan = {
+            name: style(unit=4, balanced=True) for name, style in (("wq", ColwiseParallel), ("wo", RowwiseParallel))
+        }
+        model = parallelize_module(ByHeads(), T.Mesh((4,)), plan)
+        return tuple(model(torch.ones(2, 3, 8)).shape)
+
+    assert run_ranks(4, balanced) == [(2, 3, 8)] * 4

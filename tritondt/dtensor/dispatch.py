@@ -30,7 +30,7 @@ from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
-from tritondt.errors import MeshError, MixedTensorsError
+from tritondt.errors import MeshError, MixedTensorsError, check_not_of_torch
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
@@ -296,10 +296,10 @@ class Dispatcher:
         if isinstance(argument, self._class):
             return argument._spec  # type: ignore[attr-defined]
         if isinstance(argument, torch.Tensor):
+            check_not_of_torch(argument, str(op))
             if argument.ndim:
                 raise MixedTensorsError(mixed_text(op, beside, argument))
-            meta = TensorMeta((), (), argument.dtype)
-            return DTensorSpec(beside.mesh, [Replicate()] * beside.mesh.ndim, meta)
+            return DTensorSpec(beside.mesh, [Replicate()] * beside.mesh.ndim, TensorMeta((), (), argument.dtype))
         if isinstance(argument, list | tuple):
             return [self._spec_of(item, op, beside) for item in argument]
         return argument

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError
+from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError, check_not_of_torch
 from tritondt.redistribution.agreement import check_agreed
 from tritondt.redistribution.run import redistribute_local
 from tritondt.redistribution.send import distribute_from
@@ -45,6 +45,7 @@ def distribute_tensor(
     >>> run_ranks(2, rows)
     [[0, 1, 2], [3, 4]]
     """
+    check_not_of_torch(tensor, "distribute_tensor")
     mesh = canonical_mesh(mesh_or_current(device_mesh))
     wanted = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
     if isinstance(tensor, DTensor):

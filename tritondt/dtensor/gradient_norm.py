@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad
 
 from tritondt.dtensor.many import Move, redistribute_many
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import MixedTensorsError
+from tritondt.errors import MixedTensorsError, check_not_of_torch
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 
@@ -43,6 +43,7 @@ def clip_grad_norm_(
         gradient = parameter.grad
         if gradient is None:
             continue
+        check_not_of_torch(gradient, "clip_grad_norm_")
         if not isinstance(gradient, DTensor):
             raise MixedTensorsError(
                 f"clip_grad_norm_ was given a plain gradient of shape {tuple(gradient.shape)}; allowed are distributed "

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import LayoutError, LocalTensorError, MeshError
+from tritondt.errors import LayoutError, LocalTensorError, MeshError, check_not_of_torch
 from tritondt.ops.rules.view_layouts import shard_of_sizes
 from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharding.layout import Layout
@@ -68,6 +68,8 @@ def local_map(
     @wraps(called)
     def on_local_tensors(*args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten(args)
+        for leaf in leaves:
+            check_not_of_torch(leaf, "local_map")
         distributed = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not distributed:
             return called(*args, **kwargs)

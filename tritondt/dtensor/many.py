@@ -11,7 +11,7 @@ from tritondt.dtensor.pending import mark_pending, take_prefetched, waited, work
 from tritondt.dtensor.tensor import DTensor, wrap
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
-from tritondt.errors import MixedTensorsError
+from tritondt.errors import MixedTensorsError, check_not_of_torch
 from tritondt.redistribution.autograd import gradient_spec
 from tritondt.redistribution.many import LocalMove, redistribute_locals, redistribute_locals_async
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -52,6 +52,7 @@ def redistribute_many(
     tensors, targets = [], []
     for place, move in enumerate(moves):
         tensor, *mesh, placements = move
+        check_not_of_torch(tensor, "redistribute_many")
         if not isinstance(tensor, DTensor):
             raise MixedTensorsError(
                 f"redistribute_many was given a {type(tensor).__name__} as tensor {place}; allowed are distributed "

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.comm.packing.wire_dtype import narrower
 from tritondt.dtensor.pending import issue_prefetch
 from tritondt.dtensor.tensor import DTensor
+from tritondt.errors import check_not_of_torch
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement
 from tritondt.sharding.spec import target_spec
@@ -40,6 +41,7 @@ def prefetch(
     """
     if torch.compiler.is_dynamo_compiling():
         return
+    check_not_of_torch(tensor, "prefetch")
     mesh = None if device_mesh is None else canonical_mesh(device_mesh)
     target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order), mesh)
     if target is not tensor._spec:

@@ -18,7 +18,7 @@ from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import refresh, share_origin
 from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
-from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
+from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError, check_not_of_torch
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
@@ -85,6 +85,7 @@ class DTensor(torch.Tensor):
         ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
         tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MeshError; with `run_check` MismatchError.
         """
+        check_not_of_torch(local_tensor, "DTensor.from_local")
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
             spec = spec_of_local(
@@ -142,7 +143,6 @@ class DTensor(torch.Tensor):
         (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
         and MismatchError where the wait is.
         """
-        spec = self._spec
         mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import FullyShardError
+from tritondt.errors import FullyShardError, check_not_of_torch
 from tritondt.fsdp.group import ParameterGroup
 from tritondt.fsdp.meshes import DataMesh, data_mesh
 from tritondt.fsdp.module import FSDPModule, sharded_class, state_of
@@ -181,6 +181,8 @@ def _parameters(
 
 
 def _check_parameter(name: str, parameter: nn.Parameter, data: DataMesh) -> None:
+    check_not_of_torch(parameter, f"fully_shard of {name}")
+    check_not_of_torch(parameter.data, f"fully_shard of {name}")
     before = getattr(parameter, _SHARDED_AS, None)
     if before is not None:
         raise FullyShardError(

@@ -13,7 +13,9 @@ from tritondt.parallel.context.ring_attention import ring_attention
 from tritondt.parallel.context.sequence_cut import context_parallel_shard, context_parallel_unshard
 from tritondt.parallel.context.ulysses import ulysses_attention
 from tritondt.parallel.experts.expert_parallel import ExpertParallel
-from tritondt.parallel.experts.token_dispatch import DispatchedTokens, token_combine, token_dispatch
+from tritondt.parallel.experts.router_losses import load_balancing_loss, router_z_loss
+from tritondt.parallel.experts.shared_expert import SharedExpertOverlap
+from tritondt.parallel.experts.token_dispatch import DispatchedTokens, TokensUnderWay, token_combine, token_dispatch
 from tritondt.parallel.input_reshard import input_reshard
 from tritondt.parallel.key_value import KeyValueParallel
 from tritondt.parallel.loss import loss_parallel
@@ -37,14 +39,18 @@ __all__ = [
     "ReplicateParallel",
     "RowwiseParallel",
     "SequenceParallel",
+    "SharedExpertOverlap",
+    "TokensUnderWay",
     "all_gather_matmul",
     "context_parallel_shard",
     "context_parallel_unshard",
     "input_reshard",
+    "load_balancing_loss",
     "loss_parallel",
     "matmul_reduce_scatter",
     "parallelize_module",
     "ring_attention",
+    "router_z_loss",
     "token_combine",
     "token_dispatch",
     "ulysses_attention",

@@ -1,5 +1,6 @@
 """Forward passes of trees of modules, in which the gradients of replicated parameters are summed together."""
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,13 @@ from tritondt.parallel.local_run import LocalRun, run_of
 _PASS = "_tritondt_forward_pass"
 # On a module whose parameters another owner lays out and passes on, in passes of its own.
 APART = "_tritondt_apart"
+# What torch says of a length -1 beside a length 0.
+_AMBIGUOUS = "is ambiguous"
+_EXPLANATION = "this rank has no part of some layers"
+_ADVICE = (
+    "Their styles take balanced=True, or sizes= with a number for each rank, by which every rank has heads where there "
+    "are as many; or write the length in place of -1, which torch cannot tell of an empty tensor"
+)
 
 
 class ForwardPassHooks:
@@ -34,8 +42,11 @@ class ForwardPassHooks:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Ends the pass, also where the forward raised."""
-        if not is_dynamo_compiling():
-            end_pass(self)
+        if is_dynamo_compiling():
+            return
+        end_pass(self)
+        if output is None:  # torch is about to raise what the forward has raised, which hooks cannot replace
+            _explain(module, sys.exc_info()[1])
 
     def _terms(self, root: nn.Module) -> Iterator[Terms]:
         """Parameters of the tree whose gradients come as terms, in the order of its modules."""
@@ -46,6 +57,21 @@ class ForwardPassHooks:
             module = reference()
             if module is not None and APART not in module.__dict__:
                 yield from terms_of(module)
+
+
+def _explain(root: nn.Module, error: BaseException | None) -> None:
+    """Adds to torch's error of a reshape by -1 which layers have nothing on this rank, and what to write."""
+    if not isinstance(error, RuntimeError) or _AMBIGUOUS not in str(error) or _EXPLANATION in str(error):
+        return
+    empty = []
+    for name, module in root.named_modules():
+        run = run_of(module)
+        for tensor in () if run is None else run.parameters(module).tensors:
+            if tensor.numel() and not tensor._local_tensor.numel():
+                empty.append(f"{name or type(module).__name__} {tensor._spec}")
+                break
+    if empty:
+        error.args = (f"{error}; {_EXPLANATION}: {', '.join(empty)}. {_ADVICE}",)
 
 
 def terms_of(module: nn.Module) -> Iterator[Terms]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import ParallelizeError
+from tritondt.errors import ParallelizeError, check_not_of_torch
 from tritondt.parallel.boundary import InputPlan, OutputPlan, output_plan_of
 from tritondt.parallel.crossing import Parameters, enter, leave
 from tritondt.parallel.graphs import outside_of_graphs
@@ -193,8 +193,9 @@ class LocalRun(ABC):
 
 def check_input(module: nn.Module, x: Any) -> None:
     """Raises ParallelizeError for a first argument that is no tensor."""
+    kind = type(module).__name__
+    check_not_of_torch(x, f"a parallelized {kind}")
     if not isinstance(x, torch.Tensor):
-        kind = type(module).__name__
         raise ParallelizeError(f"a parallelized {kind} takes a tensor as its first argument, got {x!r}")
 
 

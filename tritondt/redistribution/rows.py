@@ -8,13 +8,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tritondt import events
 from tritondt.comm import world
-from tritondt.comm.communicator import Transfer
+from tritondt.comm.communicator import Communicator, Transfer
+from tritondt.comm.work import Work
 from tritondt.kernels.memory import allocate
 from tritondt.planning.exchange import Exchange, Message, Part, renumber_peers
 from tritondt.planning.fingerprint import exchange_fingerprint
@@ -64,6 +65,75 @@ def exchange_rows(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> torch.T
     return found
 
 
+class RowsUnderWay:
+    """Rows of an exchange that was issued and runs while the caller computes; `wait` gives them."""
+
+    def __init__(self, local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> None:
+        self.counts, self.mesh = counts, mesh
+        self.work: Work | None = None
+        # Gradients that travel back while autograd does what was computed meanwhile.
+        self.gradient: tuple[torch.Tensor, Work] | None = None
+        self._rows: torch.Tensor | None = _IssuedRows.apply(local, self)  # type: ignore[no-untyped-call]
+
+    def wait(self) -> torch.Tensor:
+        """The rows, as `exchange_rows` gives them; the first call waits, later ones give the same tensor."""
+        if self.work is not None:
+            self._rows = _ArrivedRows.apply(self._rows, self)  # type: ignore[no-untyped-call]
+            self.work = None
+        assert self._rows is not None, "an exchange that failed has no rows"
+        return self._rows
+
+
+def issue_rows(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> RowsUnderWay:
+    """Rows on their way: `exchange_rows` that returns at once.
+
+    In backward the gradients travel while autograd runs backward of what the forward pass computed between this call
+    and `wait`.
+    """
+    return RowsUnderWay(local, counts, mesh)
+
+
+class _IssuedRows(torch.autograd.Function):
+    """Rows that will change ranks, in memory that the exchange fills; backward waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, flight: RowsUnderWay) -> torch.Tensor:
+        """Issues the exchange; a new tensor."""
+        ctx.flight = flight
+        result, flight.work = _issued(local, flight.counts, flight.mesh)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Gradients of the rows that this rank gave away."""
+        flight: RowsUnderWay = ctx.flight
+        if flight.gradient is None:  # gradients of gradients are wanted
+            return exchange_rows(grad, flight.counts.back(), flight.mesh), None
+        (found, work), flight.gradient = flight.gradient, None
+        work.wait()
+        return found, None
+
+
+class _ArrivedRows(torch.autograd.Function):
+    """Rows that have changed ranks; backward sends their gradients off."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, flight: RowsUnderWay) -> torch.Tensor:
+        """Waits for the exchange."""
+        ctx.flight = flight
+        assert flight.work is not None, "rows are waited for once"
+        flight.work.wait()
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """The gradients themselves, which `_IssuedRows` puts those that arrive in place of."""
+        flight: RowsUnderWay = ctx.flight
+        if not torch.is_grad_enabled():
+            flight.gradient = _issued(grad, flight.counts.back(), flight.mesh)
+        return grad, None
+
+
 class _ExchangeRows(torch.autograd.Function):
     """Rows that change ranks; their gradients go back the same way."""
 
@@ -79,20 +149,50 @@ class _ExchangeRows(torch.autograd.Function):
         return exchange_rows(grad, ctx.counts.back(), ctx.mesh), None, None
 
 
-def _exchanged(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> torch.Tensor:
+class _Prepared(NamedTuple):
+    """An exchange of rows from `source` to `result`, and the shape of the rows of all ranks."""
+
+    communicator: Communicator
+    transfer: Transfer
+    source: torch.Tensor
+    result: torch.Tensor
+    whole_shape: tuple[int, ...]
+
+    def run(self) -> None:
+        """Exchanges the rows."""
+        self.communicator.exchange([self.source], [self.result], self.transfer)
+
+    def emit(self, seconds: float) -> None:
+        """Tells subscribers of the exchange, which took so long; 0 where that is not known yet."""
+        moved = self.communicator.traffic_of(self.transfer)
+        events.emit_step("rows", ROWS_BY_SOURCE, ROWS_BY_TARGET, self.whole_shape, moved, seconds=seconds)
+
+
+def _prepared(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> _Prepared:
     assert mesh.coordinate is not None, f"rows are exchanged on ranks of {mesh} only"
     own, shape = mesh.coordinate[0], tuple(local.shape[1:])
     assert local.shape[0] == counts.num_sent(own), f"{counts} has other rows than {tuple(local.shape)} of rank {own}"
     result = allocate((counts.num_received(own), *shape), local.dtype, local.device)
     communicator = world.current().communicator(mesh.ranks, mesh.device_type)
-    transfer, started = _transfer(counts, own, mesh, local), time.perf_counter()
-    communicator.exchange([with_memory(local).contiguous()], [result], transfer)
+    transfer = _transfer(counts, own, mesh, local)
+    source = with_memory(local).contiguous()
+    return _Prepared(communicator, transfer, source, result, (sum(map(sum, counts.sent)), *shape))
+
+
+def _exchanged(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> torch.Tensor:
+    prepared, started = _prepared(local, counts, mesh), time.perf_counter()
+    prepared.run()
     if events.subscribers:
-        seconds = time.perf_counter() - started
-        whole = (sum(map(sum, counts.sent)), *shape)
-        moved = communicator.traffic_of(transfer)
-        events.emit_step("rows", ROWS_BY_SOURCE, ROWS_BY_TARGET, whole, moved, seconds=seconds)
-    return result
+        prepared.emit(time.perf_counter() - started)
+    return prepared.result
+
+
+def _issued(local: torch.Tensor, counts: RowCounts, mesh: Mesh) -> tuple[torch.Tensor, Work]:
+    prepared = _prepared(local, counts, mesh)
+    if events.subscribers:
+        prepared.emit(0.0)
+    work = prepared.communicator.issue(prepared.run, prepared.transfer.description, (prepared.source,))
+    return prepared.result, work
 
 
 def _transfer(counts: RowCounts, own: int, mesh: Mesh, local: torch.Tensor) -> Transfer:

@@ -18,7 +18,7 @@ from tritondt import events
 from tritondt.comm import world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.work import Work
-from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError
+from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError, check_not_of_torch
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import compile_plan, exchanging_ranks
@@ -219,6 +219,7 @@ def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Raises LocalTensorError where a tensor has elements and no address to read them from."""
     # A plain tensor has memory: asked for here, as a call takes longer than the answer.
     if local.numel() and (type(local) is torch.Tensor or has_memory(local)) and not local.data_ptr():
+        check_not_of_torch(local, str(spec))
         is_plain = type(local) in (torch.Tensor, torch.nn.Parameter)
         why = "whose storage is empty, as after resize_(0)" if is_plain else f"a {type(local).__name__}, without memory"
         raise LocalTensorError(

@@ -1,11 +1,13 @@
-"""linear and embedding with a weight in chunks of one dim, on the rows that every rank gives as its own."""
+"""linear, embedding and embedding_bag with a weight in chunks of one dim, on rows that every rank gives as its own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
+from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import PropagationError
 from tritondt.redistribution.agreement import lengths_on_all
@@ -16,6 +18,11 @@ from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Replicate, Shard
 
 _MAX_DIMS = 8
+# Parameters of F.embedding_bag in their order.
+_BAG_NAMES = (
+    *("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse"),
+    *("per_sample_weights", "include_last_offset", "padding_idx"),
+)
 
 
 def run_on_dtensors(func: Function, args: Any, kwargs: Any) -> Any:
@@ -88,6 +95,14 @@ def _num_rows(x: DTensor) -> tuple[int, ...] | None:
     return placement.sizes if isinstance(placement, Shard) and placement.dim == 0 else None
 
 
+def _refuse_options(name: str, found: Mapping[str, Any]) -> None:
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if found.get(option):
+            raise PropagationError(
+                f"{name} with a sharded table takes no {option}, got {found[option]!r}; leave it out"
+            )
+
+
 def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.Tensor:
     """F.embedding with a sharded table, cut by rows or by features: the rows for this rank's own indices, plain.
 
@@ -95,9 +110,7 @@ def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.T
     """
     names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     found = dict(zip(names, args, strict=False)) | kwargs
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if found.get(name):
-            raise PropagationError(f"embedding with a sharded table takes no {name}, got {found[name]!r}; leave it out")
+    _refuse_options("embedding", found)
     weight = _chunked(F.embedding, found["weight"])
     indices = found["input"]
     if isinstance(indices, ShardedTensor):
@@ -107,6 +120,57 @@ def embedding(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.T
     looked_up: Any = F.embedding(rows.redistribute(placements=[Replicate()]), weight, found.get("padding_idx"))
     own: torch.Tensor = looked_up.redistribute(placements=rows.placements).to_local()
     return own if isinstance(indices, ShardedTensor) or indices.dim() else own[0]
+
+
+def embedding_bag(types: Any, args: Any, kwargs: Any, process_group: Any) -> torch.Tensor:
+    """F.embedding_bag with a sharded table, cut by rows or by features: the results of this rank's own bags, plain.
+
+    Ranks may have different numbers of bags, and of indices in them. A row travels for every index, as for embedding,
+    and bags are reduced where they belong, in torch's own order. PropagationError for what embedding refuses, and for
+    offsets that do not go with the input.
+    """
+    found = dict(zip(_BAG_NAMES, args, strict=False)) | kwargs
+    _refuse_options("embedding_bag", found)
+    indices, weight, offsets = found["input"], found["weight"], found.get("offsets")
+    _check_bags(indices, offsets, _chunked(F.embedding_bag, weight)._spec.mesh)
+    samples = found.get("per_sample_weights")
+    if indices.dim() == 2:
+        bags, length = indices.shape
+        offsets = torch.arange(0, bags * length, max(1, length), device=indices.device)[:bags]
+        offsets = offsets if length else indices.new_zeros(bags)
+        samples = None if samples is None else samples.flatten()
+    flat = indices.flatten()
+    rows = embedding((), (flat, weight), {}, process_group)
+    # Indices of padding name a row behind the others.
+    places, padding_idx = torch.arange(len(flat), device=flat.device), found.get("padding_idx")
+    if padding_idx is not None:
+        padding_idx = padding_idx % weight.shape[0]
+        places = places.masked_fill(flat == padding_idx, len(flat))
+        rows, padding_idx = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), len(flat)
+    return F.embedding_bag(
+        places,
+        rows,
+        offsets,
+        mode=found.get("mode", "mean"),
+        per_sample_weights=samples,
+        include_last_offset=indices.dim() == 1 and found.get("include_last_offset", False),
+        padding_idx=padding_idx,
+    )
+
+
+def _check_bags(indices: Any, offsets: torch.Tensor | None, mesh: Mesh) -> None:
+    """Refuses an input that is neither rows of bags nor a list of indices with offsets; other ranks hear of it."""
+    is_plain = isinstance(indices, torch.Tensor) and not isinstance(indices, ShardedTensor)
+    if is_plain and indices.dim() == (2 if offsets is None else 1):
+        return
+    kind = f"{'' if is_plain else 'sharded '}{tuple(getattr(indices, 'shape', ()))}"
+    error = PropagationError(
+        f"embedding_bag with a sharded table got input {kind} with offsets "
+        f"{None if offsets is None else tuple(offsets.shape)}; allowed are plain indices (bags, length) without "
+        "offsets, and a list of indices with them"
+    )
+    world.current().communicator(mesh.ranks, mesh.device_type).refuse(error)
+    raise error
 
 
 def _chunked(func: Function, weight: Any) -> DTensor:

@@ -11,7 +11,7 @@ from tritondt.errors import LayoutError, PropagationError
 from tritondt.ops.random.distributions import normal, uniform
 from tritondt.sharded import factories
 from tritondt.sharded.agreement import all_ranks
-from tritondt.sharded.chunk_operators import embedding, linear, run_on_dtensors
+from tritondt.sharded.chunk_operators import embedding, embedding_bag, linear, run_on_dtensors
 from tritondt.sharded.elementwise import FUNCTIONS, IN_PLACE, run_elementwise
 from tritondt.sharded.registries import Implementation, name_of, registered, tensors_among
 from tritondt.sharded.tensor import ShardedTensor
@@ -219,4 +219,5 @@ _TABLE: dict[Any, Implementation] = {
     torch.randn_like: _like(factories.randn),
     F.linear: linear,
     F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
 }

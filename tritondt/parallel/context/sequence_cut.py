@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.errors import LocalTensorError, MeshError
+from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
 from tritondt.redistribution.autograd import redistribute
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
@@ -72,6 +72,7 @@ def context_parallel_shard(
     >>> run_ranks(2, lambda rank: context_parallel_shard(torch.arange(8), Mesh((2,)), 0, balanced=True).tolist())
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    check_not_of_torch(tensor, "context_parallel_shard")
     mesh, rank = axis_mesh(device_mesh, "context_parallel_shard")
     cut = SequenceCut(tensor.shape[dim], mesh.shape[0], balanced)
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in cut.runs(rank)], dim)
@@ -104,6 +105,7 @@ def context_parallel_unshard(
 
 def check_length(name: str, local: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> None:
     """Refuses a local tensor of another number of positions than the cut gives this rank."""
+    check_not_of_torch(local, name)
     if local.shape[dim] != cut.sizes[rank]:
         kind = "balanced " if cut.balanced else ""
         raise LocalTensorError(

@@ -11,6 +11,7 @@ from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
 from tritondt.parallel.boundary import InputPlan, activation_spec
+from tritondt.parallel.experts.shared_expert import beside_of
 from tritondt.parallel.experts.token_dispatch import DispatchedTokens, token_combine, token_dispatch
 from tritondt.parallel.feature_cut import evenly
 from tritondt.parallel.graphs import outside_of_graphs
@@ -127,7 +128,13 @@ class _ExpertRun(LocalRun):
     def _dispatch(self, module: nn.Module, given: list[Any]) -> list[Any]:
         """Arguments of the forward for this rank's experts."""
         routed = _routed(module, given, sum(self.sizes))
-        dispatched = token_dispatch(routed[0], routed[1], self.mesh, sizes=self.sizes)
+        beside = beside_of(module)
+        if beside is None:
+            dispatched = token_dispatch(routed[0], routed[1], self.mesh, sizes=self.sizes)
+        else:
+            under_way = token_dispatch(routed[0], routed[1], self.mesh, sizes=self.sizes, async_op=True)
+            beside.first()
+            dispatched = under_way.wait()
         module.__dict__[_DISPATCHED] = dispatched, routed[2:]
         local = self._take_in(module, dispatched.tokens)
         if len(given) == 2:
@@ -148,7 +155,13 @@ class _ExpertRun(LocalRun):
         if torch.is_grad_enabled() and not (output.requires_grad and len(output)):
             # What gets no gradient here gets one of zeros: the others' backward waits for this rank's.
             output = DependentOn.apply(output, *sources)  # type: ignore[no-untyped-call]
-        found = token_combine(output, dispatched)
+        beside = beside_of(module)
+        if beside is None:
+            found = token_combine(output, dispatched)
+        else:
+            under_way = token_combine(output, dispatched, async_op=True)
+            beside.second()
+            found = under_way.wait()
         if not home:
             return found
         tokens, places, factors = home

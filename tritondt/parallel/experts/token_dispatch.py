@@ -1,20 +1,22 @@
 """Tokens on the ranks of their experts: one all-to-all there and one back, of as many rows as each expert got."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm import world
-from tritondt.errors import LocalTensorError, MeshError
+from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.feature_cut import evenly
-from tritondt.redistribution.rows import RowCounts, exchange_rows
+from tritondt.redistribution.rows import RowCounts, RowsUnderWay, exchange_rows, issue_rows
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
+
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
@@ -33,21 +35,59 @@ class DispatchedTokens:
     orders: tuple[torch.Tensor, torch.Tensor] | None
 
 
+class TokensUnderWay(Generic[_Found]):
+    """Tokens that travel while the caller computes; made with `async_op=True`. `wait` gives what was asked for.
+
+    Any number of them may be under way, and are waited for in any order. What is computed between the call and `wait`
+    hides gradients in backward, too, which travel while autograd runs backward of it.
+    """
+
+    def __init__(self, rows: RowsUnderWay, finish: Callable[[torch.Tensor], _Found]) -> None:
+        self._rows, self._finish = rows, finish
+        self._found: _Found | None = None
+
+    def wait(self) -> _Found:
+        """Returns when the tokens have come; PeerError where they did not."""
+        if self._found is None:
+            self._found = self._finish(self._rows.wait())
+        return self._found
+
+
+@overload
+def token_dispatch(
+    tokens: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    device_mesh: "DeviceMesh | Mesh",
+    *,
+    sizes: Sequence[int] | None = ...,
+    async_op: Literal[False] = ...,
+) -> DispatchedTokens: ...
+@overload
+def token_dispatch(
+    tokens: torch.Tensor,
+    num_tokens_per_expert: torch.Tensor,
+    device_mesh: "DeviceMesh | Mesh",
+    *,
+    sizes: Sequence[int] | None = ...,
+    async_op: Literal[True],
+) -> TokensUnderWay[DispatchedTokens]: ...
 def token_dispatch(
     tokens: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
     device_mesh: "DeviceMesh | Mesh",
     *,
     sizes: Sequence[int] | None = None,
-) -> DispatchedTokens:
+    async_op: bool = False,
+) -> DispatchedTokens | TokensUnderWay[DispatchedTokens]:
     """Tokens of this rank's experts, of plain `tokens` that every rank has sorted by expert.
 
     `tokens` is (tokens, ...), `num_tokens_per_expert` (experts,) of integers, for all experts of the mesh of one axis.
     Experts are on ranks in runs, evenly, the first ranks one more where they do not divide, or as many as `sizes` has
     for each rank. Ranks may have any number of tokens, and none. A collective call of all ranks of the mesh: an
     exchange of counts, and one of the tokens in one message for each pair of ranks; where gradients are wanted all
-    ranks run backward, which is one exchange. Raises LocalTensorError on all ranks alike for counts that are not those
-    of the tokens, and MeshError.
+    ranks run backward, which is one exchange. With `async_op` the tokens travel while the caller goes on, and `wait`
+    of what is returned gives them. Raises LocalTensorError on all ranks alike for counts that are not those of the
+    tokens, and MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def tokens_on(rank):
@@ -58,6 +98,7 @@ def token_dispatch(
     [([10.0, 11.0], [-10.0, -20.0, -21.0]), ([20.0, 21.0, 21.0, 22.0], [-11.0, -21.0, -22.0])]
     """
     mesh = canonical_mesh(device_mesh)
+    check_not_of_torch(tokens, "token_dispatch")
     if mesh.ndim != 1 or mesh.coordinate is None:
         raise MeshError(f"token_dispatch takes a mesh of one axis and is called on its ranks, got {mesh}")
     num_ranks = mesh.shape[0]
@@ -72,25 +113,41 @@ def token_dispatch(
     counts = RowCounts(tuple(map(tuple, by_rank.tolist())))
     first = sum(sizes[: mesh.coordinate[0]])
     own = table[:, first : first + sizes[mesh.coordinate[0]]]
-    arrived = exchange_rows(tokens, counts, mesh)
-    orders = _orders(own, tokens.device)
-    if orders is not None:
-        arrived = _Reordered.apply(arrived, *orders)  # type: ignore[no-untyped-call]
-    per_expert = own.sum(0).to(num_tokens_per_expert)
-    return DispatchedTokens(arrived, per_expert, counts, mesh, orders)
+
+    def sorted_by_expert(arrived: torch.Tensor) -> DispatchedTokens:
+        orders = _orders(own, tokens.device)
+        if orders is not None:
+            arrived = _Reordered.apply(arrived, *orders)  # type: ignore[no-untyped-call]
+        return DispatchedTokens(arrived, own.sum(0).to(num_tokens_per_expert), counts, mesh, orders)
+
+    if async_op:
+        return TokensUnderWay(issue_rows(tokens, counts, mesh), sorted_by_expert)
+    return sorted_by_expert(exchange_rows(tokens, counts, mesh))
 
 
-def token_combine(tokens: torch.Tensor, dispatched: DispatchedTokens) -> torch.Tensor:
+@overload
+def token_combine(
+    tokens: torch.Tensor, dispatched: DispatchedTokens, *, async_op: Literal[False] = ...
+) -> torch.Tensor: ...
+@overload
+def token_combine(
+    tokens: torch.Tensor, dispatched: DispatchedTokens, *, async_op: Literal[True]
+) -> TokensUnderWay[torch.Tensor]: ...
+def token_combine(
+    tokens: torch.Tensor, dispatched: DispatchedTokens, *, async_op: bool = False
+) -> torch.Tensor | TokensUnderWay[torch.Tensor]:
     """Rows for the tokens that this rank gave to `token_dispatch`, in the order in which it gave them.
 
     `tokens` has a row for each of `dispatched.tokens`. A collective call of all ranks of the mesh, one exchange, and
-    one where gradients are wanted, for which all ranks run backward. Raises LocalTensorError for another number of
-    rows.
+    one where gradients are wanted, for which all ranks run backward. With `async_op` the rows travel while the caller
+    goes on, and `wait` of what is returned gives them. Raises LocalTensorError for another number of rows.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def body(rank):
     ...     found = token_dispatch(torch.ones(rank, 2), torch.tensor([0, rank]), Mesh((2,)))
-    ...     return token_combine(3 * found.tokens, found).tolist()
+    ...     under_way = token_combine(3 * found.tokens, found, async_op=True)
+    ...     beside = torch.ones(2) * 2  # meanwhile
+    ...     return under_way.wait().tolist()
     >>> run_ranks(2, body)
     [[], [[3.0, 3.0]]]
     """
@@ -103,7 +160,14 @@ def token_combine(tokens: torch.Tensor, dispatched: DispatchedTokens) -> torch.T
         raise error
     if dispatched.orders is not None:
         tokens = _Reordered.apply(tokens, *dispatched.orders[::-1])  # type: ignore[no-untyped-call]
-    return exchange_rows(tokens, dispatched.counts.back(), dispatched.mesh)
+    back = dispatched.counts.back()
+    if async_op:
+        return TokensUnderWay(issue_rows(tokens, back, dispatched.mesh), _as_they_come)
+    return exchange_rows(tokens, back, dispatched.mesh)
+
+
+def _as_they_come(rows: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 def _counts_of_all(tokens: torch.Tensor, counts: torch.Tensor, mesh: Mesh) -> torch.Tensor:

@@ -1,0 +1,77 @@
+"""Losses of routers over the tokens of all ranks, which are no sums of what each rank has."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritondt.errors import LocalTensorError
+from tritondt.parallel.boundary import activation_spec
+from tritondt.redistribution.autograd import redistribute
+from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.placement import Partial, Replicate
+
+
+def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
+    """Loss that is least where the tokens of all ranks go to all experts alike: experts * sum(share * probability).
+
+    `logits` (tokens, experts) are this rank's, `indices` (tokens, choices) the experts that its tokens go to; ranks may
+    have any number of tokens. The share of an expert is that of the choices of all ranks, its probability the mean over
+    their tokens, as in the Switch Transformer for one choice; transformers' Mixtral has it times the choices. Every
+    rank gets the loss of all tokens; gradients are those of this rank's logits, so that gradients of a router summed
+    over the ranks (`ReplicateParallel(input_layouts=Shard(0))`) are those of one process. Where they are means, as
+    under `fully_shard`, multiply it by the number of ranks. A collective call of the mesh, one redistribution. Raises
+    LocalTensorError for tensors that are no such lists.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> def loss_on(rank):
+    ...     logits = torch.tensor([[[2.0, 0.0]], [[0.0, 2.0]]][rank])
+    ...     return round(load_balancing_loss(logits, logits.topk(1).indices, Mesh((2,))).item(), 3)
+    >>> run_ranks(2, loss_on)  # each rank's own would be 1.762
+    [1.0, 1.0]
+    """
+    _check(logits)
+    if indices.ndim != 2 or indices.shape[0] != logits.shape[0] or indices.is_floating_point():
+        raise LocalTensorError(
+            f"load_balancing_loss got indices {tuple(indices.shape)} of {indices.dtype} for logits "
+            f"{tuple(logits.shape)}; allowed are integers (tokens, choices)"
+        )
+    num_experts = logits.shape[1]
+    counts = torch.bincount(indices.flatten(), minlength=num_experts).to(logits.dtype)
+    terms = torch.cat([logits.softmax(-1).sum(0), counts, counts.new_tensor([logits.shape[0]])])
+    probabilities, chosen, num_tokens = _summed(terms, device_mesh).split([num_experts, num_experts, 1])
+    # A mesh without any token has no loss, not 0 / 0.
+    shares = chosen / chosen.sum().clamp(min=1)
+    loss: torch.Tensor = num_experts * (shares * probabilities).sum() / num_tokens.squeeze(0).clamp(min=1)
+    return loss
+
+
+def router_z_loss(logits: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
+    """Mean over the tokens of all ranks of the square of the logits' logsumexp, which keeps a router's scores small.
+
+    `logits` (tokens, experts) are this rank's, any number of tokens. Values and gradients are those that
+    `load_balancing_loss` describes. A collective call of the mesh, one redistribution. Raises LocalTensorError for
+    tensors of other dims.
+
+    >>> from tritondt.comm.transports.threads import run_ranks
+    >>> run_ranks(2, lambda rank: round(router_z_loss(torch.full((rank, 1), 3.0), Mesh((2,))).item(), 3))
+    [9.0, 9.0]
+    """
+    _check(logits)
+    squares = logits.logsumexp(-1).square().sum()
+    total, num_tokens = _summed(torch.stack([squares, squares.new_tensor(float(logits.shape[0]))]), device_mesh)
+    loss: torch.Tensor = total / num_tokens.clamp(min=1)
+    return loss
+
+
+def _check(logits: torch.Tensor) -> None:
+    if logits.ndim != 2 or not logits.is_floating_point():
+        raise LocalTensorError(
+            f"a router's loss got logits {tuple(logits.shape)} of {logits.dtype}; allowed are floating point numbers "
+            "(tokens, experts)"
+        )
+
+
+def _summed(terms: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
+    """Sums over the ranks of a list of numbers; the gradient of a term is that of its sum."""
+    mesh, shape = canonical_mesh(device_mesh), tuple(terms.shape)
+    source, target = (activation_spec(mesh, each, shape, terms.dtype) for each in (Partial(), Replicate()))
+    return redistribute(terms, source, target)
