@@ -23,7 +23,10 @@ from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "barrier")
+_COLLECTIVES = (
+    *("all_reduce", "reduce", "all_gather", "reduce_scatter", "broadcast"),
+    *("gather", "scatter", "all_to_all", "barrier"),
+)
 _UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
@@ -61,7 +64,7 @@ def _measured(collective: str, num_bytes: int, groups: list[Any], request: Reque
     runs, results = zip(*(_run(collective, num_bytes // 4, group) for group in groups), strict=True)
     for run in runs:
         run()
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)  # of a root's alone where it is a root's
     return tuple(time_interleaved(runs, request.rounds, request.case_s))
 
 
@@ -69,12 +72,17 @@ def _run(collective: str, numel: int, group: Any) -> tuple[Callable[[], object],
     """A call on a group, and the tensor that it writes; sums are of zeros, which calls in turn leave as they are."""
     size, rank = dist.get_world_size(), dist.get_rank()
     zeros, part = torch.zeros(numel), torch.full((numel // size,), float(rank))
+    parts = list(zeros.chunk(size)) if rank == 0 else None
     given = torch.arange(numel).fmod_(7).mul_(rank + 1).float()
     calls: dict[str, tuple[Callable[[], object], torch.Tensor]] = {
         "all_reduce": (lambda: dist.all_reduce(zeros, group=group), zeros),
         "all_gather": (lambda: dist.all_gather_into_tensor(zeros, part, group=group), zeros),
         "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, given, group=group), part),
+        "reduce": (lambda: dist.reduce(zeros, group=group, group_dst=0), zeros),
         "broadcast": (lambda: dist.broadcast(given, group=group, group_src=0), given),
+        "gather": (lambda: dist.gather(part, parts, group=group, group_dst=0), zeros),
+        "scatter": (lambda: dist.scatter(part, parts, group=group, group_src=0), part),
+        "all_to_all": (lambda: dist.all_to_all_single(zeros, given, group=group), zeros),
         "barrier": (lambda: dist.barrier(group=group), zeros),
     }
     return calls[collective]
