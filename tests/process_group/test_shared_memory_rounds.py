@@ -172,6 +172,25 @@ def test_tensors_with_gaps(ranks_of: RanksOf) -> None:
         torch.testing.assert_close(sent, own(1, 2 * LENGTH)[1::2], rtol=0, atol=0)
 
 
+def exchange_other_dtypes(rank: int) -> list[torch.Tensor]:
+    """Parts of as many bytes as before on some ranks, of another dtype."""
+    found = []
+    for dtype, extra in ((torch.float32, 0), (torch.int32, 3)):
+        lengths = [[5 + (extra if source == 3 or target == 3 else 0) for target in range(4)] for source in range(4)]
+        coming = [lengths[source][rank] for source in range(4)]
+        output = torch.empty(sum(coming), dtype=dtype)
+        dist.all_to_all_single(output, own(rank, sum(lengths[rank]), dtype), coming, lengths[rank])
+        found.append(output)
+    return found
+
+
+def test_programs_are_kept_by_dtype(ranks_of: RanksOf) -> None:
+    for rank, found in enumerate(ranks_of("direct", 4).run(exchange_other_dtypes)):
+        expected = torch.cat([own(source, 20)[rank * 5 : rank * 5 + 5] for source in range(4)])
+        torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
+        assert found[1].dtype is torch.int32
+
+
 def run_in_another_order(rank: int) -> list[torch.Tensor]:
     """A group whose ranks are not in ascending order: parts go by its own order."""
     order = [2, 0, 3, 1]

@@ -50,7 +50,7 @@ def _gathered_into(own: int, size: int, output: torch.Tensor, given: torch.Tenso
     if meet(whole, sent) and sent.data_ptr() != whole.data_ptr() + own * num_bytes:
         sent = sent.clone()
     make = partial(_all_gather_bytes_into, num_bytes=num_bytes)
-    return Step(("all_gather", size, num_bytes), make, (sent,), (whole,), copies)
+    return Step(("all_gather_into", given.dtype, num_bytes), make, (sent,), (whole,), copies)
 
 
 def _all_gather_bytes_into(members: Members, num_bytes: int) -> DirectTransfer:
@@ -83,7 +83,7 @@ def _gathered(own: int, size: int, given: torch.Tensor, outputs: Tensors) -> Ste
         return None
     if _meet_others(own, sent, written):
         sent = sent.clone()
-    return Step(("all_gather", sizes), partial(_all_gather_bytes, sizes=sizes), (sent,), written, copies)
+    return Step(("all_gather", given.dtype, sizes), partial(_all_gather_bytes, sizes=sizes), (sent,), written, copies)
 
 
 def _meet_others(own: int, sent: torch.Tensor, written: Tensors) -> bool:
@@ -110,7 +110,7 @@ def _broadcast(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
     num_bytes = memory.nbytes
     make = partial(_broadcast_bytes, num_bytes=num_bytes, root=root)
     written = copies if own != root else ()
-    return Call((Step(("broadcast", root, num_bytes), make, (memory,), (memory,), written),), tensors)
+    return Call((Step(("broadcast", memory.dtype, root, num_bytes), make, (memory,), (memory,), written),), tensors)
 
 
 def _broadcast_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
@@ -133,7 +133,7 @@ def _gather(own: int, size: int, outputs: Lists, inputs: Tensors, opts: Any) -> 
     if _meet_others(own, sent, written):
         sent = sent.clone()
     make = partial(_gather_bytes, num_bytes=sent.nbytes, root=root)
-    return Call((Step(("gather", root, sent.nbytes), make, (sent,), written, copies),), lists)
+    return Call((Step(("gather", sent.dtype, root, sent.nbytes), make, (sent,), written, copies),), lists)
 
 
 def _gather_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
@@ -157,7 +157,7 @@ def _scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) ->
         if meet(each, part) and (number != own or each.data_ptr() != part.data_ptr()):
             sent[number] = each.clone()
     make = partial(_scatter_bytes, num_bytes=part.nbytes, root=root)
-    return Call((Step(("scatter", root, part.nbytes), make, sent, (part,), copies),), outputs)
+    return Call((Step(("scatter", part.dtype, root, part.nbytes), make, sent, (part,), copies),), outputs)
 
 
 def _scatter_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
@@ -181,7 +181,7 @@ def _all_to_all(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: An
             sent[number] = each.clone()
     leaving = tuple((number, (number, 0, each.nbytes)) for number, each in enumerate(sent))
     coming = tuple((number, (number, 0, each.nbytes)) for number, each in enumerate(written))
-    return Call((_to_all(leaving, coming, sent, written, copies),), outputs)
+    return Call((_to_all("all_to_all", leaving, coming, sent, written, copies),), outputs)
 
 
 def _all_to_all_single(
@@ -208,7 +208,7 @@ def _all_to_all_single(
         copies.append((output, written))
     if meet(sent, written):
         sent = sent.clone()
-    return Call((_to_all(leaving, coming, (sent,), (written,), copies),), (output,))
+    return Call((_to_all("all_to_all_single", leaving, coming, (sent,), (written,), copies),), (output,))
 
 
 def _row_spans(tensor: torch.Tensor, rows: Sequence[int], size: int) -> PeerSpans | None:
@@ -224,9 +224,10 @@ def _row_spans(tensor: torch.Tensor, rows: Sequence[int], size: int) -> PeerSpan
     return tuple((number, (0, *span)) for number, span in enumerate(zip(starts, counts, strict=True)))
 
 
-def _to_all(leaving: PeerSpans, coming: PeerSpans, sources: Tensors, targets: Tensors, copies: Any) -> Step:
+def _to_all(kind: str, leaving: PeerSpans, coming: PeerSpans, sources: Tensors, targets: Tensors, copies: Any) -> Step:
     make = partial(_all_to_all_bytes, leaving=leaving, coming=coming)
-    return Step(("all_to_all", leaving, coming), make, sources, targets, copies)
+    # Spans differ from rank to rank, and with them who has a program already: what its text says is all in the key.
+    return Step((kind, sources[0].dtype, leaving, coming), make, sources, targets, copies)
 
 
 def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -> DirectTransfer:
