@@ -37,6 +37,10 @@ def recording(monkeypatch):
     yield double
     for kernel in (copy_kernel, reduce_kernel):
         kernel.device_caches.clear()
+    # A kernel that outlives the double asks the real driver to unload it, from Triton 3.9 on.
+    for found in gc.get_objects():
+        if type(found) is CompiledKernel:
+            found.module = None
 
 
 def made_launch(kernel, pieces):

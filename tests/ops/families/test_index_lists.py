@@ -75,6 +75,10 @@ def test_numbers_of_which_nothing_is_picked_are_as_on_one_device(shape):
             x[index] = 2
         except IndexError:
             return "IndexError"
+        except RuntimeError as error:
+            if "setStorage" not in str(error):  # what torch 2.15 says of a plain tensor
+                raise
+            return "IndexError"
         return x.sum().item()
 
     def body(rank):
