@@ -68,13 +68,20 @@ Ending DirectGroup::run(const DirectProgram* program, Operands operands, std::ui
     throw std::invalid_argument("an exchange of " + std::to_string(program->num_rounds()) +
                                 " rounds; it has at most " + std::to_string(kMaxRounds - 1));
   }
+  if (step_ != Step::kDone) {
+    throw std::invalid_argument("exchange " + std::to_string(sequence) +
+                                " within another one, which is under way");
+  }
   program_ = program;
   operands_ = std::move(operands);
   sequence_ = first_round_of(sequence);
   tag_ = tag;
   round_ = 0;
   begin_round();
-  if (!begin_exchange()) return {Outcome::kExpired, -1};
+  if (!begin_exchange()) {
+    step_ = Step::kDone;
+    return {Outcome::kExpired, -1};
+  }
   return finish();
 }
 
@@ -84,7 +91,6 @@ void DirectGroup::begin_round() {
   receives_.clear();
   step_ = Step::kDone;
   if (round_ == program_->num_rounds()) {
-    sequence_ |= kMaxRounds - 1;  // no round follows: whoever reads its number knows so
     return;
   }
   program_->list(round_, &sends_, &receives_);
@@ -108,7 +114,9 @@ void DirectGroup::begin_round() {
 
 Ending DirectGroup::finish() {
   slice_end_ns_ = coarse_ns() + kPatienceNs;
-  return end_exchange(advance());
+  const Ending ending = end_exchange(advance());
+  if (ending.outcome != Outcome::kPending) step_ = Step::kDone;
+  return ending;
 }
 
 Ending DirectGroup::advance() {

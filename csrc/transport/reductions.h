@@ -25,7 +25,8 @@ struct Reducer {
            std::uint64_t num_bytes) const;
 };
 
-// A reduction in one exchange: everybody reads all terms, or the rank at position `root` alone.
+// A reduction without a second round: everybody reads all terms, or the rank at position `root`
+// alone.
 class OneShotReduction : public DirectProgram {
  public:
   // `source` is this rank's term and `target` where it wants the result, the same bytes or others;

@@ -1,13 +1,13 @@
 """Triton's interpreter, mended where a version of it does not go with NumPy's."""
 
 import sys
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import triton
 
 
-@cache
+@lru_cache(maxsize=8)  # Triton's interpreter is one module; the mend does no harm twice
 def take_scalars(module_name: str) -> None:
     """Lets loops of interpreted kernels end at scalars in Triton before 3.7, whose interpreter is the named module.
 
@@ -15,9 +15,8 @@ def take_scalars(module_name: str) -> None:
     """
     if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
         return
-    interpreter: Any = sys.modules[
-        module_name
-    ]  # imported with the kernel; it imports NumPy, which others need not have
+    # Imported with the kernel; it imports NumPy, which others need not have.
+    interpreter: Any = sys.modules[module_name]
     patch = interpreter._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:

@@ -51,6 +51,21 @@ def test_an_error_is_that_of_its_work_whoever_runs_it(monkeypatch: pytest.Monkey
         first.wait()
 
 
+def test_ctrl_c_in_what_a_waiter_runs_ends_the_waiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "start_daemon", lambda run, name: threading.Thread())
+    queue = ThreadQueue()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    first, second = (queue.submit(run, "work", sources_ready=True) for run in (interrupted, lambda: None))
+    with pytest.raises(KeyboardInterrupt):
+        second.run()
+    assert [first.is_completed(), second.is_completed()] == [True, False]
+    second.run()
+    queue.raise_unseen()  # it was seen
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_in_order_and_once_whoever_comes_first(seed: int) -> None:
     draws, queue, ran = random.Random(seed), ThreadQueue(), list[int]()

@@ -38,7 +38,12 @@ def with_gaps(group: Any, rank: int, size: int) -> list[torch.Tensor]:
     dist.broadcast(sent := own(rank, 2 * LENGTH)[1::2], group=group, group_src=1)
     rows = own(rank, size * 600).view(size, 600).t().contiguous().t()  # whose memory is in the order of columns
     dist.all_to_all_single(moved := torch.empty(600, size).t(), rows, group=group)
-    return [reduced, sent, moved]
+    columns = own(rank, 24).view(3, 8).t()  # 8 x 3, whose rows are columns in memory
+    dist.reduce_scatter_tensor(part := torch.empty(2, 3), columns, group=group)
+    dist.all_gather_into_tensor(gathered := torch.empty(3, 8).t(), part, group=group)
+    with torch.device("meta"):  # where factories make tensors, and these are not
+        dist.all_gather(lists := list(gathered.new_empty(size, 3).t().contiguous().t()), part[:, 0:3][0], group=group)
+    return [reduced, sent, moved, gathered, *lists]
 
 
 @case
@@ -160,13 +165,31 @@ def test_a_part_is_reduced_into_what_is_read(ranks_of: RanksOf) -> None:
             torch.testing.assert_close(each, own(0, 3001) * 10, rtol=0, atol=0)
 
 
+def reduce_lists(rank: int) -> list[str]:
+    """The texts of operations, where a list of two begins as one tensor alone does."""
+    group: Any = dist.group.WORLD
+    dist.all_reduce(own(rank, 4))
+    group.allreduce_coalesced([own(rank, 4), own(rank, 8)]).wait()
+    made = group._router._shared_memory._made.values()
+    return [each.description for each in made if each.description.endswith((" of 4 float32", " of 4 + 8 float32"))]
+
+
+def test_a_list_has_programs_of_its_own(ranks_of: RanksOf) -> None:
+    one, of_both = "all_reduce (sum) of 4 float32", "all_reduce (sum) of 4 + 8 float32"
+    for found in ranks_of("direct", 4).run(reduce_lists):
+        assert sorted(found) == [of_both, of_both, one]
+
+
 def run_with_gaps(rank: int) -> list[torch.Tensor]:
     return with_gaps(dist.group.WORLD, rank, dist.get_world_size())
 
 
 def test_tensors_with_gaps(ranks_of: RanksOf) -> None:
     whole = own(0, 2400).view(4, 600)
-    for rank, (reduced, sent, moved) in enumerate(ranks_of("direct", 4).run(run_with_gaps)):
+    columns = own(0, 24).view(3, 8).t() * 10
+    for rank, (reduced, sent, moved, gathered, *lists) in enumerate(ranks_of("direct", 4).run(run_with_gaps)):
+        torch.testing.assert_close(gathered, columns, rtol=0, atol=0)
+        torch.testing.assert_close(torch.stack(lists), columns[::2], rtol=0, atol=0)
         torch.testing.assert_close(moved, torch.stack([whole[rank] * (each + 1) for each in range(4)]), rtol=0, atol=0)
         torch.testing.assert_close(reduced, own(0, 2 * LENGTH)[::2] * 10, rtol=0, atol=0)
         torch.testing.assert_close(sent, own(1, 2 * LENGTH)[1::2], rtol=0, atol=0)

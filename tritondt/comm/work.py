@@ -20,6 +20,8 @@ from tritondt.comm.daemons import start_daemon
 from tritondt.errors import ForkedError, WorldError
 
 Run = Callable[[], None]
+# The name of threads that a queue starts.
+QUEUE_THREAD = "tritondt-queue"
 
 
 class Work:
@@ -102,6 +104,11 @@ class Work:
         """Whether the work failed and nobody has waited for it since."""
         return self._error is not None and not self._is_seen
 
+    @property
+    def is_interruption(self) -> bool:
+        """Whether the work ended by what is to end the program, such as Ctrl-C in the thread that ran it."""
+        return self._error is not None and not isinstance(self._error, Exception)
+
     def finish(self, error: BaseException | None) -> None:
         """Marks the work as run; for its queue."""
         self._error = error
@@ -151,7 +158,7 @@ class IssueQueue(ABC):
             raise ForkedError(f"{work.description} is under way, but {self._disowned}")
 
     def is_own_thread(self) -> bool:
-        """Whether the calling thread is the queue's own."""
+        """Whether the calling thread runs the queue: its own, or one that waits and runs it meanwhile."""
         return threading.get_ident() == self._thread_id
 
     def raise_unseen(self) -> None:
@@ -273,8 +280,9 @@ class ThreadQueue(IssueQueue):
         self._check_owned(work)
         while not work.is_completed():
             with self._serving:
-                if not work.is_completed():
-                    self._run_oldest()
+                ended = None if work.is_completed() else self._run_oldest()
+            if ended is not None and ended.is_interruption:
+                ended.wait()  # Ctrl-C ends the program, whose work it met
 
     def close(self) -> None:
         """Ends the queue's thread when all that was submitted has run."""
@@ -285,7 +293,7 @@ class ThreadQueue(IssueQueue):
 
     def _enqueue(self, work: Work, run: Run) -> None:
         if self._thread is None:
-            self._thread = start_daemon(self._serve, "tritondt-queue")
+            self._thread = start_daemon(self._serve, QUEUE_THREAD)
         self._items.append((work, run))
         self._tokens.put(True)
 
@@ -295,15 +303,17 @@ class ThreadQueue(IssueQueue):
                 if self._items:
                     self._run_oldest()
 
-    def _run_oldest(self) -> None:
-        """Runs the oldest item, as whoever runs the queue."""
+    def _run_oldest(self) -> Work:
+        """Runs the oldest item, as whoever runs the queue, and returns its work."""
         self._thread_id = threading.get_ident()
         try:
-            self._run(*self._items.popleft())
+            work, run = self._items.popleft()
+            self._run(work, run)
         finally:
             self._thread_id = None
-        with self._changed:
-            self._changed.notify_all()
+            with self._changed:
+                self._changed.notify_all()
+        return work
 
 
 def run_at_once(run: Callable[..., object], *arguments: object) -> None:

@@ -48,7 +48,7 @@ class SharedMemoryGroup:
     def __init__(self, name: str, ranks: tuple[int, ...], group_rank: int, timeout: timedelta) -> None:
         self._name, self._ranks, self._own, self.timeout = name, ranks, group_rank, timeout
         self._turn = threading.Lock()
-        self._runner = 0  # the communicator's thread, while it runs what was issued and what follows from that
+        self._runner = 0  # the thread that runs what was issued, and what follows from that
         self._world: ProcessWorld | None = None
         self._communicator: DirectCommunicator | None = None
         self._made: dict[Hashable, ProgramTransfer] = {}
@@ -63,7 +63,7 @@ class SharedMemoryGroup:
         if call is None:
             return None
         text = partial(describe, *arguments)
-        if threading.get_ident() == self._runner:  # a callback of a future, whose thread nobody else can have
+        if threading.get_ident() == self._runner:  # a callback of a future, while its thread runs the queue
             return self._put(call, text, timeout_s, is_async=False)
         with self._turn:
             return self._put(call, text, timeout_s, is_async=bool(getattr(arguments[-1], "asyncOp", True)))
@@ -72,12 +72,16 @@ class SharedMemoryGroup:
         communicator = self._current(text)
         if communicator is None:
             return None
-        transfers = [self._transfer(communicator, step, text) for step in call.steps]
+        # Of several steps the text is all of theirs, which the keys do not say.
+        texts = (text(),) if len(call.steps) > 1 else ()
+        transfers = [self._transfer(communicator, (step.key, *texts), step, text) for step in call.steps]
         if is_async:
             work = SharedMemoryWork(transfers[0].description, call.results)
             move = partial(self._move, communicator, call, transfers, timeout_s)
             work.issued = communicator.issue(partial(self._run, work, move), transfers[0].description)
             return work
+        if timeout_s != self._timeout_s:
+            communicator.drain()  # what is under way keeps the timeout that it was issued with
         if len(transfers) == 1:
             self._move(communicator, call, transfers, timeout_s)
         else:
@@ -101,12 +105,14 @@ class SharedMemoryGroup:
         for step, transfer in zip(call.steps, transfers, strict=True):
             communicator.exchange(step.sources, step.targets, transfer)
             for target, source in step.copies:
-                with torch.no_grad():
+                with torch.inference_mode(target.is_inference()), torch.no_grad():
                     target.copy_(source)
 
-    def _transfer(self, communicator: DirectCommunicator, step: Step, text: Callable[[], str]) -> ProgramTransfer:
+    def _transfer(
+        self, communicator: DirectCommunicator, key: Hashable, step: Step, text: Callable[[], str]
+    ) -> ProgramTransfer:
         """The program of a step, made where it has not been lately."""
-        found = self._made.get(step.key)
+        found = self._made.get(key)
         if found is None:
             if len(self._made) >= _MOST_PROGRAMS:
                 del self._made[next(iter(self._made))]
@@ -115,7 +121,7 @@ class SharedMemoryGroup:
             fingerprint = exchange_fingerprint(f"{description} {self._ranks}")
             plan = step.make(Members(places, self._own, communicator.slot_bytes))
             found = ProgramTransfer(_NOTHING, (), (), (), (), fingerprint, description, plan=plan)
-            self._made[step.key] = found
+            self._made[key] = found
         return found
 
     def _current(self, text: Callable[[], str]) -> DirectCommunicator | None:
@@ -165,6 +171,7 @@ class _Part:
         if self._communicator.is_usable:
             self._communicator.settle()
         self._communicator.abort()
+        self._communicator.release()
 
     def abort(self) -> None:
         """Ends the communicator without the other ranks."""

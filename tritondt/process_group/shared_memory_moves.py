@@ -199,13 +199,9 @@ def _all_to_all_single(
     if leaving is None or coming is None or leaving[own][1][2] != coming[own][1][2]:
         return None
     copies = list[Any]()
-    # Rows, and so in the order of the dims, not of memory.
-    sent = readable(given if given.is_contiguous() else given.detach().contiguous())
-    written = writable(output, copies) if output.is_contiguous() else torch.empty(output.shape, dtype=output.dtype)
-    if sent is None or written is None or not output.is_cpu:
+    sent, written = readable(given), writable(output, copies)
+    if sent is None or written is None:
         return None
-    if not output.is_contiguous():
-        copies.append((output, written))
     if meet(sent, written):
         sent = sent.clone()
     return Call((_to_all("all_to_all_single", leaving, coming, (sent,), (written,), copies),), (output,))

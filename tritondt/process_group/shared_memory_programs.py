@@ -13,7 +13,7 @@ from tritondt.comm.packing.direct_transfer import DirectTransfer
 # Bytes of one message in a round, at most. On 4 ranks of 2 busy cores, 1 MB to 64 MB took 0.75 to 1.0 of the time with
 # 256 KB, and no less processor time with 64 KB, where what is packed stays in the second-level cache.
 _CHUNK_BYTES = 512 << 10
-# Terms that a rank reads of others, in bytes, up to which all ranks reduce all of them: one exchange instead of two.
+# Terms that a rank reads of others, in bytes, up to which all ranks reduce all of them: one round instead of two.
 ONE_SHOT_BYTES = 256 << 10
 _LINE = 64
 
@@ -67,7 +67,7 @@ def byte_moves(
 
 
 def all_reduce(members: Members, numel: int, reduction: Reduction) -> DirectTransfer:
-    """A reduction of one tensor in place: in one exchange where it is short, else in pieces that are gathered."""
+    """A reduction of one tensor in place: of all of it on every rank if short, else in pieces that are gathered."""
     size = len(members.places)
     num_bytes = numel * reduction.itemsize
     if num_bytes * (size - 1) <= ONE_SHOT_BYTES:

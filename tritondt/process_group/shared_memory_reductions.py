@@ -140,7 +140,8 @@ def _reduced_piece(
         return None
     tensor, start, num_bytes = pieces[own]
     is_piece = part.data_ptr() == sources[tensor].data_ptr() + start
-    if not is_piece and any(meet(each, part) for each in sources):  # which later rounds would read
+    others = (each for number, each in enumerate(sources) if not is_piece or number != tensor)
+    if any(meet(each, part) for each in others):  # which later rounds would read
         copies.append((part, torch.empty_like(part)))
         part = copies[-1][1]
     make = partial(programs.reduce_scatter, pieces=pieces, num_bytes=num_bytes, reduction=reduction)

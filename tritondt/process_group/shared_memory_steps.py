@@ -1,7 +1,7 @@
 """Steps of collectives between ranks that read each other's memory, and their tensors as memory without gaps.
 
-Where a tensor lies, and how, is a rank's own affair: one with gaps is read from a copy, or written by one, so that all
-ranks run the same collective.
+How a tensor lies in memory is a rank's own affair: one with gaps, or whose dims are in another order there, is read
+from a copy or written by one, so that all ranks run the same collective.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -47,7 +47,7 @@ def call_of(steps: Sequence[Step | None], results: Tensors) -> Call | None:
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Memory that holds the elements of a tensor without gaps, in its own order where it has none; None off the CPU.
+    """Memory that holds the elements of a tensor in the order of its dims, its own or a copy; None off the CPU.
 
     >>> readable(torch.arange(6).view(2, 3).t()[1:]).tolist()
     [[1, 4], [2, 5]]
@@ -59,12 +59,12 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def writable(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
-    """Memory without gaps for the elements of a tensor, its own or such as is copied to it; None off the CPU."""
+    """Memory for the elements of a tensor in the order of its dims, its own or to be copied to it; None off the CPU."""
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
     found = _dense(tensor)
     if found is None:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype)
+        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         copies.append((tensor, found))
     return found
 
@@ -94,11 +94,5 @@ def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor in the order of its memory; None of one with gaps, or with elements that are not as stored."""
-    if tensor.is_conj() or tensor.is_neg():
-        return None
-    if tensor.is_contiguous():
-        return tensor
-    tensor = tensor.detach()
-    tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    return tensor if tensor.is_contiguous() else None
+    """The tensor, where its memory has the elements as they are, one after the other in the order of its dims."""
+    return tensor if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() else None

@@ -71,24 +71,33 @@ class SharedMemoryWork(Work):
         self.issued: QueuedWork | None = None  # what runs it, once it is issued
         self._has_run, self._future_lock = threading.Event(), threading.Lock()
         self._future: Any = None
+        self._unsettled: Any = None  # the future, until it has its results
 
     def run(self, move: Callable[[], None]) -> None:
         """Runs the collective by `move`, whose error is the Work's."""
         try:
             with torch.no_grad():
                 move()
-        except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
+        except BaseException as error:  # whoever waits for it raises it
             self._error = error
-        self._has_run.set()
-        with self._future_lock:
-            if self._future is not None:
-                self._settle()
+            if not isinstance(error, Exception):  # Ctrl-C in a thread of the program, which is to end by it
+                raise
+        finally:
+            self._has_run.set()
+            self._settle()
 
     def _settle(self) -> None:
+        """Gives the future what there is, once, and with no lock: its callbacks may ask for more."""
+        with self._future_lock:
+            future, self._unsettled = self._unsettled, None
+        if future is None:
+            return
         if self._error is None:
-            self._future.set_result(self._results)
+            future.set_result(self._results)
+        elif isinstance(self._error, Exception):
+            future.set_exception(self._error)
         else:
-            self._future.set_exception(self._error)
+            future.set_exception(PeerError(f"{self._text} was ended by {type(self._error).__name__}"))
 
     def is_completed(self) -> bool:
         """Whether the collective has run, well or not."""
@@ -129,10 +138,11 @@ class SharedMemoryWork(Work):
         """A torch.futures.Future of the list of tensors that are written."""
         with self._future_lock:
             if self._future is None:
-                self._future = torch.futures.Future[Any]()
-                if self._has_run.is_set():
-                    self._settle()
-            return self._future
+                self._future = self._unsettled = torch.futures.Future[Any]()
+            future = self._future
+        if self._has_run.is_set():
+            self._settle()
+        return future
 
     def _source_rank(self) -> int:
         return -1

@@ -24,7 +24,10 @@ class Torchrun:
 
     def client(self, timeout_s: float = 60) -> dist.TCPStore:
         """What a rank gets from torch's rendezvous."""
-        return dist.TCPStore("127.0.0.1", self._held.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        # To connect may take long on a busy machine, whatever the rank's timeout is.
+        found = dist.TCPStore("127.0.0.1", self._held.port, is_master=False, timeout=timedelta(seconds=60))
+        found.set_timeout(timedelta(seconds=timeout_s))
+        return found
 
     def start(self, body: Callable[[Any, int], Any], ranks: Any = range(NUM_RANKS), timeout_s: float = 60) -> list[Any]:
         """What `body(store, rank)` gives on each, in their order."""

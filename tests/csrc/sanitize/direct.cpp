@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <thread>
 
 #include "check.h"
@@ -229,6 +230,18 @@ void check_endings() {
     CHECK(ending.outcome == Outcome::kExpired && ending.peer == 1);
     const DirectPlan nothing = empty_plan();
     CHECK(group->run(&nothing, {}, 2, 6).outcome == Outcome::kExpired);
+
+    DirectRanks nested(2);
+    DirectPlan outer = empty_plan();
+    bool is_refused = false;
+    outer.run_pack = [&](const Addresses&, const Addresses&, int) {
+      try {
+        nested.group(0)->run(&nothing, {}, 2, 6);
+      } catch (const std::invalid_argument&) {
+        is_refused = true;
+      }
+    };
+    CHECK(nested.group(0)->run(&outer, {}, 1, 5).outcome == Outcome::kDone && is_refused);
 
     DirectRanks left(2);
     CHECK(wait_while(&left, [&] { left.leave(1); }).outcome == Outcome::kClosed);

@@ -157,10 +157,6 @@ class _Sharing:
         )
 
 
-def _kind(said: Mapping[str, Any]) -> tuple[str, int]:
-    return said["here"], said["bytes"]
-
-
 def _here() -> str:
     """Identity of machine, user and process namespace: equal for processes that may map each other's arenas."""
     processes = f"{_PROCESSES.stat().st_dev}:{_PROCESSES.stat().st_ino}" if _PROCESSES.exists() else ""

@@ -104,6 +104,10 @@ class DirectCommunicator(SocketCommunicator):
         super()._disconnect(reason)
         self._direct.release()
 
+    def release(self) -> None:
+        """Lets go of all arenas, when the communicator has ended and nothing runs on it."""
+        self._direct.release()
+
     def set_timeout(self, seconds: float) -> None:
         """Sets how long an exchange may take from now on, in seconds."""
         super().set_timeout(seconds)

@@ -120,6 +120,11 @@ class OrderedCommunicator(Closable, ABC):
     @abstractmethod
     def _refuse(self, error: BaseException) -> None: ...
 
+    def drain(self) -> None:
+        """Returns when all that was issued has run, well or not."""
+        if not self._queue.is_own_thread():
+            self._queue.drain()
+
     def settle(self) -> None:
         """Returns when all that was issued has run; raises the first failure that nobody has seen."""
         self._queue.close()

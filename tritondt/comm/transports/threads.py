@@ -28,7 +28,7 @@ from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.registry import World
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.turns import Participant, TurnScheduler
-from tritondt.comm.work import IssueQueue, Run, Work
+from tritondt.comm.work import QUEUE_THREAD, IssueQueue, Run, Work
 from tritondt.errors import PeerError, WorldError
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
@@ -71,7 +71,7 @@ class TurnQueue(IssueQueue):
         self._waiting.append((work, run))
         if self._participant is None:
             self._participant = self._scheduler.join(self._owner.rank)
-            threading.Thread(target=self._serve, args=(self._participant,), name="queue", daemon=True).start()
+            threading.Thread(target=self._serve, args=(self._participant,), name=QUEUE_THREAD, daemon=True).start()
 
     def _serve(self, participant: Participant) -> None:
         participant.may_run.acquire()

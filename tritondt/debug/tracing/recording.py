@@ -23,6 +23,7 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports import base
 from tritondt.comm.transports.base import PackedCommunicator
+from tritondt.comm.work import QUEUE_THREAD
 from tritondt.debug.tracing.explanations import Compiled, explained
 from tritondt.debug.tracing.flat_lists import messages_of_rank, rows
 from tritondt.debug.tracing.record import RankRecord, Redistribution, Span
@@ -226,7 +227,7 @@ class Recording:
         return recorded
 
     def _exchange_of(self, communicator: PackedCommunicator) -> Callable[..., None]:
-        exchange, is_own_thread, rank = communicator._exchange, communicator._queue.is_own_thread, communicator._rank
+        exchange, rank = communicator._exchange, communicator._rank
         add, now, ident, threads, sites = self._adder(), monotonic_ns, threading.get_ident, self._threads, self._sites
 
         def recorded(sources: Any, targets: Any, transfer: Transfer, site: int) -> None:
@@ -237,7 +238,7 @@ class Recording:
                 add("exchange", transfer, started)
                 thread = ident()
                 threads[thread] = rank
-                if is_own_thread():
+                if threading.current_thread().name == QUEUE_THREAD:  # not who waits, and runs the queue meanwhile
                     self._queues.add(thread)
                 if transfer.description not in sites:
                     sites[transfer.description] = communicator._recorder.site_text(site) if site >= 0 else ""
