@@ -289,7 +289,7 @@ def is_group_empty(group: int) -> bool:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_no_process_is_left_behind(tmp_path, number, status):
     process = start_demo(tmp_path)
     process.send_signal(number)
