@@ -171,6 +171,7 @@ def test_pictures_of_tensors_are_printed(capsys: pytest.CaptureFixture[str]) -> 
     assert "0" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the docstrings of torch 2.13 are counted")
 def test_nine_in_ten_of_what_torch_describes_have_a_test() -> None:
     debug = pytest.importorskip("torch.distributed.tensor.debug", exc_type=ImportError)  # it imports NumPy
     modules: list[ModuleType] = [
