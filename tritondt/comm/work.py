@@ -261,9 +261,8 @@ class ThreadQueue(IssueQueue):
     def __init__(self) -> None:
         super().__init__()
         self._items: deque[tuple[Work, Run]] = deque()
-        self._tokens: SimpleQueue[bool] = (
-            SimpleQueue()
-        )  # one for each item, which somebody else may have run; False ends
+        # One for each item, which somebody else may have run by then; False ends the thread.
+        self._tokens: SimpleQueue[bool] = SimpleQueue()
         self._serving = threading.Lock()  # while the oldest item is taken and run
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None

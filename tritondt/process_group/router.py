@@ -238,7 +238,7 @@ class Router:
         self.gloo.abort()
 
     def close(self) -> None:
-        """Waits for what is under way on NCCL, and ends."""
+        """Waits for what is under way on NCCL and in shared memory, and ends."""
         self._end()
         for nccl_group in self._nccl_groups.values():
             nccl_group.close()

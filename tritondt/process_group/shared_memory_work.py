@@ -1,4 +1,4 @@
-"""Works of collectives of tensors on the CPU: one that runs in a communicator's thread, and one that has run."""
+"""Works of collectives of tensors on the CPU: one that has run, and one that runs in a queue."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -15,12 +15,27 @@ from tritondt.errors import PeerError
 _NO_TIMEOUT = timedelta(0)  # as torch says it
 
 
-class FinishedWork(Work):
-    """A collective that has run, and its results."""
+class _WorkOfTensors(Work):
+    """A collective of all ranks, and the tensors that it writes."""
 
     def __init__(self, results: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._results = results
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that are written."""
+        return list(self._results)
+
+    def _source_rank(self) -> int:
+        return -1
+
+    def source_rank(self) -> int:
+        """-1: no message of one rank."""
+        return -1
+
+
+class FinishedWork(_WorkOfTensors):
+    """A collective that has run, and its results."""
 
     def is_completed(self) -> bool:
         """True."""
@@ -43,30 +58,19 @@ class FinishedWork(Work):
     def block_current_stream(self) -> None:
         """Nothing."""
 
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that are written."""
-        return list(self._results)
-
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of tensors that are written."""
         future = torch.futures.Future[Any]()
         future.set_result(list(self._results))
         return future
 
-    def _source_rank(self) -> int:
-        return -1
 
-    def source_rank(self) -> int:
-        """-1: no message of one rank."""
-        return -1
-
-
-class SharedMemoryWork(Work):
+class SharedMemoryWork(_WorkOfTensors):
     """A collective, its results when it has run, and its error where it failed."""
 
     def __init__(self, text: str, results: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._text, self._results = text, list(results)
+        super().__init__(list(results))
+        self._text = text
         self._error: BaseException | None = None
         self.issued: QueuedWork | None = None  # what runs it, once it is issued
         self._has_run, self._future_lock = threading.Event(), threading.Lock()
@@ -130,10 +134,6 @@ class SharedMemoryWork(Work):
         """Waits."""
         self.wait()
 
-    def result(self) -> list[torch.Tensor]:
-        """The tensors that are written."""
-        return list(self._results)
-
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of tensors that are written."""
         with self._future_lock:
@@ -143,10 +143,3 @@ class SharedMemoryWork(Work):
         if self._has_run.is_set():
             self._settle()
         return future
-
-    def _source_rank(self) -> int:
-        return -1
-
-    def source_rank(self) -> int:
-        """-1: no message of one rank."""
-        return -1
