@@ -17,6 +17,7 @@ import select
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 NO_LINK = 77
@@ -72,6 +73,13 @@ def _enter(process: int) -> None:
             raise OSError(ctypes.get_errno(), f"process {process} has a network that cannot be entered")
 
 
+def _record(folder: Path, directions: Sequence[Direction]) -> None:
+    """Writes the counts; at one go, since this process is killed at any time when its hosts end."""
+    draft = folder / "carried-draft"
+    draft.write_text(f"{sum(each.num_taken for each in directions)} {sum(each.num_lost for each in directions)}")
+    draft.replace(folder / "carried")
+
+
 def main() -> int:
     """Carries packets for good; the exit status where there is no device."""
     parser = argparse.ArgumentParser(prog="python -m tests.harness.slow_link", description=__doc__)
@@ -89,15 +97,14 @@ def main() -> int:
         sys.stderr.write(f"no TUN device: {error}\n")
         return NO_LINK
     directions = (Direction(own, other, asked), Direction(other, own, asked))
-    (asked.folder / "carried").write_text("0 0")
+    _record(asked.folder, directions)
     while True:
         due = [left for direction in directions if (left := direction.deliver()) is not None]
         readable, _, _ = select.select([own, other], [], [], min(due, default=None))
         for direction in directions:
             if direction.source in readable:
                 direction.take()
-                counts = (sum(each.num_taken for each in directions), sum(each.num_lost for each in directions))
-                (asked.folder / "carried").write_text("{} {}".format(*counts))
+                _record(asked.folder, directions)
 
 
 if __name__ == "__main__":
