@@ -1,7 +1,9 @@
 """Collectives of tensors on the CPU through shared memory: which run there, their bits, order, failures and ends."""
 
 import os
+import re
 import signal
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -68,6 +70,33 @@ def test_what_runs_there_and_what_on_gloo(ranks: GlooRanks) -> None:
         on_gloo = [name for name, count in found.items() if count == 0]
         assert on_gloo == ["all_reduce, band"]
         assert set(found.values()) == {0, 1}
+
+
+def reduce_where_one_rank_names_gloo(rank: int) -> tuple[list[str], bool]:
+    """The warnings of a group that one rank does not want in shared memory, and whether it got its memory."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if rank == 2:
+            patch.setenv("TRITONDT_TRANSPORT", "gloo")
+        else:
+            patch.delenv("TRITONDT_TRANSPORT", raising=False)
+        group = dist.new_group(backend="tritondt")
+    dist.all_reduce(reduced := own(rank), group=group)
+    torch.testing.assert_close(reduced, own(0) * 10, rtol=0, atol=0)
+    has_memory = group._router._shared_memory is not None
+    dist.destroy_process_group(group)
+    return [str(each.message) for each in found if "Gloo" in str(each.message)], has_memory
+
+
+def test_all_ranks_use_gloo_where_one_names_it(ranks: GlooRanks) -> None:
+    told = (
+        r"collectives of process group \d+ on the CPU go over Gloo: TRITONDT_TRANSPORT names sockets or gloo on ranks "
+        r"\[2\], and shared memory takes all ranks; set it alike on all of them"
+    )
+    for rank, (messages, has_memory) in enumerate(ranks.run(reduce_where_one_rank_names_gloo, timeout_s=100)):
+        assert not has_memory
+        assert len(messages) == (0 if rank == 2 else 1), messages
+        assert all(re.fullmatch(told, message) for message in messages), messages
 
 
 def random_terms(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:

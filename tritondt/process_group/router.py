@@ -1,6 +1,7 @@
 """The transport of a process group's operations: NCCL for tensors on a GPU, for others Gloo or shared memory."""
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
@@ -61,6 +62,28 @@ def _in_range(kind: Kind, run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*arguments)
 
 
+# What the ranks of a group write in its store: whether they move tensors on the CPU through shared memory.
+_MEMORY, _GLOO = "memory", "gloo"
+
+
+def _wish(rank: int) -> str:
+    return f"tritondt/wish/{rank}"
+
+
+def _all_want_memory(store: "dist.Store", name: str, ranks: Sequence[int]) -> bool:
+    """Whether all ranks of a group want shared memory; a RuntimeWarning names those that do not."""
+    wishes = store.multi_get([_wish(place) for place in range(len(ranks))])
+    others = [rank for rank, wish in zip(ranks, wishes, strict=True) if wish.decode() != _MEMORY]
+    if others:
+        warnings.warn(
+            f"collectives of {name} on the CPU go over Gloo: TRITONDT_TRANSPORT names sockets or gloo on ranks "
+            f"{others}, and shared memory takes all ranks; set it alike on all of them",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return not others
+
+
 class Router:
     """The choice between Gloo and NCCL for one rank of a process group.
 
@@ -77,6 +100,10 @@ class Router:
         self.name = f"process group {self.group_id}{'' if making == 1 else f', made again ({making})'}"
         self._device_types = device_types
         store = dist.PrefixStore(f"gloo/{making}", options.store)
+        wants_memory = size > 1 and environment.groups_share_memory()
+        store.set(
+            _wish(rank), _MEMORY if wants_memory else _GLOO
+        )  # before Gloo connects the ranks, so that all are there
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         # torch's own group over it, for it has methods that a Backend does not show.
         self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
@@ -84,7 +111,7 @@ class Router:
         self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._nccl_groups: dict[str, NcclGroup] = {}
         self._shared_memory: SharedMemoryGroup | None = None
-        if size > 1 and environment.groups_share_memory():
+        if wants_memory and _all_want_memory(store, self.name, self.ranks):
             self._shared_memory = SharedMemoryGroup(self.name, self.ranks, rank, self.timeout)
         self._num_forks, self._is_ended = _num_forks, False
         self._checked_forks = -1  # forks when a tensor on the CPU was last found to be one for Gloo
