@@ -101,9 +101,8 @@ class Router:
         self._device_types = device_types
         store = dist.PrefixStore(f"gloo/{making}", options.store)
         wants_memory = size > 1 and environment.groups_share_memory()
-        store.set(
-            _wish(rank), _MEMORY if wants_memory else _GLOO
-        )  # before Gloo connects the ranks, so that all are there
+        # Before Gloo connects the ranks: afterwards all wishes are there.
+        store.set(_wish(rank), _MEMORY if wants_memory else _GLOO)
         self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
         # torch's own group over it, for it has methods that a Backend does not show.
         self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
