@@ -54,6 +54,26 @@ def test_shapes_changed_in_place_on_and_under_moved_views(name, text):
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_a_diagonal_is_written_in_a_moved_view_whose_copy_lies_closer_than_it_did(dim):
+    """Torch writes it by steps through memory, of 5 elements here: of 3 in a copy of the 4 that were chosen."""
+
+    def function(x):
+        x.select(dim, 0).fill_diagonal_(10)
+        x.select(dim, 0).t().fill_diagonal_(11)
+        x.select(dim, 1).as_strided((2,), (x.stride((dim + 1) % 3),)).mul_(3)
+        return x
+
+    def body(rank):
+        equal(function(distribute(numbers(2, 2, 2), T.Mesh((2,)), f"S{dim}")), function(numbers(2, 2, 2)))
+        view = distribute(numbers(4, 3, 2), T.Mesh((2,)), "S1")[:, 1]
+        for sizes, steps in (((2,), (2,)), ((4, 2), (6, 6)), ((3,), (7,))):
+            with pytest.raises(T.PropagationError, match=r"had to move: size .* are not places of its own elements"):
+                view.as_strided(sizes, steps)
+
+    run_ranks(2, body)
+
+
 def test_a_list_with_a_moved_view_that_cannot_be_written_is_refused_before_any_of_it_is_written():
     def body(rank):
         x = distribute(numbers(4, 4), T.Mesh((2,)), "S1")

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from tritondt.dtensor.writes import MEMORY, memory_of
+from tritondt.dtensor.writes import MEMORY, NOTES_OF_VIEWS, memory_of
 from tritondt.errors import PropagationError
 
 
@@ -21,7 +21,7 @@ def deep_copy(distributed: Any, memo: dict[int, Any]) -> Any:
     attributes, memory = distributed.__dict__, memory_of(distributed)
     if distributed._base is not None:
         attributes.setdefault(MEMORY, memory)
-    made.__dict__.update(copy.deepcopy(attributes, memo))
+    made.__dict__.update(copy.deepcopy(_without_notes(attributes), memo))
     if distributed.grad is not None:
         made.grad = copy.deepcopy(distributed.grad, memo)
     return made
@@ -30,5 +30,10 @@ def deep_copy(distributed: Any, memo: dict[int, Any]) -> Any:
 def shallow_copy(distributed: Any) -> Any:
     """A tensor with the same memory and attributes, and without history."""
     made = type(distributed)(distributed._local_tensor, distributed._spec, requires_grad=distributed.requires_grad)
-    made.__dict__.update({**distributed.__dict__, MEMORY: memory_of(distributed)})
+    made.__dict__.update({**_without_notes(distributed.__dict__), MEMORY: memory_of(distributed)})
     return made
+
+
+def _without_notes(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that a copy has, too: autograd has recorded no views of it."""
+    return {name: value for name, value in attributes.items() if name not in NOTES_OF_VIEWS}

@@ -19,6 +19,7 @@ from tritondt.dtensor.pending import pending_class
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.tensor import DTensor, wrap
 from tritondt.dtensor.views.copied_views import copied_view_class, track_base
+from tritondt.dtensor.views.recorded_views import requires_grad_
 from tritondt.ops import propagator
 from tritondt.sharding.spec import DTensorSpec
 
@@ -35,6 +36,7 @@ def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec
 dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, keep_kinds, propagator)
 # Torch calls it for every operator; a static method saves a frame.
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
+DTensor.requires_grad_ = requires_grad_  # type: ignore[method-assign,assignment]
 let_composites_make_tensors(DTensor, wrap)
 
 # Where a graph breaks, torch.compile looks at every frame that runs, and would trace dispatch itself, operator by

@@ -18,6 +18,10 @@ import torch
 MEMORY = "_tritondt_memory"
 FORMER = "_tritondt_former_memory"
 ORIGIN = "_tritondt_origin"
+# There once autograd has recorded a view of it; and which operator changed its dims after that.
+RECORDED = "_tritondt_recorded_view"
+CHANGED = "_tritondt_changed_after_view"
+NOTES_OF_VIEWS = (RECORDED, CHANGED)
 # A storage's: how far its version was raised by copying a view again.
 _RENEWALS = "_tritondt_renewals"
 
@@ -139,7 +143,11 @@ class _References(list[weakref.ref[torch.Tensor]]):
 
 def lasting_attributes(distributed: Any) -> dict[str, Any]:
     """The attributes of a tensor, without those that hold in this process alone."""
-    return {name: value for name, value in distributed.__dict__.items() if name not in (MEMORY, FORMER, ORIGIN)}
+    return {
+        name: value
+        for name, value in distributed.__dict__.items()
+        if name not in (MEMORY, FORMER, ORIGIN, *NOTES_OF_VIEWS)
+    }
 
 
 def held_local(distributed: Any) -> torch.Tensor:

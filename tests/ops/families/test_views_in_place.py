@@ -1,5 +1,7 @@
 """squeeze_, unsqueeze_, t_ and transpose_: the same tensor under another shape, aliases and all."""
 
+import copy
+
 import pytest
 import torch
 
@@ -71,5 +73,27 @@ def test_a_tensor_whose_views_take_gradients_keeps_its_dims(text):
             other.t_()
         assert (other.shape, kept.shape) == ((3, 2), (3,))
         (other.detach().clone().requires_grad_() * 1).t_().sum().backward()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("text", ["S0", "R"])
+def test_a_viewed_tensor_whose_dims_were_changed_takes_no_gradients(text):
+    """Torch would take its views' gradients of the other dims; of `v = x.movedim(-1, -1)` with an error of its own."""
+
+    def body(rank):
+        x = distribute(torch.arange(16.0).view(4, 4), T.Mesh((2,)), text)
+        row = x[1]
+        x.t_()
+        with pytest.raises(
+            T.PropagationError, match=r"had views when aten\.t_\.default changed its dims.*x\.detach\(\)"
+        ):
+            x.requires_grad_()
+        assert not x.requires_grad_(False).requires_grad
+        torch.testing.assert_close(whole(row), torch.arange(4.0, 8.0), rtol=0, atol=0)
+        for free in (x.detach(), copy.deepcopy(x), x.clone()):
+            (free.requires_grad_()[1] * 2).sum().backward()
+            assert free.grad is not None
+            torch.testing.assert_close(whole(free.grad), 2 * torch.eye(4)[1][:, None].expand(4, 4), rtol=0, atol=0)
 
     run_ranks(2, body)

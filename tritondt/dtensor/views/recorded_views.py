@@ -2,7 +2,7 @@
 
 Torch makes a view's gradient function again once its base was written to: for tensors without memory of their own by
 the view's operator on the base, which has other dims by then. Which views are alive is not alike on all ranks; whether
-one was ever recorded is.
+one was ever recorded is. A tensor without gradients may change, and may then not be told to take some.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import is_grad_enabled
 
+from tritondt.dtensor.writes import CHANGED, RECORDED
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.ops.rules.views import VIEW_OF
 
-# A tensor's attribute, there once autograd has recorded a view of it.
-_RECORDED = "_tritondt_recorded_view"
+_requires_grad_: Any = torch.Tensor.requires_grad_
 # Autograd records no view by it.
 _DETACH = torch.ops.aten.detach.default
 
@@ -32,10 +32,10 @@ def noting_views(schema: OpSchema, found: tuple[Any, Any], wrap: Callable[..., A
     def viewed(
         local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        # In this order: the second question takes 0.12 us of a distributed tensor, and backward need not ask it.
-        if is_grad_enabled() and args and (tensor := args[0]).requires_grad:
+        if is_grad_enabled() and args:
+            tensor = args[0]
             base = tensor._base
-            (tensor if base is None else base).__dict__[_RECORDED] = True
+            (tensor if base is None else base).__dict__[RECORDED] = True
         if spec is None:
             return run(local_args, local_kwargs, args, kwargs)
         return wrap(run(*local_args, **local_kwargs), spec)
@@ -48,12 +48,28 @@ def _checked(schema: OpSchema, run: Callable[..., Any]) -> Callable[..., Any]:
         local_args: Sequence[Any], local_kwargs: Mapping[str, Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         tensor = args[0]
-        if _RECORDED in tensor.__dict__ and tensor._base is None and tensor.requires_grad:
+        is_viewed = RECORDED in tensor.__dict__ and tensor._base is None
+        if is_viewed and tensor.requires_grad:
             raise PropagationError(
                 f"{schema.op} would change the dims of {tensor._spec}, which has views that take gradients: torch "
                 f"would take them again of the other dims; make a new tensor by {VIEW_OF[schema.op]}, or take such "
                 "views under no_grad or of x.detach()"
             )
-        return run(local_args, local_kwargs, args, kwargs)
+        result = run(local_args, local_kwargs, args, kwargs)
+        if is_viewed:
+            tensor.__dict__[CHANGED] = str(schema.op)
+        return result
 
     return reshape
+
+
+def requires_grad_(tensor: Any, requires_grad: bool = True) -> Any:
+    """`torch.Tensor.requires_grad_`; PropagationError where views would take gradients of dims that are no more."""
+    changed_by = tensor.__dict__.get(CHANGED)
+    if requires_grad and changed_by is not None:
+        raise PropagationError(
+            f"requires_grad_() of {tensor._spec}, which had views when {changed_by} changed its dims: torch would take "
+            "their gradients of the other dims; use x.detach().requires_grad_(), which has no such views, or take "
+            "them under no_grad or afterwards"
+        )
+    return _requires_grad_(tensor, requires_grad)

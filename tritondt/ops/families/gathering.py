@@ -1,7 +1,9 @@
 """Operators that run on gathered tensors only, each with the reason why no shard is enough."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -9,9 +11,9 @@ from torch._ops import OpOverload
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import replicate_all
 from tritondt.ops.propagation.propagator import propagator
-from tritondt.ops.propagation.schema import AxisStrategy, OpSchema, OutputSharding, Strategies
+from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSharding, Strategies
 from tritondt.sharding.placement import Partial, Replicate, Shard
-from tritondt.sharding.spec import TensorMeta
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 aten = torch.ops.aten
 
@@ -77,7 +79,7 @@ def strided(schema: OpSchema) -> OutputSharding:
     """
     spec = schema.args_spec[0]
     if all(isinstance(placement, Replicate) for placement in spec.placements):
-        return replicate_all(schema)
+        return replace(replicate_all(schema), local=_by_local_strides(schema.op, spec))
     first = 2 if schema.op is aten.as_strided_scatter.default else 1
     sizes, strides = schema.argument(first, "size"), schema.argument(first + 1, "stride")
     offset = schema.argument(first + 2, "storage_offset")
@@ -90,6 +92,56 @@ def strided(schema: OpSchema) -> OutputSharding:
             f"{prod(spec.shape)}: index it, or ask for x.full_tensor() and use that"
         )
     return replicate_all(schema)
+
+
+def _by_local_strides(op: OpOverload, spec: DTensorSpec) -> LocalOp:
+    """The operator on a local tensor that lies otherwise than the global one, as the copy of a moved view does.
+
+    Its memory begins with its own elements: the one offset that it takes is its own, which `fill_diagonal_` gives.
+    """
+    first = 2 if op is aten.as_strided_scatter.default else 1
+
+    def run(*args: Any) -> Any:
+        lies = args[0].stride()
+        if lies == spec.stride:
+            return op(*args)
+        sizes, strides, *offset = args[first:]
+        is_own = not offset or offset[0] in (None, args[0].storage_offset())
+        found = strides_in_copy(spec.shape, spec.stride, lies, sizes, strides) if is_own else None
+        if found is None:
+            raise PropagationError(
+                f"{op} of {spec} reads by places in memory, and this is a view of which the elements had to move: "
+                f"size {tuple(sizes)}, stride {tuple(strides)}, offset {offset[0] if offset else None} are not places "
+                "of its own elements, alike for all steps: index it, or ask for x.clone() and use that"
+            )
+        return op(*args[:first], sizes, found, *offset)
+
+    return run
+
+
+def strides_in_copy(
+    shape: Sequence[int], stride: Sequence[int], copied: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
+) -> list[int] | None:
+    """Steps through a tensor's memory as steps through that of a copy with strides `copied`.
+
+    None where a step is none along the tensor's dims, or steps together leave it.
+
+    >>> strides_in_copy((2, 2), (4, 1), (2, 1), (2,), (5,))  # the diagonal of x[:, 0, :], of 2 x 2 x 2 elements
+    [3]
+    """
+    outer_first = sorted(range(len(shape)), key=lambda dim: -stride[dim])
+    found, left = [], list(shape)
+    for size, step in zip(sizes, steps, strict=True):
+        in_copy, rest = 0, step
+        for dim in outer_first:
+            count = min(rest // stride[dim], shape[dim] - 1) if stride[dim] else 0
+            rest -= count * stride[dim]
+            in_copy += count * copied[dim]
+            left[dim] -= max(size - 1, 0) * count
+        if size > 1 and (rest or min(left, default=1) < 1):
+            return None
+        found.append(in_copy)
+    return found
 
 
 for _op in (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default):
