@@ -10,9 +10,10 @@ from typing import Any, TypeAlias, cast
 
 import torch
 from torch._ops import OpOverload
-from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
+from tritondt.ops.propagation.elementwise_strides import elementwise_strides
 from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, without_compiler
 from tritondt.ops.propagation.schema import OpSchema
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -220,11 +221,8 @@ def _elementwise_meta(schema: OpSchema) -> TensorMeta | None:
     if schema.op._schema.is_mutable:
         written = schema.args_spec[0]
         return written.tensor_meta if found is args[0] and written.shape == shape else None
-    whole = [_on_meta(spec).expand(shape) for spec in schema.args_spec]
-    # For torch a tensor is contiguous whatever the stride of a dim of length 1.
-    if all(tensor.is_contiguous() for tensor in whole):
-        return TensorMeta.contiguous(tuple(shape), found.dtype)
-    return TensorMeta(tuple(shape), tuple(compute_elementwise_output_strides(*whole)), found.dtype)
+    strides = elementwise_strides(tuple(shape), [_on_meta(spec) for spec in schema.args_spec])
+    return TensorMeta(tuple(shape), strides, found.dtype)
 
 
 def _run_on_meta(schema: OpSchema) -> Any:
