@@ -13,10 +13,11 @@ def take_scalars(module_name: str) -> None:
 
     It holds a scalar in an array of one dim, and NumPy from 2.4 on makes numbers of arrays without dims only.
     """
-    if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
+    # Imported with the kernel; it imports NumPy, which others need not have. What stands for a kernel and launches
+    # nothing, in benchmarks of the host's time, names no module.
+    interpreter: Any = sys.modules.get(module_name)
+    if interpreter is None or tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7):
         return
-    # Imported with the kernel; it imports NumPy, which others need not have.
-    interpreter: Any = sys.modules[module_name]
     patch = interpreter._patch_lang_tensor
 
     def patch_and_mend(tensor: Any, scope: Any) -> None:
