@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -131,6 +132,14 @@ def _context(preload: Sequence[str]) -> SpawnContext | ForkServerContext:
     # once and forks each rank from there, before any thread exists.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *preload])
+    # Ctrl-C reaches the server, too, which ignores it once it has imported, and prints a traceback before. It inherits
+    # the mask, and so do ranks, which ignore it anyway; here it arrives as soon as the server has been started.
+    resource_tracker.ensure_running()  # unblocks it where it starts
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
     return context
 
 
