@@ -38,3 +38,24 @@ def test_sizes_must_divide():
     result = run("--heads", "3")
     assert result.exit_code == 2
     assert "--heads 3 and --seq 8 must be multiples of --ranks 2" in result.output
+
+
+@pytest.mark.extended
+def test_fully_sharded_over_tensor_parallel_trains_as_torch_does():
+    from benchmarks.parallel.fully_sharded import fully_sharded  # noqa: PLC0415  imports the extra `cli`
+
+    sizes = ("--ranks", "4", "--tensor", "2", "--heads", "2", "--layers", "1", "--width", "8", "--seq", "8")
+    result = CliRunner().invoke(fully_sharded, [*sizes, "--batch", "4", "--rounds", "2", "--seconds", "0", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert (found["tensor"], found["loopback"]) == (2, [])
+    assert found["loss_max_abs_diff"] <= 1e-4
+    assert found["tritondt"]["sent_bytes_per_step"] > 0
+
+
+def test_ranks_must_be_multiples_of_those_that_share_tensors():
+    from benchmarks.parallel.fully_sharded import fully_sharded  # noqa: PLC0415  imports the extra `cli`
+
+    result = CliRunner().invoke(fully_sharded, ["--ranks", "4", "--tensor", "3"])
+    assert result.exit_code == 2
+    assert "--ranks 4 and --heads 8 must be multiples of --tensor 3" in result.output
