@@ -128,10 +128,10 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> None:
     traffic = count_ours(ours.step).of_all_ranks()
     theirs.step()
     loopbacks = tuple(count_loopback(trainer.step, 3) for trainer in (ours, theirs) if request.loopback)
-    times = time_interleaved([ours.step, theirs.step], request.rounds, request.budget_s)
+    times_of_ours, times_of_theirs = time_interleaved([ours.step, theirs.step], request.rounds, request.budget_s)
     differences = [abs(mine - other) for mine, other in zip(ours.losses, theirs.losses, strict=True)]
     if dist.get_rank() == 0:
-        send(Found(*times, traffic, loopbacks, max(differences)))
+        send(Found(times_of_ours, times_of_theirs, traffic, loopbacks, max(differences)))
 
 
 @click.command(context_settings={"show_default": True})
