@@ -87,15 +87,15 @@ class Trainer:
     def __init__(
         self, request: Request, mesh: T.DeviceMesh, fully_shard: Callable[..., Any], styles: ModuleType, placements: Any
     ) -> None:
-        is_cut = request.num_tensor > 1
-        self._model = make_gpt(request.sizes, seed=0, split=is_cut)
-        if is_cut:
+        is_tensor_parallel = request.num_tensor > 1
+        self._model = make_gpt(request.sizes, seed=0, split=is_tensor_parallel)
+        if is_tensor_parallel:
             styles.parallelize_module(self._model, mesh["tp"], make_plan(styles, placements))
-        data = mesh["dp"]
+        data_mesh = mesh["dp"]
         for block in self._model.blocks:
-            fully_shard(block, mesh=data)
-        fully_shard(self._model, mesh=data)
-        self._part, self._num_parts = data.get_local_rank(), data.size()
+            fully_shard(block, mesh=data_mesh)
+        fully_shard(self._model, mesh=data_mesh)
+        self._part, self._num_parts = data_mesh.get_local_rank(), data_mesh.size()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=True)
         self._batches = Batches(_BATCHES, request.batch, request.sizes.sequence, seed=0)
         self._positions = torch.arange(request.sizes.sequence)
@@ -178,15 +178,15 @@ def fully_sharded(
         )
 
 
-def _print_table(found: Found, other: str, console: Console) -> None:
-    table = Table("", "tritondt", other, "ratio")
+def _print_table(found: Found, name_of_theirs: str, console: Console) -> None:
+    table = Table("", "tritondt", name_of_theirs, "ratio")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, ours, theirs in (
+    for figure, ours, theirs in (
         ("step, median ms", found.ours.median, found.theirs.median),
         ("step, fastest ms", found.ours.fastest, found.theirs.fastest),
     ):
-        table.add_row(name, f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{ours / theirs:.3f}")
+        table.add_row(figure, f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{ours / theirs:.3f}")
     table.add_row("bytes sent a step, all ranks", f"{found.traffic.sent_bytes:,d}", "", "")
     if found.loopbacks:
         ours, theirs = (it.sent_bytes / it.num_calls for it in found.loopbacks)

@@ -80,7 +80,7 @@ def strided(schema: OpSchema) -> OutputSharding:
     spec = schema.args_spec[0]
     if all(isinstance(placement, Replicate) for placement in spec.placements):
         return replace(replicate_all(schema), local=_by_local_strides(schema.op, spec))
-    first = 2 if schema.op is aten.as_strided_scatter.default else 1
+    first = _place_of_size(schema.op)
     sizes, strides = schema.argument(first, "size"), schema.argument(first + 1, "stride")
     offset = schema.argument(first + 2, "storage_offset")
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) if all(sizes) else 0
@@ -94,20 +94,25 @@ def strided(schema: OpSchema) -> OutputSharding:
     return replicate_all(schema)
 
 
+def _place_of_size(op: OpOverload) -> int:
+    """The place of the argument `size`, behind the tensors; stride and offset follow."""
+    return 2 if op is aten.as_strided_scatter.default else 1
+
+
 def _by_local_strides(op: OpOverload, spec: DTensorSpec) -> LocalOp:
     """The operator on a local tensor that lies otherwise than the global one, as the copy of a moved view does.
 
     Its memory begins with its own elements: the one offset that it takes is its own, which `fill_diagonal_` gives.
     """
-    first = 2 if op is aten.as_strided_scatter.default else 1
+    first = _place_of_size(op)
 
     def run(*args: Any) -> Any:
-        lies = args[0].stride()
-        if lies == spec.stride:
+        local_strides = args[0].stride()
+        if local_strides == spec.stride:
             return op(*args)
         sizes, strides, *offset = args[first:]
         is_own = not offset or offset[0] in (None, args[0].storage_offset())
-        found = strides_in_copy(spec.shape, spec.stride, lies, sizes, strides) if is_own else None
+        found = strides_in_copy(spec.shape, spec.stride, local_strides, sizes, strides) if is_own else None
         if found is None:
             raise PropagationError(
                 f"{op} of {spec} reads by places in memory, and this is a view of which the elements had to move: "
