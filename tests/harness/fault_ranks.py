@@ -12,10 +12,11 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections import Counter
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -44,6 +45,8 @@ PRELOADED = [
     "tests.harness.fault_ranks",
 ]
 _HOSTED_PORTS: list[int] = []
+# Starting a process polls all others, and of two threads that poll one at a time the later reads 255 for its status.
+_polling = threading.Lock()
 
 
 class FaultRanks:
@@ -116,7 +119,8 @@ class FaultRanks:
             with pytest.MonkeyPatch.context() as patch:
                 # Without it c10d takes a second to print the stack of each warning about a store that is gone.
                 patch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-                process.start()
+                with _polling:
+                    process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
@@ -142,8 +146,7 @@ class FaultRanks:
         try:
             return self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):  # a reset, where it left an order unread
-            self._processes[rank].join(1)
-            self._hung.append(f"rank {rank} is gone, with exit status {self._processes[rank].exitcode}")
+            self._hung.append(f"rank {rank} is gone, with exit status {_exit_status(self._processes[rank], 1)}")
             return None
 
     def _stacks_path(self, rank: int) -> Path:
@@ -156,22 +159,29 @@ class FaultRanks:
             self._hung.append(f"rank {rank} is gone")
 
     def _end_of(self, rank: int, status: int) -> None:
-        process = self._processes[rank]
-        process.join(max(self._deadline - time.monotonic(), 0))
-        if process.exitcode != status:
-            self._hung.append(f"rank {rank} has exit status {process.exitcode} instead of {status}")
+        found = _exit_status(self._processes[rank], max(self._deadline - time.monotonic(), 0))
+        if found != status:
+            self._hung.append(f"rank {rank} has exit status {found} instead of {status}")
 
     def _end(self) -> None:
         for process in self._processes:
-            if process.is_alive():
+            if _exit_status(process, 0) is None:
                 process.kill()
-            process.join()
+            _exit_status(process, None)
             process.close()
         for pipe in self._pipes:
             pipe.close()
         self._processes.clear()
         self._pipes.clear()
         self._hung.clear()
+
+
+def _exit_status(process: Any, timeout_s: float | None) -> int | None:
+    """The exit status of a process, None where it has not ended in time."""
+    wait([process.sentinel], timeout_s)
+    with _polling:
+        status: int | None = process.exitcode
+    return status
 
 
 class _Place(NamedTuple):
