@@ -64,9 +64,9 @@ class DTensorLearner:
         enter: Callable[[Phase], None] = ignore,
     ) -> None:
         self._laid_out, self._enter, self._largest_norm = laid_out, enter, experiment.largest_norm
-        self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=experiment.learning_rate, foreach=True)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, experiment.rate_factor)
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=experiment.learning_rate, foreach=True)
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, experiment.rate_factor)
         sequence = experiment.model.sequence
         positions = torch.arange(sequence)
         self._positions = positions if laid_out is None else laid_out.own_positions(positions)
@@ -77,8 +77,8 @@ class DTensorLearner:
         with nullcontext() if self._laid_out is None else self._laid_out.context():
             loss = self._loss_with_gradients(index)
         self._enter("gradients")
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._largest_norm, foreach=True)
-        self._optimizer.step()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._largest_norm, foreach=True)
+        self.optimizer.step()
         self._schedule.step()
         loss = loss.full_tensor() if isinstance(loss, T.DTensor) else loss
         return (loss if self._laid_out is None else self._laid_out.mean(loss)).item()
@@ -92,11 +92,11 @@ class DTensorLearner:
             tokens, following = laid_out.own_part(tokens), laid_out.own_part(following)
             # Gradients are means over the parts of the batch, which need not be equally long.
             num_tokens /= laid_out.num_parts
-        logits = self._model(tokens, self._positions)
+        logits = self.model(tokens, self._positions)
         answers = following if laid_out is None else laid_out.by_position(following)
         # A mean would have the ranks agree first on how many bytes there are.
         loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten(), reduction="sum") / num_tokens
         self._enter("backward")
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         loss.backward()
         return loss.detach()
