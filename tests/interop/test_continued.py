@@ -1,4 +1,4 @@
-"""Training of the demo, saved under each of its ways to use the ranks, goes on bit for bit on as many ranks or others."""
+"""The demo's training, saved with any --parallel, goes on bit for bit on as many ranks and on others."""
 
 from collections.abc import Callable
 from copy import deepcopy
