@@ -7,8 +7,8 @@ take turns, call by call, and a round is the mean of so many calls of each as fi
 up to 30 % apart, and the fastest of 25 of them 10 %. Their fastest rounds, each as long as its slowest rank, may differ
 by 5 % where the bare loop takes 5 ms or more. The bare loop has two turns, as if it were two loops: where these differ
 by more than half of that, the machine and not the harness would decide. A case that does not agree is measured again,
-and judged by the fastest of all its rounds so far: what the machine adds gets less with each, what the harness adds stays.
-Status 1 where a case differs at the end, or is undecided.
+and judged by the fastest of all its rounds so far: what the machine adds gets less with each, what the harness adds
+stays. Status 1 where a case differs at the end, or is undecided.
 """
 
 from __future__ import annotations
