@@ -46,6 +46,7 @@ for step in range(first, NUM_STEPS):
     if (step + 1) % SAVE_EVERY == 0:
         checkpoints.save(state(), step + 1)
 if dist.get_rank() == 0:
-    print(f"steps {first} to {NUM_STEPS} on {dist.get_world_size()} ranks, loss {loss.item():.6f}")
+    end = f"loss {loss.item():.6f}" if first < NUM_STEPS else "trained before"
+    print(f"steps {first} to {NUM_STEPS} on {dist.get_world_size()} ranks, {end}")
 T.close()
 dist.destroy_process_group()

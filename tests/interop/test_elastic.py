@@ -80,10 +80,12 @@ def test_a_killed_training_goes_on_with_as_many_ranks_and_with_others(tmp_path: 
         ("unbroken", "", 3, 0),
         ("killed", "", 3, KILLED_AT),
         *((name, "killed", num_ranks, 0) for name, num_ranks in goes_on.items()),
+        ("ended before", "unbroken", 2, 0),
     )
     for name, num_ranks in goes_on.items():
         printed = (tmp_path / name / "rank-0.txt").read_text()
         assert re.search(rf"steps (5|10|15) to 20 on {num_ranks} ranks", printed), printed
+    assert "steps 20 to 20 on 2 ranks, trained before" in (tmp_path / "ended before" / "rank-0.txt").read_text()
     expected = trained(tmp_path / "unbroken")
     assert_close(trained(tmp_path / "same"), expected, rtol=0, atol=0)
     for name in ("fewer", "more"):
