@@ -80,9 +80,13 @@ def _of_collectives(found: Mapping[str, Any]) -> Iterator[Point]:
                 )
 
 
+def _count(results: Mapping[str, Any]) -> str:
+    return "1 result" if len(results) == 1 else f"{len(results)} results"
+
+
 def report_page(results: Mapping[str, Mapping[str, Any]], skipped: Mapping[str, str]) -> str:
     """The page of results by the name of their files; `skipped` says why other files are not in it."""
-    body = [f"<p>{len(results)} results. GB/s are nccl-tests' bus bandwidth; only right results are drawn.</p>"]
+    body = [f"<p>{_count(results)}. GB/s are nccl-tests' bus bandwidth; only right results are drawn.</p>"]
     for name, found in results.items():
         body += _section(name, found)
     if skipped:
@@ -204,7 +208,7 @@ def report(folder: Path, out: Path | None) -> None:
             f"{folder} has no result of bench --json among {len(skipped)} files that end in .json; nothing is written"
         )
     path.write_text(report_page(results, skipped), encoding="utf-8")
-    click.echo(f"{path}: {len(results)} results" + (f", {len(skipped)} files left out" if skipped else ""))
+    click.echo(f"{path}: {_count(results)}" + (f", {len(skipped)} files left out" if skipped else ""))
 
 
 def _checked(file: Path) -> Mapping[str, Any]:
