@@ -87,7 +87,9 @@ def commands_of(python: str, torch: str, folder: Path, uv: str | None) -> list[l
     """What makes a virtual environment: by uv, or by Python's own venv and pip."""
     inside = str(folder / "bin" / "python")
     make = [uv, "venv", "--python", python, str(folder)] if uv else [python, "-m", "venv", str(folder)]
-    install = [uv, "pip", "install", "--quiet", "--python", inside] if uv else [inside, "-m", "pip", "install", "-qq"]
+    # Tests write no bytecode: were none installed, as pip does, each process would compile torch for 20 s.
+    by_uv = [str(uv), "pip", "install", "--quiet", "--compile-bytecode", "--python", inside]
+    install = by_uv if uv else [inside, "-m", "pip", "install", "-qq"]
     # torch goes first: the extension is built without isolation, and says what is missing. The setuptools that venv
     # brings reads no licence as pyproject.toml has it.
     return [
