@@ -6,9 +6,8 @@ Both call Gloo on the same tensors through the same group, whose connections are
 take turns, call by call, and a round is the mean of so many calls of each as fill a fifth of a second: single calls are
 up to 30 % apart, and the fastest of 25 of them 10 %. Their fastest rounds, each as long as its slowest rank, may differ
 by 5 % where the bare loop takes 5 ms or more. The bare loop has two turns, as if it were two loops: where these differ
-by more than half of that, the machine and not the harness would decide. A case that does not agree is measured again,
-and judged by the fastest of all its rounds so far: what the machine adds gets less with each, what the harness adds
-stays. Status 1 where a case differs at the end, or is undecided.
+by more than half of that, the machine and not the harness would decide, and the case is measured again. Status 1 where
+a case differs, or stays undecided.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import permutations
 from typing import Any
 
@@ -47,11 +46,11 @@ _WARM_UP_CALLS, _ROUND_S = 5, 0.2
 
 @dataclass(frozen=True)
 class Found:
-    """Fastest of all rounds of a case so far, in seconds of a call on the slowest rank; the bare loop has two turns."""
+    """Fastest rounds of one case, in seconds of a call on the slowest rank; the bare loop has two turns."""
 
     collective: str
     size: int
-    rounds: int
+    attempt: int
     calls_a_round: int
     harness_s: float
     bare_s: float
@@ -76,31 +75,20 @@ class Found:
             return "undecided"
         return "agrees" if abs(self.difference) <= _LIMIT else "differs"
 
-    def with_rounds_of(self, earlier: Found) -> Found:
-        """This case with an earlier measurement of it: a side's time is the faster of the two."""
-        return replace(
-            self,
-            rounds=self.rounds + earlier.rounds,
-            harness_s=min(self.harness_s, earlier.harness_s),
-            bare_s=min(self.bare_s, earlier.bare_s),
-            bare_again_s=min(self.bare_again_s, earlier.bare_again_s),
-        )
-
 
 def measure(send: Callable[[object], None], rounds: int, attempts: int) -> None:
-    """Measures every case on a rank, `attempts` times until it agrees, and sends each Found from rank 0."""
+    """Measures every case on a rank, until it is decided, and sends each Found from rank 0."""
     for name in COLLECTIVES:
         for size in _SIZES:
-            found = _measure(name, parse_bytes(size), rounds)
             for attempt in range(1, attempts + 1):
+                found = _measure(name, parse_bytes(size), attempt, rounds)
                 if dist.get_rank() == 0:
                     send(found)
-                if found.verdict in ("agrees", "not judged") or attempt == attempts:
+                if found.verdict != "undecided":
                     break
-                found = _measure(name, parse_bytes(size), rounds).with_rounds_of(found)
 
 
-def _measure(name: str, size: int, rounds: int) -> Found:
+def _measure(name: str, size: int, attempt: int, rounds: int) -> Found:
     """A case on a group of its own; a collective call with one result."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     case = make_case(name, num_ranks, ("float", 4), "sum", 0, size, 0.0)
@@ -117,7 +105,7 @@ def _measure(name: str, size: int, rounds: int) -> Found:
     seconds = _seconds(turns, rounds, calls)
     gc.enable()
     dist.destroy_process_group(group)
-    return Found(name, case.size, rounds, calls, *seconds.min(dim=1).values.tolist())
+    return Found(name, case.size, attempt, calls, *seconds.min(dim=1).values.tolist())
 
 
 def _calls_a_round(warm_up: torch.Tensor) -> int:
@@ -157,7 +145,7 @@ def bare_loop(name: str, x: torch.Tensor, out: torch.Tensor, group: dist.Process
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(2), default=2, help="Processes to start.")
 @click.option("--rounds", type=click.IntRange(2), default=25, help="Rounds of each case.")
-@click.option("--attempts", type=click.IntRange(1), default=5, help="Measurements of a case that does not agree.")
+@click.option("--attempts", type=click.IntRange(1), default=5, help="Measurements of a case that stays undecided.")
 @json_option
 def main(ranks: int, rounds: int, attempts: int, json_to: str | None) -> None:
     """Time Gloo by the benchmark's harness and by a bare loop, in turns."""
@@ -166,8 +154,7 @@ def main(ranks: int, rounds: int, attempts: int, json_to: str | None) -> None:
     def add(message: object) -> None:
         assert isinstance(message, Found), f"ranks send cases, not {message!r}"
         found.append(message)
-        text = f"{message.collective:<11} {bytes_text(message.size):>5}  of {message.rounds:3} rounds"
-        text += f"  harness {message.harness_s * 1e3:8.2f} ms"
+        text = f"{message.collective:<11} {bytes_text(message.size):>5}  harness {message.harness_s * 1e3:8.2f} ms"
         text += f"  bare loop {message.bare_s * 1e3:8.2f} ms  {message.difference:+6.1%}"
         click.echo(f"{text}  bare loop again {message.noise:+6.1%}  {message.verdict}", err=is_printed(json_to))
 
