@@ -3,11 +3,11 @@
 python -m benchmarks.collectives.bare_loop [--ranks N] [--rounds N] [--attempts N] [--json [FILE]]
 
 Both call Gloo on the same tensors through the same group, whose connections are as fast for one as for the other. They
-take turns, call by call, and a round is the mean of so many calls of each as fill a fifth of a second: single calls are
-up to 30 % apart, and the fastest of 25 of them 10 %. Their fastest rounds, each as long as its slowest rank, may differ
-by 5 % where the bare loop takes 5 ms or more. The bare loop has two turns, as if it were two loops: where these differ
-by more than half of that, the machine and not the harness would decide, and the case is measured again. Status 1 where
-a case differs, or stays undecided.
+take turns, call by call, in orders drawn at random. A round is the mean of so many calls of each as fill 1.5 seconds:
+single calls are up to 30 % apart, and the fastest of 25 rounds of a fifth of a second up to 10 %. Their fastest rounds,
+each as long as its slowest rank, may differ by 5 % where the bare loop takes 5 ms or more. The bare loop has two turns,
+as if it were two loops: where these differ by more than half of that, the machine and not the harness would decide, and
+the case is measured again. Status 1 where a case differs, or stays undecided.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import permutations
 from typing import Any
 
 import click
@@ -29,7 +28,7 @@ from tritondt.cli.bench.collective.case import make_case
 from tritondt.cli.bench.collective.data import given
 from tritondt.cli.bench.collective.sides import Call
 from tritondt.cli.bench.collective.sizes import bytes_text, parse_bytes
-from tritondt.cli.bench.harness import timed
+from tritondt.cli.bench.harness import timed, turns
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
@@ -41,7 +40,7 @@ _SIZES = ("16M", "64M")
 # A case that is judged, how far harness and loop may be apart, and how far the loop may be from itself.
 _JUDGED_S, _LIMIT, _LIMIT_OF_NOISE = 5e-3, 0.05, 0.025
 # Calls of each side before the first round, and how long a round's calls of one side are to take together.
-_WARM_UP_CALLS, _ROUND_S = 5, 0.2
+_WARM_UP_CALLS, _ROUND_S = 5, 1.5
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,11 @@ def _measure(name: str, size: int, attempt: int, rounds: int) -> Found:
     x = given(case, rank)
     out = x if name != "all_gather" else torch.empty(case.total)
     run = backends.bind(Call(case, rank, x, out, name != "all_gather", group))
-    turns = (lambda: timed(run)), bare_loop(name, x, out, group), bare_loop(name, x, out, group)
+    sides = (lambda: timed(run)), bare_loop(name, x, out, group), bare_loop(name, x, out, group)
     gc.collect()
     gc.disable()  # as the benchmark does
-    calls = _calls_a_round(_seconds(turns, 1, _WARM_UP_CALLS))
-    seconds = _seconds(turns, rounds, calls)
+    calls = _calls_a_round(_seconds(sides, 1, _WARM_UP_CALLS))
+    seconds = _seconds(sides, rounds, calls)
     gc.enable()
     dist.destroy_process_group(group)
     return Found(name, case.size, attempt, calls, *seconds.min(dim=1).values.tolist())
@@ -113,14 +112,12 @@ def _calls_a_round(warm_up: torch.Tensor) -> int:
     return max(1, math.ceil(_ROUND_S / float(warm_up.min())))
 
 
-def _seconds(turns: Sequence[Callable[[], float]], rounds: int, calls: int) -> torch.Tensor:
+def _seconds(sides: Sequence[Callable[[], float]], rounds: int, calls: int) -> torch.Tensor:
     """Seconds of a mean call of each side (dim 0) in each round (dim 1), of the slowest rank; a collective call."""
-    seconds = torch.zeros(len(turns), rounds, calls, dtype=torch.float64)
-    orders = list(permutations(range(len(turns))))
-    for number in range(rounds):
-        for call in range(calls):
-            for which in orders[(number * calls + call) % len(orders)]:
-                seconds[which, number, call] = turns[which]()
+    seconds = torch.zeros(len(sides), rounds, calls, dtype=torch.float64)
+    for place, order in zip(range(rounds * calls), turns(len(sides)), strict=False):
+        for which in order:
+            seconds[which, place // calls, place % calls] = sides[which]()
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     return seconds.mean(dim=2)
 

@@ -20,22 +20,38 @@ def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable
         take_scalars(type(kernel).__module__)
         interpreted: Callable[..., None] = kernel[grid]
         return lambda arguments, _: interpreted(*arguments)
-    watched, run = compiled[grid], compiled.run
-    function, metadata = compiled.function, compiled.packed_metadata
-
-    x, y, z = grid
+    watched, unwatched, runtime = compiled[grid], _without_hooks(compiled, grid), knobs.runtime
 
     def launch(arguments: tuple[Any, ...], stream: int | None) -> None:
-        if stream is None or _has_hooks():
+        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+        # A function, or a chain of Triton's with one in it.
+        if stream is None or getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
             watched(*arguments, stream=stream)
         else:
-            run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+            unwatched(arguments, stream)
 
     return launch
 
 
-def _has_hooks() -> bool:
-    """Whether something is to be called before or after a launch: a function, or a chain of Triton's with one in it."""
-    runtime = knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+def _without_hooks(compiled: Any, grid: tuple[int, int, int]) -> Callable[[tuple[Any, ...], int], None]:
+    """Launches without hooks, by what Triton's launcher calls once it has allocated scratch memory, if there is none.
+
+    Its way there takes 1 us, for a function that it defines anew each time. Up to Triton 3.6 what it calls takes the
+    kernel's arguments one by one, and from 3.7 on in a tuple, with what they are.
+    """
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    x, y, z = grid
+    if any(getattr(run, name, True) for name in _SCRATCH) or getattr(run, "gsan_enabled", False):
+        return lambda arguments, stream: run(x, y, z, stream, function, metadata, None, None, None, *arguments)
+    start, is_cooperative, is_dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
+    on = function, is_cooperative, is_dependent
+    if hasattr(run, "kernel_signature"):
+        described = run.arg_annotations, run.kernel_signature
+        return lambda arguments, stream: start(
+            x, y, z, stream, *on, metadata, None, None, None, None, None, *described, arguments
+        )
+    return lambda arguments, stream: start(x, y, z, stream, *on, None, None, metadata, None, None, None, *arguments)
+
+
+# Bytes of scratch memory that a launch is to allocate.
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")

@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from contextvars import ContextVar
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from triton import knobs
+from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
+from triton.runtime import _allocation
 from triton.runtime.driver import driver
 
 from tests.kernels.recording_driver import STREAM, RecordingDriver
@@ -18,6 +22,7 @@ from tritondt.kernels.gpu import device_table
 from tritondt.kernels.gpu.box_table import box_table, by_pointers
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copies, copy_boxes, copy_kernel
 from tritondt.kernels.gpu.device_table import Launch, Shared
+from tritondt.kernels.gpu.launcher import _without_hooks
 from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
 from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
 from tritondt.kernels.gpu.reduce_slots import ELEMENTS, reduce_kernel, reductions
@@ -122,6 +127,42 @@ def test_a_launch_on_a_device_goes_straight_to_the_launcher(recording, on_device
     assert found["table"] == on_device._cells.values.data_ptr()
     assert (found["grid"], found["stream"]) == ((1, 1, 1), STREAM)
     assert asked == []
+
+
+class Launcher(CudaLauncher):
+    """Triton's own launcher of a compiled kernel, whose part in C is a double that records what it is given."""
+
+    def __init__(self, *, scratch_bytes=0):
+        self.given = []
+        self.launch = lambda *given: self.given.append(given)
+        self.num_ctas, self.global_scratch_size, self.global_scratch_align = 1, scratch_bytes, 1
+        self.profile_scratch_size, self.profile_scratch_align = 0, 1
+        self.launch_cooperative_grid, self.launch_pdl, self.gsan_enabled = False, True, False
+        if "kernel_signature" in CudaLauncher.__init__.__code__.co_names:
+            self.arg_annotations, self.kernel_signature = ("annotations",), b"signature"
+
+
+def launched_by(launcher):
+    """A launch through `launcher` of this module, on a stream and with arguments that tell themselves apart."""
+    compiled = SimpleNamespace(run=launcher, function=5, packed_metadata=(4, 1, 0))
+    _without_hooks(compiled, (7, 8, 9))(("table", (1, 2), 3), STREAM)
+    (found,) = launcher.given
+    return found
+
+
+def test_what_triton_compiled_is_given_what_triton_gives_it(recording):
+    own, tritons = Launcher(), Launcher()
+    tritons(7, 8, 9, STREAM, 5, (4, 1, 0), None, None, None, "table", (1, 2), 3)
+    assert [launched_by(own)] == tritons.given
+
+
+def test_a_kernel_with_scratch_memory_is_launched_by_triton_which_allocates_it(recording, monkeypatch):
+    allocated = []
+    monkeypatch.setattr(
+        _allocation, "_allocator", ContextVar("allocator", default=lambda *given: allocated.append(given))
+    )
+    launched_by(Launcher(scratch_bytes=16))
+    assert allocated == [(7 * 8 * 9 * 16, 1, STREAM)]
 
 
 @pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
