@@ -129,11 +129,11 @@ def test_a_launch_on_a_device_goes_straight_to_the_launcher(recording, on_device
     assert asked == []
 
 
-class Launcher(CudaLauncher):
+class Launcher(CudaLauncher):  # type: ignore[misc]
     """Triton's own launcher of a compiled kernel, whose part in C is a double that records what it is given."""
 
     def __init__(self, *, scratch_bytes=0):
-        self.given = []
+        self.given: list[tuple[object, ...]] = []
         self.launch = lambda *given: self.given.append(given)
         self.num_ctas, self.global_scratch_size, self.global_scratch_align = 1, scratch_bytes, 1
         self.profile_scratch_size, self.profile_scratch_align = 0, 1
