@@ -11,7 +11,7 @@ The source of a copy is its only slot. Tensors are positions among the pointers 
 unit, or a group of units of one run; the groups of a run are its innermost loop.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -54,6 +54,30 @@ class BoxTable(NamedTuple):
     num_dims: int
     max_slots: int
     modes: int
+
+
+def chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
+    """Function from the addresses of all sources and all targets to those of the pointers in use, in their order.
+
+    IndexError where one is missing.
+
+    >>> chooser([Pointer(True, 0), Pointer(False, 1), Pointer(True, 1)])([10, 20], [30, 40])
+    (30, 20, 40)
+    """
+    # Two or three, as most tables have, without a comprehension, which takes 0.3 us more.
+    if [pointer.is_target for pointer in used] == [True, False]:
+        (_, target), (_, source) = used
+        return lambda source_ptrs, target_ptrs: (target_ptrs[target], source_ptrs[source])
+    if len(used) == 3:
+        (is_target_0, number_0), (is_target_1, number_1), (is_target_2, number_2) = used
+        return lambda source_ptrs, target_ptrs: (
+            (target_ptrs if is_target_0 else source_ptrs)[number_0],
+            (target_ptrs if is_target_1 else source_ptrs)[number_1],
+            (target_ptrs if is_target_2 else source_ptrs)[number_2],
+        )
+    return lambda source_ptrs, target_ptrs: tuple(
+        [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in used]
+    )
 
 
 def mode(kind: Kind, width: int) -> int:

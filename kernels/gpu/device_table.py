@@ -15,7 +15,7 @@ import torch
 from triton import FutureKernel
 
 from tritondt.kernels.boxes import SCALE_BYTES
-from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers
+from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers, chooser
 from tritondt.kernels.gpu.launcher import launcher
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
@@ -103,6 +103,7 @@ class Shared:
 
     def __init__(self, numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         self.values = torch.tensor(numbers, dtype=dtype).to(device)
+        self._number = self.values.device.index  # torch makes an object for every question
         self._streams: set[int] = set()
 
     def read_by_current_stream(self) -> int:
@@ -110,12 +111,11 @@ class Shared:
 
         torch.cuda makes an object of it only once: that takes as long as a launch.
         """
-        device = self.values.device
-        handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+        handle: int = torch._C._cuda_getCurrentRawStream(self._number)
         if torch._C._cuda_isCurrentStreamCapturing():
             _IN_GRAPHS.add(self)
         elif handle not in self._streams:
-            self.values.record_stream(torch.cuda.current_stream(device))
+            self.values.record_stream(torch.cuda.current_stream(self.values.device))
             self._streams.add(handle)
         return handle
 
@@ -184,7 +184,7 @@ class DeviceTable(ABC):
                 Pointer(number == 0, operand.tensor) for nest in nests for number, operand in enumerate(nest.operands)
             )
         )
-        self._used_of = _chooser(self._used)
+        self._used_of = chooser(self._used)
         self._variants: dict[tuple[int, ...], tuple[Launch, ...]] = {}
         self._aligned = self._variant((0,) * len(self._used)) if nests else ()
 
@@ -193,7 +193,8 @@ class DeviceTable(ABC):
 
         `num_threads` is for the CPU's tables, which this one stands in for.
         """
-        self.launch(*self.prepared(source_ptrs, target_ptrs))
+        launches, addresses = self.prepared(source_ptrs, target_ptrs)
+        self.launch(launches, addresses)
 
     def prepared(
         self, source_ptrs: Sequence[int], target_ptrs: Sequence[int]
@@ -203,7 +204,7 @@ class DeviceTable(ABC):
             addresses = self._used_of(source_ptrs, target_ptrs)
         except IndexError:
             raise self._missing(source_ptrs, target_ptrs) from None
-        if not reduce(or_, addresses, 0) % WIDEST and all(addresses):
+        if not reduce(or_, addresses, 0) % WIDEST and 0 not in addresses:
             return self._aligned, addresses
         behind = tuple([address % WIDEST for address in addresses])
         launches = self._variants.get(behind)
@@ -312,19 +313,6 @@ class DeviceTable(ABC):
         """Tuned choice for the widest units: all widths are in one kernel."""
         name = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else DEFAULT
         return choose(name, self._kernel.name, self._kernel.width, num_dims)
-
-
-def _chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
-    """Function from the pointers of a run, of sources and of targets, to those used; IndexError where one is
-    missing.
-    """
-    if [pointer.is_target for pointer in used] == [True, False]:
-        # One target and one source, as most tables have; a comprehension takes 0.3 us more.
-        (_, target), (_, source) = used
-        return lambda source_ptrs, target_ptrs: (target_ptrs[target], source_ptrs[source])
-    return lambda source_ptrs, target_ptrs: tuple(
-        [(target_ptrs if is_target else source_ptrs)[tensor] for is_target, tensor in used]
-    )
 
 
 def _resolved(device: torch.device, kernel: Kernel) -> torch.device:

@@ -100,8 +100,9 @@ def redistribute_dtensor(
         return found if async_op else waited(found)
     spec: DTensorSpec = distributed._spec
     if async_op:
-        held = held_local(distributed)
-        local, work = redistribute_local_async(held, spec, target, work_of(distributed), wire_dtype)
+        before = attributes.get(_WORK)
+        held = distributed._local_tensor if before is None else held_local(distributed)
+        local, work = redistribute_local_async(held, spec, target, before, wire_dtype)
         result = wrap(local.view_as(local) if local is held else local, target)
         if work is not None:
             mark_pending(result, work)

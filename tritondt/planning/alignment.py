@@ -28,15 +28,12 @@ class Alignment(NamedTuple):
         return -(-filled // step) * step
 
     def behind(self, pointers: Sequence[int]) -> tuple[int, ...]:
-        """Bytes by which tensors start behind multiples of `in_place`; empty where none does.
+        """Bytes by which tensors start behind multiples of `in_place`.
 
-        >>> NCCL_ALIGNMENT.behind([4096, 8200]), NCCL_ALIGNMENT.behind([4096, 8192])
-        ((0, 8), ())
+        >>> NCCL_ALIGNMENT.behind([4096, 8200])
+        (0, 8)
         """
-        joined = 0
-        for pointer in pointers:
-            joined |= pointer
-        return tuple([pointer % self.in_place for pointer in pointers]) if joined % self.in_place else ()
+        return tuple([pointer % self.in_place for pointer in pointers])
 
     def keeps_in_place(self, start: int, num_bytes: int) -> bool:
         """Whether a message of one run, at byte `start` from a multiple of 16, goes without the buffer.

@@ -35,7 +35,10 @@ class StreamWork(Work):
     __slots__ = ("_addresses", "_held", "_versions", "caller", "event")
 
     def __init__(self, queue: "StreamQueue", description: str, held: Sequence[torch.Tensor], run: Run) -> None:
-        super().__init__(queue, description)
+        # As Work's: the call takes longer.
+        self.description, self._queue, self._issuer = description, queue, queue.issuer
+        self._finished = self._is_seen = False
+        self._error = None
         self.event: Event | None = None
         self.caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
         self._held: tuple[Any, ...] | None = (held, run)
@@ -126,7 +129,12 @@ class StreamQueue(IssueQueue):
                 if not self._order.comes_after(caller):
                     self._order.let_wait(self.stream)
             with self._streams.on(self.stream, caller):
-                self._run(work, run)
+                try:
+                    run()
+                except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
+                    # What was put into the stream before is still to run.
+                    work.fail(without_frames(error))
+                    self._failed = self._failed or work
         finally:
             self._thread_id = None
         work.event = self._streams.record(self.stream)
@@ -134,15 +142,6 @@ class StreamQueue(IssueQueue):
         if not is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
             self._order.note_end(self.stream, work.event)
             self._under_way.append(work)
-
-    def _run(self, work: Work, run: Run) -> None:
-        """Puts the work into the stream; what was put there before an error is still to run."""
-        assert isinstance(work, StreamWork), "work of a queue of streams"
-        try:
-            run()
-        except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
-            work.fail(without_frames(error))
-            self._failed = self._failed or work
 
     def wait_for(self, work: Work) -> None:
         """Lets the calling thread's current stream wait for `work`."""

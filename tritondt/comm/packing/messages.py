@@ -1,7 +1,7 @@
 """Messages of one exchange, as transports are given them."""
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -42,6 +42,12 @@ class MessageBuffers(NamedTuple):
         for tensor in {place for _, place, _, _ in self.slices if place is not None}:
             flat[tensor] = _memory(self.tensors[tensor])
         return [(peer, flat[tensor][start : start + num_bytes]) for peer, tensor, start, num_bytes in self.slices]
+
+
+# The same from a tuple, in half of the time: a named tuple's own constructor is a function of Python.
+message_buffers: Callable[[tuple[Slices, Sequence[torch.Tensor], Sequence[int], torch.Tensor, int]], MessageBuffers] = (
+    partial(tuple.__new__, MessageBuffers)
+)
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference, read_note, write_note
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer
-from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices
+from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices, message_buffers
 from tritondt.comm.packing.packed_transfer import (
     ALIGNED,
     CollectiveCall,
@@ -158,18 +158,20 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     ) -> None:
         if len(sources) == len(targets) == 1:  # a comprehension is a call
             source_pointers, target_pointers = [sources[0].data_ptr()], [targets[0].data_ptr()]
+            joined = source_pointers[0] | target_pointers[0]
         else:
             source_pointers = [tensor.data_ptr() for tensor in sources]
             target_pointers = [tensor.data_ptr() for tensor in targets]
-        if self.alignment.in_place > 1 and plan.casting is None:
-            plan = self._plan_at(transfer, plan, source_pointers, target_pointers)
+            joined = max((it % self.alignment.in_place for it in (*source_pointers, *target_pointers)), default=0)
+        if joined % self.alignment.in_place and plan.casting is None:
+            plan = self._plan_at(transfer, source_pointers, target_pointers)
         threads = torch.get_num_threads()
         memory, staging, buffer, widened = self._buffers(plan, transfer.device)
         self.sequence += 1
         if plan.sends or plan.receives:
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
-            receives = MessageBuffers(plan.receives, targets, target_pointers, memory, staging)
-            sends = MessageBuffers(plan.sends, sources, source_pointers, memory, buffer)
+            receives = message_buffers((plan.receives, targets, target_pointers, memory, staging))
+            sends = message_buffers((plan.sends, sources, source_pointers, memory, buffer))
             try:
                 self.post(record, receives, sends)
                 self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
@@ -177,10 +179,12 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                     self.start(record, receives, sends)
                 else:
                     self.start_collective(plan.collective, source_pointers, targets, buffer, staging)
-                self._keep(plan, source_pointers, buffer, target_pointers, threads)
+                if plan.keep is not None:
+                    self._keep(plan, source_pointers, buffer, target_pointers, threads)
                 self.finish(record, receives, sends)
                 # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.
-                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+                if plan.unpack is not None or plan.reduces or plan.casting is not None:
+                    self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
             except BaseException as error:
                 self.break_off(record, error)
                 raise
@@ -189,14 +193,9 @@ class PackedCommunicator(OrderedCommunicator, ABC):
             self._keep(plan, source_pointers, buffer, target_pointers, threads)
             self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
 
-    def _plan_at(
-        self, transfer: Transfer, plan: PackedTransfer, sources: Sequence[int], targets: Sequence[int]
-    ) -> PackedTransfer:
-        """`plan`, or one of the same messages that packs what would start at no multiple of the alignment."""
-        behind = self.alignment.behind([*sources, *targets])
-        if not behind:
-            return plan
-        starts = TensorStarts(behind[: len(sources)], behind[len(sources) :])
+    def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> PackedTransfer:
+        """The plan of the same messages that packs what would start at no multiple of the alignment."""
+        starts = TensorStarts(self.alignment.behind(sources), self.alignment.behind(targets))
         kept = self._realigned.setdefault(transfer, {})
         found = kept.get(starts)
         if found is None:
