@@ -91,23 +91,19 @@ class StubStreams(CudaStreams):
         return NoOpStreams.future(self, stream, value, error)  # type: ignore[arg-type]
 
 
-def _classes(cuda: Any) -> tuple[type[Any], type[Any], type[Any]]:
-    """torch.cuda's classes of streams and events over those of the stub, in place of torch's extension's, and those."""
+def _classes(cuda: Any) -> tuple[type[Any], type[Any]]:
+    """Classes of streams and of events over those of the stub.
 
-    class EventBase(torch._C._CudaEventBase):  # type: ignore[name-defined,misc]
+    They are none of torch.cuda's: where torch was built for CUDA, its extension makes these, and asks the driver.
+    """
+
+    class StubEvent:
         __slots__ = ()
         record, wait, query = cuda.event_record, cuda.event_wait, cuda.event_query
 
-        def __new__(cls, **_: bool) -> Any:
-            return object.__new__(cls)
-
-        def __init__(self) -> None: ...
-
-    class StreamBase(torch._C._CudaStreamBase):  # type: ignore[name-defined,misc]
+    class StubStream:
         __slots__ = ("cuda_stream", "device_index", "device_type", "stream_id")
-
-        def __new__(cls, handle: int) -> Any:
-            return object.__new__(cls)
+        record_event, wait_event = torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event
 
         def __init__(self, handle: int) -> None:
             self.cuda_stream = self.stream_id = handle
@@ -115,14 +111,7 @@ def _classes(cuda: Any) -> tuple[type[Any], type[Any], type[Any]]:
 
         def synchronize(self) -> None: ...
 
-    class StubEvent(torch.cuda.Event, EventBase):
-        __slots__ = ()
-
-    class StubStream(torch.cuda.Stream, StreamBase):
-        def __new__(cls, handle: int) -> Any:
-            return StreamBase.__new__(cls, handle)
-
-    return StubStream, StubEvent, EventBase
+    return StubStream, StubEvent
 
 
 def _maker(cuda: Any) -> TritonMaker:
@@ -156,7 +145,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
     cuda = load()
     cuda.set_costs(dict(costs_ns))
     cuda.set_empty(torch.empty)
-    stream_class, event_class, event_base = _classes(cuda)
+    stream_class, event_class = _classes(cuda)
 
     class LaunchOnDevice(device_table.Launch):
         """A launch as on a CUDA device, of which torch need not be told that its streams read the cells."""
@@ -174,7 +163,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
         (torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", cuda.is_capturing),
         (torch.cuda, "current_device", cuda.device_number),
         (torch.cuda, "get_device_capability", lambda *_: (9, 0)),
-        (torch._C, "_CudaEventBase", event_base),
+        (torch._C, "_CudaEventBase", event_class),
         (torch.cuda, "Event", event_class),
         (torch.cuda.streams, "Event", event_class),
         (torch, "empty", cuda.empty),
