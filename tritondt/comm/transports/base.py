@@ -179,12 +179,10 @@ class PackedCommunicator(OrderedCommunicator, ABC):
                     self.start(record, receives, sends)
                 else:
                     self.start_collective(plan.collective, source_pointers, targets, buffer, staging)
-                if plan.keep is not None:
-                    self._keep(plan, source_pointers, buffer, target_pointers, threads)
+                self._keep(plan, source_pointers, buffer, target_pointers, threads)
                 self.finish(record, receives, sends)
                 # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.
-                if plan.unpack is not None or plan.reduces or plan.casting is not None:
-                    self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
+                self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
             except BaseException as error:
                 self.break_off(record, error)
                 raise
