@@ -43,24 +43,24 @@ def test_ctrl_c_while_ranks_are_being_started_prints_one_line():
     # What a shell without job control starts in the background ignores Ctrl-C, and so does all that it starts.
     listening = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module"
     command = [sys.executable, "-c", f"{listening}('tritondt', run_name='__main__')", "bench", "all_reduce"]
-    program = subprocess.Popen(
+    with subprocess.Popen(
         [*command, "--ranks", "2", "-b", "4K"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    try:
-        deadline = time.monotonic() + 100
-        while not any("forkserver" in text for text in commands_of_session(program.pid)):
-            assert program.poll() is None, program.communicate()
-            assert time.monotonic() < deadline, commands_of_session(program.pid)
-            time.sleep(0.02)
-        time.sleep(0.2)  # the server runs: it imports
-        os.killpg(program.pid, signal.SIGINT)
-        _, said = program.communicate(timeout=100)
-    finally:
-        program.kill()
+    ) as program:
+        try:
+            deadline = time.monotonic() + 100
+            while not any("forkserver" in text for text in commands_of_session(program.pid)):
+                assert program.poll() is None, program.communicate()
+                assert time.monotonic() < deadline, commands_of_session(program.pid)
+                time.sleep(0.1)  # each question reads /proc whole
+            time.sleep(0.2)  # the server runs: it imports
+            os.killpg(program.pid, signal.SIGINT)
+            _, said = program.communicate(timeout=100)
+        finally:
+            program.kill()
     assert (program.returncode, said) == (130, "Error: partial, 0 of 1 cases were measured: interrupted\n")
     deadline = time.monotonic() + 30
     while commands_of_session(program.pid):
