@@ -5,7 +5,7 @@ bytes. For every such combination that occurs, usually one, a table has a varian
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from operator import itemgetter, or_

@@ -7,6 +7,9 @@ from triton import knobs
 
 from tritondt.kernels.gpu.interpreter import take_scalars
 
+# Bytes of scratch memory that a launch is to allocate.
+_SCRATCH = ("global_scratch_size", "profile_scratch_size")
+
 
 def launcher(kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> Callable[[tuple[Any, ...], int | None], None]:
     """Function that launches a kernel with the arguments that it is given, on a stream; None is for the current one.
@@ -51,7 +54,3 @@ def _without_hooks(compiled: Any, grid: tuple[int, int, int]) -> Callable[[tuple
             x, y, z, stream, *on, metadata, None, None, None, None, None, *described, arguments
         )
     return lambda arguments, stream: start(x, y, z, stream, *on, None, None, metadata, None, None, None, *arguments)
-
-
-# Bytes of scratch memory that a launch is to allocate.
-_SCRATCH = ("global_scratch_size", "profile_scratch_size")

@@ -1,6 +1,6 @@
 """CUDA as the host sees it: a stub of its driver, and of torch's extension around it, whose calls take their time.
 
-What is real: the library's streams (`CudaStreams`) and launches, torch's Python around events and streams, kernels
+What is real: the library's streams (`CudaStreams`) and launches, torch's Python around streams, kernels
 compiled for sm_90, Triton's driver and its launcher, which finds the stub as libcuda.so.1. What is a double: the driver
 itself, torch's C++ around it, memory (tensors are on the CPU, each allocation also takes the time of CUDA's), NCCL.
 Nothing runs on a device, and no result is right.
