@@ -11,6 +11,9 @@ With `--cuda`, streams are the library's own for GPUs, kernels are compiled for 
 and the calls of CUDA that all of it makes take as long as CUDA's (`benchmarks/nccl/stub_cuda/`); NCCL still does
 nothing. Then it tells what these calls take, and where the rest of the time goes.
 
+Times are medians of the rounds in which the machine was at full speed, as a loop beside them tells, whose share of all
+rounds is in the table.
+
 `--profile` prints where the time of the cases goes, one by one.
 """
 
@@ -33,9 +36,11 @@ from tritondt.cli.surroundings import surroundings
 
 def table_of(found: list[dict[str, Any]]) -> Table:
     """A line for each case."""
-    table = Table("kind", "case", "issued us", "and waited for us", "fastest round us", "at most", "torch's fake group")
+    columns = ("issued us", "and waited for us", "fastest round us", "at full speed", "at most", "torch's fake group")
+    table = Table("kind", "case", *columns)
     for row in found:
         numbers = [f"{row[name]:.1f}" for name in ("issued_us", "waited_us", "fastest_us")]
+        numbers.append(f"{row['full_speed']:.0%}")
         most = "" if row["most_us"] is None else f"{row['most_us']:.0f}"
         table.add_row(
             row["kind"], row["case"], *numbers, most, f"{row['fake']['waited_us']:.1f}" if row["fake"] else ""
@@ -57,7 +62,7 @@ def parts_of(row: dict[str, Any]) -> Table:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), default=2, help="Processes to start.")
-@click.option("--rounds", type=click.IntRange(min=3), default=400, help="Rounds of each case.")
+@click.option("--rounds", type=click.IntRange(min=3), default=1000, help="Rounds, in which the cases take turns.")
 @click.option("--only", multiple=True, default=("*",), help="Cases, a glob such as 'all_*'; may be repeated.")
 @click.option("--cuda", is_flag=True, help="Over a stub of CUDA whose calls take their time, and Triton's launcher.")
 @click.option("--profile", is_flag=True, help="Print where the time of the cases goes.")

@@ -18,6 +18,9 @@ FLOOR = "fake"
 _REDISTRIBUTIONS = (("S0", "S1"), ("S0", "R"), ("S1", "S0"), ("P", "S0"), ("P", "R"))
 _OF_TWO_STEPS = ("P", "R")
 _SHAPE = (63, 65)
+# torch 2.13's names, and those of before, which warn there.
+_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _LENGTH = 256
 # Of a plan of one step.
 _MOST_US = 25.0
@@ -69,9 +72,9 @@ def _issues(group: Any) -> dict[str, Callable[[], Any]]:
     asked: dict[str, Any] = {"group": group, "async_op": True}
     return {
         "all_reduce": lambda: dist.all_reduce(whole, **asked),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(whole, part, **asked),
+        "all_gather_into_tensor": lambda: _all_gather_single(whole, part, **asked),
         "all_gather": lambda: dist.all_gather(parts, part, **asked),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, whole, **asked),
+        "reduce_scatter_tensor": lambda: _reduce_scatter_single(part, whole, **asked),
         "broadcast": lambda: dist.broadcast(whole, group_src=0, **asked),
         "reduce": lambda: dist.reduce(whole, group_dst=0, **asked),
         "all_to_all_single": lambda: dist.all_to_all_single(whole, other, **asked),

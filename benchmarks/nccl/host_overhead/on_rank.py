@@ -31,14 +31,16 @@ def on_rank(
     with nullcontext(carry_by_stub(COSTS_NS)) if has_costs else carried_by_nothing() as cuda:
         made = [case for case in cases() if any(fnmatch(case.name, pattern) for pattern in only)]
         if dist.get_rank() == 0:
+            for case in made if is_profiled else ():
+                send(f"{case.name}\n{profile_of(case.issue)}")
+            sides = {(case.name, _OURS): case.issue for case in made}
+            sides |= {(case.name, FLOOR): case.floor for case in made if case.floor is not None}
+            times = {side: each._asdict() for side, each in times_in_turns(sides, rounds).items()}
             for case in made:
-                if is_profiled:
-                    send(f"{case.name}\n{profile_of(case.issue)}")
-                sides = {_OURS: case.issue} | ({FLOOR: case.floor} if case.floor is not None else {})
-                times = {name: each._asdict() for name, each in times_in_turns(sides, rounds).items()}
                 most_us = MOST_WITH_COSTS_US if has_costs and case.most_us else case.most_us
-                row = {"kind": case.kind, "case": case.name, **times[_OURS], "most_us": most_us}
-                found.append(row | {"fake": times.get(FLOOR), "device": _device(cuda, case, rounds)})
+                row = {"kind": case.kind, "case": case.name, **times[case.name, _OURS], "most_us": most_us}
+                row["fake"] = times.get((case.name, FLOOR))
+                found.append(row | {"device": _device(cuda, case, rounds)})
             store.set(_TIMED, "")
         store.wait([_TIMED])  # asleep: whoever waits in Gloo takes part of a core from the one that is timed
     return found

@@ -4,7 +4,6 @@ They are doubles, for benchmarks of host time: no result is right, and nothing o
 the CPU; tables are those of CUDA devices, up to the launch of their kernels.
 """
 
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.nccl.compiled_library import compiled_library
 from tests.harness.doubled import doubled
 from tritondt._C import NcclLibrary
 from tritondt.comm.member import ProcessContext
@@ -27,11 +27,7 @@ def build() -> Path:
     """The library, compiled where it is older than its source."""
     source = Path(__file__).parent / "no_op_nccl.cpp"
     library = _REPOSITORY / "build" / "no_op_nccl" / "libnccl.so.2"
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-I{_REPOSITORY / 'csrc'}"]
-        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
-    return library
+    return compiled_library(source, library, f"-I{_REPOSITORY / 'csrc'}")
 
 
 class NoOpEvent:

@@ -9,7 +9,6 @@ Nothing runs on a device, and no result is right.
 import ctypes
 import importlib.util
 import os
-import subprocess
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ExtensionFileLoader
@@ -18,12 +17,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.nccl.compiled_library import compiled_library
 from benchmarks.nccl.no_op_nccl import NoOpStreams
 from benchmarks.nccl.no_op_nccl import build as build_nccl
 from tests.harness.doubled import doubled, keep
 from tritondt._C import NcclLibrary
 from tritondt.comm.nccl.streams import CudaStreams, Stream
 from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.kernels import memory
 from tritondt.kernels.tables import TritonMaker
 from tritondt.process_group.stream import NcclDevice
 
@@ -37,12 +38,8 @@ def build() -> Path:
 
     source = Path(__file__).parent / "stub_cuda.cpp"
     library = _REPOSITORY / "build" / "stub_cuda" / _NAME
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        includes = [sysconfig.get_path("include"), str(Path(nvidia.__file__).parent / "include")]
-        flags = ["-std=c++17", "-O2", "-shared", "-fPIC", f"-Wl,-soname,{_NAME}", *(f"-I{path}" for path in includes)]
-        subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
-    return library
+    includes = [sysconfig.get_path("include"), str(Path(nvidia.__file__).parent / "include")]
+    return compiled_library(source, library, f"-Wl,-soname,{_NAME}", *(f"-I{path}" for path in includes))
 
 
 def load() -> Any:
@@ -144,7 +141,8 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
 
     cuda = load()
     cuda.set_costs(dict(costs_ns))
-    cuda.set_empty(torch.empty)
+    cpu = torch.device("cpu")
+    cuda.set_empty(torch.empty, memory.makers[cpu])
     stream_class, event_class = _classes(cuda)
 
     class LaunchOnDevice(device_table.Launch):
@@ -172,6 +170,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
         (knobs.nvidia, "libcuda_path", str(build().parent)),
     ):
         setattr(place, name, stub)
+    memory.makers[cpu] = cuda.empty_strided
     driver.set_active(nvidia.CudaDriver())
     library = NcclLibrary(str(build_nccl()), None)
     keep(

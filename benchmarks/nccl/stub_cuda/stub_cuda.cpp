@@ -31,7 +31,8 @@ std::atomic<std::int64_t> costs_ns[kNumCalls];
 std::atomic<std::int64_t> counts[kNumCalls];
 std::atomic<std::uint64_t> num_streams{0};
 thread_local std::uint64_t current_stream = 0;
-PyObject* real_empty = nullptr;
+// torch.empty, and what makes a tensor of lengths, strides and a dtype.
+PyObject* real_empty[2] = {nullptr, nullptr};
 
 CUresult pay(Call call) {
   using Clock = std::chrono::steady_clock;
@@ -159,15 +160,19 @@ PyObject* set_stream(PyObject*, PyObject* arguments, PyObject* keywords) {
 }
 PyObject* device_number(PyObject*, PyObject*) { return PyLong_FromLong(0); }
 
-// torch.empty, with the time that the allocator of CUDA's memory takes to give a block and to take
-// it back.
+// The same with the time that the allocator of CUDA's memory takes to give a block and to take it
+// back.
+template <int which>
 PyObject* empty(PyObject*, Arguments arguments, Py_ssize_t count, PyObject* names) {
   pay(kAllocation);
-  return PyObject_Vectorcall(real_empty, arguments, static_cast<std::size_t>(count), names);
+  return PyObject_Vectorcall(real_empty[which], arguments, static_cast<std::size_t>(count), names);
 }
-PyObject* set_empty(PyObject*, PyObject* function) {
-  Py_INCREF(function);
-  Py_XSETREF(real_empty, function);
+PyObject* set_empty(PyObject*, Arguments functions, Py_ssize_t count) {
+  if (count != 2) return PyErr_Format(PyExc_TypeError, "set_empty takes 2 functions");
+  for (int which = 0; which < 2; ++which) {
+    Py_INCREF(functions[which]);
+    Py_XSETREF(real_empty[which], functions[which]);
+  }
   Py_RETURN_NONE;
 }
 
@@ -206,8 +211,9 @@ PyMethodDef methods[] = {
     {"raw_stream", as_method(raw_stream), METH_FASTCALL, nullptr},
     {"set_stream", as_method(set_stream), METH_VARARGS | METH_KEYWORDS, nullptr},
     {"device_number", device_number, METH_NOARGS, nullptr},
-    {"empty", as_method(empty), METH_FASTCALL | METH_KEYWORDS, nullptr},
-    {"set_empty", set_empty, METH_O, nullptr},
+    {"empty", as_method(empty<0>), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"empty_strided", as_method(empty<1>), METH_FASTCALL | METH_KEYWORDS, nullptr},
+    {"set_empty", as_method(set_empty), METH_FASTCALL, nullptr},
     {"set_costs", set_costs, METH_O, nullptr},
     {"take_counts", take_counts, METH_NOARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};

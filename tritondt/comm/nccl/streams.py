@@ -144,6 +144,7 @@ class CudaStreams:
     """
 
     connects_late = True
+    _latest_on: "_On | None" = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
@@ -208,7 +209,12 @@ class CudaStreams:
             return torch.cuda.stream(stream)
         if before is None:
             before = self.current()
-        return _NOTHING if stream is before else _On(before, stream)
+        if stream is before:
+            return _NOTHING
+        latest = self._latest_on
+        if latest is None or latest.stream is not stream or latest.before is not before:
+            latest = self._latest_on = _On(before, stream)
+        return latest
 
     def launch(self, run: Callable[..., object], *arguments: object) -> None:
         """Calls `run`: kernels go to the current stream by themselves."""
@@ -243,15 +249,19 @@ _NOTHING = nullcontext()
 class _On:
     """Context in which the calling thread's operators go to a stream of its current device, and not to `before`."""
 
-    __slots__ = ("_before", "_stream")
+    __slots__ = ("_back", "_there", "before", "stream")
 
     def __init__(self, before: Any, stream: Any) -> None:
-        self._before, self._stream = before, stream
+        self.before, self.stream = before, stream
+        self._back, self._there = _set_stream_to(before), _set_stream_to(stream)
 
     def __enter__(self) -> None:
-        stream = self._stream  # as torch.cuda.set_stream does, in half of its time
-        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+        torch._C._cuda_setStream(*self._there)  # as torch.cuda.set_stream does, in half of its time
 
     def __exit__(self, *_: object) -> None:
-        before = self._before
-        torch._C._cuda_setStream(before.stream_id, before.device_index, before.device_type)
+        torch._C._cuda_setStream(*self._back)
+
+
+def _set_stream_to(stream: Any) -> tuple[int, int, int]:
+    """What torch takes to make a stream the current one."""
+    return stream.stream_id, stream.device_index, stream.device_type
