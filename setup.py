@@ -1,7 +1,11 @@
 """Builds `tritondt._C` and maps `tritondt.kernels` to kernels/; the rest is in pyproject.toml."""
 
+import email
 import importlib.util
 import os
+import re
+import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -77,7 +81,37 @@ def relative_paths(pattern):
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
+# Forms of a remote of git: https, and ssh in both of its own. Who logs in is left out, and so are hosts within a
+# network, whose names have no dot or are numbers.
+REMOTES = tuple(
+    re.compile(rf"{before}(?P<host>[\w.-]+\.[a-z]{{2,}}(?::\d+)?){between}(?P<path>[^:]+?)(?:\.git)?/?")
+    for before, between in ((r"https?://(?:[^@/]*@)?", "/"), (r"ssh://(?:[^@/]*@)?", "/"), (r"[^@/:]+@", ":"))
+)
+
+
+def project_urls():
+    """Addresses for the metadata: where the checkout was cloned from, or what a source distribution has noted of that.
+
+    None for a clone of a folder.
+    """
+    noted = ROOT / "PKG-INFO"
+    if noted.is_file():
+        lines = email.message_from_string(noted.read_text(encoding="utf-8")).get_all("Project-URL", [])
+        return dict(line.split(", ", 1) for line in lines)
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return {}
+    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
+    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    found = next(filter(None, (form.fullmatch(remote) for form in REMOTES)), None)
+    if found is None:
+        return {}
+    host = found["host"] if remote.startswith("http") else found["host"].partition(":")[0]
+    url = f"https://{host}/{found['path']}"
+    return {"Repository": url, "Issues": f"{url}/issues"}
+
+
 setup(
+    project_urls=project_urls(),
     distclass=InPlaceDistribution,
     # The symlink tritondt/kernels serves the repository itself; a wheel takes the folder kernels/ and its subfolders.
     packages=[
