@@ -81,18 +81,19 @@ def relative_paths(pattern):
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
-# Forms of a remote of git: https, and ssh in both of its own. Who logs in is left out, and so are hosts within a
-# network, whose names have no dot or are numbers.
+# Forms of a remote of git: https, and ssh in both of its own. Who logs in is left out.
 REMOTES = tuple(
-    re.compile(rf"{before}(?P<host>[\w.-]+\.[a-z]{{2,}}(?::\d+)?){between}(?P<path>[^:]+?)(?:\.git)?/?")
+    re.compile(rf"{before}(?P<host>[\w.-]+\.[a-z]{{2,}}(?::\d+)?){between}(?P<path>[\w.~+-]+(?:/[\w.~+-]+)*)/?")
     for before, between in ((r"https?://(?:[^@/]*@)?", "/"), (r"ssh://(?:[^@/]*@)?", "/"), (r"[^@/:]+@", ":"))
 )
+# Ends of names that mean something within a network only, as names without a dot and numbers do.
+WITHIN_A_NETWORK = (".local", ".localdomain", ".lan", ".internal", ".intranet", ".corp", ".home")
 
 
 def project_urls():
     """Addresses for the metadata: where the checkout was cloned from, or what a source distribution has noted of that.
 
-    None for a clone of a folder.
+    None for a clone of a folder, and where git does not answer, as in a checkout that another user owns.
     """
     noted = ROOT / "PKG-INFO"
     if noted.is_file():
@@ -100,14 +101,14 @@ def project_urls():
         return dict(line.split(", ", 1) for line in lines)
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return {}
-    command = ["git", "-C", str(ROOT), "config", "--get", "remote.origin.url"]
-    remote = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    command = ["git", f"--git-dir={ROOT / '.git'}", "config", "--get", "remote.origin.url"]
+    remote = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     found = next(filter(None, (form.fullmatch(remote) for form in REMOTES)), None)
-    if found is None:
+    if found is None or found["host"].partition(":")[0].endswith(WITHIN_A_NETWORK):
         return {}
     host = found["host"] if remote.startswith("http") else found["host"].partition(":")[0]
-    url = f"https://{host}/{found['path']}"
-    return {"Repository": url, "Issues": f"{url}/issues"}
+    path = found["path"][:-4] if found["path"].endswith(".git") else found["path"]
+    return {"Repository": f"https://{host}/{path}", "Issues": f"https://{host}/{path}/issues"}
 
 
 setup(

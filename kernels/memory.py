@@ -44,32 +44,38 @@ def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | No
 
 
 class _Makers(dict[torch.device | None, Make | None]):
-    """What makes the tensors of a device; None for those of a device that has nothing but torch.empty.
+    """Functions that make the tensors of a device; None for those of a device that has nothing but torch.empty.
 
-    They are functions that torch's compiled graphs call for their results, without the dispatcher: torch.empty takes
-    1.3 us where they take 0.5. Modes that watch operators would not see them.
+    Torch's compiled graphs call them for their results, without the dispatcher: torch.empty takes 1.3 us where they
+    take 0.5. Modes that watch operators would not see them, and no mode fills what they give.
     """
 
     def __missing__(self, device: torch.device | None) -> Make | None:
-        is_gpu = device is not None and device.type == "cuda" and device.index is not None
-        found = self[device] = _made_on(device) if is_gpu and device is not None else None
+        found = self[device] = None if device is None else _maker_on(device)
         return found
 
 
-def _made_on(device: torch.device) -> Make:
-    """What makes tensors of a GPU: torch's function takes the calling thread's, torch.empty is there for others."""
+def _maker_on(device: torch.device) -> Make | None:
+    """The function that makes tensors on a device, where torch has one.
+
+    That for GPUs takes the one of the calling thread; torch.empty is there for others.
+    """
+    strided: Make | None = getattr(_guards, f"_empty_strided_{device.type}", None)
     number = device.index
+    if strided is None or device.type == "cpu":
+        return strided
+    if device.type != "cuda" or number is None:
+        return None
 
     def make(lengths: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if torch._C._cuda_getDevice() != number:
             return torch.empty(lengths, dtype=dtype, device=device)
-        made: torch.Tensor = _guards._empty_strided_cuda(lengths, strides, dtype)
-        return made
+        return strided(lengths, strides, dtype)
 
     return make
 
 
-makers = _Makers({torch.device("cpu"): _guards._empty_strided_cpu})
+makers = _Makers()
 
 
 @lru_cache(maxsize=4096)

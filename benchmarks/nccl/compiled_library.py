@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import tempfile
 from pathlib import Path
 
 
@@ -10,13 +11,13 @@ def compiled_library(source: Path, library: Path, *flags: str) -> Path:
 
     Several processes may ask at once, as ranks do: each finds a whole library or makes one, and the last one stays.
     """
-    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+    written = source.stat().st_mtime
+    if not library.exists() or library.stat().st_mtime < written:
         library.parent.mkdir(parents=True, exist_ok=True)
-        draft = library.with_name(f"{library.name}.{os.getpid()}")
-        command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *flags, str(source), "-o", str(draft)]
-        try:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            draft = Path(folder) / library.name
+            command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", *flags, str(source), "-o", str(draft)]
             subprocess.run(command, check=True)
+            os.utime(draft, (written, written))  # as old as what was compiled, which may be saved again meanwhile
             draft.replace(library)
-        finally:
-            draft.unlink(missing_ok=True)
     return library

@@ -14,9 +14,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (3, 0, 4), (1, 7, 1), [2, 3], torch.Size((2, 5))], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("device", [CPU, None], ids=str)
-def test_a_tensor_is_laid_out_as_torch_does(shape: Any, dtype: torch.dtype, device: torch.device | None):
-    made, expected = memory.allocate(shape, dtype, device), torch.empty(shape, dtype=dtype, device=device)
+def test_a_tensor_is_laid_out_as_torch_does(shape: Any, dtype: torch.dtype):
+    made, expected = memory.allocate(shape, dtype, CPU), torch.empty(shape, dtype=dtype)
     for name in ("shape", "dtype", "device", "layout", "requires_grad", "_version"):
         assert getattr(made, name) == getattr(expected, name)
     assert made.stride() == expected.stride()
@@ -35,8 +34,19 @@ def test_a_mode_that_watches_operators_sees_it():
 
     with Watching():
         memory.allocate((2, 3), torch.float32, CPU)
-    memory.allocate((2, 3), torch.float32, CPU)
     assert seen == [torch.ops.aten.empty.memory_format]
+
+
+def test_nothing_goes_by_the_dispatcher_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(torch, "empty")
+    assert memory.allocate((2, 3), torch.float32, CPU).stride() == (3, 1)
+
+
+def test_a_torch_without_the_function_has_torch_empty(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory, "_guards", object())
+    monkeypatch.setattr(memory, "makers", memory._Makers())
+    assert memory.allocate((2, 3), torch.float32, CPU).shape == (2, 3)
+    assert memory.makers == {CPU: None}
 
 
 def test_it_is_fake_where_tensors_are():

@@ -43,6 +43,9 @@ def urls_of(folder: Path) -> list[str]:
         ("file:///some/where.org/there", None),
         ("http://127.0.0.1:8000/some/where", None),
         ("https://builder/some/where", None),
+        ("git@host.internal:some/where.git", None),
+        ("git@host.example:/srv/git/where.git", None),
+        ("https://host.example/some/where?private_token=secret", None),
     ],
 )
 def test_an_address_is_that_of_the_remote(checkout: Path, remote: str, url: str | None) -> None:

@@ -12,7 +12,7 @@ and the calls of CUDA that all of it makes take as long as CUDA's (`benchmarks/n
 nothing. Then it tells what these calls take, and where the rest of the time goes.
 
 Times are medians of the rounds in which the machine was at full speed, as a loop beside them tells, whose share of all
-rounds is in the table.
+rounds is in the table; those of parts are medians of all calls.
 
 `--profile` prints where the time of the cases goes, one by one.
 """

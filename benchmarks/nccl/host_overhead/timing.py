@@ -26,13 +26,16 @@ Side = TypeVar("Side", bound=Hashable)
 class Times(NamedTuple):
     """Microseconds of a call until it returns, and until the wait for it has too; and the latter's fastest round.
 
-    The first two are medians of the rounds in which the machine was at full speed, which `full_speed` is the share of.
+    The first two are medians of the rounds in which the machine was at full speed, as far as this run saw it: a share
+    of `full_speed` of all. The loop beside those took `loop_us`, by which runs can be told apart. Where no round was,
+    the share is 0, and the medians are of those in which the loop was fastest.
     """
 
     issued_us: float
     waited_us: float
     fastest_us: float
     full_speed: float
+    loop_us: float
 
 
 class Round(NamedTuple):
@@ -89,14 +92,15 @@ def _round(issue: Issue) -> tuple[float, float]:
 
 
 def summary(rounds: Sequence[Round], at_full_speed_us: float) -> Times:
-    """The times of some rounds; where none was at full speed, of those in which the loop was fastest."""
-    slowest = max(at_full_speed_us, min(each.loop_us for each in rounds))
-    steady = [each for each in rounds if each.loop_us <= slowest]
+    """The times of some rounds, where the loop took no more than `at_full_speed_us` on a machine at full speed."""
+    fastest = min(each.loop_us for each in rounds)
+    steady = [each for each in rounds if each.loop_us <= max(at_full_speed_us, fastest)]
     return Times(
         statistics.median(each.issued_us for each in steady),
         statistics.median(each.waited_us for each in steady),
         min(each.waited_us for each in rounds),
-        len(steady) / len(rounds),
+        len(steady) / len(rounds) if fastest <= at_full_speed_us else 0.0,
+        statistics.median(each.loop_us for each in steady),
     )
 
 

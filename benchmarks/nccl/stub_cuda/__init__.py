@@ -141,8 +141,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
 
     cuda = load()
     cuda.set_costs(dict(costs_ns))
-    cpu = torch.device("cpu")
-    cuda.set_empty(torch.empty, memory.makers[cpu])
+    cuda.set_empty(torch.empty, memory.makers[torch.device("cpu")])
     stream_class, event_class = _classes(cuda)
 
     class LaunchOnDevice(device_table.Launch):
@@ -165,12 +164,13 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
         (torch.cuda, "Event", event_class),
         (torch.cuda.streams, "Event", event_class),
         (torch, "empty", cuda.empty),
+        (memory._guards, "_empty_strided_cuda", cuda.empty_strided),
         (device_table, "_resolved", lambda device, _: device),
         (device_table, "Launch", LaunchOnDevice),
         (knobs.nvidia, "libcuda_path", str(build().parent)),
     ):
         setattr(place, name, stub)
-    memory.makers[cpu] = cuda.empty_strided
+    memory.makers[torch.device("cpu")] = memory._maker_on(torch.device("cuda", 0))
     driver.set_active(nvidia.CudaDriver())
     library = NcclLibrary(str(build_nccl()), None)
     keep(

@@ -160,8 +160,8 @@ PyObject* set_stream(PyObject*, PyObject* arguments, PyObject* keywords) {
 }
 PyObject* device_number(PyObject*, PyObject*) { return PyLong_FromLong(0); }
 
-// The same with the time that the allocator of CUDA's memory takes to give a block and to take it
-// back.
+// Either of these, with the time that the allocator of CUDA's memory takes to give a block and to
+// take it back.
 template <int which>
 PyObject* empty(PyObject*, Arguments arguments, Py_ssize_t count, PyObject* names) {
   pay(kAllocation);

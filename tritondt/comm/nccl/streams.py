@@ -263,5 +263,5 @@ class _On:
 
 
 def _set_stream_to(stream: Any) -> tuple[int, int, int]:
-    """What torch takes to make a stream the current one."""
+    """Arguments of `torch._C._cuda_setStream` for a stream."""
     return stream.stream_id, stream.device_index, stream.device_type
