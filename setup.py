@@ -93,7 +93,7 @@ WITHIN_A_NETWORK = (".local", ".localdomain", ".lan", ".internal", ".intranet", 
 def project_urls():
     """Addresses for the metadata: where the checkout was cloned from, or what a source distribution has noted of that.
 
-    None for a clone of a folder, and where git does not answer, as in a checkout that another user owns.
+    None for a clone of a folder, and where there is no git.
     """
     noted = ROOT / "PKG-INFO"
     if noted.is_file():

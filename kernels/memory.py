@@ -81,11 +81,7 @@ makers = _Makers()
 @lru_cache(maxsize=4096)
 def _dense_strides(lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a dense row-major tensor, as torch.empty gives it."""
-    strides, stride = list[int](), 1
-    for length in reversed(lengths):
-        strides.append(stride)
-        stride *= max(length, 1)
-    return tuple(reversed(strides))
+    return torch.empty(lengths, device="meta").stride()
 
 
 def _place(made: torch.Tensor) -> None:

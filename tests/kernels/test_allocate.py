@@ -38,6 +38,7 @@ def test_a_mode_that_watches_operators_sees_it():
 
 
 def test_nothing_goes_by_the_dispatcher_on_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    memory._dense_strides((2, 3))  # kept from now on
     monkeypatch.delattr(torch, "empty")
     assert memory.allocate((2, 3), torch.float32, CPU).stride() == (3, 1)
 
@@ -60,6 +61,7 @@ def test_it_is_fake_where_tensors_are():
 def test_a_tensor_on_a_gpu_is_on_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, current: int):
     """Torch's functions are doubles, as no GPU is needed: what is held is which of them is called, and with what."""
     calls = list[object]()
+    memory._dense_strides((2, 3))  # kept from now on
 
     def strided(*given: object) -> torch.Tensor:
         calls.append(given)

@@ -13,14 +13,15 @@ import torch.testing._internal.distributed.fake_pg  # the backend "fake"
 import tritondt as T
 from benchmarks.nccl.host_overhead.timing import Issue
 
+# torch 2.13's names, and those of before, which warn there.
+_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 REDISTRIBUTION, COLLECTIVE = "redistribution", "collective"
 FLOOR = "fake"
 _REDISTRIBUTIONS = (("S0", "S1"), ("S0", "R"), ("S1", "S0"), ("P", "S0"), ("P", "R"))
 _OF_TWO_STEPS = ("P", "R")
 _SHAPE = (63, 65)
-# torch 2.13's names, and those of before, which warn there.
-_all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _LENGTH = 256
 # Of a plan of one step.
 _MOST_US = 25.0
