@@ -71,15 +71,15 @@ with nccl.bootstrap(library=library) as communicator:
         say(f"split, rank {part.rank} of {part.num_ranks}", tensor)
 
     if library.has("ncclCommWindowRegister"):
-        memory = nccl.empty((communicator.num_ranks,), torch.float32, device, library).zero_()
+        memory = nccl.empty((communicator.num_ranks + 1,), torch.float32, device, library).zero_()
+        arrived, own = memory[:-1], memory[-1:].fill_(rank + 10.0)  # what is put lies in a window, too
         wait_for_stream()
         try:
             with communicator.register_window(memory) as window:
                 if library.has("ncclPutSignal"):
-                    own = torch.full((1,), rank + 10.0, device=device)
                     window.put([(peer, own, own.itemsize * rank) for peer in others])
                     window.wait_signals(dict.fromkeys(others, 1))
-                    say("put", memory)
+                    say("put", arrived)
         except nccl.NcclUnsupportedError as error:  # these ranks share no symmetric memory
             print(f"rank {rank}: {error}", flush=True)
 

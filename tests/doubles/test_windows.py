@@ -38,10 +38,9 @@ def put_to_all(rank: int, path: Path, unique_id: bytes) -> None:
     with joined(path, unique_id, rank, SIZE) as here:
         library, place, stream = here.library, here.communicator, here.stream.handle
         address = library.pointer("ncclMemAlloc", PAGE, at=0)
-        mine = tensor_at(address, SIZE)
-        window = window_of(here, address, 4 * SIZE)
+        mine, source = tensor_at(address, SIZE + 1).split([SIZE, 1])  # what is put lies in a window, too
+        window = window_of(here, address, 4 * (SIZE + 1))
         assert library.pointer("ncclWinGetUserPtr", place, window, at=2) == address
-        source = torch.zeros(1, dtype=torch.int32)
         others = [peer for peer in range(SIZE) if peer != rank]
         for number in range(20):
             here.stream.launch(partial(source.fill_, 100 * number + rank))
@@ -57,8 +56,11 @@ def put_to_all(rank: int, path: Path, unique_id: bytes) -> None:
             assert found.tolist() == [100 * number + other for other in range(SIZE)]
         right = library.pointer("ncclGetLsaDevicePointer", window, 4, (rank + 1) % SIZE, at=3)
         assert tensor_at(right, 1).item() == 1901
-        with pytest.raises(FakeNcclError, match=rf"8 bytes from byte 12 of rank {others[0]} are not in the window"):
-            library("ncclPutSignal", address, 1, INT64, others[0], window, 12, 0, 0, 0, place, stream)
+        with pytest.raises(FakeNcclError, match=rf"8 bytes from byte 16 of rank {others[0]} are not in the window"):
+            library("ncclPutSignal", address, 1, INT64, others[0], window, 16, 0, 0, 0, place, stream)
+        outside = torch.zeros(1, dtype=torch.int32)
+        with pytest.raises(FakeNcclError, match="the source is not in a symmetric window"):
+            library("ncclPutSignal", outside.data_ptr(), 1, INT32, others[0], window, 0, 0, 0, 0, place, stream)
         with pytest.raises(FakeNcclError, match="signal, context and flags must be 0"):
             library("ncclSignal", others[0], 1, 0, 0, place, stream)
         library("ncclCommWindowDeregister", place, window)

@@ -307,8 +307,12 @@ def collectives_in_a_window(here):
 
 @case
 def puts_and_signals(here):
-    """Every rank puts its part into the others' windows; a signal says that it is there."""
-    memory, source = here.device.memory(1 << 21), here.own(2)
+    """Every rank puts its part into the others' windows; a signal says that it is there.
+
+    What is put lies in a window, too: NCCL refuses it elsewhere (2.30.7).
+    """
+    memory = here.device.memory(1 << 21)
+    source = memory[1 << 20 :].view(torch.float32)[:2].copy_(here.own(2))
     peers = [peer for peer in range(here.size) if peer != here.rank]
     window = window_or_refusal(here, memory)
     if window is None:
@@ -317,6 +321,7 @@ def puts_and_signals(here):
         with pytest.raises(NcclUnsupportedError, match=r"2\.29"):
             here.call("put", [(here.rank, source.data_ptr(), 8, 0)], window)
     else:
+        here.device.synchronize()
         dist.barrier()  # all windows are zeroed
         here.call("put", [(peer, source.data_ptr(), 8, 8 * here.rank) for peer in peers], window)
         here.call("wait_signals", [(peer, 1) for peer in peers])

@@ -200,21 +200,23 @@ def test_collectives_of_one_rank_copy(alone: nccl.Communicator, double: FakeNccl
 
 
 def test_memory_is_registered_within_a_block(alone: nccl.Communicator, double: FakeNccl) -> None:
-    memory = nccl.empty((8,), torch.float32, "cpu", alone.library).fill_(1)
+    memory = nccl.empty((10,), torch.float32, "cpu", alone.library).fill_(1)
     with alone.register_buffer(memory) as buffer:
         assert buffer.handle
         alone.all_reduce(memory)
         wait_for_stream(double)
-    source = torch.full((2,), 7.0)  # which must outlive the stream's part
+    source = memory[8:].fill_(7)
     with alone.register_window(memory) as window:
         window.put([(0, source, 8)])
         window.wait_signals({0: 1})
         wait_for_stream(double)
-    assert memory.tolist() == [1, 1, 7, 7, 1, 1, 1, 1]
+        with pytest.raises(nccl.NcclError, match="the source is not in a symmetric window"):
+            window.put([(0, torch.full((2,), 9.0), 8)])
+    assert memory[:8].tolist() == [1, 1, 7, 7, 1, 1, 1, 1]
     with pytest.raises(nccl.NcclError):
         window.put([(0, source, 0)])
     num_allocations = double.counts()[3]
-    del buffer, window, memory
+    del buffer, window, source, memory
     assert double.counts()[3] == num_allocations - 1
 
 

@@ -74,7 +74,7 @@ class Window(_Registered):
     An example that needs two GPUs, for a rank and its peer:
 
     >>> with communicator.register_window(empty((4096,), torch.float32, "cuda")) as window:  # doctest: +SKIP
-    ...     window.put([(peer, source, 0)])
+    ...     window.put([(peer, window.tensor[2048:], 0)])
     ...     window.wait_signals({peer: 1})
     """
 
@@ -83,7 +83,8 @@ class Window(_Registered):
     ) -> None:
         """Tensors into the windows of peers, each as (peer, tensor, offset in bytes), and then a signal to each.
 
-        Not collective: a peer takes no part, but may wait for the signal. A tensor without elements is the signal
+        Not collective: a peer takes no part, but may wait for the signal. Tensors lie in a window of the same
+        communicator, this one or another: NCCL refuses others with NcclError. A tensor without elements is the signal
         alone. `signal` and `context` are numbers below the options num_rma_sig and num_rma_ctx. Raises
         NcclUnsupportedError before NCCL 2.29. Source: NCCL's documentation of ncclPutSignal.
         """

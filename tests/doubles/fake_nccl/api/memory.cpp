@@ -18,6 +18,17 @@ std::shared_ptr<Window> find_window(Communicator* communicator, ncclWindow_t win
   });
 }
 
+// Whether bytes lie in a window of this rank, as NCCL asks of what is put (2.30.7).
+bool lies_in_window(Communicator* communicator, const void* bytes, std::size_t num_bytes) {
+  const int rank = communicator->rank();
+  return communicator->with_possessions([=](Possessions* possessions) {
+    for (const auto& [_, window] : possessions->windows) {
+      if (window->holds(rank, bytes, num_bytes)) return true;
+    }
+    return false;
+  });
+}
+
 // Where a peer's part of a window lies; windows that are asked without their communicator are
 // looked up among all.
 ncclResult_t locate(Function function, ncclWindow_t window, std::size_t offset, int rank,
@@ -73,6 +84,9 @@ ncclResult_t put(const void* source, std::size_t num_bytes, int peer, ncclWindow
     return invalid(function, std::to_string(num_bytes) + " bytes from byte " +
                                  std::to_string(offset) + " of rank " + std::to_string(peer) +
                                  " are not in the window");
+  }
+  if (!lies_in_window(communicator.get(), source, num_bytes)) {
+    return invalid(function, "the source is not in a symmetric window");
   }
   Task task;
   task.puts.push_back({{source, target, num_bytes}, peer, found});

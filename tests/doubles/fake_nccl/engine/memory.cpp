@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -128,6 +129,14 @@ void* Window::at(int rank, std::size_t offset, std::size_t num_bytes) const {
   const View& view = views_[static_cast<std::size_t>(rank)];
   if (offset > view.num_bytes || num_bytes > view.num_bytes - offset) return nullptr;
   return view.bytes + offset;
+}
+
+bool Window::holds(int rank, const void* bytes, std::size_t num_bytes) const {
+  const char* start = static_cast<const char*>(at(rank, 0));
+  const char* given = static_cast<const char*>(bytes);
+  const std::less<const char*> lies_before;
+  if (start == nullptr || lies_before(given, start)) return false;
+  return at(rank, static_cast<std::size_t>(given - start), num_bytes) != nullptr;
 }
 
 ncclResult_t Window::make(Communicator* communicator, void* buffer, std::size_t num_bytes,

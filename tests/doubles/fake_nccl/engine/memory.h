@@ -45,6 +45,8 @@ class Window {
  public:
   // Where the memory of `rank` lies in this process; nullptr where it is not all in there.
   void* at(int rank, std::size_t offset, std::size_t num_bytes = 0) const;
+  // Whether bytes of this process lie in the memory of `rank`.
+  bool holds(int rank, const void* bytes, std::size_t num_bytes) const;
   int num_ranks() const { return static_cast<int>(views_.size()); }
 
   // Made by all ranks together. No window, and success, where one of them has no symmetric memory.

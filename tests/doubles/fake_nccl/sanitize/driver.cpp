@@ -197,9 +197,11 @@ void check_windows() {
     ncclWindow_t window;
     ok(ncclCommWindowRegister(here.comm, memory, 4096, &window, 1));
     const int right = (here.rank + 1) % here.num_ranks, left = (here.rank + 2) % here.num_ranks;
-    const auto number = static_cast<float>(here.rank);
+    // What is put lies in a window, too.
+    float* number = static_cast<float*>(memory) + 16;
+    *number = static_cast<float>(here.rank);
     for (int i = 0; i < 20; ++i) {
-      ok(ncclPutSignal(&number, 1, ncclFloat32, right, window, 8, 0, 0, 0, here.comm, here.stream));
+      ok(ncclPutSignal(number, 1, ncclFloat32, right, window, 8, 0, 0, 0, here.comm, here.stream));
       ncclWaitSignalDesc_t awaited = {1, left, 0, 0};
       ok(ncclWaitSignal(1, &awaited, here.comm, here.stream));
     }
