@@ -1,14 +1,16 @@
 """Tables of pieces: the numbers that a kernel reads, one table per launch.
 
-A table is int64: a row per piece, then a row per slot but the first of every piece. A tile is what one program
-moves at a time. A row is padded to the most loops of any piece.
+A table is int64: a row per walk over a piece, then a row per slot but the first of every one. A tile is what one
+program moves at a time. A row is padded to the most loops of any piece.
 
-    piece   first tile; tensor and offset of the target; mode; rows; units in a run; slots, and the cell of
+    walk    first tile; tensor and offset of the target; mode; rows; units in a run; slots, and the cell of
             the second; then per loop: length, two numbers that divide by it, target stride; then the first slot
     slot    tensor and offset; then its stride per loop
 
 The source of a copy is its only slot. Tensors are positions among the pointers of the launch. A row of units is a
-unit, or a group of units of one run; the groups of a run are its innermost loop.
+unit, or a group of units of one run; the groups of a run are its innermost loop. Shifted pieces have two walks, one
+over blocks of 16 bytes, one over the places of what lies before the first and behind the last whole block of a run;
+everything in them counts bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,7 +18,8 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from tritondt.kernels.gpu.pieces import GROUP_UNITS, Kind, Piece
+from tritondt.kernels.gpu.loop_nest import Operand
+from tritondt.kernels.gpu.pieces import GROUP_UNITS, WIDEST, Kind, Piece
 
 # What a kernel takes by value; a program selects among them, which costs it two instructions each.
 MAX_POINTERS = 32
@@ -28,8 +31,11 @@ GROUP_LANES = 16
 GROUP_STEPS = GROUP_UNITS // GROUP_LANES
 GROUPS_PER_BLOCK = 16
 _KINDS = list(Kind)
-# The mode of a piece numbers its kind and the power of 2 that is its width; these are the first numbers.
-RUNS, GROUPS, TILES, WIDE_TILES, NUM_MODES = 0, 5, 8, 12, 16
+# A tile of shifted runs has BLOCK / 2 blocks of 16 bytes, each of which takes five registers.
+SHIFTED_SHARE = 2
+# The mode of a walk numbers its kind and the power of 2 that is its width; these are the first numbers. Blocks of
+# shifted runs come from any byte, or from words.
+RUNS, GROUPS, SHIFTED, EDGES, TILES, WIDE_TILES, NUM_MODES = 0, 5, 8, 10, 13, 17, 21
 _TILES = (Kind.TILES, Kind.WIDE_TILES)
 _FIRST_MODES = {Kind.RUNS: RUNS, Kind.GROUPS: GROUPS, Kind.TILES: TILES, Kind.WIDE_TILES: WIDE_TILES}
 
@@ -41,15 +47,29 @@ class Pointer(NamedTuple):
     tensor: int
 
 
+class Walk(NamedTuple):
+    """Rows of a piece as a kernel takes them, by loops of `lengths`; `num_tiles` programs take one time each.
+
+    Strides are `scale` times the piece's; that of the innermost loop is `step` times as long.
+    """
+
+    mode: int
+    lengths: tuple[int, ...]
+    step: int
+    scale: int
+    run: int
+    num_tiles: int
+
+
 class BoxTable(NamedTuple):
     """Table of one launch: its cells, and the constants that the kernel is compiled for.
 
-    `modes` has a bit for the mode of every piece.
+    `modes` has a bit for the mode of every walk; there are `num_walks`.
     """
 
     pointers: tuple[Pointer, ...]
     cells: tuple[int, ...]
-    num_pieces: int
+    num_walks: int
     num_tiles: int
     num_dims: int
     max_slots: int
@@ -84,7 +104,7 @@ def mode(kind: Kind, width: int) -> int:
     """Number of a kind and a width in a kernel.
 
     >>> mode(Kind.RUNS, 16), mode(Kind.TILES, 1), mode(Kind.WIDE_TILES, 8)
-    (4, 8, 15)
+    (4, 13, 20)
     """
     return _FIRST_MODES[kind] + width.bit_length() - 1
 
@@ -94,22 +114,38 @@ def tile_side(kind: Kind, width: int) -> int:
     return 64 if kind is Kind.WIDE_TILES and width == 2 else 32
 
 
-def rows_of(piece: Piece) -> tuple[int, ...]:
-    """Lengths of the loops over rows."""
-    if piece.kind is Kind.GROUPS:
-        return (_ceiling(piece.lengths[0], GROUP_UNITS), *piece.lengths[1:])
-    return piece.lengths
+def walks(piece: Piece, block: int) -> tuple[Walk, ...]:
+    """A piece as a kernel takes it that moves `block` units at a time.
+
+    Two runs of 25 floats touch 8 blocks of 16 bytes each, and have 4 places before the first whole one and 4 behind.
+
+    >>> from tritondt.kernels.gpu.loop_nest import Operand
+    >>> operands = (Operand(0, 0, (1, 25)), Operand(0, 0, (1, 32)))
+    >>> [walk.lengths for walk in walks(Piece(Kind.SHIFTED, 4, (25, 2), operands), 1024)]
+    [(8, 2), (8, 2)]
+    """
+    kind, width, lengths, _ = piece
+    run, *outer = lengths
+    if kind is Kind.SHIFTED:
+        # The first byte of a run is the last of its block that is a multiple of the width, at worst.
+        blocks = (_ceiling((WIDEST - width) + run * width, WIDEST), *outer)
+        places = (2 * WIDEST // width, *outer)
+        whole = Walk(SHIFTED + (width == 4), blocks, 0, width, run * width, _tiles_of(blocks, block // SHIFTED_SHARE))
+        edges = Walk(EDGES + width.bit_length() - 1, places, 0, width, run * width, _tiles_of(places, block))
+        return whole, edges
+    if kind is Kind.GROUPS:
+        groups = (_ceiling(run, GROUP_UNITS), *outer)
+        num_tiles = _tiles_of(groups, block // GROUPS_PER_BLOCK)
+        return (Walk(mode(kind, width), groups, GROUP_UNITS, 1, run, num_tiles),)
+    if kind is Kind.RUNS:
+        return (Walk(mode(kind, width), lengths, 1, 1, run, _tiles_of(lengths, block)),)
+    side = tile_side(kind, width)
+    num_tiles = _ceiling(run, side) * _ceiling(outer[0], side) * prod(outer[1:])
+    return (Walk(mode(kind, width), lengths, 1, 1, run, num_tiles),)
 
 
-def num_tiles(piece: Piece, block: int) -> int:
-    """Number of tiles that a piece is cut into."""
-    if piece.kind is Kind.RUNS:
-        return _ceiling(piece.num_units, block)
-    if piece.kind is Kind.GROUPS:
-        return _ceiling(prod(rows_of(piece)), block // GROUPS_PER_BLOCK)
-    columns, rows, *others = piece.lengths
-    side = tile_side(piece.kind, piece.width)
-    return _ceiling(columns, side) * _ceiling(rows, side) * prod(others)
+def _tiles_of(lengths: Sequence[int], rows: int) -> int:
+    return _ceiling(prod(lengths), rows)
 
 
 def division(divisor: int) -> tuple[int, int]:
@@ -156,33 +192,38 @@ def box_table(
     """
     place = {pointer: number for number, pointer in enumerate(pointers)}
     num_dims = num_dims or max(len(piece.lengths) for piece in pieces)
-    ends = list(accumulate(num_tiles(piece, block) for piece in pieces))
-    piece_cells = HEAD_CELLS + LOOP_CELLS * num_dims + SLOT_HEAD_CELLS + num_dims
+    walked = [(piece, walk) for piece in pieces for walk in walks(piece, block)]
+    ends = list(accumulate(walk.num_tiles for _, walk in walked))
+    walk_cells = HEAD_CELLS + LOOP_CELLS * num_dims + SLOT_HEAD_CELLS + num_dims
     cells: list[int] = []
     slots: list[int] = []
-    for piece, first_tile in zip(pieces, [0, *ends], strict=False):
+    for (piece, walk), first_tile in zip(walked, [0, *ends], strict=False):
         target, *sources = piece.operands
-        lengths, step = rows_of(piece), GROUP_UNITS if piece.kind is Kind.GROUPS else 1
-        padding = num_dims - len(lengths)
-        second_slot = len(pieces) * piece_cells + len(slots)
-        cells += [first_tile, place[Pointer(True, target.tensor)], target.offset, mode(piece.kind, piece.width)]
-        cells += [prod(lengths), piece.lengths[0], len(sources), second_slot]
-        for length, stride in zip(lengths, (target.strides[0] * step, *target.strides[1:]), strict=True):
+        padding = num_dims - len(walk.lengths)
+        second_slot = len(walked) * walk_cells + len(slots)
+        cells += [first_tile, place[Pointer(True, target.tensor)], target.offset, walk.mode]
+        cells += [prod(walk.lengths), walk.run, len(sources), second_slot]
+        for length, stride in zip(walk.lengths, _strides(walk, target), strict=True):
             cells += [length, *division(length), stride]
         cells += [1, *division(1), 0] * padding
         for number, source in enumerate(sources):
-            strides = (source.strides[0] * step, *source.strides[1:], *[0] * padding)
+            strides = (*_strides(walk, source), *[0] * padding)
             row = (place[Pointer(False, source.tensor)], source.offset, *strides)
             (slots if number else cells).extend(row)
     return BoxTable(
         tuple(pointers),
         (*cells, *slots),
-        len(pieces),
+        len(walked),
         ends[-1],
         num_dims,
         max(len(piece.operands) - 1 for piece in pieces),
-        _union(1 << mode(piece.kind, piece.width) for piece in pieces),
+        _union(1 << walk.mode for _, walk in walked),
     )
+
+
+def _strides(walk: Walk, operand: Operand) -> tuple[int, ...]:
+    first, *others = (stride * walk.scale for stride in operand.strides)
+    return (first * walk.step, *others)
 
 
 def _pointers(piece: Piece) -> Iterator[Pointer]:

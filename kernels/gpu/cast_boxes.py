@@ -172,11 +172,11 @@ def _check_dtypes(source: str, target: str) -> None:
         raise ValueError(f"cast from {source} to {target}; allowed are two different ones of {allowed}")
 
 
-@triton.jit(do_not_specialize=("num_pieces", "num_bisections", "num_tiles"))
+@triton.jit(do_not_specialize=("num_walks", "num_bisections", "num_tiles"))
 def cast_kernel(
     table,
     pointers,
-    num_pieces,
+    num_walks,
     num_bisections,
     num_tiles,
     NUM_POINTERS: tl.constexpr,
@@ -193,7 +193,7 @@ def cast_kernel(
     box.
     """
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)

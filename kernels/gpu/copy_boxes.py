@@ -19,18 +19,21 @@ from tritondt.kernels.gpu.indexing import (
     find_piece,
     first_slot,
     source_units,
+    split_rows,
     target_units,
     units_of_tile,
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, copy_nest
 from tritondt.kernels.gpu.pieces import Piece, copy_pieces
-from tritondt.kernels.gpu.specialization import ALL_RUNS, ALL_TILES, WIDE_RUNS
+from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, WIDE_RUNS
 from tritondt.kernels.gpu.tuning import Choice
 
-GROUPS = tl.constexpr(box_table.GROUPS)
+SHIFTED = tl.constexpr(box_table.SHIFTED)
+EDGES = tl.constexpr(box_table.EDGES)
 TILES = tl.constexpr(box_table.TILES)
 WIDE_TILES = tl.constexpr(box_table.WIDE_TILES)
 NUM_MODES = tl.constexpr(box_table.NUM_MODES)
+SHIFTED_SHARE = tl.constexpr(box_table.SHIFTED_SHARE)
 
 
 class DeviceCopyTable(DeviceTable):
@@ -74,7 +77,7 @@ class DeviceCopyTable(DeviceTable):
 
 def copies() -> Kernel:
     """The kernel of all copies."""
-    return Kernel(copy_kernel, "copy", (), {}, {}, (WIDE_RUNS, ALL_RUNS, ALL_TILES))
+    return Kernel(copy_kernel, "copy", (), {}, {}, (WIDE_RUNS, COPY_RUNS, ALL_TILES))
 
 
 def copy_boxes(
@@ -110,11 +113,11 @@ def copy_boxes(
     table.run([tensor.data_ptr() for tensor in sources], [tensor.data_ptr() for tensor in targets])
 
 
-@triton.jit(do_not_specialize=("num_pieces", "num_bisections", "num_tiles"))
+@triton.jit(do_not_specialize=("num_walks", "num_bisections", "num_tiles"))
 def copy_kernel(
     table,
     pointers,
-    num_pieces,
+    num_walks,
     num_bisections,
     num_tiles,
     NUM_POINTERS: tl.constexpr,
@@ -124,7 +127,7 @@ def copy_kernel(
 ):
     """Copies tile after tile of the pieces in `table`; has a branch for every mode in MODES, and no other."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
@@ -148,10 +151,12 @@ def _copy_if(
 ):
     """Copies a tile if it has the mode MODE."""
     if mode == MODE:
-        if MODE < GROUPS:
-            _copy_units(piece, slot_strides, tile, source, target, 2**MODE, False, NUM_DIMS, BLOCK)
+        if MODE < SHIFTED:
+            _copy_units(piece, slot_strides, tile, source, target, 2**MODE, NUM_DIMS, BLOCK)
+        elif MODE < EDGES:
+            _copy_blocks(piece, slot_strides, tile, source, target, MODE == SHIFTED, NUM_DIMS, BLOCK // SHIFTED_SHARE)
         elif MODE < TILES:
-            _copy_units(piece, slot_strides, tile, source, target, 2 ** (MODE - GROUPS), True, NUM_DIMS, BLOCK)
+            _copy_edges(piece, slot_strides, tile, source, target, 2 ** (MODE - EDGES), NUM_DIMS, BLOCK)
         elif MODE < WIDE_TILES:
             _copy_tile(piece + HEAD, slot_strides, tile, source, target, 2 ** (MODE - TILES), False, NUM_DIMS)
         else:
@@ -166,15 +171,96 @@ def _copy_units(
     source,
     target,
     WIDTH: tl.constexpr,
-    IS_GROUPED: tl.constexpr,
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Copies units in the order of the target."""
     ELEMENT: tl.constexpr = tl.int32 if WIDTH >= 4 else (tl.int16 if WIDTH == 2 else tl.int8)
-    indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, IS_GROUPED, NUM_DIMS, BLOCK)
-    sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
-    targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, IS_GROUPED)
+    indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, False, NUM_DIMS, BLOCK)
+    sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, False)
+    targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, False)
+    tl.store(targets, tl.load(sources, mask=inside), mask=inside)
+
+
+@triton.jit
+def _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS: tl.constexpr):
+    """Starts of runs in bytes from `source` and `target`, each taken back to a multiple of 16; and inner indices."""
+    indices = split_rows(numbers, piece + HEAD, NUM_DIMS)
+    sources = source_units(slot_strides, indices, (source & 15).to(tl.int32), NUM_DIMS)
+    targets = target_units(piece, indices, (target & 15).to(tl.int32), NUM_DIMS)
+    return sources, targets, indices[0]
+
+
+@triton.jit
+def _copy_blocks(
+    piece,
+    slot_strides,
+    tile,
+    source,
+    target,
+    IS_SHIFTED: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies blocks of 16 bytes that are aligned in the target, and lie whole in their runs, by words of the source.
+
+    Where the words of the source lie otherwise, each of the target's is made of two. A word that is read has a byte in
+    it that is copied, so that it lies in the same allocation, whose ends are multiples of 4.
+    """
+    numbers = tile * BLOCK + tl.arange(0, BLOCK)
+    from_byte, to_byte, index = _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS)
+    block = (to_byte >> 4) + index
+    past = block * 16 - to_byte
+    run = tl.load(piece + 5).to(tl.int32)
+    inside = (numbers < tl.load(piece + 4).to(tl.int32)) & (past >= 0) & (past + 16 <= run)
+    start = from_byte + past
+    words = (source & -16).to(tl.pointer_type(tl.int32)) + (start >> 2)
+    one = tl.load(words, mask=inside)
+    two = tl.load(words + 1, mask=inside)
+    three = tl.load(words + 2, mask=inside)
+    four = tl.load(words + 3, mask=inside)
+    if IS_SHIFTED:
+        bits = (start & 3) * 8
+        five = tl.load(words + 4, mask=inside & (bits != 0), other=0)
+        one = _bits_from(one, two, bits)
+        two = _bits_from(two, three, bits)
+        three = _bits_from(three, four, bits)
+        four = _bits_from(four, five, bits)
+    block_words = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), (BLOCK, 4))
+    targets = tl.multiple_of((target & -16).to(tl.pointer_type(tl.int32)), 16)
+    tl.store(targets + (block[:, None] * 4 + tl.arange(0, 4)[None, :]), block_words, mask=inside[:, None])
+
+
+@triton.jit
+def _bits_from(low, high, bits):
+    """32 bits of two words, from a bit of the lower on."""
+    both = (high.to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return (both >> bits.to(tl.uint64)).to(tl.int32)
+
+
+@triton.jit
+def _copy_edges(
+    piece, slot_strides, tile, source, target, WIDTH: tl.constexpr, NUM_DIMS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copies what of runs lies before their first and behind their last whole block of the target.
+
+    The first half of the inner indices count from a run's start, the others from its end; most of them are of whole
+    blocks, and nothing is done.
+    """
+    WORD: tl.constexpr = tl.int32 if WIDTH == 4 else (tl.int16 if WIDTH == 2 else tl.int8)
+    PLACES: tl.constexpr = 16 // WIDTH
+    BITS: tl.constexpr = WIDTH // 2  # of the width, as a power of 2
+    numbers = tile * BLOCK + tl.arange(0, BLOCK)
+    from_byte, to_byte, index = _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS)
+    run = tl.load(piece + 5).to(tl.int32)
+    first_block = tl.minimum(-to_byte & 15, run)
+    end_of_last = tl.maximum(((to_byte + run) & -16) - to_byte, first_block)
+    is_first = index < PLACES
+    position = tl.where(is_first, index * WIDTH, run - (index - PLACES + 1) * WIDTH)
+    inside = numbers < tl.load(piece + 4).to(tl.int32)
+    inside &= tl.where(is_first, position < first_block, position >= end_of_last)
+    sources = (source & -16).to(tl.pointer_type(WORD)) + ((from_byte + position) >> BITS)
+    targets = (target & -16).to(tl.pointer_type(WORD)) + ((to_byte + position) >> BITS)
     tl.store(targets, tl.load(sources, mask=inside), mask=inside)
 
 

@@ -130,8 +130,8 @@ class Launch:
         self._device = device if device.type == "cuda" else None
         num_pointers = rounded_up(len(places), POINTERS)
         self._pointers_of = itemgetter(*places, *[places[0]] * (num_pointers - len(places)))
-        bisections = (table.num_pieces - 1).bit_length()
-        counts = (table.num_pieces, bisections, table.num_tiles)
+        bisections = (table.num_walks - 1).bit_length()
+        counts = (table.num_walks, bisections, table.num_tiles)
         form = Form(class_of(table.modes, kernel.modes), table.num_dims, num_pointers, choice.block)
         self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)

@@ -17,11 +17,11 @@ STEPS_IN_GROUP = tl.constexpr(box_table.GROUP_STEPS)
 
 
 @triton.jit
-def find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS: tl.constexpr):
+def find_piece(table, num_walks, num_bisections, tile, NUM_DIMS: tl.constexpr):
     """Row of the piece that a tile belongs to, by bisection of the first tiles, and number of the tile in the piece."""
     CELLS: tl.constexpr = HEAD + NUM_DIMS * (LOOP + 1) + SLOT_HEAD
     low = 0
-    high = num_pieces
+    high = num_walks
     for _ in range(num_bisections):
         middle = (low + high) // 2
         is_later = tl.load(table + middle * CELLS) <= tile

@@ -24,6 +24,9 @@ _MIN_FILLED = 0.75
 _MAX_WORDS = 2**31
 # Units of more bytes are wide enough to be indexed one by one.
 MAX_GROUPED_BYTES = 4
+# A run whose ends lie otherwise in the source than in the target is written in blocks of 16 bytes from this length on;
+# the bytes before its first and behind its last block cost as much as some 80 of the others.
+_MIN_SHIFTED_BYTES = 96
 
 
 class Kind(Enum):
@@ -31,6 +34,7 @@ class Kind(Enum):
 
     RUNS = "runs"  # one by one in the order of the target
     GROUPS = "groups"  # so too, but narrow ones of long runs share the arithmetic of 64
+    SHIFTED = "shifted"  # long runs of narrow ones, in blocks that are aligned in the target, whatever the source is
     TILES = "tiles"  # in squares, read along the source's dense loop and written along the target's
     WIDE_TILES = "wide tiles"  # squares whose both sides are read and written 16 bytes at a time
 
@@ -39,13 +43,15 @@ class Grain(NamedTuple):
     """Width of the units of a kernel: at most `widest` of what a nest counts in, indexed in words of `word` of them.
 
     `num_bytes` is the most that one of them takes in any tensor: 1 where a nest counts bytes. Where there is a
-    `narrowest`, units are that or the widest, and nothing between.
+    `narrowest`, units are that or the widest, and nothing between. A kernel that `shifts` reads a block of the target
+    from wherever it lies in the source.
     """
 
     widest: int = WIDEST
     word: int = 4
     num_bytes: int = 1
     narrowest: int | None = None
+    shifts: bool = False
 
     def width(self, *numbers: int) -> int:
         """The widest unit whose length divides all these."""
@@ -78,18 +84,22 @@ class Piece(NamedTuple):
 def copy_pieces(nest: LoopNest) -> Iterator[Piece]:
     """Pieces of a copy: transposing tiles where the copy transposes, else runs as wide as they can be.
 
-    Two rows of 19 floats between aligned places 128 bytes apart are 2 x 4 units of 16 bytes and 2 x 3 of 4.
+    Two rows of 19 floats between aligned places 128 bytes apart are 2 x 4 units of 16 bytes and 2 x 3 of 4. Longer
+    rows of floats, behind each other in the target, are read and written where they lie, in blocks of 16 bytes.
 
     >>> from tritondt.kernels.boxes import CopyBox
     >>> from tritondt.kernels.gpu.loop_nest import copy_nest
     >>> rows = copy_nest(0, CopyBox(0, 0, 0, 0, 4, (2, 19), (32, 1), (64, 1)))
     >>> [(piece.width, piece.lengths) for piece in copy_pieces(rows)]
     [(16, (4, 2)), (4, (3, 2))]
+    >>> rows = copy_nest(0, CopyBox(0, 0, 0, 0, 4, (2, 25), (32, 1), (25, 1)))
+    >>> [(piece.kind.value, piece.width, piece.lengths) for piece in copy_pieces(rows)]
+    [('shifted', 4, (25, 2))]
     """
     nest = coalesce(nest)
     tiles = _tiles(nest) if nest.num_bytes else None
     if tiles is None:
-        yield from run_pieces(nest, Grain())
+        yield from run_pieces(nest, Grain(shifts=True))
     elif _reaches_too_far(nest, Grain()):
         for half in halves(nest):
             yield from copy_pieces(half)
@@ -127,6 +137,8 @@ def _peeled(nest: LoopNest, grain: Grain) -> Sequence[LoopNest]:
     run, start = nest.run_bytes, nest.operands[0].offset
     apart = (operand.offset - start for operand in nest.operands)
     reach = grain.width(*apart, *_outer_strides(nest))
+    if _is_shifted(nest, reach, grain):
+        return [nest]
     head = -start % reach
     body = (run - head) // reach * reach
     if reach == _width(nest, grain) or body < _MIN_BODY_UNITS * reach:
@@ -134,6 +146,11 @@ def _peeled(nest: LoopNest, grain: Grain) -> Sequence[LoopNest]:
     ends = (0, head, head + body, run)
     dim = len(nest.lengths) - 1
     return [cut(nest, dim, start, stop) for start, stop in pairwise(ends) if start < stop]
+
+
+def _is_shifted(nest: LoopNest, width: int, grain: Grain) -> bool:
+    """Whether runs that could be moved in units of a width are moved in blocks of the target instead."""
+    return grain.shifts and width <= MAX_GROUPED_BYTES and nest.run_bytes >= _MIN_SHIFTED_BYTES
 
 
 def _runs(nest: LoopNest, grain: Grain) -> Piece:
@@ -144,11 +161,14 @@ def _runs(nest: LoopNest, grain: Grain) -> Piece:
     inner_to_outer = [(length, *(stride // width for stride in strides)) for length, *strides in reversed(loops)]
     if run > width or not inner_to_outer:
         inner_to_outer.insert(0, (run // width, *(1 for _ in nest.operands)))
-    kind = _kind_of_runs(width * grain.num_bytes, run // width)
+    is_shifted = _is_shifted(nest, width, grain)
+    kind = Kind.SHIFTED if is_shifted else _kind_of_runs(width * grain.num_bytes, run // width, grain)
     return _piece(kind, width, inner_to_outer, nest.operands)
 
 
-def _kind_of_runs(unit_bytes: int, run_units: int) -> Kind:
+def _kind_of_runs(unit_bytes: int, run_units: int, grain: Grain) -> Kind:
+    if grain.shifts:  # what is long enough for groups is shifted
+        return Kind.RUNS
     num_groups = -(-run_units // GROUP_UNITS)
     is_filled = run_units >= _MIN_FILLED * GROUP_UNITS * num_groups
     return Kind.GROUPS if unit_bytes <= MAX_GROUPED_BYTES and is_filled else Kind.RUNS
@@ -192,7 +212,8 @@ def _has_wide_sides(piece: Piece) -> bool:
 
 
 def _reaches_too_far(nest: LoopNest, grain: Grain) -> bool:
-    """Whether an index of a word in the nest could need more than 31 bits."""
-    word = min(_width(nest, grain), grain.word)
+    """Whether an index of a word in the nest could need more than 31 bits; what is shifted is indexed by bytes."""
+    width = _width(nest, grain)
+    word = 1 if _is_shifted(nest, width, grain) else min(width, grain.word)
     reaches = (span_bytes(nest, operand) for operand in nest.operands)
     return max(nest.num_bytes, *reaches) > (_MAX_WORDS - WIDEST) * word

@@ -153,12 +153,12 @@ def reduce_slots(
     table.run([tensor.data_ptr() for tensor in sources], [tensor.data_ptr() for tensor in targets])
 
 
-@triton.jit(do_not_specialize=("divisor", "num_pieces", "num_bisections", "num_tiles"))
+@triton.jit(do_not_specialize=("divisor", "num_walks", "num_bisections", "num_tiles"))
 def reduce_kernel(
     table,
     pointers,
     divisor,
-    num_pieces,
+    num_walks,
     num_bisections,
     num_tiles,
     NUM_POINTERS: tl.constexpr,
@@ -173,7 +173,7 @@ def reduce_kernel(
 ):
     """Reduces tile after tile of the pieces in `table`, elements of DTYPE that are read as ELEMENT, one or two each."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         later_slots = table + tl.load(piece + 7)
         mode = tl.load(piece + 3)
         for candidate in tl.static_range(TILES):

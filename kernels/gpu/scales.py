@@ -19,11 +19,11 @@ GROUPS = tl.constexpr(box_table.GROUPS)
 TILES = tl.constexpr(box_table.TILES)
 
 
-@triton.jit(do_not_specialize=("num_pieces", "num_bisections", "num_tiles"))
+@triton.jit(do_not_specialize=("num_walks", "num_bisections", "num_tiles"))
 def scale_kernel(
     table,
     pointers,
-    num_pieces,
+    num_walks,
     num_bisections,
     num_tiles,
     NUM_POINTERS: tl.constexpr,
@@ -36,7 +36,7 @@ def scale_kernel(
 ):
     """Raises the scale of each piece's box to what tile after tile needs; a scale of zeros stays 0."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_pieces, num_bisections, tile, NUM_DIMS)
+        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
         source = address_at(pointers, slot, NUM_POINTERS)
         scale = address_at(pointers, table + tl.load(piece + 7), NUM_POINTERS)

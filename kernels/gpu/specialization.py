@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from tritondt.kernels.gpu.box_table import GROUPS, MAX_POINTERS, NUM_MODES, TILES, mode
+from tritondt.kernels.gpu.box_table import GROUPS, MAX_POINTERS, NUM_MODES, SHIFTED, TILES, mode
 from tritondt.kernels.gpu.loop_nest import MAX_DIMS, LoopNest, coalesce, cut
 from tritondt.kernels.gpu.pieces import WIDEST, Kind
 
@@ -29,9 +29,9 @@ def modes_between(first: int, end: int) -> int:
     return (1 << end) - (1 << first)
 
 
-# Classes of modes: aligned runs alone, which take the fewest registers; all runs; tiles.
+# Classes of modes of copies: aligned runs alone, which take the fewest registers; all runs; tiles.
 WIDE_RUNS = 1 << mode(Kind.RUNS, WIDEST)
-ALL_RUNS = modes_between(0, TILES)
+COPY_RUNS = modes_between(0, TILES) & ~modes_between(GROUPS, SHIFTED)
 ALL_TILES = modes_between(TILES, NUM_MODES)
 
 

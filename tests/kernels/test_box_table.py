@@ -7,19 +7,22 @@ import pytest
 from tests.kernels.random_boxes import random_copy_boxes, random_reduce_boxes
 from tritondt.kernels.boxes import CopyBox, ReduceBox, Slot
 from tritondt.kernels.gpu.box_table import (
+    EDGES,
     HEAD_CELLS,
     LOOP_CELLS,
     MAX_POINTERS,
+    NUM_MODES,
+    SHIFTED,
     SLOT_HEAD_CELLS,
     Pointer,
     box_table,
     by_pointers,
     division,
     mode,
-    num_tiles,
+    walks,
 )
-from tritondt.kernels.gpu.loop_nest import copy_nest, reduce_nest
-from tritondt.kernels.gpu.pieces import Grain, Kind, copy_pieces, run_pieces
+from tritondt.kernels.gpu.loop_nest import Operand, copy_nest, reduce_nest
+from tritondt.kernels.gpu.pieces import Grain, Kind, Piece, copy_pieces, run_pieces
 
 
 def copies(*boxes):
@@ -46,8 +49,11 @@ def test_division_is_exact_below_31_bits(divisor):
 def test_modes_differ():
     kinds = [(Kind.RUNS, (1, 2, 4, 8, 16)), (Kind.GROUPS, (1, 2, 4)), (Kind.TILES, (1, 2, 4, 8))]
     kinds += [(Kind.WIDE_TILES, (1, 2, 4, 8))]
-    modes = [mode(kind, width) for kind, widths in kinds for width in widths]
-    assert modes == list(range(16))
+    modes = {mode(kind, width) for kind, widths in kinds for width in widths}
+    operands = (Operand(0, 0, (1,)), Operand(0, 0, (1,)))
+    shifted = [walks(Piece(Kind.SHIFTED, width, (200,), operands), 512) for width in (1, 2, 4)]
+    assert [whole.mode for whole, _ in shifted] == [SHIFTED, SHIFTED, SHIFTED + 1]
+    assert modes | {walk.mode for pair in shifted for walk in pair} == set(range(NUM_MODES))
 
 
 def test_one_odd_shard_does_not_narrow_the_others():
@@ -59,7 +65,7 @@ def test_one_odd_shard_does_not_narrow_the_others():
     assert table.modes == 1 << mode(Kind.RUNS, 16) | 1 << mode(Kind.RUNS, 1)
     cells = HEAD_CELLS + LOOP_CELLS + SLOT_HEAD_CELLS + 1
     assert [table.cells[number * cells] for number in range(4)] == [0, 2, 4, 5]
-    assert (table.num_pieces, table.num_tiles, table.num_dims) == (4, 6, 1)
+    assert (table.num_walks, table.num_tiles, table.num_dims) == (4, 6, 1)
 
 
 def test_a_table_holds_what_the_pieces_say():
@@ -83,15 +89,31 @@ def test_a_table_holds_what_the_pieces_say():
 
 
 def test_groups_are_loops_over_64_units():
-    ((pointers, members),) = by_pointers(copies(CopyBox(0, 0, 1, 0, 2, (10, 120), (121, 1), (125, 1))))
+    box = ReduceBox(0, 0, (10, 120), (125, 1), (Slot(0, 1, (121, 1)),))
+    ((pointers, members),) = by_pointers(run_pieces(reduce_nest(0, box, 2), Grain()))
     (piece,) = members
     assert (piece.kind, piece.lengths) == (Kind.GROUPS, (120, 10))
     table = box_table(pointers, members, 128)
     # A program takes 128 / 16 groups: 20 of them are 3 tiles.
-    assert table.num_tiles == num_tiles(piece, 128) == 3
+    assert table.num_tiles == 3
     assert table.cells[4:6] == (20, 120)
     assert table.cells[8:12] == (2, *division(2), 64)
     assert table.cells[-2:] == (64, 121)
+
+
+def test_shifted_runs_are_walked_by_blocks_and_by_places_at_their_ends():
+    ((pointers, members),) = by_pointers(copies(CopyBox(0, 0, 1, 4, 2, (10, 120), (121, 1), (125, 1))))
+    table = box_table(pointers, members, 128)
+    cells = HEAD_CELLS + 2 * LOOP_CELLS + SLOT_HEAD_CELLS + 2
+    whole, edges = table.cells[:cells], table.cells[cells:]
+    # Everything counts bytes. A run of 240 that starts 14 behind a multiple of 16 touches 16 blocks.
+    assert whole[:7] == (0, 0, 8, SHIFTED, 160, 240, 1)
+    assert whole[8:16] == (16, *division(16), 0, 10, *division(10), 250)
+    assert whole[16:] == (1, 2, 0, 242)
+    # 160 blocks, 64 to a tile; then 8 places of 2 bytes at either end.
+    assert edges[:7] == (3, 0, 8, EDGES + 1, 160, 240, 1)
+    assert edges[8:12] == (16, *division(16), 0)
+    assert (table.num_walks, table.num_tiles) == (2, 5)
 
 
 def test_later_slots_lie_behind_the_pieces():
@@ -119,8 +141,8 @@ def test_tiles_of_random_tables_cover_all_units(seed):
     assert sorted(id(piece) for _, members in groups for piece in members) == sorted(map(id, pieces))
     for pointers, members in groups:
         table = box_table(pointers, members, 256)
-        assert table.num_tiles == sum(num_tiles(piece, 256) for piece in members)
-        assert len(table.cells) == table.num_pieces * (HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims)
+        assert table.num_tiles == sum(walk.num_tiles for piece in members for walk in walks(piece, 256))
+        assert len(table.cells) == table.num_walks * (HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims)
         assert len({piece.kind in (Kind.TILES, Kind.WIDE_TILES) for piece in members}) == 1
 
 
@@ -131,7 +153,7 @@ def test_tables_of_many_tensors_take_several_launches():
     assert sum(len(members) for _, members in groups) == len(pieces)
     for pointers, members in groups:
         table = box_table(pointers, members, 512)
-        assert table.num_pieces == len(members)
+        assert table.num_walks == len(members)
 
 
 def test_one_box_of_too_many_tensors_is_refused():

@@ -16,7 +16,7 @@ from tritondt.kernels.gpu.cast_boxes import DIVIDES, MULTIPLIES, NO_SCALES, Dtyp
 from tritondt.kernels.gpu.copy_boxes import copies
 from tritondt.kernels.gpu.fp8_tables import scale_finding
 from tritondt.kernels.gpu.reduce_slots import reductions
-from tritondt.kernels.gpu.specialization import ALL_RUNS, ALL_TILES, DIMS, WIDE_RUNS
+from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, DIMS, WIDE_RUNS
 from tritondt.kernels.gpu.tuning import choose
 from tritondt.kernels.reduction_dtypes import DTYPES
 
@@ -32,24 +32,34 @@ def assert_lean(compiled, num_dims=FEW, most=MAX_REGISTERS):
         assert compiled.registers <= most
 
 
+def units_per_thread(num_dims):
+    """Of a copy, as tuned."""
+    choice = choose("default", "copy", 16, num_dims)
+    return choice.block // (32 * choice.num_warps)
+
+
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("num_dims", DIMS[:2])
 def test_wide_runs(num_dims, architecture):
     compiled = compile_kernel(copies(), WIDE_RUNS, num_dims, architecture)
-    assert_lean(compiled, num_dims)
-    # Every load and store of the 512 units, two per thread.
-    assert compiled.wide_loads == compiled.wide_stores == 2
-    assert len(re.findall(r"st\.global", compiled.ptx)) == 2
-    if num_dims == FEW:
-        assert compiled.registers <= 38
+    assert_lean(compiled, num_dims, most=72)
+    units = units_per_thread(num_dims)
+    assert compiled.wide_loads == compiled.wide_stores == units
+    assert len(re.findall(r"st\.global", compiled.ptx)) == units
+    if (num_dims, architecture) == (FEW, 90):
+        assert compiled.registers <= 56
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
 @pytest.mark.parametrize("num_dims", DIMS[:2])
 def test_wide_units_stay_wide_beside_narrow_ones(num_dims, architecture):
-    compiled = compile_kernel(copies(), ALL_RUNS, num_dims, architecture)
-    assert_lean(compiled, num_dims)
-    assert compiled.wide_loads == compiled.wide_stores == 2
+    compiled = compile_kernel(copies(), COPY_RUNS, num_dims, architecture)
+    # Eight units, or four blocks of five words: 80 registers were faster on an H200 than half of both with 48.
+    assert_lean(compiled, num_dims, most=80)
+    # Blocks of shifted runs, of words and of any byte, are written 16 bytes at a time, half as many per thread each.
+    units = units_per_thread(num_dims)
+    assert (compiled.wide_loads, compiled.wide_stores) == (units, 2 * units)
+    assert "st.shared" not in compiled.ptx
     for name in ("v2.b32", "b32", "b16", "b8"):
         assert re.search(rf"ld\.global(\.\w+)*\.{name}", compiled.ptx)
         assert re.search(rf"st\.global(\.\w+)*\.{name}", compiled.ptx)
@@ -59,9 +69,9 @@ def test_wide_units_stay_wide_beside_narrow_ones(num_dims, architecture):
 @pytest.mark.parametrize("num_dims", DIMS[:2])
 def test_tiles(num_dims, architecture):
     compiled = compile_kernel(copies(), ALL_TILES, num_dims, architecture)
-    assert_lean(compiled, num_dims)
+    assert_lean(compiled, num_dims, most=72)
     # Of 2, 4 and 8 bytes a thread; of bytes a tile holds fewer than 16 per thread.
-    assert compiled.wide_loads == compiled.wide_stores == 5
+    assert compiled.wide_loads == compiled.wide_stores == (10 if num_dims == FEW else 5)
 
 
 @pytest.mark.in_ci(9)

@@ -68,7 +68,7 @@ def test_a_copy_is_launched_with_its_arguments_in_order(recording):
     assert found == {
         "grid": (3, 1, 1),
         "stream": STREAM,
-        "num_pieces": 3,
+        "num_walks": 3,
         "num_bisections": 2,
         "num_tiles": 3,
         "NUM_POINTERS": 8,
@@ -86,7 +86,7 @@ def test_a_reduction_is_launched_with_its_arguments_in_order(recording):
     (found,) = recording.launches
     assert found["grid"] == (CHOICE.max_ctas, 1, 1)
     assert found["pointers"] == (1 << 45, 1 << 46, 1 << 47, *[1 << 45] * 5)
-    assert (found["divisor"], found["num_pieces"], found["num_bisections"], found["num_tiles"]) == (3, 1, 0, 11)
+    assert (found["divisor"], found["num_walks"], found["num_bisections"], found["num_tiles"]) == (3, 1, 0, 11)
     constants = {"UNROLL": 4, "ELEMENT": ELEMENTS["float32"], "DTYPE": "float32", "OP": "sum", "DIVIDES": True}
     assert {name: found[name] for name in constants} == constants
 

@@ -71,9 +71,13 @@ def test_rows_that_do_not_fill_wide_units_have_wide_bodies():
         (Kind.RUNS, 16, (25, 5)),
         (Kind.RUNS, 8, (5,)),
     ]
-    # Not where rows lie differently to each other: those are moved in narrow units.
-    assert shapes(pieces_of(4, (5, 103), (103, 1), (104, 1))) == [(Kind.GROUPS, 4, (103, 5))]
-    assert shapes(pieces_of(4, (5, 103), (104, 1), (104, 1), target_offset=1)) == [(Kind.GROUPS, 4, (103, 5))]
+    # Not where rows lie differently to each other: those are moved in blocks of the target.
+    assert shapes(pieces_of(4, (5, 103), (103, 1), (104, 1))) == [(Kind.SHIFTED, 4, (103, 5))]
+    assert shapes(pieces_of(4, (5, 103), (104, 1), (104, 1), target_offset=1)) == [(Kind.SHIFTED, 4, (103, 5))]
+    assert shapes(pieces_of(4, (5, 103), (104, 1), (104, 1), target_offset=2)) == [
+        (Kind.RUNS, 8, (51, 5)),
+        (Kind.RUNS, 4, (5,)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -81,8 +85,15 @@ def test_rows_that_do_not_fill_wide_units_have_wide_bodies():
     [(1, Kind.RUNS), (47, Kind.RUNS), (48, Kind.GROUPS), (64, Kind.GROUPS), (65, Kind.RUNS), (97, Kind.GROUPS)],
 )
 def test_narrow_units_share_arithmetic_where_groups_are_three_quarters_full(run, kind):
-    (piece,) = pieces_of(2, (9, run), (2 * run + 1, 1), (2 * run + 1, 1), source_offset=1)
+    box = ReduceBox(0, 0, (9, run), (2 * run + 1, 1), (Slot(0, 1, (2 * run + 1, 1)),))
+    (piece,) = run_pieces(reduce_nest(0, box, 2), Grain())
     assert (piece.kind, piece.width) == (kind, 2)
+
+
+@pytest.mark.parametrize(("itemsize", "run"), [(1, 95), (1, 96), (2, 47), (2, 48), (4, 23), (4, 24)])
+def test_narrow_units_of_copies_are_shifted_from_96_bytes_on(itemsize, run):
+    (piece,) = pieces_of(itemsize, (9, run), (2 * run + 1, 1), (2 * run + 1, 1), source_offset=1)
+    assert (piece.kind, piece.width) == (Kind.SHIFTED if itemsize * run >= 96 else Kind.RUNS, itemsize)
 
 
 def test_transposed_boxes_are_tiles_wide_where_both_sides_are():
@@ -129,6 +140,8 @@ def test_boxes_beyond_31_bits_are_split(itemsize, lengths, source_strides, targe
     assert sum(piece.num_bytes for piece in pieces) == num_elements * itemsize
     for piece in pieces:
         word_units = max(piece.width // 4, 1) if piece.kind in (Kind.RUNS, Kind.GROUPS) else 1
+        if piece.kind is Kind.SHIFTED:  # bytes
+            word_units = piece.width
         assert piece.num_units * word_units < 2**31
         for operand in piece.operands:
             steps = zip(operand.strides, piece.lengths, strict=True)

@@ -71,11 +71,32 @@ def test_every_width_and_number_of_dims(width, num_dims):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4])
-def test_groups(width):
+def test_runs_that_lie_otherwise_in_the_target(width):
     (piece,) = assert_one_box(width, (3, 5, 121), (1300, 123, 1), (1101, 125, 1))
-    assert (piece.kind, piece.width) == (Kind.GROUPS, width)
-    # Several tiles of 4 groups each, by fewer programs.
+    assert (piece.kind, piece.width) == (Kind.SHIFTED, width)
+    # Several tiles of 32 blocks and of 64 places each, by fewer programs.
     assert_one_box(width, (3, 5, 121), (1300, 123, 1), (1101, 125, 1), choice=Choice(64, 1, 2))
+
+
+@pytest.mark.in_ci(16)
+@pytest.mark.parametrize("to_byte", range(16))
+@pytest.mark.parametrize("from_byte", range(16))
+def test_runs_from_every_byte_to_every_byte(from_byte, to_byte):
+    """Of every length from 96 to 127, and so from 5 to 7 whole blocks, and every number of bytes beside them."""
+    source, target = random_bytes(32 * 160 + 16), random_bytes(32 * 144 + 16)
+    boxes = [CopyBox(0, 0, from_byte + 160 * n, to_byte + 144 * n, 1, (96 + n,), (1,), (1,)) for n in range(32)]
+    kinds = {piece.kind for box in boxes for piece in copy_pieces(copy_nest(0, box))}
+    assert (Kind.SHIFTED in kinds) == ((from_byte - to_byte) % 8 != 0)
+    assert_copies_as_reference(boxes, [source], [target])
+
+
+def test_runs_that_lie_backwards_in_the_source():
+    source, target = random_bytes(8000), random_bytes(8000)
+    boxes = [CopyBox(0, 0, 6001 // width, 3, width, (7, 110), (-301, 1), (111, 1)) for width in (1, 2)]
+    for box in boxes:
+        (piece,) = copy_pieces(copy_nest(0, box))
+        assert piece.kind is Kind.SHIFTED
+        assert_copies_as_reference([box], [source], [target])
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
