@@ -116,9 +116,12 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
 
 
 def pytest_command(python: str) -> tuple[str, ...]:
-    """pytest, which ends a process whose test hangs; pytest-timeout cannot where the hang is within a C function."""
+    """pytest, which ends a process whose test hangs; pytest-timeout cannot where the hang is within a C function.
+
+    pytest-benchmark, where a machine has it, warns of tests side by side, and a warning is an error here.
+    """
     ends = ("-o", f"faulthandler_timeout={_HANG_S}", "-o", "faulthandler_exit_on_timeout=true")
-    return (python, "-m", "pytest", "-q", "-rs", *ends, "-p", "tests.tools.gpu_progress")
+    return (python, "-m", "pytest", "-q", "-rs", *ends, "-p", "no:benchmark", "-p", "tests.tools.gpu_progress")
 
 
 def environment(folder: str, given: Mapping[str, str], *, dry: bool) -> dict[str, str]:

@@ -31,6 +31,12 @@ def test_each_rank_is_a_thread_with_an_identity_of_its_own() -> None:
         identity.current()
 
 
+def test_backward_passes_run_in_the_ranks_own_thread() -> None:
+    """Where tensors are on a GPU, too: autograd's threads for devices are off, and on again behind the ranks."""
+    assert run_ranks(2, lambda _: torch._C._is_multithreading_enabled()) == [False, False]
+    assert torch._C._is_multithreading_enabled()
+
+
 def test_ranks_take_turns() -> None:
     """A rank runs until it waits for a message: with one that never waits, the others come after it."""
     running, most = [0], [0]

@@ -281,9 +281,13 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
 
 
 def _run_rank(who: Identity, participant: Participant, body: Callable[[int], Result]) -> Result:
-    """Runs a rank's body; the rank's queues end with it, whether it returns or raises."""
+    """Runs a rank's body; the rank's queues end with it, whether it returns or raises.
+
+    Its backward passes run in the rank's own thread: on a GPU they would run in autograd's, which is in no world.
+    """
     try:
-        result = body(participant.rank)
+        with torch.autograd.set_multithreading_enabled(False):
+            result = body(participant.rank)
         world = registry.find(who)
         if isinstance(world, ThreadWorld):
             world.settle()
