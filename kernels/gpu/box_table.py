@@ -48,7 +48,7 @@ class Pointer(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Rows of a piece as a kernel takes them, by loops of `lengths`; `num_tiles` programs take one time each.
+    """Rows of a piece as a kernel takes them, by loops of `lengths`; `num_tiles` programs take one tile each.
 
     Strides are `scale` times the piece's; that of the innermost loop is `step` times as long.
     """

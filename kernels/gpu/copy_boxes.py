@@ -212,7 +212,7 @@ def _copy_blocks(
     block = (to_byte >> 4) + index
     past = block * 16 - to_byte
     run = tl.load(piece + 5).to(tl.int32)
-    inside = (numbers < tl.load(piece + 4).to(tl.int32)) & (past >= 0) & (past + 16 <= run)
+    inside = (numbers < tl.load(piece + 4).to(tl.int32)) & (past >= 0) & (past <= run - 16)
     start = from_byte + past
     words = (source & -16).to(tl.pointer_type(tl.int32)) + (start >> 2)
     one = tl.load(words, mask=inside)

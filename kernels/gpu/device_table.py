@@ -79,7 +79,7 @@ def compile_form(
 ) -> Any:
     """A kernel compiled in a form for the current device; None from Triton's interpreter.
 
-    `cells` are a table's, or stand for them by their dtype; `counts` are of pieces, bisections and tiles, of which only
+    `cells` are a table's, or stand for them by their dtype; `counts` are of walks, bisections and tiles, of which only
     the type matters.
     """
     return kernel.function.warmup(

@@ -167,7 +167,7 @@ def _runs(nest: LoopNest, grain: Grain) -> Piece:
 
 
 def _kind_of_runs(unit_bytes: int, run_units: int, grain: Grain) -> Kind:
-    if grain.shifts:  # what is long enough for groups is shifted
+    if grain.shifts:  # what is long enough for groups is shifted, but for 48 to 95 single bytes
         return Kind.RUNS
     num_groups = -(-run_units // GROUP_UNITS)
     is_filled = run_units >= _MIN_FILLED * GROUP_UNITS * num_groups

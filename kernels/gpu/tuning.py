@@ -47,9 +47,9 @@ def choose(device_name: str, kernel: str, width: int, num_dims: int) -> Choice:
 
 
 def record(device_name: str, kernels: Mapping[str, Sequence[Entry]], path: Path = PATH) -> None:
-    """Writes the choices found for a device into a file, in place of those that it has of that device."""
+    """Writes the choices found for a device into a file, in place of those that it has of these kernels there."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    found[device_name] = {
+    found[device_name] = found.get(device_name, {}) | {
         kernel: [{"width": entry.width, "max_dims": entry.max_dims, **entry.choice._asdict()} for entry in entries]
         for kernel, entries in kernels.items()
     }

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tritondt.cli import tune
 from tritondt.cli.main import main
 from tritondt.kernels.gpu.loop_nest import cast_nest, copy_nest, reduce_nest
-from tritondt.kernels.gpu.pieces import Grain, copy_pieces, run_pieces
+from tritondt.kernels.gpu.pieces import Grain, Kind, copy_pieces, run_pieces
 from tritondt.kernels.gpu.tuning import Choice
 
 
@@ -36,6 +36,12 @@ def test_without_triton_a_line_says_what_to_install(monkeypatch, arguments, has_
 def test_copies_that_are_timed_are_what_they_are_recorded_as(kernel, width, num_dims):
     (piece,) = copy_pieces(copy_nest(0, tune.copy_box(width, num_dims, 1 << 22)))
     assert (piece.width, len(piece.lengths)) == (width, num_dims)
+    assert piece.num_bytes == pytest.approx(1 << 22, rel=0.05)
+
+
+def test_copies_by_blocks_are_timed_beside_them():
+    (piece,) = copy_pieces(copy_nest(0, tune.shifted_box(1 << 22)))
+    assert (piece.kind, piece.width) == (Kind.SHIFTED, 2)
     assert piece.num_bytes == pytest.approx(1 << 22, rel=0.05)
 
 
@@ -85,6 +91,14 @@ def test_the_fastest_choices_are_recorded_beside_other_devices(pretended_gpu, tm
     assert list(found) == ["default", "Pretended GPU"]
     best = Choice(512, 4, 80)._asdict()
     assert found["Pretended GPU"] == {"reduce 8": [{"width": 16, "max_dims": 17, **best}]}
+
+
+def test_copies_are_recorded_for_the_dims_that_were_tuned(pretended_gpu, tmp_path):
+    """Of more dims the block that is fastest for few may spill."""
+    path = tmp_path / "tuning.json"
+    result = CliRunner().invoke(main, ["tune", "--kernel", "copy", "--output", str(path)])
+    assert result.exit_code == 0, result.output
+    assert [entry["max_dims"] for entry in json.loads(path.read_text())["Pretended GPU"]["copy"]] == [4]
 
 
 def test_kernels_are_compiled_for_a_gpu_that_is_not_there(monkeypatch, tmp_path):

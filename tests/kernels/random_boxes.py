@@ -9,8 +9,8 @@ import torch
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
 
 ITEMSIZES = (1, 2, 4, 8, 16)
-# Lengths as cuts leave them: short, odd, a multiple of 16, and one that fills a group of units.
-_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 33, 61)
+# Lengths as cuts leave them: short, odd, a multiple of 16, one that fills a group of units, and one of several blocks.
+_LENGTHS = (1, 2, 3, 4, 5, 7, 8, 16, 17, 24, 33, 61, 101)
 _MAX_ELEMENTS = 3000
 
 

@@ -38,6 +38,9 @@ def test_a_devices_own_entry_comes_first(own_file):
     assert choose("GPU A", "copy", 16, 3) == many
     assert choose("GPU A", "copy", 16, 5) == choose("default", "copy", 16, 5)
     assert choose("GPU A", "cast", 8, 1) == choose("GPU B", "cast", 8, 1)
+    record("GPU A", {"reduce 1": [Entry(16, 17, few)]}, own_file)
+    assert choose("GPU A", "copy", 16, 3) == many
+    assert choose("GPU A", "reduce 1", 16, 3) == few
     assert choose("GPU A", "reduce 2", 16, 1) == choose("default", "reduce 2", 16, 1)
 
 

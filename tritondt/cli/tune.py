@@ -16,13 +16,17 @@ from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox, Slot
 from tritondt.kernels.gpu.device_time import device_seconds
 from tritondt.kernels.gpu.tuning import PATH, Choice, Entry, record
 
-# What is tuned at so many dims holds for up to so many more: kernels are compiled for 4 dims at least.
-_DIMS = {4: 17}
+# What is tuned at 4 dims, the fewest that kernels are compiled for, holds for up to so many; copies of more take other
+# choices, as they spill.
+_TUNED_DIMS, _MAX_DIMS = 4, {"copy": 4}
+_MOST_DIMS = 17
 # Of all widths that are in one kernel, the widest is timed.
 _WIDTHS = (16,)
 _BLOCKS = (256, 512, 1024, 2048)
 _NUM_WARPS = (4, 8)
 _PROGRAMS_PER_PROCESSOR = (2, 4, 8, 16)
+# A program for each tile, as copies were fastest on an H200.
+_ALL_TILES = 1 << 24
 _NUM_SLOTS = 8
 # The kernel of each name, and a dtype whose elements it reduces.
 _DTYPES = {"reduce 1": "int8", "reduce 2": "bfloat16", "reduce 4": "float32", "reduce 8": "float64"}
@@ -53,7 +57,7 @@ def tune(
 
     They are recorded under the name of the device in the file that ships with the package, or in --output;
     what other devices have there stays. Takes minutes, most of them for compiling. With --architecture, the kernels
-    are compiled into Triton's cache (TRITON_CACHE_DIR) for a GPU that need not be there, as nobody has tuned it.
+    are compiled into Triton's cache (TRITON_CACHE_DIR) for a GPU that need not be there, under the default choices.
     """
     if (architecture is not None or torch.cuda.is_available()) and importlib.util.find_spec("triton") is None:
         raise click.ClickException("triton is missing, which tune compiles kernels with: pip install triton")
@@ -70,13 +74,14 @@ def tune(
     with torch.cuda.device(device):
         properties = torch.cuda.get_device_properties(device)
         candidates = [properties.multi_processor_count * count for count in _PROGRAMS_PER_PROCESSOR]
+        candidates.append(_ALL_TILES)
         found: dict[str, list[Entry]] = {}
         for kernel in kernels or _KERNELS:
             found[kernel] = []
             for width, num_dims in cases(kernel):
                 timer = _timer(kernel, width, num_dims, mebibytes << 20)
                 choice, seconds = fastest(timer, candidates)
-                found[kernel].append(Entry(width, _DIMS[num_dims], choice))
+                found[kernel].append(Entry(width, _MAX_DIMS.get(kernel, _MOST_DIMS), choice))
                 speed = (mebibytes << 20) * _passes(kernel) / seconds / 1e9
                 unit = "elements" if kernel in _CASTS else "bytes"
                 click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {speed:.0f} GB/s read and written, {choice}")
@@ -91,7 +96,7 @@ def cases(kernel: str) -> Iterator[tuple[int, int]]:
     [(16, 4)]
     """
     for width in _CAST_WIDTHS if kernel in _CASTS else _WIDTHS:
-        yield from ((width, num_dims) for num_dims in _DIMS)
+        yield width, _TUNED_DIMS
 
 
 def fastest(seconds_of: Timer, candidates: Sequence[int]) -> tuple[Choice, float]:
@@ -112,6 +117,12 @@ def copy_box(width: int, num_dims: int, num_bytes: int) -> CopyBox:
     lengths, source_strides, target_strides = _shape(num_dims, num_bytes // width)
     # One side starts a unit later, so that nothing wider fits.
     return CopyBox(0, 0, 0 if width == 16 else 1, 0, width, lengths, source_strides, target_strides)
+
+
+def shifted_box(num_bytes: int) -> CopyBox:
+    """A box of about so many bytes that is copied by blocks: rows of 2731 elements of 2 bytes behind each other."""
+    columns = 2731
+    return CopyBox(0, 0, 0, 0, 2, (num_bytes // (2 * columns), columns), (7 * columns + 3, 1), (columns, 1))
 
 
 def cast_box(width: int, num_dims: int, itemsize: int, num_bytes: int) -> CastBox:
@@ -150,30 +161,38 @@ def _extent(lengths: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def _passes(kernel: str) -> float:
-    """Bytes read and written in units of the bytes written; a reduction reads its slots."""
+    """Bytes read and written in units of `--mebibytes`; a reduction reads its slots, and copies are of two boxes."""
     if kernel in _CASTS:
         source, target = _CASTS[kernel]
         return 1 + source.itemsize / target.itemsize
-    return 2 if kernel == "copy" else _NUM_SLOTS + 1
+    return 4 if kernel == "copy" else _NUM_SLOTS + 1
 
 
 def _timer(kernel: str, width: int, num_dims: int, num_bytes: int) -> Timer:
-    """Timer of a table of one box, made anew for every choice."""
+    """Timer of tables of one box, made anew for every choice."""
     make = _copy_timer if kernel == "copy" else _cast_timer if kernel in _CASTS else _reduce_timer
     return make(kernel, width, num_dims, num_bytes)
 
 
 def _copy_timer(_: str, width: int, num_dims: int, num_bytes: int) -> Timer:
-    box = copy_box(width, num_dims, num_bytes)
-    source, target = (
-        torch.empty((offset + _extent(box.lengths, strides)) * width, dtype=torch.uint8, device="cuda")
-        for offset, strides in ((box.source_offset, box.source_strides), (box.target_offset, box.target_strides))
-    )
+    boxes = (copy_box(width, num_dims, num_bytes), shifted_box(num_bytes))
+    operands = [
+        [
+            torch.empty((offset + _extent(box.lengths, strides)) * box.itemsize, dtype=torch.uint8, device="cuda")
+            for offset, strides in ((box.source_offset, box.source_strides), (box.target_offset, box.target_strides))
+        ]
+        for box in boxes
+    ]
     module = importlib.import_module("tritondt.kernels.gpu.copy_boxes")
 
-    def seconds_of(choice: Choice) -> float:
+    def seconds_of_one(box: CopyBox, tensors: Sequence[torch.Tensor], choice: Choice) -> float:
         table = module.DeviceCopyTable([box], "cuda", choice=choice)
+        source, target = tensors
         return device_seconds(lambda: table.run([source.data_ptr()], [target.data_ptr()]))
+
+    def seconds_of(choice: Choice) -> float:
+        """Of an aligned box and a shifted one."""
+        return sum(seconds_of_one(box, tensors, choice) for box, tensors in zip(boxes, operands, strict=True))
 
     return seconds_of
 

@@ -1,6 +1,7 @@
 """The copy kernel, interpreted, against the reference, byte for byte."""
 
 import doctest
+import mmap
 import random
 
 import pytest
@@ -11,6 +12,7 @@ from tests.kernels.random_boxes import behind_alignment, random_bytes, random_co
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.gpu import copy_boxes as module
+from tritondt.kernels.gpu.box_table import box_table, by_pointers, walks
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copy_boxes
 from tritondt.kernels.gpu.loop_nest import copy_nest
 from tritondt.kernels.gpu.pieces import Kind, copy_pieces
@@ -18,6 +20,7 @@ from tritondt.kernels.gpu.tuning import Choice
 
 # An interpreted program costs the same whatever its size: large tiles, and fewer programs than tiles now and then.
 LARGE = Choice(4096, 1, 3)
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE, which not every Python names
 
 
 def assert_copies_as_reference(boxes, sources, targets, choice=LARGE):
@@ -97,6 +100,40 @@ def test_runs_that_lie_backwards_in_the_source():
         (piece,) = copy_pieces(copy_nest(0, box))
         assert piece.kind is Kind.SHIFTED
         assert_copies_as_reference([box], [source], [target])
+
+
+def last_tile(table, walk):
+    """The table with the last blocks alone, of which the first program takes the last tile."""
+    cells = len(table.cells) // table.num_walks
+    first = (table.num_walks - 2) * cells  # behind it are the edges of its runs
+    return torch.tensor([1 - walk.num_tiles, *table.cells[first + 1 : first + cells]])
+
+
+@pytest.mark.parametrize(
+    ("itemsize", "num_bytes"),
+    [(1, 2**31 - 48), (1, 2**31 - 17), (1, 2**31 - 16), (4, 2**31 - 24), (4, 2**31 - 20), (1, 2**32 - 32)],
+)
+def test_runs_of_nearly_31_bits_end_where_they_end(itemsize, num_bytes):
+    """The last tile of one, in memory of which few pages are touched."""
+    (pointers, members), *_ = by_pointers(
+        copy_pieces(copy_nest(0, CopyBox(0, 0, 1, 0, itemsize, (num_bytes // itemsize,), (1,), (1,))))
+    )
+    table, piece = box_table(pointers, members, 1024, 4), members[-1]
+    assert piece.kind is Kind.SHIFTED
+    end = piece.operands[0].offset + piece.num_bytes
+    source, target = (
+        torch.frombuffer(mmap.mmap(-1, num_bytes + 4096, mmap.MAP_PRIVATE | _NO_RESERVE), dtype=torch.uint8)
+        for _ in range(2)
+    )
+    source[end - 64 : end + 64] = torch.arange(1, 129)
+    addresses = [(target if pointer.is_target else source).data_ptr() for pointer in pointers]
+    addresses += [target.data_ptr()] * 6
+    cells = last_tile(table, walks(piece, 1024)[0])
+    module.copy_kernel[(1,)](
+        cells, tuple(addresses), 1, 0, 1, NUM_POINTERS=8, NUM_DIMS=4, MODES=table.modes, BLOCK=1024
+    )
+    assert target[end - 64 : end - 16].tolist() == source[end - 64 + itemsize : end - 16 + itemsize].tolist()
+    assert not target[end:].any()
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
