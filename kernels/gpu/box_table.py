@@ -117,12 +117,13 @@ def tile_side(kind: Kind, width: int) -> int:
 def walks(piece: Piece, block: int) -> tuple[Walk, ...]:
     """A piece as a kernel takes it that moves `block` units at a time.
 
-    Two runs of 25 floats touch 8 blocks of 16 bytes each, and have 4 places before the first whole one and 4 behind.
+    Two runs of 25 floats touch up to 7 blocks of 16 bytes each, and have 4 places before the first whole one and 4
+    behind.
 
     >>> from tritondt.kernels.gpu.loop_nest import Operand
     >>> operands = (Operand(0, 0, (1, 25)), Operand(0, 0, (1, 32)))
     >>> [walk.lengths for walk in walks(Piece(Kind.SHIFTED, 4, (25, 2), operands), 1024)]
-    [(8, 2), (8, 2)]
+    [(7, 2), (8, 2)]
     """
     kind, width, lengths, _ = piece
     run, *outer = lengths
