@@ -24,8 +24,8 @@ _MIN_FILLED = 0.75
 _MAX_WORDS = 2**31
 # Units of more bytes are wide enough to be indexed one by one.
 MAX_GROUPED_BYTES = 4
-# A run whose ends lie otherwise in the source than in the target is written in blocks of 16 bytes from this length on;
-# the bytes before its first and behind its last block cost as much as some 80 of the others.
+# A run that lies otherwise in the source than in the target is written in blocks of 16 bytes from this length on. By
+# count of instructions, not timed: the ends of a run cost as many as 80 bytes of whole blocks.
 _MIN_SHIFTED_BYTES = 96
 
 
