@@ -64,23 +64,27 @@ class DirectProgram:
     """One rank's side of an exchange through arenas, round by round; not made by itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
+    @property
+    def num_rounds(self) -> int: ...
 
-class DirectPlan(DirectProgram):
-    """One rank's side of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""
+class DirectRound:
+    """A round of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""
 
     def __init__(
         self,
         *,
         sends: _Messages,
         receives: _Messages,
-        socket_sends: MessageSlices,
-        socket_receives: MessageSlices,
-        has_sockets: bool,
         pack: CopyTable | None,
         keep: CopyTable | None,
         unpack: CopyTable | None,
         reduces: Sequence[ReduceTable],
     ) -> None: ...
+
+class DirectPlan(DirectProgram):
+    """One rank's side of an exchange of boxes."""
+
+    def __init__(self, rounds: tuple[DirectRound, ...]) -> None: ...
     def observed(self, step: Literal["pack", "keep", "unpack"], call: Callable[[], None]) -> DirectPlan: ...
 
 class DirectGroup(TimedExchange):
@@ -99,8 +103,7 @@ class DirectGroup(TimedExchange):
         num_threads: int,
         sequence: int,
         tag: int,
-        send_buffer: int,
-        receive_buffer: int,
+        staging: int,
     ) -> _Outcome: ...
     def finish(self) -> _Outcome: ...
     def skip(self, sequence: int) -> None: ...

@@ -193,8 +193,8 @@ def groups_share_memory() -> bool:
 
 
 def arena_bytes() -> int:
-    """Bytes of a rank's shared memory in a communicator: TRITONDT_ARENA_MB, 128 MB by default."""
-    text = os.environ.get("TRITONDT_ARENA_MB", "128")
+    """Bytes of a rank's shared memory in a communicator: TRITONDT_ARENA_MB, 16 MB by default."""
+    text = os.environ.get("TRITONDT_ARENA_MB", "16")
     if re.fullmatch("0*[1-9][0-9]{0,6}", text) is None:
         raise WorldError(f"TRITONDT_ARENA_MB={text!r} is set; allowed is a whole number from 1 to 9999999")
     return int(text) << 20

@@ -32,37 +32,38 @@ std::vector<SlotMessage> make_slot_messages(const std::vector<SlotMessageFields>
   return messages;
 }
 
-// The tables are kept by the plan's Python object.
+// The tables are kept by the round's Python object.
 template <typename Table>
-DirectPlan::Run run_of(const Table* table) {
+DirectRound::Run run_of(const Table* table) {
   if (table == nullptr) return {};
   return [table](const Addresses& sources, const Addresses& targets, int num_threads) {
     table->run(sources, targets, num_threads);
   };
 }
 
-std::unique_ptr<DirectPlan> make_plan(const std::vector<SlotMessageFields>& sends,
-                                      const std::vector<SlotMessageFields>& receives,
-                                      const MessageSlices& socket_sends,
-                                      const MessageSlices& socket_receives, bool has_sockets,
-                                      const CopyTable* pack, const CopyTable* keep,
-                                      const CopyTable* unpack,
-                                      const std::vector<const ReduceTable*>& reduces) {
-  std::vector<DirectPlan::Run> reducing;
+DirectRound make_round(const std::vector<SlotMessageFields>& sends,
+                       const std::vector<SlotMessageFields>& receives, const CopyTable* pack,
+                       const CopyTable* keep, const CopyTable* unpack,
+                       const std::vector<const ReduceTable*>& reduces) {
+  std::vector<DirectRound::Run> reducing;
   for (const ReduceTable* table : reduces) reducing.push_back(run_of(table));
-  return std::make_unique<DirectPlan>(make_slot_messages(sends), make_slot_messages(receives),
-                                      socket_sends, socket_receives, has_sockets, run_of(pack),
-                                      run_of(keep), run_of(unpack), std::move(reducing));
+  return {make_slot_messages(sends),
+          make_slot_messages(receives),
+          run_of(pack),
+          run_of(keep),
+          run_of(unpack),
+          std::move(reducing)};
 }
 
-// For tests: the plan with a call to Python before one of its steps.
+// For tests: the plan with a call to Python before a step of its first round.
 std::unique_ptr<DirectPlan> observed(const DirectPlan& plan, const std::string& step,
                                      py::function call) {
   auto made = std::make_unique<DirectPlan>(plan);
-  DirectPlan::Run* const found = step == "pack"     ? &made->run_pack
-                                 : step == "keep"   ? &made->run_keep
-                                 : step == "unpack" ? &made->run_unpack
-                                                    : nullptr;
+  DirectRound& first = made->rounds.at(0);
+  DirectRound::Run* const found = step == "pack"     ? &first.pack
+                                  : step == "keep"   ? &first.keep
+                                  : step == "unpack" ? &first.unpack
+                                                     : nullptr;
   if (found == nullptr) {
     throw std::invalid_argument("step '" + step + "'; allowed are pack, keep and unpack");
   }
@@ -96,16 +97,22 @@ void bind_arena(py::module_* module) {
 
 void bind_plan(py::module_* module) {
   py::class_<DirectProgram>(*module, "DirectProgram",
-                            "One rank's side of an exchange through arenas, round by round.");
+                            "One rank's side of an exchange through arenas, round by round.")
+      .def_property_readonly("num_rounds", &DirectProgram::num_rounds);
+  py::class_<DirectRound>(*module, "DirectRound",
+                          "What a round of an exchange of boxes packs, sends and unpacks.")
+      .def(py::init(&make_round), py::kw_only(), py::arg("sends"), py::arg("receives"),
+           py::arg("pack").none(true), py::arg("keep").none(true), py::arg("unpack").none(true),
+           py::arg("reduces"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
+           py::keep_alive<1, 6>(), py::keep_alive<1, 7>());
   py::class_<DirectPlan, DirectProgram>(
       *module, "DirectPlan", "One rank's side of an exchange of boxes through arenas, by tables.")
-      .def(py::init(&make_plan), py::kw_only(), py::arg("sends"), py::arg("receives"),
-           py::arg("socket_sends"), py::arg("socket_receives"), py::arg("has_sockets"),
-           py::arg("pack").none(true), py::arg("keep").none(true), py::arg("unpack").none(true),
-           py::arg("reduces"), py::keep_alive<1, 7>(), py::keep_alive<1, 8>(),
-           py::keep_alive<1, 9>(), py::keep_alive<1, 10>())
+      .def(py::init([](const py::tuple& rounds) {
+             return std::make_unique<DirectPlan>(rounds.cast<std::vector<DirectRound>>());
+           }),
+           py::arg("rounds"), py::keep_alive<1, 2>())
       .def("observed", &observed, py::arg("step"), py::arg("call"), py::keep_alive<0, 1>(),
-           "For tests: the plan with a call before its step pack, keep or unpack.");
+           "For tests: the plan with a call before pack, keep or unpack of its first round.");
 }
 
 }  // namespace
@@ -124,16 +131,14 @@ void bind_direct_group(py::module_* module) {
       .def(
           "run",
           [](DirectGroup& group, const DirectProgram& plan, Addresses sources, Addresses targets,
-             int num_threads, std::uint64_t sequence, std::uint64_t tag, std::uintptr_t send_buffer,
-             std::uintptr_t receive_buffer) {
+             int num_threads, std::uint64_t sequence, std::uint64_t tag, std::uintptr_t staging) {
             const py::gil_scoped_release released;
-            return ending_of(group.run(
-                &plan,
-                {std::move(sources), std::move(targets), num_threads, send_buffer, receive_buffer},
-                sequence, tag));
+            return ending_of(
+                group.run(&plan, {std::move(sources), std::move(targets), num_threads, staging},
+                          sequence, tag));
           },
           py::arg("plan"), py::arg("sources"), py::arg("targets"), py::arg("num_threads"),
-          py::arg("sequence"), py::arg("tag"), py::arg("send_buffer"), py::arg("receive_buffer"),
+          py::arg("sequence"), py::arg("tag"), py::arg("staging"),
           "Runs an exchange to its end; PENDING means call finish.")
       .def(
           "finish",

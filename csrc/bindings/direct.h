@@ -4,8 +4,8 @@
 
 namespace tritondt {
 
-// Adds Arena, DirectProgram, DirectPlan and DirectGroup; after CopyTable, ReduceTable and
-// SocketGroup.
+// Adds Arena, DirectProgram, DirectRound, DirectPlan and DirectGroup; after CopyTable, ReduceTable
+// and SocketGroup.
 void bind_direct_group(pybind11::module_* module);
 
 }  // namespace tritondt

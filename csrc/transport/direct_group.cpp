@@ -127,12 +127,8 @@ Ending DirectGroup::advance() {
       if (ending.outcome != Outcome::kDone) return ending;
       send();
       step_ = Step::kArrivals;
-    } else if (step_ == Step::kArrivals) {
-      ending = await_arrivals();
-      if (ending.outcome != Outcome::kDone) return ending;
-      step_ = Step::kSockets;
     } else {
-      ending = finish_sockets();
+      ending = await_arrivals();
       if (ending.outcome != Outcome::kDone) return ending;
       end_round();
     }
@@ -169,13 +165,11 @@ void DirectGroup::send() {
     ring(&boards_[message.peer].arrivals());
     readers.peers.push_back(message.peer);
   }
-  if (program_->has_sockets()) program_->start_sockets(group_.get(), operands_, tag_);
   program_->keep(round_, operands_);
 }
 
 Ending DirectGroup::await_arrivals() {
-  arrived_.assign(arenas_.size() + 1, 0);
-  arrived_.back() = operands_.receive_buffer;
+  arrived_.assign(arenas_.size(), 0);
   return await(boards_[place_].arrivals(), [&] {
     pending_.clear();
     for (const SlotMessage& message : receives_) {
@@ -214,15 +208,6 @@ Outcome DirectGroup::look(const SlotMessage& message) {
   }
   arrived_[message.peer] = reinterpret_cast<std::uintptr_t>(arenas_[message.peer]->base()) + offset;
   return Outcome::kDone;
-}
-
-Ending DirectGroup::finish_sockets() {
-  if (!program_->has_sockets()) return {Outcome::kDone, -1};
-  const Ending ending = group_->finish();
-  if (ending.outcome == Outcome::kInterrupted && has_expired()) {
-    return {Outcome::kExpired, ending.peer};
-  }
-  return ending;
 }
 
 void DirectGroup::end_round() {

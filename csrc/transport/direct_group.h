@@ -59,7 +59,7 @@ class DirectGroup : public TimedExchange {
   void release();
 
  private:
-  enum class Step { kSlot, kArrivals, kSockets, kDone };
+  enum class Step { kSlot, kArrivals, kDone };
 
   void begin_round();
   Ending advance();
@@ -67,7 +67,6 @@ class DirectGroup : public TimedExchange {
   void send();
   Ending await_arrivals();
   Outcome look(const SlotMessage& message);
-  Ending finish_sockets();
   void end_round();
   template <typename Look>
   Ending await(Bell& bell, const Look& look);

@@ -3,10 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
-
-#include "transport/message.h"
-#include "transport/socket_group.h"
 
 namespace tritondt {
 
@@ -19,13 +17,12 @@ struct SlotMessage {
   std::uint64_t num_bytes;
 };
 
-// Where the tensors of one run lie, and the buffers of messages that go over sockets.
+// Where the tensors of one run lie, and memory for what has arrived and waits for a later round.
 struct Operands {
   Addresses sources;
   Addresses targets;
   int num_threads = 1;
-  std::uintptr_t send_buffer = 0;
-  std::uintptr_t receive_buffer = 0;
+  std::uintptr_t staging = 0;
 };
 
 // One rank's side of an exchange, for all times that it runs: rounds of pack, announce, keep and
@@ -43,47 +40,36 @@ class DirectProgram {
   virtual void pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const = 0;
   // What stays on this rank, while messages are on their way.
   virtual void keep(std::size_t round, const Operands& operands) const = 0;
-  // From messages at `arrived`, by place of the peer, behind them the receive buffer, to targets.
+  // From messages at `arrived`, by place of the peer, to targets.
   virtual void unpack(std::size_t round, const Operands& operands,
                       const Addresses& arrived) const = 0;
-
-  // Messages of the only round that are too long for a slot, as both sides know by their length.
-  virtual bool has_sockets() const { return false; }
-  virtual void start_sockets(SocketGroup* /*group*/, const Operands& /*operands*/,
-                             std::uint64_t /*tag*/) const {}
 };
 
-// An exchange of boxes in one round, by tables.
-class DirectPlan : public DirectProgram {
- public:
+// What a round of an exchange of boxes packs, sends and unpacks. Any of its steps may be empty.
+struct DirectRound {
   using Run = std::function<void(const Addresses&, const Addresses&, int num_threads)>;
 
-  // `pack` runs from sources to the slot and the send buffer; `keep` from sources to targets;
-  // `unpack` from [messages by place of the peer, receive buffer] to targets; `reduces` from
-  // [sources, messages by place, receive buffer] to targets. Any may be empty.
-  DirectPlan(std::vector<SlotMessage> sends, std::vector<SlotMessage> receives,
-             MessageSlices socket_sends, MessageSlices socket_receives, bool uses_sockets, Run pack,
-             Run keep, Run unpack, std::vector<Run> reduces);
+  std::vector<SlotMessage> sends;
+  std::vector<SlotMessage> receives;  // without offsets, which the sender says
+  Run pack;                           // from sources to the slot
+  Run keep;                           // from sources to targets
+  Run unpack;                         // from messages by place of the peer to [targets, staging]
+  std::vector<Run> reduces;           // from [sources, messages by place, staging] to targets
+};
 
-  std::size_t num_rounds() const override { return 1; }
+// An exchange of boxes, by tables.
+class DirectPlan : public DirectProgram {
+ public:
+  explicit DirectPlan(std::vector<DirectRound> rounds) : rounds(std::move(rounds)) {}
+
+  std::size_t num_rounds() const override { return rounds.size(); }
   void list(std::size_t round, std::vector<SlotMessage>* sends,
             std::vector<SlotMessage>* receives) const override;
   void pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const override;
   void keep(std::size_t round, const Operands& operands) const override;
   void unpack(std::size_t round, const Operands& operands, const Addresses& arrived) const override;
-  bool has_sockets() const override { return uses_sockets_; }
-  void start_sockets(SocketGroup* group, const Operands& operands,
-                     std::uint64_t tag) const override;
 
-  std::vector<SlotMessage> sends;
-  std::vector<SlotMessage> receives;  // without offsets, which the sender says
-  Run run_pack, run_keep, run_unpack;
-
- private:
-  MessageSlices socket_sends_;
-  MessageSlices socket_receives_;
-  bool uses_sockets_;
-  std::vector<Run> reduces_;
+  std::vector<DirectRound> rounds;
 };
 
 }  // namespace tritondt

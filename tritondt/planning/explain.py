@@ -11,7 +11,7 @@ from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan, why_collective, why_more_bytes
-from tritondt.planning.slots import longest_of
+from tritondt.planning.slots import chunk_of
 from tritondt.planning.step_chart import step_chart
 from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, step_report
 from tritondt.planning.storage import step_blocks
@@ -110,7 +110,7 @@ class Explanation:
     def _slots(self) -> str:
         """What the steps pack where peers read it; nothing where all messages are sent."""
         most = max((step.slot_bytes for step in self.steps), default=0)
-        return f"up to {most:,} bytes packed in a slot of shared memory, where peers read them" if most else ""
+        return f"up to {most:,} bytes packed in slots of shared memory, where peers read them" if most else ""
 
     def _why_packed(self) -> str | None:
         """Why messages that are one run of memory go by a buffer; None where none does."""
@@ -182,7 +182,7 @@ def explain_layouts(
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
     moved_itemsize = itemsize if wire_itemsize is None else wire_itemsize
     plan = make_plan(source, target, moved_itemsize, costs, dtype)
-    longest = longest_of(costs, prod(source.mesh_shape))
+    chunk_bytes = chunk_of(costs, prod(source.mesh_shape))
     reports, peers = [], set[int]()
     for step in plan.steps:
         found = step.exchange(at)
@@ -193,7 +193,7 @@ def explain_layouts(
         elif wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
             stored = step_blocks(step, at)
-            reports.append(step_report(step, found, stored, itemsize, seconds, longest, alignment))
+            reports.append(step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment))
         else:
             reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
     peak = 0

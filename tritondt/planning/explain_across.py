@@ -5,7 +5,7 @@ from math import prod
 from tritondt.planning.across import PlanAcross, StepAcross
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation
-from tritondt.planning.slots import longest_of
+from tritondt.planning.slots import chunk_of
 from tritondt.planning.step_report import WireSize, cast_report, step_report
 from tritondt.sharding.coordinates import ranks_text
 from tritondt.sharding.layout import Coordinate, Layout
@@ -24,14 +24,14 @@ def explain_plan_across(
     >>> found.sent_bytes, found.received_bytes, found.num_peers
     (0, 32, 2)
     """
-    longest = longest_of(costs, len({*plan.source_ranks, *plan.target_ranks}))
+    chunk_bytes = chunk_of(costs, len({*plan.source_ranks, *plan.target_ranks}))
     reports, peers, peak = [], set[int](), 0
     for step in plan.steps:
         found = step.exchange_of(rank)
         peers.update(message.peer for message in (*found.sends, *found.receives))
         if wire is None or not step.moving_axes:
             seconds = _seconds(step, itemsize, costs)
-            report = step_report(step, found, step.blocks_of(rank), itemsize, seconds, longest)
+            report = step_report(step, found, step.blocks_of(rank), itemsize, seconds, chunk_bytes)
         else:
             report = cast_report(step, found, wire, _seconds(step, wire.wire_itemsize, costs))
         reports.append(report)

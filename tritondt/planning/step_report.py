@@ -10,6 +10,8 @@ from tritondt.planning.collectives import Collective
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
+from tritondt.planning.rounds import rounds, staged_terms
+from tritondt.planning.slots import in_lines
 from tritondt.planning.storage import Block, contiguous_offset
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.layout import Coordinate
@@ -23,7 +25,7 @@ class StepReport:
     arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
     dtype than the tensor, or start where the transport moves bytes slowly: `aligned_bytes` are of such messages.
     `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has temporary memory for
-    those messages.
+    those messages but for terms that wait for others, which are staged.
     """
 
     kind: str
@@ -46,31 +48,35 @@ def step_report(
     stored: tuple[tuple[Block, ...], tuple[Block, ...]],
     itemsize: int,
     seconds: float,
-    longest_in_slot: int = 0,
+    chunk_bytes: int = 0,
     alignment: Alignment = DENSE,
 ) -> StepReport:
     """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
 
-    Messages of at most `longest_in_slot` bytes go through a slot, in which those that several peers receive lie once.
+    With `chunk_bytes`, messages go through slots in such chunks, and those that several peers receive are packed once.
     """
     source_blocks, target_blocks = stored
-    limit = longest_in_slot // itemsize
-    in_slot = {message.parts: message.numel * itemsize for message in found.sends if message.numel <= limit}
-    leaving = [message for message in found.sends if message.numel > limit]
-    arriving = [message for message in found.receives if message.numel > limit]
-    sent, received, left, arrived = (
-        sum(message.numel for message in messages) * itemsize
-        for messages in (found.sends, found.receives, leaving, arriving)
-    )
+    sent, received = (sum(message.numel for message in each) * itemsize for each in (found.sends, found.receives))
+    if chunk_bytes:
+        in_slots = sum(message.numel * itemsize for message in {each.parts: each for each in found.sends}.values())
+        staged = _waiting_bytes(found, itemsize, chunk_bytes) if step.kind == "reduce" else 0
+        return _step_report(step, found, _Bytes(sent, received, 0, staged, in_slots), seconds)
     in_place, landing, aligned = 0, 0, 0
-    for message in leaving:
+    for message in found.sends:
         here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
         in_place, aligned = in_place + here, aligned + there
-    for message in arriving if step.kind != "reduce" else ():
+    for message in found.receives if step.kind != "reduce" else ():
         here, there = _in_place_bytes(target_blocks, message, itemsize, alignment)
         landing, aligned = landing + here, aligned + there
-    num_bytes = _Bytes(sent, received, left - in_place, arrived - landing, sum(in_slot.values()), aligned)
+    num_bytes = _Bytes(sent, received, sent - in_place, received - landing, aligned=aligned)
     return _step_report(step, found, num_bytes, seconds)
+
+
+def _waiting_bytes(found: Exchange, itemsize: int, chunk_bytes: int) -> int:
+    """Bytes of terms that arrive in earlier rounds than others of their sums."""
+    receives = [rounds(message, (itemsize,), chunk_bytes) for message in found.receives]
+    terms = (part for _, _, part in staged_terms(receives, lambda part: False))
+    return sum(in_lines(part.numel * itemsize) for part in terms)
 
 
 def _in_place_bytes(

@@ -9,13 +9,10 @@ from typing import NamedTuple
 
 from tritondt._C import ByteMoves, DirectProgram, OneShotReduction, PiecewiseReduction, Reducer
 from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt.planning.slots import ALIGNMENT, CHUNK_BYTES
 
-# Bytes of one message in a round, at most. On 4 ranks of 2 busy cores, 1 MB to 64 MB took 0.75 to 1.0 of the time with
-# 256 KB, and no less processor time with 64 KB, where what is packed stays in the second-level cache.
-_CHUNK_BYTES = 512 << 10
 # Terms that a rank reads of others, in bytes, up to which all ranks reduce all of them: one round instead of two.
 ONE_SHOT_BYTES = 256 << 10
-_LINE = 64
 
 Span = tuple[int, int, int]
 
@@ -38,7 +35,7 @@ class Members(NamedTuple):
         >>> Members((0, 1), 0, 4096).chunk_bytes(3)
         1344
         """
-        return min(_CHUNK_BYTES, self.slot_bytes // num_messages // _LINE * _LINE)
+        return min(CHUNK_BYTES, self.slot_bytes // num_messages // ALIGNMENT * ALIGNMENT)
 
 
 class Reduction(NamedTuple):
@@ -128,4 +125,4 @@ def _cut(numel: int, size: int) -> list[tuple[int, int]]:
 
 
 def _compiled(native: DirectProgram, sent: Sequence[int], received: Sequence[int]) -> DirectTransfer:
-    return DirectTransfer(native, sum(sent), sum(received), len(sent), len(received), 0, 0)
+    return DirectTransfer(native, sum(sent), sum(received), len(sent), len(received), 0)

@@ -1,4 +1,4 @@
-"""Messages through arenas: exact results, what goes over sockets all the same, and ranks that cannot share memory."""
+"""Messages through arenas: exact results, long ones in rounds, and ranks that cannot share memory."""
 
 import os
 import warnings
@@ -18,6 +18,7 @@ from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import world
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.transports import arenas, direct
+from tritondt.planning import slots
 from tritondt.planning.explain import explain_layouts
 from tritondt.planning.prices import built_in
 from tritondt.planning.slots import slot_bytes
@@ -31,20 +32,46 @@ def test_random_cases(four_direct_ranks: GlooRanks, first_seed: int) -> None:
     check_on(four_direct_ranks, first_seed)
 
 
-@pytest.mark.extended
-def test_random_cases_with_arenas_that_few_messages_fit() -> None:
-    with GlooRanks(4, {"TRITONDT_TRANSPORT": "direct"}, prepare=shrink_arenas) as ranks:
-        check_on(ranks, 500_180)
+@pytest.fixture(scope="module")
+def ranks_in_many_rounds() -> Iterator[GlooRanks]:
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": "direct"}, prepare=shorten_chunks) as ranks:
+        yield ranks
 
 
-def shrink_arenas() -> None:
-    """Lets messages of more than 64 bytes to one of three peers go over sockets."""
-    board, slots = 4096, 2 * 4096
-    arenas.environment.arena_bytes = lambda: board + slots  # type: ignore[attr-defined]
+def shorten_chunks() -> None:
+    """Lets messages of more than 48 bytes take several rounds, in arenas of a board and two pages."""
+    slots.CHUNK_BYTES = 48
+    arenas.environment.arena_bytes = lambda: 3 * 4096  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("first_seed", [500_180, pytest.param(500_240, marks=pytest.mark.extended)])
+def test_random_cases_in_many_rounds(ranks_in_many_rounds: GlooRanks, first_seed: int) -> None:
+    check_on(ranks_in_many_rounds, first_seed)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+def test_terms_that_come_in_different_rounds_wait_for_each_other(ranks_in_many_rounds: GlooRanks, op: str) -> None:
+    """Ranks 0 and 1 alone have rows of the first tensor, which come before their terms of the second."""
+    terms = random_terms(torch.bfloat16, 4)
+    expected = in_order(terms, op)
+    for rows, reduced, staged in ranks_in_many_rounds.run(gather_and_reduce, terms, op):
+        torch.testing.assert_close(rows, torch.arange(62, dtype=torch.bfloat16).view(2, 31), rtol=0, atol=0)
+        torch.testing.assert_close(reduced, expected, rtol=0, atol=0)
+        assert staged > 0
+
+
+def gather_and_reduce(rank: int, terms: list[torch.Tensor], op: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    mesh = T.Mesh((4,))
+    rows = T.distribute_tensor(torch.arange(62, dtype=torch.bfloat16).view(2, 31), mesh, [T.Shard(0)])
+    term = T.DTensor.from_local(terms[rank].clone(), mesh, [T.Partial(op)])
+    found = [each.to_local() for each in T.redistribute_many([(rows, [T.Replicate()]), (term, [T.Replicate()])])]
+    communicator: Any = world.current().communicator(ALL)
+    staged = max(plan.staged_bytes for plan, _ in communicator._packed.values())
+    return found[0], found[1], staged
 
 
 def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[torch.Tensor, str]:
-    """This rank's result, and the ways that its messages took."""
+    """This rank's result, and how many rounds its messages took."""
     mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous(shape)
     before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in (source, target))
     whole = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
@@ -52,18 +79,14 @@ def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[
     local = whole[tuple(slice(*bounds) for bounds in before.layout.boxes(before.coordinate)[0])].contiguous()
     communicator: Any = world.current().communicator(ALL)
     found = T.redistribute(local, before, after)
-    ways = set[str]()
-    for plan, _ in communicator._packed.values():
-        if isinstance(plan, DirectTransfer) and plan.num_sent:
-            ways |= {"socket"} if plan.packed_bytes or plan.staged_bytes else {"arena"}
-    return found, f"{type(communicator).__name__}: {' and '.join(sorted(ways))}"
+    (plan,) = (plan for plan, _ in communicator._packed.values() if isinstance(plan, DirectTransfer))
+    return found, f"{type(communicator).__name__}: {plan.native.num_rounds} rounds"
 
 
-def test_messages_go_through_arenas_and_those_that_are_too_long_over_sockets(four_direct_ranks: GlooRanks) -> None:
-    assert four_direct_ranks.run(in_new_world, 128, (400, 700)) == ["DirectCommunicator: arena"] * 4
-    # 400 columns of 700 rows are pieces of 70 kB for each of three peers; slots have 0.5 MB, and 170 kB a message
-    assert four_direct_ranks.run(in_new_world, 1, (400, 700)) == ["DirectCommunicator: arena"] * 4
-    assert four_direct_ranks.run(in_new_world, 1, (801, 1501)) == ["DirectCommunicator: socket"] * 4
+def test_long_messages_go_through_arenas_in_rounds(four_direct_ranks: GlooRanks) -> None:
+    assert four_direct_ranks.run(in_new_world, 16, (400, 700)) == ["DirectCommunicator: 1 rounds"] * 4
+    # 201 rows of 376 columns are a message of 302 kB, of which a slot of 0.5 MB holds 170 kB for each of three peers.
+    assert four_direct_ranks.run(in_new_world, 1, (801, 1501)) == ["DirectCommunicator: 2 rounds"] * 4
 
 
 def in_new_world(rank: int, arena_mb: int, shape: tuple[int, int]) -> str:
@@ -90,12 +113,12 @@ def test_planning_knows_how_long_slots_are(num_ranks: int) -> None:
         assert slot_bytes(arena_bytes, num_ranks) == group.slot_bytes(arena_bytes, num_ranks)
 
 
-def test_what_is_foretold_of_slots_and_sockets_is_so(four_direct_ranks: GlooRanks) -> None:
-    """With slots of 0.5 MB: all messages fit, or none of them."""
+def test_what_is_foretold_of_slots_is_so(four_direct_ranks: GlooRanks) -> None:
+    """With slots of 0.5 MB, in one round and in several."""
     for shape in [(400, 700), (801, 1501)]:
         for foretold, found in four_direct_ranks.run(foretell, shape):
             assert foretold == found
-            assert (foretold[0] > 0) == (shape == (400, 700))
+            assert foretold[0] > 0
 
 
 def foretell(rank: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -108,9 +131,8 @@ def foretell(rank: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], tuple[
         step = explain_layouts(before, after, 4, built_in(4, arena_bytes=1 << 20)["cpu"], (rank,)).steps[0]
     communicator: Any = world.current().communicator(ALL)
     plan = next(plan for plan, _ in communicator._packed.values())
-    in_slots = 0 if plan.packed_bytes else plan.sent_bytes
     T.close()
-    return (step.slot_bytes, step.packed_bytes, step.staged_bytes), (in_slots, plan.packed_bytes, plan.staged_bytes)
+    return (step.slot_bytes, step.packed_bytes, step.staged_bytes), (plan.sent_bytes, 0, plan.staged_bytes)
 
 
 def test_all_holders_have_the_same_bits_again_and_again(four_direct_ranks: GlooRanks) -> None:

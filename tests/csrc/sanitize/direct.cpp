@@ -23,6 +23,7 @@ using tritondt::ByteMoves;
 using tritondt::DirectGroup;
 using tritondt::DirectPlan;
 using tritondt::DirectProgram;
+using tritondt::DirectRound;
 using tritondt::Ending;
 using tritondt::Outcome;
 
@@ -58,9 +59,7 @@ Ending complete(DirectGroup* group, Ending ending) {
   return ending;
 }
 
-DirectPlan empty_plan() {
-  return {{}, {}, tritondt::MessageSlices({}), tritondt::MessageSlices({}), false, {}, {}, {}, {}};
-}
+DirectPlan empty_plan() { return DirectPlan({DirectRound{}}); }
 
 // Bytes that `source` sends to `target` in one exchange, known to both; 0 for no message.
 std::uint64_t message_bytes(std::size_t source, std::size_t target, std::uint64_t exchange) {
@@ -78,24 +77,24 @@ DirectPlan random_plan(std::size_t rank, std::uint64_t exchange) {
   for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
     if (peer == rank) continue;
     const std::uint64_t leaving = message_bytes(rank, peer, exchange);
-    if (leaving > 0) plan.sends.push_back({peer, peer * kMaxBytes, leaving});
+    if (leaving > 0) plan.rounds[0].sends.push_back({peer, peer * kMaxBytes, leaving});
     const std::uint64_t coming = message_bytes(peer, rank, exchange);
-    if (coming > 0) plan.receives.push_back({peer, 0, coming});
+    if (coming > 0) plan.rounds[0].receives.push_back({peer, 0, coming});
   }
   const auto dawdle = [rank, exchange] {
     std::mt19937_64 random(exchange * 31 + rank);
     if (random() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 500));
   };
-  plan.run_pack = [sends = plan.sends, rank, exchange, dawdle](const Addresses&,
-                                                               const Addresses& targets, int) {
+  plan.rounds[0].pack = [sends = plan.rounds[0].sends, rank, exchange, dawdle](
+                            const Addresses&, const Addresses& targets, int) {
     dawdle();
     for (const tritondt::SlotMessage& message : sends) {
       std::memset(reinterpret_cast<char*>(targets[0]) + message.offset,
                   message_byte(rank, message.peer, exchange), message.num_bytes);
     }
   };
-  plan.run_unpack = [receives = plan.receives, rank, exchange, dawdle](const Addresses& sources,
-                                                                       const Addresses&, int) {
+  plan.rounds[0].unpack = [receives = plan.rounds[0].receives, rank, exchange, dawdle](
+                              const Addresses& sources, const Addresses&, int) {
     dawdle();
     for (const tritondt::SlotMessage& message : receives) {
       const char* bytes = reinterpret_cast<const char*>(sources[message.peer]);
@@ -193,13 +192,13 @@ void check_rounds() {
 
 DirectPlan sending(std::uint64_t num_bytes) {
   DirectPlan plan = empty_plan();
-  plan.sends.push_back({0, 0, num_bytes});
+  plan.rounds[0].sends.push_back({0, 0, num_bytes});
   return plan;
 }
 
 DirectPlan receiving(std::uint64_t num_bytes) {
   DirectPlan plan = empty_plan();
-  plan.receives.push_back({1, 0, num_bytes});
+  plan.rounds[0].receives.push_back({1, 0, num_bytes});
   return plan;
 }
 
@@ -234,7 +233,7 @@ void check_endings() {
     DirectRanks nested(2);
     DirectPlan outer = empty_plan();
     bool is_refused = false;
-    outer.run_pack = [&](const Addresses&, const Addresses&, int) {
+    outer.rounds[0].pack = [&](const Addresses&, const Addresses&, int) {
       try {
         nested.group(0)->run(&nothing, {}, 2, 6);
       } catch (const std::invalid_argument&) {
@@ -300,7 +299,7 @@ void check_slots() {
 void check_bells() {
   DirectRanks ranks(3);
   DirectPlan both = receiving(100);
-  both.receives.push_back({2, 0, 100});
+  both.rounds[0].receives.push_back({2, 0, 100});
   const DirectPlan plan = sending(100);
   Ending ending = {};
   std::thread waiting([&] {

@@ -1,14 +1,14 @@
 """Transfers compiled for ranks that read messages where their senders have packed them.
 
-All messages to a peer that fit are packed into one slot of this rank's arena, one that several peers receive only once;
-receivers unpack, or reduce, from there. Longer ones travel as between other ranks: both sides see which by the length.
+Every round of an exchange packs a chunk of each message into one slot of this rank's arena, one that several peers
+receive only once; receivers unpack, or reduce, from there, while it is in the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tritondt._C import CopyTable, DirectPlan, DirectProgram, ReduceTable
+from tritondt._C import CopyTable, DirectPlan, DirectProgram, DirectRound, ReduceTable
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.packed_transfer import (
     Arrival,
@@ -18,23 +18,23 @@ from tritondt.comm.packing.packed_transfer import (
     part_bytes,
     part_copies,
     reduce_tables,
-    slices_of,
 )
 from tritondt.kernels.boxes import CopyBox
 from tritondt.planning.exchange import Message, Part
-from tritondt.planning.slots import ALIGNMENT, longest_message
+from tritondt.planning.rounds import Reduced, last_rounds, pieces, rounds, staged_terms
+from tritondt.planning.slots import in_lines
 
 
 class DirectTransfer(NamedTuple):
-    """A transfer compiled to a program of the extension; buffers are of messages that go over sockets."""
+    """A transfer compiled to a program of the extension; staged are terms that wait for those of later rounds."""
 
     native: DirectProgram
     sent_bytes: int
     received_bytes: int
     num_sent: int
     num_received: int
-    packed_bytes: int
     staged_bytes: int
+    packed_bytes: int = 0
     casting: None = None
 
 
@@ -54,31 +54,27 @@ class _Packed(NamedTuple):
     num_bytes: int
 
 
-def direct_transfer(transfer: Transfer, num_ranks: int, slot_bytes: int) -> DirectTransfer:
-    """A transfer among `num_ranks`, whose arenas have slots of `slot_bytes`, compiled for them."""
-    exchange = transfer.exchange
-    limit = longest_message(num_ranks, slot_bytes)
-    near, far = _split(transfer, exchange.sends, limit)
-    arriving, far_arriving = _split(transfer, exchange.receives, limit)
-    packed = _placed(transfer, near)
-    sends, packed_bytes, leaving = slices_of(transfer, far, transfer.source_blocks, landing=False)
-    receives, staged_bytes, arrived = slices_of(transfer, far_arriving, transfer.target_blocks, landing=True)
-    held = [(found.peer, arrival) for found in arriving for arrival in _arrivals(transfer, found.parts)]
-    held += [(num_ranks, arrival) for arrival in arrived]
-    packs = _packs(transfer, packed)
-    packs += [box for found in leaving for box in _pack(transfer, found, 1)]
-    keeps = [box for part in exchange.keeps if moves(transfer, part) for box in _keep(transfer, part)]
-    unpacks = [box for source, found in held if moves(transfer, found.part) for box in _unpack(transfer, found, source)]
+class _Held(NamedTuple):
+    """A part that has arrived, in the input number `source` after the tensors: of a peer's place, or the staging."""
+
+    source: int
+    arrival: Arrival
+
+
+def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int) -> DirectTransfer:
+    """A transfer among `num_ranks` compiled for their arenas, `chunk_bytes` of a message in a round."""
+    exchange, itemsizes = transfer.exchange, [dtype.itemsize for dtype in transfer.dtypes]
+    sends = [rounds(message, itemsizes, chunk_bytes) for message in exchange.sends]
+    receives = [rounds(message, itemsizes, chunk_bytes) for message in exchange.receives]
+    num_rounds = max(len(each) for each in (*sends, *receives))
+    staged, staged_bytes = _staged(transfer, receives, num_ranks)
+    last = last_rounds(receives, lambda part: moves(transfer, part))
+    keeps = _keeps_of_rounds(transfer, itemsizes, chunk_bytes, last, num_rounds)
     native = DirectPlan(
-        sends=[(found.peer, found.start, found.num_bytes) for found in packed],
-        receives=[(found.peer, 0, _num_bytes(transfer, found)) for found in arriving],
-        socket_sends=sends.native,
-        socket_receives=receives.native,
-        has_sockets=bool(sends or receives),
-        pack=_table(packs),
-        keep=_table(keeps),
-        unpack=_table(unpacks),
-        reduces=_reduces(transfer, held),
+        tuple(
+            _round(transfer, number, _of_round(sends, number), _of_round(receives, number), keeps[number], staged, last)
+            for number in range(num_rounds)
+        )
     )
     return DirectTransfer(
         native,
@@ -86,17 +82,75 @@ def direct_transfer(transfer: Transfer, num_ranks: int, slot_bytes: int) -> Dire
         sum(_num_bytes(transfer, found) for found in exchange.receives),
         len(exchange.sends),
         len(exchange.receives),
-        packed_bytes,
         staged_bytes,
     )
 
 
-def _split(transfer: Transfer, messages: Sequence[Message], limit: int) -> tuple[list[Message], list[Message]]:
-    """Messages of at most `limit` bytes, and the others."""
-    near, far = list[Message](), list[Message]()
-    for message in messages:
-        (near if _num_bytes(transfer, message) <= limit else far).append(message)
-    return near, far
+def _of_round(messages: Iterable[Sequence[Message]], number: int) -> list[Message]:
+    return [each[number] for each in messages if number < len(each)]
+
+
+_Staged = dict[tuple[int, int, Part], _Held]
+
+
+def _staged(transfer: Transfer, receives: Sequence[Sequence[Message]], num_ranks: int) -> tuple[_Staged, int]:
+    """Places of terms that wait for later rounds', by round, peer and part; and the bytes of all of them."""
+    found, filled = _Staged(), 0
+    for key in staged_terms(receives, lambda part: moves(transfer, part)):
+        found[key] = _Held(num_ranks, Arrival(key[2], filled))
+        filled += in_lines(part_bytes(transfer, key[2]))
+    return found, filled
+
+
+def _keeps_of_rounds(
+    transfer: Transfer, itemsizes: Sequence[int], chunk_bytes: int, last: Mapping[Reduced, int], num_rounds: int
+) -> list[list[Part]]:
+    """What stays on this rank, round by round: terms with their last peer's, and about as many copies in each."""
+    found: list[list[Part]] = [[] for _ in range(num_rounds)]
+    kept = [piece for part in transfer.exchange.keeps for piece in pieces(part, itemsizes, chunk_bytes)]
+    copied = [part for part in kept if moves(transfer, part)]
+    for number, part in enumerate(copied):
+        found[number * num_rounds // len(copied)].append(part)
+    for part in kept:
+        if not moves(transfer, part):
+            found[last.get((part.tensor, part.region), 0)].append(part)
+    return found
+
+
+def _round(
+    transfer: Transfer,
+    number: int,
+    leaving: Sequence[Message],
+    arriving: Sequence[Message],
+    kept: Sequence[Part],
+    staged: _Staged,
+    last: Mapping[Reduced, int],
+) -> DirectRound:
+    packed = _placed(transfer, leaving)
+    arrived = [
+        (message.peer, _Held(message.peer, arrival))
+        for message in arriving
+        for arrival in _arrivals(transfer, message.parts)
+    ]
+    unpacks, terms = list[CopyBox](), list[_Held]()
+    for peer, held in arrived:
+        part, waiting = held.arrival.part, staged.get((number, peer, held.arrival.part))
+        if waiting is not None:
+            unpacks += _stage(transfer, held, waiting)
+        elif moves(transfer, part):
+            unpacks += _unpack(transfer, held)
+        else:
+            terms.append(held)
+    terms += [held for (_, _, part), held in staged.items() if last[part.tensor, part.region] == number]
+    keeps = [box for part in kept if moves(transfer, part) for box in _keep(transfer, part)]
+    return DirectRound(
+        sends=[(found.peer, found.start, found.num_bytes) for found in packed],
+        receives=[(found.peer, 0, _num_bytes(transfer, found)) for found in arriving],
+        pack=_table(_packs(transfer, packed)),
+        keep=_table(keeps),
+        unpack=_table(unpacks),
+        reduces=_reduces(transfer, terms, [part for part in kept if not moves(transfer, part)]),
+    )
 
 
 def _num_bytes(transfer: Transfer, message: Message) -> int:
@@ -110,7 +164,7 @@ def _placed(transfer: Transfer, messages: Sequence[Message]) -> list[_Packed]:
         num_bytes = _num_bytes(transfer, message)
         start = starts.setdefault(message.parts, filled)
         if start == filled:
-            filled += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+            filled += in_lines(num_bytes)
         placed.append(_Packed(message.peer, message.parts, start, num_bytes))
     return placed
 
@@ -128,13 +182,13 @@ def _packs(transfer: Transfer, packed: Sequence[_Packed]) -> list[CopyBox]:
     """Copies into the slot; what several peers receive is copied once."""
     once = {found.start: found.parts for found in packed}
     arrivals = [arrival for start, parts in once.items() for arrival in _arrivals(transfer, parts, start)]
-    return [box for arrival in arrivals for box in _pack(transfer, arrival, 0)]
+    return [box for arrival in arrivals for box in _pack(transfer, arrival)]
 
 
-def _pack(transfer: Transfer, found: Arrival, buffer: int) -> list[CopyBox]:
+def _pack(transfer: Transfer, found: Arrival) -> list[CopyBox]:
     tensor = found.part.tensor
     sides = (transfer.source_blocks[tensor], in_buffer(transfer, found))
-    return list(part_copies(transfer, found.part, sides, (tensor, buffer)))
+    return list(part_copies(transfer, found.part, sides, (tensor, 0)))
 
 
 def _keep(transfer: Transfer, part: Part) -> list[CopyBox]:
@@ -143,25 +197,23 @@ def _keep(transfer: Transfer, part: Part) -> list[CopyBox]:
     return list(part_copies(transfer, part, sides, (tensor, tensor)))
 
 
-def _unpack(transfer: Transfer, found: Arrival, source: int) -> list[CopyBox]:
-    tensor = found.part.tensor
-    sides = (in_buffer(transfer, found), transfer.target_blocks[tensor])
-    return list(part_copies(transfer, found.part, sides, (source, tensor)))
+def _unpack(transfer: Transfer, held: _Held) -> list[CopyBox]:
+    part = held.arrival.part
+    sides = (in_buffer(transfer, held.arrival), transfer.target_blocks[part.tensor])
+    return list(part_copies(transfer, part, sides, (held.source, part.tensor)))
 
 
-def _reduces(transfer: Transfer, held: Sequence[tuple[int, Arrival]]) -> tuple[ReduceTable, ...]:
-    """Reductions of terms from tensors, which come first among the inputs, messages and the receive buffer."""
+def _stage(transfer: Transfer, held: _Held, waiting: _Held) -> list[CopyBox]:
+    """The copy of a term out of the slot into the staging, which comes behind the targets."""
+    sides = (in_buffer(transfer, held.arrival), in_buffer(transfer, waiting.arrival))
+    return list(part_copies(transfer, held.arrival.part, sides, (held.source, len(transfer.target_blocks))))
+
+
+def _reduces(transfer: Transfer, held: Sequence[_Held], kept: Sequence[Part]) -> tuple[ReduceTable, ...]:
+    """Reductions of terms from tensors, which come first among the inputs, from messages and the staging."""
     num_tensors = len(transfer.source_blocks)
-    terms = [
-        Term(found.part, num_tensors + source, in_buffer(transfer, found))
-        for source, found in held
-        if not moves(transfer, found.part)
-    ]
-    terms += [
-        Term(part, part.tensor, transfer.source_blocks[part.tensor])
-        for part in transfer.exchange.keeps
-        if not moves(transfer, part)
-    ]
+    terms = [Term(found.arrival.part, num_tensors + found.source, in_buffer(transfer, found.arrival)) for found in held]
+    terms += [Term(part, part.tensor, transfer.source_blocks[part.tensor]) for part in kept]
     return reduce_tables(transfer, terms)  # type: ignore[return-value]
 
 

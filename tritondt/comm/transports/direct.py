@@ -1,8 +1,8 @@
 """The transport of ranks of one machine that read each other's messages where they were packed.
 
 Each rank packs into shared memory of its own, an arena, and receivers unpack or reduce from there: nothing goes
-through the kernel, and nothing is staged. The sockets stay: by them a rank notices that another has left, and they
-carry what is too long for an arena, messages of a narrower dtype, notes and barriers.
+through the kernel. Long messages go in chunks, round by round. The sockets stay: by them a rank notices that another
+has left, and they carry messages of a narrower dtype, notes and barriers.
 """
 
 import os
@@ -18,6 +18,7 @@ from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer, ProgramTransfer, direct_transfer
 from tritondt.comm.packing.packed_transfer import PackedTransfer
 from tritondt.comm.transports.sockets import SocketCommunicator
+from tritondt.planning.slots import chunk_bytes
 
 # Looks before a wait sleeps, some 20 us, where every rank has a core; else the rank that is waited for needs this one.
 _NUM_SPINS = 500
@@ -30,6 +31,7 @@ class DirectCommunicator(SocketCommunicator):
         super().__init__(context)
         num_ranks = len(arenas)
         self.slot_bytes = DirectGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
+        self._chunk_bytes = chunk_bytes(num_ranks, self.slot_bytes)
         num_spins = _NUM_SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
         sockets = [-1 if found is None else found.fileno() for found in self._sockets]
         self._direct = DirectGroup(self._place, list(arenas), self._group, sockets, num_spins)
@@ -50,9 +52,9 @@ class DirectCommunicator(SocketCommunicator):
             return transfer.plan
         exchange = transfer.exchange
         moves = bool(exchange.sends or exchange.receives)
-        if transfer.collective is not None or transfer.wire_dtype is not None or not moves:
+        if transfer.collective is not None or transfer.wire_dtype is not None or not (moves and self._chunk_bytes):
             return super()._compiled(transfer)
-        return direct_transfer(transfer, len(self._ranks), self.slot_bytes)
+        return direct_transfer(transfer, len(self._ranks), self._chunk_bytes)
 
     def _move(
         self,
@@ -67,7 +69,7 @@ class DirectCommunicator(SocketCommunicator):
             return
         source_pointers = [tensor.data_ptr() for tensor in sources]
         target_pointers = [tensor.data_ptr() for tensor in targets]
-        memory, staging, buffer, _ = self._buffers(plan, transfer.device)
+        memory, staging, _, _ = self._buffers(plan, transfer.device)
         self.sequence += 1
         self._traffic.count(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
         self._recorder.state(record.entry, EXCHANGING)
@@ -80,7 +82,6 @@ class DirectCommunicator(SocketCommunicator):
                 torch.get_num_threads(),
                 self.sequence,
                 tag_of(record.fingerprint, self.sequence),
-                buffer,
                 staging,
             )
             if outcome != "done":
@@ -89,7 +90,7 @@ class DirectCommunicator(SocketCommunicator):
         except BaseException as error:
             self.break_off(record, error)
             raise
-        del memory  # where messages over sockets were packed and have come
+        del memory  # where terms waited for those of later rounds
 
     def _refuse(self, error: BaseException) -> None:
         super()._refuse(error)
