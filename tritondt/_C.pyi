@@ -10,6 +10,7 @@ _Calls = Sequence[tuple[str, int, int, int, str, _Op, int]]
 _Messages = Sequence[tuple[int, int, int]]  # (peer, address or offset, bytes)
 _Memory = tuple[int, int]  # an address and a count, or a first and an end
 _Op = int | str
+_At = Sequence[int]  # addresses
 _Span = tuple[int, int, int]  # a tensor's number, the first byte, how many
 _PeerSpans = Sequence[tuple[int, _Span]]
 _Options = Mapping[str, int | str]
@@ -96,14 +97,7 @@ class DirectGroup(TimedExchange):
     @staticmethod
     def slot_bytes(arena_bytes: int, num_ranks: int) -> int: ...
     def run(
-        self,
-        plan: DirectProgram,
-        sources: Sequence[int],
-        targets: Sequence[int],
-        num_threads: int,
-        sequence: int,
-        tag: int,
-        staging: int,
+        self, plan: DirectProgram, sources: _At, targets: _At, num_threads: int, sequence: int, tag: int, staging: int
     ) -> _Outcome: ...
     def finish(self) -> _Outcome: ...
     def skip(self, sequence: int) -> None: ...

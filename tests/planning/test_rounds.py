@@ -22,7 +22,9 @@ def random_region(rng: random.Random) -> Region:
 
 def elements(region: Region) -> list[tuple[int, ...]]:
     """Indices of a region in row-major order."""
-    return list(product(*([index for start, stop in intervals for index in range(start, stop)] for intervals in region)))
+    return list(
+        product(*([index for start, stop in intervals for index in range(start, stop)] for intervals in region))
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))

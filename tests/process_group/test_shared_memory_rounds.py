@@ -132,7 +132,7 @@ def run_case(rank: int, name: str) -> list[torch.Tensor]:
     size = dist.get_world_size()
     expected = CASES[name](groups["gloo"], rank, size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "_CHUNK_BYTES", 4096)
+        patch.setattr(programs, "CHUNK_BYTES", 4096)
         patch.setattr(programs, "ONE_SHOT_BYTES", 1024)
         group: Any = dist.new_group(backend="tritondt")
         found = CASES[name](group, rank, size)
@@ -155,7 +155,7 @@ def test_as_gloo_does(ranks_of: RanksOf, name: str) -> None:
 
 def run_in_place(rank: int) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "_CHUNK_BYTES", 4096)
+        patch.setattr(programs, "CHUNK_BYTES", 4096)
         return reduce_scatter_into_what_is_read(dist.group.WORLD, rank, dist.get_world_size())
 
 

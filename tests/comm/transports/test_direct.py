@@ -63,7 +63,7 @@ def test_terms_that_come_in_different_rounds_wait_for_each_other(ranks_in_many_r
 def gather_and_reduce(rank: int, terms: list[torch.Tensor], op: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     mesh = T.Mesh((4,))
     rows = T.distribute_tensor(torch.arange(62, dtype=torch.bfloat16).view(2, 31), mesh, [T.Shard(0)])
-    term = T.DTensor.from_local(terms[rank].clone(), mesh, [T.Partial(op)])
+    term = T.DTensor.from_local(terms[rank].clone(), mesh, [T.Partial("sum" if op == "sum" else "avg")])
     found = [each.to_local() for each in T.redistribute_many([(rows, [T.Replicate()]), (term, [T.Replicate()])])]
     communicator: Any = world.current().communicator(ALL)
     staged = max(plan.staged_bytes for plan, _ in communicator._packed.values())
