@@ -46,7 +46,7 @@ def test_what_lies_in_slots_of_shared_memory_is_told(monkeypatch):
         # Each rank packs its 32 elements once, and reads those of the 3 others.
         assert step.split()[:8] == ["reduce", "(P(sum))", "(R)", "3", "384", "3", "384", "0"]
         assert peak.startswith("peak temporary 0 bytes; 3 peers")
-        assert slot == "up to 128 bytes packed in slots of shared memory, where peers read them"
+        assert slot == "up to 128 bytes go through slots of shared memory, where peers read them"
         assert reason.startswith("every term goes to everybody in one step, 384 bytes a rank")
     over_sockets = run_plan(*arguments, "--transport", "sockets").output
     assert "slot" not in over_sockets

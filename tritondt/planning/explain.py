@@ -110,7 +110,7 @@ class Explanation:
     def _slots(self) -> str:
         """What the steps pack where peers read it; nothing where all messages are sent."""
         most = max((step.slot_bytes for step in self.steps), default=0)
-        return f"up to {most:,} bytes packed in slots of shared memory, where peers read them" if most else ""
+        return f"up to {most:,} bytes go through slots of shared memory, where peers read them" if most else ""
 
     def _why_packed(self) -> str | None:
         """Why messages that are one run of memory go by a buffer; None where none does."""

@@ -31,7 +31,8 @@ def cut(region: Region, num_elements: int) -> list[Region]:
     length, inner = regions.total(first), prod(regions.total(intervals) for intervals in rest)
     if inner > num_elements:
         rows = [((row, row + 1),) for start, stop in first for row in range(start, stop)]
-        return [(row, *piece) for row in rows for piece in cut(rest, num_elements)]
+        of_row = cut(rest, num_elements)
+        return [(row, *piece) for row in rows for piece in of_row]
     num_pieces = -(-length // (num_elements // inner))
     bounds = [length * number // num_pieces for number in range(num_pieces + 1)]
     return [(regions.at_positions(first, *ends), *rest) for ends in pairwise(bounds)]
@@ -76,7 +77,7 @@ def last_rounds(receives: Iterable[Sequence[Message]], moves: Moves) -> dict[Red
 def staged_terms(receives: Iterable[Sequence[Message]], moves: Moves) -> list[tuple[int, int, Part]]:
     """Terms that wait for a later round's in memory of the receiver's own: their round, peer and part.
 
-    None where all senders of a reduced piece have it in the same round, as in one redistribution of one tensor.
+    None where all senders of a reduced piece have it in the same round, as in a redistribution of one tensor.
     """
     messages = list(receives)
     last = last_rounds(messages, moves)

@@ -10,8 +10,6 @@ from tritondt.planning.collectives import Collective
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Exchange, Message, Part
 from tritondt.planning.plan import Step
-from tritondt.planning.rounds import rounds, staged_terms
-from tritondt.planning.slots import in_lines
 from tritondt.planning.storage import Block, contiguous_offset
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.layout import Coordinate
@@ -24,8 +22,8 @@ class StepReport:
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
     arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
     dtype than the tensor, or start where the transport moves bytes slowly: `aligned_bytes` are of such messages.
-    `slot_bytes` are packed in shared memory that stays, where peers read them: neither side has temporary memory for
-    those messages but for terms that wait for others, which are staged.
+    `slot_bytes` are packed in slots of shared memory, chunk by chunk, where peers read them: neither side has temporary
+    memory for those messages.
     """
 
     kind: str
@@ -54,13 +52,13 @@ def step_report(
     """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
 
     With `chunk_bytes`, messages go through slots in such chunks, and those that several peers receive are packed once.
+    No term of one tensor waits for another one's round.
     """
     source_blocks, target_blocks = stored
     sent, received = (sum(message.numel for message in each) * itemsize for each in (found.sends, found.receives))
     if chunk_bytes:
         in_slots = sum(message.numel * itemsize for message in {each.parts: each for each in found.sends}.values())
-        staged = _waiting_bytes(found, itemsize, chunk_bytes) if step.kind == "reduce" else 0
-        return _step_report(step, found, _Bytes(sent, received, 0, staged, in_slots), seconds)
+        return _step_report(step, found, _Bytes(sent, received, 0, 0, in_slots), seconds)
     in_place, landing, aligned = 0, 0, 0
     for message in found.sends:
         here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
@@ -70,13 +68,6 @@ def step_report(
         landing, aligned = landing + here, aligned + there
     num_bytes = _Bytes(sent, received, sent - in_place, received - landing, aligned=aligned)
     return _step_report(step, found, num_bytes, seconds)
-
-
-def _waiting_bytes(found: Exchange, itemsize: int, chunk_bytes: int) -> int:
-    """Bytes of terms that arrive in earlier rounds than others of their sums."""
-    receives = [rounds(message, (itemsize,), chunk_bytes) for message in found.receives]
-    terms = (part for _, _, part in staged_terms(receives, lambda part: False))
-    return sum(in_lines(part.numel * itemsize) for part in terms)
 
 
 def _in_place_bytes(

@@ -22,6 +22,7 @@ from tritondt.planning import slots
 from tritondt.planning.explain import explain_layouts
 from tritondt.planning.prices import built_in
 from tritondt.planning.slots import slot_bytes
+from tritondt.sharded import Shard, ShardMetadata, init_from_local_shards
 from tritondt.sharding.layout import Layout
 
 ALL = (0, 1, 2, 3)
@@ -68,6 +69,22 @@ def gather_and_reduce(rank: int, terms: list[torch.Tensor], op: str) -> tuple[to
     communicator: Any = world.current().communicator(ALL)
     staged = max(plan.staged_bytes for plan, _ in communicator._packed.values())
     return found[0], found[1], staged
+
+
+def test_what_stays_is_read_before_anything_lands_on_it(ranks_in_many_rounds: GlooRanks) -> None:
+    """Rank 0 gathers into memory of which the first quarter holds its own part, the last rows of the whole."""
+    gathered, *_ = ranks_in_many_rounds.run(gather_over_the_own_part)
+    torch.testing.assert_close(gathered, torch.arange(160.0).view(32, 5), rtol=0, atol=0)
+
+
+def gather_over_the_own_part(rank: int) -> torch.Tensor:
+    whole, own = torch.zeros(32, 5), torch.arange(160.0).view(4, 8, 5)[(rank - 1) % 4]
+    local = whole[:8] if rank == 0 else torch.empty(8, 5)
+    local.copy_(own)
+    metadata = ShardMetadata([8 * ((rank - 1) % 4), 0], [8, 5], f"rank:{rank}/cpu")
+    made = init_from_local_shards([Shard(local, metadata)], 32, 5)
+    made.gather(0, whole if rank == 0 else None)
+    return whole
 
 
 def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[torch.Tensor, str]:

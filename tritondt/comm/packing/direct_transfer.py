@@ -70,10 +70,13 @@ def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int) -> Dir
     staged, staged_bytes = _staged(transfer, receives, num_ranks)
     last = last_rounds(receives, lambda part: moves(transfer, part))
     keeps = _keeps_of_rounds(transfer, itemsizes, chunk_bytes, last, num_rounds)
+    ready: list[list[_Held]] = [[] for _ in range(num_rounds)]
+    for (_, _, part), held in staged.items():
+        ready[last[part.tensor, part.region]].append(held)
     native = DirectPlan(
         tuple(
-            _round(transfer, number, _of_round(sends, number), _of_round(receives, number), keeps[number], staged, last)
-            for number in range(num_rounds)
+            _round(transfer, number, (_of_round(sends, number), _of_round(receives, number)), kept, staged, waited)
+            for number, (kept, waited) in enumerate(zip(keeps, ready, strict=True))
         )
     )
     return DirectTransfer(
@@ -105,27 +108,27 @@ def _staged(transfer: Transfer, receives: Sequence[Sequence[Message]], num_ranks
 def _keeps_of_rounds(
     transfer: Transfer, itemsizes: Sequence[int], chunk_bytes: int, last: Mapping[Reduced, int], num_rounds: int
 ) -> list[list[Part]]:
-    """What stays on this rank, round by round: terms with their last peer's, and about as many copies in each."""
+    """What stays on this rank, round by round: copies before anything is unpacked, terms with their last peer's."""
     found: list[list[Part]] = [[] for _ in range(num_rounds)]
-    kept = [piece for part in transfer.exchange.keeps for piece in pieces(part, itemsizes, chunk_bytes)]
-    copied = [part for part in kept if moves(transfer, part)]
-    for number, part in enumerate(copied):
-        found[number * num_rounds // len(copied)].append(part)
-    for part in kept:
-        if not moves(transfer, part):
-            found[last.get((part.tensor, part.region), 0)].append(part)
+    for part in transfer.exchange.keeps:
+        if moves(transfer, part):
+            found[0].append(part)
+            continue
+        for piece in pieces(part, itemsizes, chunk_bytes):
+            found[last.get((piece.tensor, piece.region), 0)].append(piece)
     return found
 
 
 def _round(
     transfer: Transfer,
     number: int,
-    leaving: Sequence[Message],
-    arriving: Sequence[Message],
+    messages: tuple[Sequence[Message], Sequence[Message]],
     kept: Sequence[Part],
     staged: _Staged,
-    last: Mapping[Reduced, int],
+    waited: Sequence[_Held],
 ) -> DirectRound:
+    """Round `number`: messages that leave and that arrive; `waited` are terms of earlier rounds that it reduces."""
+    leaving, arriving = messages
     packed = _placed(transfer, leaving)
     arrived = [
         (message.peer, _Held(message.peer, arrival))
@@ -141,7 +144,7 @@ def _round(
             unpacks += _unpack(transfer, held)
         else:
             terms.append(held)
-    terms += [held for (_, _, part), held in staged.items() if last[part.tensor, part.region] == number]
+    terms += waited
     keeps = [box for part in kept if moves(transfer, part) for box in _keep(transfer, part)]
     return DirectRound(
         sends=[(found.peer, found.start, found.num_bytes) for found in packed],
