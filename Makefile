@@ -76,8 +76,8 @@ compiled: ## compile what tests use beside the package: the double of NCCL, it a
 demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 minutes)
 	$(BIN)/python -m tritondt demo
 
-# One worker more than cores, as workers wait for ranks, deadlines and compilers: with 2 on 2 cores the suite used 34 of 59
-# minutes of processor time. Slow folders first; then what must have the machine to itself.
+# One worker more than cores, as workers wait for ranks, deadlines and compilers: with 3, both of 2 cores were busy
+# whenever vmstat looked. Slow folders first; then what must have the machine to itself.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
 define run_tests
