@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tests.harness.gloo_ranks import GlooRanks
 from tests.process_group.collectives import own
 from tests.process_group.conftest import groups
+from tritondt.planning import slots
 from tritondt.process_group import shared_memory_programs as programs
 
 RanksOf = Callable[[str, int], GlooRanks]
@@ -132,7 +133,7 @@ def run_case(rank: int, name: str) -> list[torch.Tensor]:
     size = dist.get_world_size()
     expected = CASES[name](groups["gloo"], rank, size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "CHUNK_BYTES", 4096)
+        patch.setattr(slots, "CHUNK_BYTES", 4096)
         patch.setattr(programs, "ONE_SHOT_BYTES", 1024)
         group: Any = dist.new_group(backend="tritondt")
         found = CASES[name](group, rank, size)
@@ -155,7 +156,7 @@ def test_as_gloo_does(ranks_of: RanksOf, name: str) -> None:
 
 def run_in_place(rank: int) -> list[torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(programs, "CHUNK_BYTES", 4096)
+        patch.setattr(slots, "CHUNK_BYTES", 4096)
         return reduce_scatter_into_what_is_read(dist.group.WORLD, rank, dist.get_world_size())
 
 

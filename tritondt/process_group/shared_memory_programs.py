@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tritondt._C import ByteMoves, DirectProgram, OneShotReduction, PiecewiseReduction, Reducer
 from tritondt.comm.packing.direct_transfer import DirectTransfer
-from tritondt.planning.slots import ALIGNMENT, CHUNK_BYTES
+from tritondt.planning import slots
 
 # Terms that a rank reads of others, in bytes, up to which all ranks reduce all of them: one round instead of two.
 ONE_SHOT_BYTES = 256 << 10
@@ -35,7 +35,7 @@ class Members(NamedTuple):
         >>> Members((0, 1), 0, 4096).chunk_bytes(3)
         1344
         """
-        return min(CHUNK_BYTES, self.slot_bytes // num_messages // ALIGNMENT * ALIGNMENT)
+        return slots.chunk_bytes(num_messages + 1, self.slot_bytes)
 
 
 class Reduction(NamedTuple):

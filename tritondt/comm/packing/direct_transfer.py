@@ -130,14 +130,10 @@ def _round(
     """Round `number`: messages that leave and that arrive; `waited` are terms of earlier rounds that it reduces."""
     leaving, arriving = messages
     packed = _placed(transfer, leaving)
-    arrived = [
-        (message.peer, _Held(message.peer, arrival))
-        for message in arriving
-        for arrival in _arrivals(transfer, message.parts)
-    ]
+    arrived = [_Held(message.peer, arrival) for message in arriving for arrival in _arrivals(transfer, message.parts)]
     unpacks, terms = list[CopyBox](), list[_Held]()
-    for peer, held in arrived:
-        part, waiting = held.arrival.part, staged.get((number, peer, held.arrival.part))
+    for held in arrived:
+        part, waiting = held.arrival.part, staged.get((number, held.source, held.arrival.part))
         if waiting is not None:
             unpacks += _stage(transfer, held, waiting)
         elif moves(transfer, part):
