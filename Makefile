@@ -80,7 +80,10 @@ demo: venv ## train a small GPT on 4 CPU ranks and on one, and compare (under 3 
 # whenever vmstat looked. Slow folders first; then what must have the machine to itself.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 
+# Tests start hundreds of programs, some where Python may write no bytecode: compiling the package took a third of such a
+# program's 2 s of imports.
 define run_tests
+@$(BIN)/python -m compileall -q tritondt kernels tests examples benchmarks
 $(BIN)/python -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not sanitized and not alone and $(1)"
 $(BIN)/python -m pytest --quiet -m "not sanitized and alone and $(1)" $$(grep -rlE 'usefixtures\("alone"\)|mark.alone' tests --include 'test_*.py')
 endef
