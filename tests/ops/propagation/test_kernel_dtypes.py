@@ -48,6 +48,19 @@ def test_a_dtype_without_a_kernel_raises_on_ranks_outside_the_mesh_too(name):
     run_ranks(3, body)
 
 
+def test_no_rank_raises_once_another_waits_for_its_message():
+    """An out of another dtype that has to move first: the rank without elements knew, the other one was waiting."""
+
+    def body(rank):
+        x = T.distribute_tensor(torch.ones(1, 1), T.Mesh((2,)), [T.Shard(1)])
+        out: Any = x.double().sum(1, keepdim=True)  # a term on each rank
+        assert out.placements == (T.Partial(),)
+        with pytest.raises(RuntimeError, match="Found dtype Double but expected Float"):
+            torch.neg(x, out=out)
+
+    run_ranks(2, body)
+
+
 def test_what_kernels_take_is_tried_once_and_gives_what_one_device_gives():
     x = torch.arange(9).view(3, 3)
 

@@ -2,8 +2,9 @@
 
 Ranks outside a mesh run no kernel, and those whose part has no elements run one that does not look: they would go on
 where the others raise. So they run the operator once on few elements, and raise what that raises of dtypes; all ranks
-do where dtypes are others than floats, whose local form may be another operator. Not on a GPU, nor where there are only
-large tensors: there the ranks that have elements raise alone.
+do where dtypes are others than floats, whose local form may be another operator, and where an argument moves first: a
+rank that raised before would leave the others waiting for it. Not on a GPU, nor where there are only large tensors:
+there the ranks that have elements raise alone.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from tritondt.ops.propagation.elementwise import is_pointwise
-from tritondt.ops.propagation.schema import OpSchema
+from tritondt.ops.propagation.schema import OpSchema, OutputSharding
 from tritondt.sharding.spec import DTensorSpec
 
 # An operator takes some microseconds on so many elements.
@@ -42,20 +43,20 @@ _PIVOTED = frozenset(
 _told: dict[Hashable, Exception | None] = {}
 
 
-def check_kernel(schema: OpSchema, outputs: DTensorSpec | Sequence[DTensorSpec | None] | None) -> None:
-    """Raises what a kernel says of the dtypes of a call, where this rank's own call may not."""
+def check_kernel(schema: OpSchema, decision: OutputSharding) -> None:
+    """Raises what a kernel says of the dtypes of a call, where this rank's own call may not, or too late."""
     specs = schema.args_spec
     if schema.mesh.device_type != "cpu" or schema.op.namespace != "aten" or not all(it.layout.numel for it in specs):
         return
     if torch.Tag.nondeterministic_seeded in schema.op.tags or schema.is_view or torch._C._len_torch_dispatch_stack():
         return
     has_elements = all(spec.coordinate is not None and prod(spec.local_shape) for spec in specs)
-    if has_elements and all(spec.dtype.is_floating_point for spec in specs):
+    if has_elements and all(spec.dtype.is_floating_point for spec in specs) and not decision.needs_redistribute:
         return
     key = (schema.op, *_facts(schema.args_schema), *_facts(schema.kwargs_schema))
     if key not in _told:
         elementwise = is_pointwise(schema.op)
-        if not elementwise and _most_elements(specs, outputs) > MAX_ELEMENTS:
+        if not elementwise and _most_elements(specs, decision.output_spec) > MAX_ELEMENTS:
             return
         try:
             _run(schema, _one_element if elementwise else _ones if schema.op in _PIVOTED else _zeros)

@@ -179,7 +179,7 @@ class ShardingPropagator:
         """
         check_dtypes(schema)
         decision = self._decision(schema)
-        check_kernel(schema, decision.output_spec)
+        check_kernel(schema, decision)
         return decision
 
     def _decision(self, schema: OpSchema) -> OutputSharding:
