@@ -37,8 +37,8 @@ class Assembled(NamedTuple):
     tile_registers: int
 
 
-# The copies were tuned with Triton 3.6 and 3.7. Held to their registers (maxnreg), what comes with 3.8 and 3.9 spills
-# 64 and 48 bytes of wide runs, 32 and 184 of tiles.
+# The copies were tuned with Triton 3.6 and 3.7. A bound (maxnreg) does not bring their registers back: at 56 all four
+# spill 48 to 64 bytes of wide runs, at 72 that of 3.9 spills 120 of tiles.
 TUNED = Assembled(56, 0, 72)
 LATER = {(3, 8): Assembled(64, 8, 72), (3, 9): Assembled(64, 0, 80)}
 MAJOR, MINOR, *_ = map(int, re.findall(r"\d+", triton.__version__))
