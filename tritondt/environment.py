@@ -180,8 +180,8 @@ def _whole(name: str, text: str) -> int:
 
 
 def transport() -> Literal["sockets", "direct", "gloo"]:
-    """Transport of messages between processes: TRITONDT_TRANSPORT, sockets (the default), direct or gloo."""
-    text = os.environ.get("TRITONDT_TRANSPORT", "sockets")
+    """Transport of messages between processes: TRITONDT_TRANSPORT, direct (the default), sockets or gloo."""
+    text = os.environ.get("TRITONDT_TRANSPORT", "direct")
     if text not in ("sockets", "direct", "gloo"):
         raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets, direct and gloo")
     return cast(Literal["sockets", "direct", "gloo"], text)
@@ -189,7 +189,7 @@ def transport() -> Literal["sockets", "direct", "gloo"]:
 
 def groups_share_memory() -> bool:
     """Whether process groups move tensors on the CPU through shared memory: unless TRITONDT_TRANSPORT names another."""
-    return "TRITONDT_TRANSPORT" not in os.environ or transport() == "direct"
+    return transport() == "direct"
 
 
 def arena_bytes() -> int:

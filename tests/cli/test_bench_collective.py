@@ -42,7 +42,9 @@ def measured():
     cases = (case_of("all_reduce"), case_of("all_gather_v"), case_of("gather", root=1))
     messages: list[object] = []
     request = Request("all", cases, SIDES, iterations=6, warmup=0, breaks_down=True)
-    run_on_ranks(RANKS, measure_on_rank, request, on_message=messages.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITONDT_TRANSPORT", "sockets")  # whose steps a breakdown takes apart
+        run_on_ranks(RANKS, measure_on_rank, request, on_message=messages.append)
     return request, messages
 
 

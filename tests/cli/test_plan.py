@@ -30,16 +30,17 @@ def run_plan(*arguments: str) -> Result:
 def test_rows_to_columns_of_four_ranks():
     result = run_plan("--mesh", "4", "--shape", "8,4", "--from", "S0", "--to", "S1")
     assert result.exit_code == 0, result.output
-    title, header, step, _ = result.output.splitlines()
+    title, header, step, _, slots = result.output.splitlines()
     assert title == "(S0) -> (S1) of (8, 4) at (0,)"
     assert header.split()[0] == "step"
     # Of the 2 x 4 elements that the rank holds, it sends 2 to each of the 3 others.
     assert step.split()[:5] == ["exchange", "(S0)", "(S1)", "3", "24"]
+    assert slots.startswith("up to 24 bytes packed in slots of shared memory")
 
 
 def test_what_lies_in_slots_of_shared_memory_is_told(monkeypatch):
     arguments = ("--mesh", "4", "--shape", "8,4", "--from", "P", "--to", "R")
-    monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
+    monkeypatch.delenv("TRITONDT_TRANSPORT", raising=False)
     for result in (run_plan(*arguments, "--transport", "direct"), run_plan(*arguments)):
         assert result.exit_code == 0, result.output
         _, _, step, peak, slot, reason = result.output.splitlines()

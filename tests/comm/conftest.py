@@ -1,4 +1,4 @@
-"""Processes that tests share, on both transports: starting one costs as much as hundreds of redistributions."""
+"""Processes that tests share, of each transport: starting one costs as much as hundreds of redistributions."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from tests.harness.gloo_ranks import GlooRanks
 
 @pytest.fixture(scope="session")
 def four_ranks(kept_ranks: list[GlooRanks]) -> GlooRanks:
-    kept_ranks.append(GlooRanks(4, own_network=True))
+    kept_ranks.append(GlooRanks(4, {"TRITONDT_TRANSPORT": "sockets"}, own_network=True))
     return kept_ranks[-1]
 
 
 @pytest.fixture(scope="session")
 def eight_ranks(kept_ranks: list[GlooRanks]) -> GlooRanks:
-    kept_ranks.append(GlooRanks(8))
+    kept_ranks.append(GlooRanks(8, {"TRITONDT_TRANSPORT": "sockets"}))
     return kept_ranks[-1]
 
 

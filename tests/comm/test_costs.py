@@ -12,6 +12,8 @@ from tritondt.planning.cost import CostTable, Link
 
 def test_the_environment_changes_prices(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert default_costs(4) == prices.built_in(4, arena_bytes=16 << 20)
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "sockets")
     assert default_costs(4) == prices.built_in(4)
     assert default_costs(4)["cpu"] == CostTable(ranks_per_host=4)
     text = '{"network": {"bandwidth": 1e8}, "host": {"busy_share": 0}, "ranks_per_host": 2, "max_peers": 7.0}'
@@ -25,6 +27,7 @@ def test_the_environment_changes_prices(monkeypatch):
 
 
 def test_prices_of_a_type_of_device_change_no_other(monkeypatch):
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "sockets")
     monkeypatch.setenv("TRITONDT_COSTS", '{"cuda": {"launch_s": 0, "host": {"bandwidth": 1e11}}, "max_peers": 9}')
     found = default_costs(4)
     assert (found["cuda"].launch_s, found["cuda"].host.bandwidth, found["cuda"].max_peers) == (0.0, 1e11, 9)

@@ -256,7 +256,8 @@ def use_fake_nccl() -> None:
     """Lets this process, which has made no world yet, carry tensors of the CPU by NCCL's transport on the double."""
     assert registry.find(identity.current()) is None, "the transport is chosen before the first world"
     path = build()
-    os.environ["TRITONDT_NCCL_SO"] = str(path)
+    # The prices of the CPU's tensors are then those of messages, as NCCL's are, and not those of shared memory.
+    os.environ.update(TRITONDT_NCCL_SO=str(path), TRITONDT_TRANSPORT="sockets")
     fake = load(path)
     fake.set(FAKE_NCCL_PEER_LOSS="error")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 from rich.console import Console
 
-from tritondt import environment
 from tritondt.cli import ranks as joined_ranks
 from tritondt.cli.bench import loopback as loopback_counter
 from tritondt.cli.bench.cases import (
@@ -26,6 +25,7 @@ from tritondt.cli.bench.harness import SLOWEST_RANK, WARM_UP_ROUNDS
 from tritondt.cli.bench.inputs import DTYPES
 from tritondt.cli.bench.json_result import csv_option, is_printed, json_option, write_json, write_text
 from tritondt.cli.bench.measure import OF_TORCH, SHARED_MEMORY, TRITONDT, Measured, Request, measure_on_rank
+from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.bench.report import line, print_report
 from tritondt.cli.progress import ProgressLine
 from tritondt.cli.surroundings import surroundings
@@ -62,7 +62,9 @@ _REDUCE_OPS: dict[str, ReduceOp] = {"sum": "sum", "prod": "product", "max": "max
 @click.option("-o", "--op", type=click.Choice([*_REDUCE_OPS, "all"]), help="Reduction of pairs with P, or all.")
 @click.option("--threads", type=click.IntRange(min=1), default=1, help="CPU threads of a rank.")
 @click.option("--loopback", is_flag=True, help="Read the loopback interface's counter as well (1 MB and more).")
-@click.option("--breakdown", is_flag=True, help="Time local work and messages alone as well, and the peak.")
+@click.option(
+    "--breakdown", is_flag=True, help="Time local work and messages alone as well, and the peak; over sockets."
+)
 @json_option
 @csv_option
 def redistribute(
@@ -97,8 +99,8 @@ def redistribute(
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
     if json_to is not None and json_to == csv_to:
         raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-    if breakdown and environment.transport() == "direct":
-        raise click.UsageError("--breakdown takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has one call")
+    if breakdown:
+        choose_sockets("--breakdown")
     if impl is not None and against is not None:
         raise click.UsageError(
             f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"
@@ -143,10 +145,7 @@ def _is_available(name: str) -> bool:
     if name in (*OF_TORCH, SHARED_MEMORY):
         return True
     if ":" in name:
-        if environment.transport() == "direct":
-            raise click.UsageError(
-                f"{name} is given the sockets' copies; TRITONDT_TRANSPORT=direct makes its own in C++"
-            )
+        choose_sockets(name)
         imported(name)
         return True
     if name not in NAMES or name == "engine":

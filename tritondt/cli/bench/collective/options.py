@@ -10,7 +10,6 @@ from typing import Any
 import click
 import torch
 
-from tritondt import environment
 from tritondt.cli.bench.collective.case import Case, case_of_matrix, make_case
 from tritondt.cli.bench.collective.data import DTYPES, REDOPS
 from tritondt.cli.bench.collective.kinds import Kind
@@ -20,6 +19,7 @@ from tritondt.cli.bench.collective.sides import ENGINE, refusal
 from tritondt.cli.bench.collective.sizes import DEFAULT_STEP, bytes_text, parse_bytes, sweep
 from tritondt.cli.bench.collective.splits import read_matrix
 from tritondt.cli.bench.errors import BenchmarkError
+from tritondt.cli.bench.over_sockets import choose_sockets
 
 ALL = "all"
 DEFAULT_SIZE = "32M"
@@ -187,8 +187,9 @@ def _check_breakdown(choice: Choice, sides: list[str]) -> None:
             f"--breakdown takes the moves of {ENGINE} apart; --impl {choice.impl} has none of them, allowed is for "
             f"example --impl {ENGINE},torch"
         )
-    if choice.device != "cpu" or environment.transport() == "direct":
+    if choice.device != "cpu":
         raise BenchmarkError("--breakdown takes the sockets' steps apart; allowed are tensors of the CPU, over sockets")
+    choose_sockets("--breakdown")
 
 
 def _types(text: str) -> tuple[str, ...]:

@@ -1,0 +1,22 @@
+"""The sockets as the transport of a command whose measurement takes their steps apart."""
+
+import os
+
+import click
+
+from tritondt import environment
+
+_NAME = "TRITONDT_TRANSPORT"
+
+
+def choose_sockets(what: str) -> None:
+    """Lets the ranks of this command use sockets where the environment names no transport.
+
+    Raises UsageError where it names another one, whose steps `what` cannot see.
+    """
+    if _NAME not in os.environ:
+        os.environ[_NAME] = "sockets"
+        click.get_current_context().call_on_close(lambda: os.environ.pop(_NAME, None))
+    found = environment.transport()
+    if found != "sockets":
+        raise click.UsageError(f"{what} takes the sockets' steps apart; {_NAME}={found} has others")
