@@ -1,6 +1,7 @@
 """Where the parts of a message lie in storage: the right elements, in the fewest boxes."""
 
 import random
+from collections.abc import Iterable
 from itertools import product
 
 import pytest
@@ -10,7 +11,8 @@ import tritondt as T
 from tests.harness.oracle.arithmetic import coordinates, indices_of, take
 from tests.harness.oracle.random_layouts import random_pair
 from tritondt.planning.exchange import exchange
-from tritondt.planning.storage import blocks, contiguous_offset, joint_boxes, message_block
+from tritondt.planning.rounds import pieces
+from tritondt.planning.storage import Joint, blocks, clipped, contiguous_offset, joint_boxes, message_block
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Layout
 
@@ -38,12 +40,7 @@ def check_messages(source: Layout, target: Layout, coordinate: tuple[int, ...]) 
     local = torch.arange(int(torch.tensor(lengths).prod()) if lengths else 1).reshape(lengths)
     for message in exchange(source, target, coordinate).sends:
         for part in message.parts:
-            found = torch.full((part.numel,), -1)
-            for box_lengths, ((from_offset, from_strides), (to_offset, to_strides)) in joint_boxes(
-                [stored, [message_block(part.region)]], part.region
-            ):
-                to = flat_positions(to_offset, box_lengths, to_strides)
-                found[to] = torch.tensor(flat_positions(from_offset, box_lengths, from_strides))
+            found = places_of(joint_boxes([stored, [message_block(part.region)]], part.region), part.numel)
             wanted = [[index for start, stop in dim for index in range(start, stop)] for dim in part.region]
             at = [torch.searchsorted(held, torch.tensor(listed)) for held, listed in zip(kept, wanted, strict=True)]
             assert torch.equal(found, take(local, at).reshape(-1)), (source, target, coordinate)
@@ -51,6 +48,30 @@ def check_messages(source: Layout, target: Layout, coordinate: tuple[int, ...]) 
             steps = found.diff()
             assert (offset is not None) == bool((steps == 1).all()), (source, target, coordinate)
             assert offset is None or offset == found[0]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_boxes_clipped_to_pieces_are_those_of_the_part(seed: int) -> None:
+    rng = random.Random(seed)
+    source, target = random_pair(rng, torch.float32)
+    for coordinate in list(coordinates(source.mesh_shape))[:3]:
+        stored = blocks(source, coordinate)
+        for part in [part for message in exchange(source, target, coordinate).sends for part in message.parts]:
+            joints = joint_boxes([stored, [message_block(part.region)]], part.region)
+            whole = places_of(joints, part.numel)
+            for _, start, numel, bounds in pieces(part, [1], rng.randint(1, part.numel + 1)):
+                found = places_of(clipped(joints, start, start + numel, bounds), part.numel)
+                assert torch.equal(found[start : start + numel], whole[start : start + numel]), (part, bounds)
+                assert int((found >= 0).sum()) == numel, "nothing of other pieces"
+
+
+def places_of(joints: Iterable[Joint], numel: int) -> torch.Tensor:
+    """Where each element of a message lies in storage, -1 for those that no box holds."""
+    found = torch.full((numel,), -1)
+    for lengths, ((from_offset, from_strides), (to_offset, to_strides)) in joints:
+        to = flat_positions(to_offset, lengths, to_strides)
+        found[to] = torch.tensor(flat_positions(from_offset, lengths, from_strides))
+    return found
 
 
 def test_indices_that_lie_together_in_every_storage_are_one_box() -> None:

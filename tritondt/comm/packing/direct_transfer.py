@@ -4,24 +4,17 @@ Every round of an exchange packs a chunk of each message into one slot of this r
 receive only once; receivers unpack, or reduce, from there, while it is in the cache.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tritondt._C import CopyTable, DirectPlan, DirectProgram, DirectRound, ReduceTable
+from tritondt._C import CopyTable, DirectPlan, DirectProgram, DirectRound
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.packing.packed_transfer import (
-    Arrival,
-    Term,
-    in_buffer,
-    moves,
-    part_bytes,
-    part_copies,
-    reduce_tables,
-)
+from tritondt.comm.packing.packed_transfer import moves, part_bytes
+from tritondt.comm.packing.piece_boxes import Held, PieceBoxes
 from tritondt.kernels.boxes import CopyBox
 from tritondt.planning.exchange import Message, Part
-from tritondt.planning.rounds import Reduced, last_rounds, pieces, rounds, staged_terms
+from tritondt.planning.rounds import Piece, Round, last_rounds, pieces, rounds, staged_terms
 from tritondt.planning.slots import in_lines
 
 
@@ -45,176 +38,149 @@ class ProgramTransfer(Transfer):
     plan: DirectTransfer | None = None
 
 
+class _Peer(NamedTuple):
+    """A peer and what each round moves of the message with it."""
+
+    place: int
+    rounds: list[Round]
+
+
 class _Packed(NamedTuple):
-    """A message in the slot, from the byte `start` on."""
+    """What a round sends to a peer, in the slot from the byte `start` on."""
 
     peer: int
-    parts: tuple[Part, ...]
+    pieces: Round
     start: int
     num_bytes: int
 
 
-class _Held(NamedTuple):
-    """A part that has arrived, in the input number `source` after the tensors: of a peer's place, or the staging."""
-
-    source: int
-    arrival: Arrival
-
-
 def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int) -> DirectTransfer:
     """A transfer among `num_ranks` compiled for their arenas, `chunk_bytes` of a message in a round."""
-    exchange, itemsizes = transfer.exchange, [dtype.itemsize for dtype in transfer.dtypes]
-    sends = [rounds(message, itemsizes, chunk_bytes) for message in exchange.sends]
-    receives = [rounds(message, itemsizes, chunk_bytes) for message in exchange.receives]
-    num_rounds = max(len(each) for each in (*sends, *receives))
-    staged, staged_bytes = _staged(transfer, receives, num_ranks)
-    last = last_rounds(receives, lambda part: moves(transfer, part))
-    keeps = _keeps_of_rounds(transfer, itemsizes, chunk_bytes, last, num_rounds)
-    ready: list[list[_Held]] = [[] for _ in range(num_rounds)]
-    for (_, _, part), held in staged.items():
-        ready[last[part.tensor, part.region]].append(held)
-    native = DirectPlan(
-        tuple(
-            _round(transfer, number, (_of_round(sends, number), _of_round(receives, number)), kept, staged, waited)
-            for number, (kept, waited) in enumerate(zip(keeps, ready, strict=True))
-        )
-    )
+    native, staged_bytes = _Compilation(transfer, num_ranks, chunk_bytes).run()
+    sends, receives = transfer.exchange.sends, transfer.exchange.receives
     return DirectTransfer(
         native,
-        sum(_num_bytes(transfer, found) for found in exchange.sends),
-        sum(_num_bytes(transfer, found) for found in exchange.receives),
-        len(exchange.sends),
-        len(exchange.receives),
+        sum(part_bytes(transfer, part) for found in sends for part in found.parts),
+        sum(part_bytes(transfer, part) for found in receives for part in found.parts),
+        len(sends),
+        len(receives),
         staged_bytes,
     )
 
 
-def _of_round(messages: Iterable[Sequence[Message]], number: int) -> list[Message]:
-    return [each[number] for each in messages if number < len(each)]
+class _Compilation:
+    """Rounds of one transfer as tables of boxes."""
+
+    def __init__(self, transfer: Transfer, num_ranks: int, chunk_bytes: int) -> None:
+        self.transfer, self.num_ranks, self.chunk_bytes = transfer, num_ranks, chunk_bytes
+        self.itemsizes = [dtype.itemsize for dtype in transfer.dtypes]
+        self.boxes = PieceBoxes(transfer)
+        self.sends = self._peers(transfer.exchange.sends)
+        self.receives = self._peers(transfer.exchange.receives)
+        self.last = last_rounds((each.rounds for each in self.receives), self._moves)
+        self.staged: dict[tuple[int, int | None, Piece], Held] = {}
+
+    def run(self) -> tuple[DirectPlan, int]:
+        """The program, and the bytes of terms that wait for those of later rounds."""
+        num_rounds = max(len(each.rounds) for each in (*self.sends, *self.receives))
+        staged_bytes = self._place_staged()
+        waiting: list[list[Held]] = [[] for _ in range(num_rounds)]
+        for (_, _, piece), held in self.staged.items():
+            waiting[self.last[piece.reduced]].append(held)
+        kept = self._kept_terms(num_rounds)
+        keeps = [box for part in self.transfer.exchange.keeps if self._moves(part) for box in self.boxes.keeps(part)]
+        found = [
+            self._round(number, [] if number else keeps, of_round, waited)
+            for number, (of_round, waited) in enumerate(zip(kept, waiting, strict=True))
+        ]
+        return DirectPlan(tuple(found)), staged_bytes
+
+    def _peers(self, messages: Sequence[Message]) -> list[_Peer]:
+        return [_Peer(message.peer, rounds(message, self.itemsizes, self.chunk_bytes)) for message in messages]
+
+    def _moves(self, part: Part) -> bool:
+        return moves(self.transfer, part)
+
+    def _num_bytes(self, found: Iterable[Piece]) -> int:
+        return sum(piece.numel * self.itemsizes[piece.part.tensor] for piece in found)
+
+    def _place_staged(self) -> int:
+        """Finds places of terms that wait for later rounds'; the bytes of all of them."""
+        filled = 0
+        for key in staged_terms(((each.place, each.rounds) for each in self.receives), self._moves):
+            self.staged[key] = Held(self.num_ranks, key[2], filled)
+            filled += in_lines(self._num_bytes([key[2]]))
+        return filled
+
+    def _kept_terms(self, num_rounds: int) -> list[list[Piece]]:
+        """Terms of sums that this rank has itself, round by round: with the last one of a peer's."""
+        found: list[list[Piece]] = [[] for _ in range(num_rounds)]
+        for part in self.transfer.exchange.keeps:
+            if not self._moves(part):
+                for piece in pieces(part, self.itemsizes, self.chunk_bytes):
+                    found[self.last.get(piece.reduced, 0)].append(piece)
+        return found
+
+    def _round(
+        self, number: int, keeps: Sequence[CopyBox], kept: Sequence[Piece], waited: Sequence[Held]
+    ) -> DirectRound:
+        """Round `number`, in which `keeps` are copied; terms `kept`, and `waited` since earlier ones, are reduced."""
+        packed, arrived = self._placed(number), self._arrived(number)
+        once = {found.start: found.pieces for found in packed}
+        packing = [held for start, found in once.items() for held in self._in_order(None, found, start)]
+        packs = [box for held in packing for box in self.boxes.packs(held)]
+        unpacks, terms = list[CopyBox](), list[Held]()
+        for held in arrived:
+            place = self.staged.get((number, held.source, held.piece)) if self.staged else None  # a hash takes 2 us
+            if place is not None:
+                unpacks.append(self.boxes.stages(held, place))
+            elif self._moves(held.piece.part):
+                unpacks += self.boxes.unpacks(held)
+            else:
+                terms.append(held)
+        return DirectRound(
+            sends=[(found.peer, found.start, found.num_bytes) for found in packed],
+            receives=[
+                (each.place, 0, self._num_bytes(each.rounds[number]))
+                for each in self.receives
+                if number < len(each.rounds)
+            ],
+            pack=_table(packs),
+            keep=_table(keeps),
+            unpack=_table(unpacks),
+            reduces=self.boxes.reduces([*terms, *waited], kept),  # type: ignore[arg-type]  # tables of the CPU
+        )
+
+    def _placed(self, number: int) -> list[_Packed]:
+        """What a round sends, with places in the slot, equal messages with the same."""
+        placed, starts, filled = list[_Packed](), dict[Round, int](), 0
+        for peer in self.sends:
+            if number >= len(peer.rounds):
+                continue
+            found = peer.rounds[number]
+            num_bytes = self._num_bytes(found)
+            start = starts.setdefault(found, filled)
+            if start == filled:
+                filled += in_lines(num_bytes)
+            placed.append(_Packed(peer.place, found, start, num_bytes))
+        return placed
+
+    def _arrived(self, number: int) -> list[Held]:
+        return [
+            held
+            for peer in self.receives
+            if number < len(peer.rounds)
+            for held in self._in_order(peer.place, peer.rounds[number], 0)
+        ]
+
+    def _in_order(self, source: int | None, found: Round, start: int) -> list[Held]:
+        """Pieces one after the other, from the byte `start` on."""
+        placed = list[Held]()
+        for piece in found:
+            placed.append(Held(source, piece, start))
+            start += self._num_bytes([piece])
+        return placed
 
 
-_Staged = dict[tuple[int, int, Part], _Held]
-
-
-def _staged(transfer: Transfer, receives: Sequence[Sequence[Message]], num_ranks: int) -> tuple[_Staged, int]:
-    """Places of terms that wait for later rounds', by round, peer and part; and the bytes of all of them."""
-    found, filled = _Staged(), 0
-    for key in staged_terms(receives, lambda part: moves(transfer, part)):
-        found[key] = _Held(num_ranks, Arrival(key[2], filled))
-        filled += in_lines(part_bytes(transfer, key[2]))
-    return found, filled
-
-
-def _keeps_of_rounds(
-    transfer: Transfer, itemsizes: Sequence[int], chunk_bytes: int, last: Mapping[Reduced, int], num_rounds: int
-) -> list[list[Part]]:
-    """What stays on this rank, round by round: copies before anything is unpacked, terms with their last peer's."""
-    found: list[list[Part]] = [[] for _ in range(num_rounds)]
-    for part in transfer.exchange.keeps:
-        if moves(transfer, part):
-            found[0].append(part)
-            continue
-        for piece in pieces(part, itemsizes, chunk_bytes):
-            found[last.get((piece.tensor, piece.region), 0)].append(piece)
-    return found
-
-
-def _round(
-    transfer: Transfer,
-    number: int,
-    messages: tuple[Sequence[Message], Sequence[Message]],
-    kept: Sequence[Part],
-    staged: _Staged,
-    waited: Sequence[_Held],
-) -> DirectRound:
-    """Round `number`: messages that leave and that arrive; `waited` are terms of earlier rounds that it reduces."""
-    leaving, arriving = messages
-    packed = _placed(transfer, leaving)
-    arrived = [_Held(message.peer, arrival) for message in arriving for arrival in _arrivals(transfer, message.parts)]
-    unpacks, terms = list[CopyBox](), list[_Held]()
-    for held in arrived:
-        part, waiting = held.arrival.part, staged.get((number, held.source, held.arrival.part))
-        if waiting is not None:
-            unpacks += _stage(transfer, held, waiting)
-        elif moves(transfer, part):
-            unpacks += _unpack(transfer, held)
-        else:
-            terms.append(held)
-    terms += waited
-    keeps = [box for part in kept if moves(transfer, part) for box in _keep(transfer, part)]
-    return DirectRound(
-        sends=[(found.peer, found.start, found.num_bytes) for found in packed],
-        receives=[(found.peer, 0, _num_bytes(transfer, found)) for found in arriving],
-        pack=_table(_packs(transfer, packed)),
-        keep=_table(keeps),
-        unpack=_table(unpacks),
-        reduces=_reduces(transfer, terms, [part for part in kept if not moves(transfer, part)]),
-    )
-
-
-def _num_bytes(transfer: Transfer, message: Message) -> int:
-    return sum(part_bytes(transfer, part) for part in message.parts)
-
-
-def _placed(transfer: Transfer, messages: Sequence[Message]) -> list[_Packed]:
-    """Messages with their places in the slot, equal ones with the same."""
-    placed, starts, filled = list[_Packed](), dict[tuple[Part, ...], int](), 0
-    for message in messages:
-        num_bytes = _num_bytes(transfer, message)
-        start = starts.setdefault(message.parts, filled)
-        if start == filled:
-            filled += in_lines(num_bytes)
-        placed.append(_Packed(message.peer, message.parts, start, num_bytes))
-    return placed
-
-
-def _arrivals(transfer: Transfer, parts: Sequence[Part], start: int = 0) -> list[Arrival]:
-    """Parts of a message one after the other, from the byte `start` on."""
-    found = list[Arrival]()
-    for part in parts:
-        found.append(Arrival(part, start))
-        start += part_bytes(transfer, part)
-    return found
-
-
-def _packs(transfer: Transfer, packed: Sequence[_Packed]) -> list[CopyBox]:
-    """Copies into the slot; what several peers receive is copied once."""
-    once = {found.start: found.parts for found in packed}
-    arrivals = [arrival for start, parts in once.items() for arrival in _arrivals(transfer, parts, start)]
-    return [box for arrival in arrivals for box in _pack(transfer, arrival)]
-
-
-def _pack(transfer: Transfer, found: Arrival) -> list[CopyBox]:
-    tensor = found.part.tensor
-    sides = (transfer.source_blocks[tensor], in_buffer(transfer, found))
-    return list(part_copies(transfer, found.part, sides, (tensor, 0)))
-
-
-def _keep(transfer: Transfer, part: Part) -> list[CopyBox]:
-    tensor = part.tensor
-    sides = (transfer.source_blocks[tensor], transfer.target_blocks[tensor])
-    return list(part_copies(transfer, part, sides, (tensor, tensor)))
-
-
-def _unpack(transfer: Transfer, held: _Held) -> list[CopyBox]:
-    part = held.arrival.part
-    sides = (in_buffer(transfer, held.arrival), transfer.target_blocks[part.tensor])
-    return list(part_copies(transfer, part, sides, (held.source, part.tensor)))
-
-
-def _stage(transfer: Transfer, held: _Held, waiting: _Held) -> list[CopyBox]:
-    """The copy of a term out of the slot into the staging, which comes behind the targets."""
-    sides = (in_buffer(transfer, held.arrival), in_buffer(transfer, waiting.arrival))
-    return list(part_copies(transfer, held.arrival.part, sides, (held.source, len(transfer.target_blocks))))
-
-
-def _reduces(transfer: Transfer, held: Sequence[_Held], kept: Sequence[Part]) -> tuple[ReduceTable, ...]:
-    """Reductions of terms from tensors, which come first among the inputs, from messages and the staging."""
-    num_tensors = len(transfer.source_blocks)
-    terms = [Term(found.arrival.part, num_tensors + found.source, in_buffer(transfer, found.arrival)) for found in held]
-    terms += [Term(part, part.tensor, transfer.source_blocks[part.tensor]) for part in kept]
-    return reduce_tables(transfer, terms)  # type: ignore[return-value]
-
-
-def _table(boxes: list[CopyBox]) -> CopyTable | None:
+def _table(boxes: Sequence[CopyBox]) -> CopyTable | None:
     return CopyTable(boxes) if boxes else None

@@ -244,23 +244,34 @@ def reduce_tables(transfer: Transfer, terms: Iterable[Term]) -> tuple[Table, ...
     of_region: dict[tuple[int, object], list[Term]] = defaultdict(list)
     for term in terms:
         of_region[term.part.tensor, term.part.region].append(term)
+    return tables_of_sums(transfer, (box for found in of_region.values() for box in _reduced_boxes(transfer, found)))
+
+
+def tables_of_sums(transfer: Transfer, boxes: Iterable[ReduceBox]) -> tuple[Table, ...]:
+    """Boxes of sums in one table per dtype and reduction."""
     tables: dict[tuple[str, Reduction], list[ReduceBox]] = defaultdict(list)
-    for (tensor, _), found in of_region.items():
-        reduction = transfer.reductions[tensor]
-        assert reduction is not None, f"tensor {tensor} of {transfer.description} is not reduced"
-        dtype = str(transfer.dtypes[tensor]).removeprefix("torch.")
-        tables[dtype, reduction] += _reduced_boxes(transfer, sorted(found, key=lambda term: term.part.contribution))
+    for box in boxes:
+        reduction = transfer.reductions[box.target]
+        assert reduction is not None, f"tensor {box.target} of {transfer.description} is not reduced"
+        tables[str(transfer.dtypes[box.target]).removeprefix("torch."), reduction].append(box)
     return tuple(
-        reduce_table(boxes, reduction.op, dtype, reduction.divisor, transfer.device)
-        for (dtype, reduction), boxes in tables.items()
+        reduce_table(found, reduction.op, dtype, reduction.divisor, transfer.device)
+        for (dtype, reduction), found in tables.items()
     )
 
 
-def _reduced_boxes(transfer: Transfer, terms: Sequence[Term]) -> Iterator[ReduceBox]:
-    part, found = terms[0].part, [term.part.contribution for term in terms]
-    expected = list(range(transfer.exchange.contributions[part.tensor]))
-    assert found == expected, f"{transfer.description} has terms {found} for {part.region}, expected {expected}"
+def _reduced_boxes(transfer: Transfer, terms: Iterable[Term]) -> Iterator[ReduceBox]:
+    terms = sorted(terms, key=lambda term: term.part.contribution)
+    part = terms[0].part
+    check_contributions(transfer, [term.part for term in terms])
     sides = (transfer.target_blocks[part.tensor], *(term.stored for term in terms))
     for lengths, ((target_offset, target_strides), *places) in joint_boxes(sides, part.region):
         slots = tuple(Slot(term.source, offset, strides) for term, (offset, strides) in zip(terms, places, strict=True))
         yield ReduceBox(part.tensor, target_offset, lengths, target_strides, slots)
+
+
+def check_contributions(transfer: Transfer, terms: Sequence[Part]) -> None:
+    """Asserts that all terms of a sum are there, in the order of their numbers."""
+    found, part = [term.contribution for term in terms], terms[0]
+    expected = list(range(transfer.exchange.contributions[part.tensor]))
+    assert found == expected, f"{transfer.description} has terms {found} for {part.region}, expected {expected}"
