@@ -16,7 +16,8 @@ SOURCES = ("tritondt/**/*.py", "kernels/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h"
 NAME = re.compile(r"\bTRITONDT_[A-Z0-9_]+")
 READS = re.compile(r"os\.(environ|getenv)|\bgetenv\(")
 # They start processes, whose environment they make; smoke is run in such, once for each transport.
-WRITERS = {"tritondt/cli/launch.py", "tritondt/cli/smoke.py", "tritondt/cli/trace/starting.py"}
+_OF_BENCH = "tritondt/cli/bench/over_sockets.py"
+WRITERS = {"tritondt/cli/launch.py", "tritondt/cli/smoke.py", "tritondt/cli/trace/starting.py", _OF_BENCH}
 
 
 def sources() -> dict[str, str]:

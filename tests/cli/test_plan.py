@@ -35,7 +35,7 @@ def test_rows_to_columns_of_four_ranks():
     assert header.split()[0] == "step"
     # Of the 2 x 4 elements that the rank holds, it sends 2 to each of the 3 others.
     assert step.split()[:5] == ["exchange", "(S0)", "(S1)", "3", "24"]
-    assert slots.startswith("up to 24 bytes packed in slots of shared memory")
+    assert slots == "up to 24 bytes go through slots of shared memory, where peers read them"
 
 
 def test_what_lies_in_slots_of_shared_memory_is_told(monkeypatch):

@@ -6,8 +6,8 @@ counts), so a transfer should be kept for as long as it may run again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
@@ -50,6 +50,8 @@ class Transfer:
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
     collective: Collective | None = None
+    # What each communicator that has exchanged it made of it.
+    compiled: dict[object, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(slots=True)

@@ -122,27 +122,27 @@ class IssueQueue(ABC):
 
     def __init__(self) -> None:
         self.issuer = identity.current()  # whoever makes the communicator issues on it
-        self._last: Work | None = None
+        self.last: Work | None = None  # what was submitted last, unless it has been drained
         self._failed: Work | None = None
-        self._thread_id: int | None = None
+        self.thread_id: int | None = None  # of the thread that runs the queue now
         self._disowned: WorldError | None = None
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run`, which reads `sources`, after earlier work, which may fill them unless they are ready."""
-        work = self._last = Work(self, description)
+        work = self.last = Work(self, description)
         self._enqueue(work, _Guarded(work, run, sources, sources_ready=sources_ready) if sources else run)
         return work
 
     @property
     def is_busy(self) -> bool:
         """Whether something is under way."""
-        return self._last is not None and not self._last.is_completed()
+        return self.last is not None and not self.last.is_completed()
 
     def drain(self) -> None:
         """Returns when all that was submitted has run; raises none of its failures."""
-        if self._last is not None:
-            self._last.settle()
-            self._last = None
+        if self.last is not None:
+            self.last.settle()
+            self.last = None
 
     def disown(self, error: WorldError) -> None:
         """Makes every wait raise `error`: the queue's thread stayed in the process that this one was forked from."""
@@ -159,7 +159,7 @@ class IssueQueue(ABC):
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread runs the queue: its own, or one that waits and runs it meanwhile."""
-        return threading.get_ident() == self._thread_id
+        return threading.get_ident() == self.thread_id
 
     def raise_unseen(self) -> None:
         """Raises the first failure, unless somebody has seen it."""
@@ -304,12 +304,12 @@ class ThreadQueue(IssueQueue):
 
     def _run_oldest(self) -> Work:
         """Runs the oldest item, as whoever runs the queue, and returns its work."""
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         try:
             work, run = self._items.popleft()
             self._run(work, run)
         finally:
-            self._thread_id = None
+            self.thread_id = None
             with self._changed:
                 self._changed.notify_all()
         return work

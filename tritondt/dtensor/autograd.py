@@ -99,9 +99,10 @@ class Redistributed(torch.autograd.Function):
         """The tensor under `target`; with `async_op` the result, and later its gradient, is pending."""
         ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire = distributed._spec, backward_dtype, async_op, wire
         ctx.set_materialize_grads(False)
-        return redistribute_dtensor(
+        result: torch.Tensor = redistribute_dtensor(
             distributed, wrap, target, async_op=async_op, wire_dtype=None if wire is None else wire.forward
         )
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:

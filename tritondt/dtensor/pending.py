@@ -90,7 +90,7 @@ def redistribute_dtensor(
     *,
     async_op: bool,
     wire_dtype: torch.dtype | None = None,
-) -> torch.Tensor:
+) -> Any:
     """The tensor under `target`, without history: the result of a `prefetch`, or else of a redistribution now."""
     attributes = distributed.__dict__
     if ORIGIN in attributes:

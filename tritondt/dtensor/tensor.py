@@ -23,7 +23,7 @@ from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
 from tritondt.sharding.local_spec import spec_of_local
-from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
+from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current, other_mesh
 from tritondt.sharding.placement import Placement, Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
 from tritondt.sharding.spec_values import spec_values
@@ -117,8 +117,7 @@ class DTensor(torch.Tensor):
         """
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
-        spec = self._spec
-        gradient = wanted_gradient_spec(spec, grad_placements)
+        gradient = wanted_gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
     def redistribute(
@@ -143,7 +142,7 @@ class DTensor(torch.Tensor):
         (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
         and MismatchError where the wait is.
         """
-        mesh = None if device_mesh is None else canonical_mesh(device_mesh)
+        mesh = other_mesh(device_mesh, self._spec.mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
         source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
@@ -154,14 +153,14 @@ class DTensor(torch.Tensor):
             wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
         if is_grad_enabled() and source.requires_grad:
             if target is spec:
-                return cast("DTensor", alias_with_gradient(source, backward_dtype, async_op, wire))
+                return cast(DTensor, alias_with_gradient(source, backward_dtype, async_op, wire))
             return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
         if target is spec:
             if ORIGIN in source.__dict__:
                 refresh(source)
             return source
-        forward = None if wire is None else wire.forward
-        return cast("DTensor", redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward))
+        forward = wire and wire.forward
+        return redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
 
     @property
     def work(self) -> Work | None:

@@ -43,7 +43,18 @@ def redistribute_local(
     messages hold, as `comm.packing.wire_dtype.narrower` gives it. Raises MeshError and LayoutError on all ranks alike;
     LocalTensorError and TransportError on the rank whose tensor is at fault, and PeerError on the others.
     """
-    _check_or_refuse(local, source, target)
+    # What `_check_or_refuse` asks of a plain tensor, without its calls: others of the machine's ranks push the code of
+    # each out of the caches between two exchanges.
+    if (
+        type(local) is not torch.Tensor
+        or _num_modes()
+        or local.shape != source.local_shape
+        or local.dtype is not source.tensor_meta.dtype
+        or local.layout is not torch.strided
+        or not (local.is_cpu if source.mesh.device_type == "cpu" else _is_on(local, source.mesh.device_type))
+        or not local.data_ptr()
+    ):
+        _check_or_refuse(local, source, target)
     if source is target:
         return local
     if source.coordinate is None and target.coordinate is None:
@@ -62,9 +73,16 @@ def redistribute_local(
         with profiler.record_function(REDISTRIBUTE_RANGE, plan.description):
             return _run_plan(plan, local)
     steps = plan.steps
-    if len(steps) == 1:
-        return (_observed_step if subscribers else run_step)(steps[0], local, local)[0]
-    return _run_plan(plan, local)
+    if len(steps) > 1:
+        return _run_plan(plan, local)
+    if subscribers:
+        return _observed_step(steps[0], local, local)[0]
+    step, transfer, communicator, _, shape, piece, fill = steps[0]
+    if communicator is None or transfer is None or piece is not None or fill is not None or step.kind == "gather":
+        return run_step(steps[0], local, local)[0]
+    result = allocate(shape, local.dtype, local.device)
+    communicator.exchange([local], [result], transfer)
+    return result
 
 
 def _run_plan(plan: CompiledPlan, local: torch.Tensor) -> torch.Tensor:

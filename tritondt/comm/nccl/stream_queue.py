@@ -118,7 +118,7 @@ class StreamQueue(IssueQueue):
 
     def _enqueue(self, work: Work, run: Run) -> None:
         assert isinstance(work, StreamWork), "work of a queue of streams"
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         is_capturing, caller = self.is_capturing, self._streams.current()
         try:
             work.caller = caller
@@ -136,7 +136,7 @@ class StreamQueue(IssueQueue):
                     work.fail(without_frames(error))
                     self._failed = self._failed or work
         finally:
-            self._thread_id = None
+            self.thread_id = None
         work.event = self._streams.record(self.stream)
         self._mark(work.event)
         if not is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work

@@ -63,7 +63,6 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._launch = launch or run_at_once
         self._traffic = Traffic()
         self._label = self._recorder.label(context.name)
-        self._packed: WeakKeyDictionary[Transfer, tuple[PackedTransfer, ExchangeRecord]] = WeakKeyDictionary()
         self._realigned: WeakKeyDictionary[Transfer, dict[TensorStarts, PackedTransfer]] = WeakKeyDictionary()
         self._compares = context.compares
         made.add(self)
@@ -97,11 +96,11 @@ class PackedCommunicator(OrderedCommunicator, ABC):
 
     def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, ExchangeRecord]:
         """The transfer compiled to messages and tables, and its record."""
-        found = self._packed.get(transfer)
+        found: tuple[PackedTransfer, ExchangeRecord] | None = transfer.compiled.get(self)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
             with made_together(transfer.device):
-                found = self._packed[transfer] = self._compiled(transfer), record
+                found = transfer.compiled[self] = self._compiled(transfer), record
         return found
 
     def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:

@@ -35,13 +35,15 @@ class OrderedCommunicator(Closable, ABC):
 
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
-        if self._queue.is_own_thread():
+        queue = self._queue
+        if queue.thread_id is not None and queue.is_own_thread():
             self._exchange(sources, targets, transfer, self._issued_at)
             return
         if not self._turn.acquire(False):
             raise self._second_thread_error(transfer.description)
         try:
-            self._queue.drain()
+            if queue.last is not None:
+                queue.drain()
             self._exchange_now(sources, targets, transfer)
         finally:
             self._turn.release()

@@ -75,7 +75,7 @@ class TurnQueue(IssueQueue):
 
     def _serve(self, participant: Participant) -> None:
         participant.may_run.acquire()
-        self._thread_id = threading.get_ident()
+        self.thread_id = threading.get_ident()
         with identity.assumed(self._who):
             while self._waiting or not self._closing:
                 while self._waiting:
