@@ -74,6 +74,7 @@ Ending DirectGroup::run(const DirectProgram* program, Operands operands, std::ui
   }
   program_ = program;
   operands_ = std::move(operands);
+  operands_.targets.push_back(operands_.staging);
   sequence_ = first_round_of(sequence);
   tag_ = tag;
   round_ = 0;
@@ -112,6 +113,21 @@ void DirectGroup::begin_round() {
   step_ = Step::kSlot;
 }
 
+template <typename Run>
+auto DirectGroup::timed(const char* kind, const Run& run) {
+  struct Note {
+    DirectGroup* group;  // null where nothing is noted
+    const char* kind;
+    std::int64_t started_ns;
+    ~Note() {
+      if (group != nullptr) group->steps_.push_back({kind, started_ns, monotonic_ns()});
+    }
+  };
+  const bool is_on = times_steps_.load(std::memory_order_relaxed);
+  const Note note = {is_on ? this : nullptr, kind, is_on ? monotonic_ns() : 0};
+  return run();
+}
+
 Ending DirectGroup::finish() {
   slice_end_ns_ = coarse_ns() + kPatienceNs;
   const Ending ending = end_exchange(advance());
@@ -123,12 +139,12 @@ Ending DirectGroup::advance() {
   while (step_ != Step::kDone) {
     Ending ending = {Outcome::kDone, -1};
     if (step_ == Step::kSlot) {
-      ending = await_slot();
+      ending = timed("wait", [&] { return await_slot(); });
       if (ending.outcome != Outcome::kDone) return ending;
       send();
       step_ = Step::kArrivals;
     } else {
-      ending = await_arrivals();
+      ending = timed("wait", [&] { return await_arrivals(); });
       if (ending.outcome != Outcome::kDone) return ending;
       end_round();
     }
@@ -152,7 +168,7 @@ void DirectGroup::send() {
   const std::size_t parity = parity_of(sequence_);
   const std::uint64_t slot = board_bytes_ + parity * slot_bytes_;
   const auto base = reinterpret_cast<std::uintptr_t>(arenas_[place_]->base());
-  program_->pack(round_, operands_, base + slot);
+  timed("pack", [&] { program_->pack(round_, operands_, base + slot); });
   Readers& readers = readers_[parity];
   readers.sequence = sequence_;
   readers.peers.clear();
@@ -165,7 +181,7 @@ void DirectGroup::send() {
     ring(&boards_[message.peer].arrivals());
     readers.peers.push_back(message.peer);
   }
-  program_->keep(round_, operands_);
+  timed("keep", [&] { program_->keep(round_, operands_); });
 }
 
 Ending DirectGroup::await_arrivals() {
@@ -211,7 +227,7 @@ Outcome DirectGroup::look(const SlotMessage& message) {
 }
 
 void DirectGroup::end_round() {
-  program_->unpack(round_, operands_, arrived_);
+  timed("unpack", [&] { program_->unpack(round_, operands_, arrived_); });
   boards_[place_].read().sequence.store(sequence_);
   for (const SlotMessage& message : receives_) ring(&boards_[message.peer].readings());
   ++round_;

@@ -21,11 +21,7 @@ void DirectPlan::keep(std::size_t round, const Operands& operands) const {
 void DirectPlan::unpack(std::size_t round, const Operands& operands,
                         const Addresses& arrived) const {
   const DirectRound& found = rounds[round];
-  if (found.unpack) {
-    Addresses targets = operands.targets;
-    targets.push_back(operands.staging);
-    found.unpack(arrived, targets, operands.num_threads);
-  }
+  if (found.unpack) found.unpack(arrived, operands.targets, operands.num_threads);
   if (found.reduces.empty()) return;
   Addresses terms = operands.sources;
   terms.insert(terms.end(), arrived.begin(), arrived.end());

@@ -17,7 +17,8 @@ struct SlotMessage {
   std::uint64_t num_bytes;
 };
 
-// Where the tensors of one run lie, and memory for what has arrived and waits for a later round.
+// Where the tensors of one run lie, and memory for what has arrived and waits for a later round,
+// which is the last of the targets as well while a program runs.
 struct Operands {
   Addresses sources;
   Addresses targets;

@@ -128,6 +128,14 @@ class DirectCommunicator(SocketCommunicator):
             raise
         del memory  # where terms waited for those of later rounds
 
+    def time_steps(self, is_on: bool) -> None:
+        """Notes from now on when an exchange packs, keeps, waits and unpacks in its rounds, or no more."""
+        self._direct.time_steps(is_on)
+
+    def take_steps(self) -> list[tuple[str, int, int]]:
+        """Kind, start and end, by `time.monotonic_ns`, of the steps of this thread's last exchange."""
+        return self._direct.take_steps()
+
     def _refuse(self, error: BaseException) -> None:
         super()._refuse(error)
         self._direct.skip(self.sequence)

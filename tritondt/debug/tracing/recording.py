@@ -23,7 +23,9 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports import base
 from tritondt.comm.transports.base import PackedCommunicator
+from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.work import QUEUE_THREAD
+from tritondt.debug.tracing.arena_steps import ArenaSteps
 from tritondt.debug.tracing.explanations import Compiled, explained
 from tritondt.debug.tracing.flat_lists import messages_of_rank, rows
 from tritondt.debug.tracing.record import RankRecord, Redistribution, Span
@@ -60,6 +62,7 @@ class Recording:
         self._queues: set[int] = set()  # threads of communicators that run what was issued
         self._undo: list[Callable[[], object]] = []
         self._dropped = 0
+        self._arenas = ArenaSteps(self._add_span, self._sends, self._receives)
 
     def begin(self) -> None:
         """Puts the functions that record in the places of those that do not."""
@@ -144,6 +147,13 @@ class Recording:
 
         return add
 
+    def _add_span(self, kind: str, subject: Any, started: int, ended: int) -> None:
+        """Adds a span of the calling thread."""
+        if len(self._spans) < MOST_SPANS * _SPAN_VALUES:
+            self._spans.extend((kind, subject, started, ended, threading.get_ident()))
+        else:
+            self._dropped += 1
+
     def _dispatch_of(self, tensor_class: Any) -> Callable[..., Any]:
         """Dispatch of a tensor class, recorded; without a call of its own, for this runs for every operator."""
         dispatch, spans, now, ident = tensor_class.__torch_dispatch__, self._spans, monotonic_ns, threading.get_ident
@@ -203,6 +213,10 @@ class Recording:
         """Records a communicator's exchanges, by functions that hide those of its class."""
         for kind, has_work in (("pack", _packs), ("keep", _keeps), ("unpack", _unpacks)):
             self._hide(communicator, f"_{kind}", self._phase(getattr(communicator, f"_{kind}"), kind, has_work))
+        if isinstance(communicator, DirectCommunicator):
+            communicator.time_steps(True)
+            self._undo.append(lambda: communicator.time_steps(False))
+            self._hide(communicator, "_exchange", self._arenas.exchange_of(communicator))
         self._hide(communicator, "_exchange", self._exchange_of(communicator))
         self._hide(communicator, "in_order", self._in_order_of(communicator.in_order))
         self._hide(communicator, "start", self._messages_of(communicator, communicator.start, "send"))
