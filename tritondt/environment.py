@@ -187,6 +187,11 @@ def transport() -> Literal["sockets", "direct", "gloo"]:
     return cast(Literal["sockets", "direct", "gloo"], text)
 
 
+def names_transport() -> bool:
+    """Whether TRITONDT_TRANSPORT is set."""
+    return "TRITONDT_TRANSPORT" in os.environ
+
+
 def groups_share_memory() -> bool:
     """Whether process groups move tensors on the CPU through shared memory: unless TRITONDT_TRANSPORT names another."""
     return transport() == "direct"

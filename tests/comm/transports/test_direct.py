@@ -65,10 +65,23 @@ def gather_and_reduce(rank: int, terms: list[torch.Tensor], op: str) -> tuple[to
     mesh = T.Mesh((4,))
     rows = T.distribute_tensor(torch.arange(62, dtype=torch.bfloat16).view(2, 31), mesh, [T.Shard(0)])
     term = T.DTensor.from_local(terms[rank].clone(), mesh, [T.Partial("sum" if op == "sum" else "avg")])
-    found = [each.to_local() for each in T.redistribute_many([(rows, [T.Replicate()]), (term, [T.Replicate()])])]
-    communicator: Any = world.current().communicator(ALL)
-    staged = max(plan.staged_bytes for plan, _ in communicator._packed.values())
-    return found[0], found[1], staged
+    with compiled() as plans:
+        found = [each.to_local() for each in T.redistribute_many([(rows, [T.Replicate()]), (term, [T.Replicate()])])]
+    return found[0], found[1], max(plan.staged_bytes for plan in plans)
+
+
+@contextmanager
+def compiled() -> Iterator[list[DirectTransfer]]:
+    """What is compiled for arenas within the context."""
+    made, plans = vars(direct)["direct_transfer"], list[DirectTransfer]()
+
+    def kept(*arguments: Any) -> DirectTransfer:
+        plans.append(made(*arguments))
+        return plans[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "direct_transfer", kept)
+        yield plans
 
 
 def test_what_stays_is_read_before_anything_lands_on_it(ranks_in_many_rounds: GlooRanks) -> None:
@@ -95,8 +108,9 @@ def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[
     assert before.coordinate is not None
     local = whole[tuple(slice(*bounds) for bounds in before.layout.boxes(before.coordinate)[0])].contiguous()
     communicator: Any = world.current().communicator(ALL)
-    found = T.redistribute(local, before, after)
-    (plan,) = (plan for plan, _ in communicator._packed.values() if isinstance(plan, DirectTransfer))
+    with compiled() as plans:
+        found = T.redistribute(local, before, after)
+    (plan,) = plans
     return found, f"{type(communicator).__name__}: {plan.native.num_rounds} rounds"
 
 
@@ -141,13 +155,12 @@ def test_what_is_foretold_of_slots_is_so(four_direct_ranks: GlooRanks) -> None:
 def foretell(rank: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Bytes in slots, packed and staged: as explained, and as compiled."""
     T.close()
-    with set_to("TRITONDT_ARENA_MB", "1"):
+    with set_to("TRITONDT_ARENA_MB", "1"), compiled() as plans:
         moved(rank, shape, "S0", "S1")
         before, after = (Layout((4,), T.parse_placements(text), shape) for text in ("S0", "S1"))
         # Tables are agreed in a program's first world, whose arenas were longer.
         step = explain_layouts(before, after, 4, built_in(4, arena_bytes=1 << 20)["cpu"], (rank,)).steps[0]
-    communicator: Any = world.current().communicator(ALL)
-    plan = next(plan for plan, _ in communicator._packed.values())
+    (plan,) = plans
     T.close()
     return (step.slot_bytes, step.packed_bytes, step.staged_bytes), (plan.sent_bytes, 0, plan.staged_bytes)
 
@@ -247,6 +260,31 @@ def connect_but_for(rank: int, what: str) -> tuple[str, list[str]]:
         communicator.barrier()
     T.close()
     return type(communicator).__name__, [str(each.message) for each in said if "share memory" in str(each.message)]
+
+
+def test_ranks_of_several_hosts_need_not_hear_each_other(four_direct_ranks: GlooRanks) -> None:
+    """Where the launcher says that a host has fewer ranks, nobody asks; where the user names the transport, all do."""
+    assert four_direct_ranks.run(connect_with_store_watched, "2", None) == [("SocketCommunicator", 0)] * 4
+    assert four_direct_ranks.run(connect_with_store_watched, "4", None) == [("DirectCommunicator", 2)] * 4
+    assert four_direct_ranks.run(connect_with_store_watched, "2", "direct") == [("DirectCommunicator", 2)] * 4
+
+
+def connect_with_store_watched(rank: int, per_host: str, transport: str | None) -> tuple[str, int]:
+    """The communicator's class, and how often the others' answers about arenas were read."""
+    T.close()
+    values, asked = vars(arenas)["_values"], []
+
+    def counted(*arguments: Any) -> Any:
+        asked.append(1)
+        return values(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, set_to("TRITONDT_TRANSPORT", transport):
+        patch.setattr(arenas, "_values", counted)
+        patch.setenv("LOCAL_WORLD_SIZE", per_host)
+        communicator = world.current().communicator(ALL)
+        communicator.barrier()
+        T.close()
+    return type(communicator).__name__, len(asked)
 
 
 def plant(patch: pytest.MonkeyPatch, what: str) -> None:
