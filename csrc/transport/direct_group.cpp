@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "cpu/clock.h"
@@ -115,17 +116,16 @@ void DirectGroup::begin_round() {
 
 template <typename Run>
 auto DirectGroup::timed(const char* kind, const Run& run) {
-  struct Note {
-    DirectGroup* group;  // null where nothing is noted
-    const char* kind;
-    std::int64_t started_ns;
-    ~Note() {
-      if (group != nullptr) group->steps_.push_back({kind, started_ns, monotonic_ns()});
-    }
-  };
-  const bool is_on = times_steps_.load(std::memory_order_relaxed);
-  const Note note = {is_on ? this : nullptr, kind, is_on ? monotonic_ns() : 0};
-  return run();
+  if (!times_steps_.load(std::memory_order_relaxed)) return run();
+  const std::int64_t started_ns = monotonic_ns();
+  if constexpr (std::is_void_v<decltype(run())>) {
+    run();
+    steps_.push_back({kind, started_ns, monotonic_ns()});
+  } else {
+    const auto result = run();
+    steps_.push_back({kind, started_ns, monotonic_ns()});
+    return result;
+  }
 }
 
 Ending DirectGroup::finish() {

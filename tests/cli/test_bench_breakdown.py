@@ -109,4 +109,4 @@ def test_a_transport_of_one_call_is_not_broken_down(monkeypatch):
     monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
     ended = CliRunner().invoke(main, ["bench", "redistribute", "--breakdown"])
     assert ended.exit_code == 2
-    assert "--breakdown takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has others" in ended.output
+    assert "--breakdown measures the sockets; TRITONDT_TRANSPORT=direct is set, allowed is sockets" in ended.output

@@ -105,4 +105,4 @@ def test_a_transport_that_copies_by_itself_takes_no_kernel(monkeypatch):
     monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
     ended = CliRunner().invoke(main, ["bench", "redistribute", "--against", OWN])
     assert ended.exit_code == 2
-    assert "takes the sockets' steps apart; TRITONDT_TRANSPORT=direct has others" in ended.output
+    assert "measures the sockets; TRITONDT_TRANSPORT=direct is set, allowed is sockets" in ended.output

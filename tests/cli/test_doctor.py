@@ -72,7 +72,7 @@ def test_ranks_that_share_no_memory_are_noted(monkeypatch):
     ended = run_doctor(monkeypatch, passed=[*PASSED, Passed("direct", 16, 1e-4, 2e-3, is_elsewhere=True)])
     assert ended.exit_code == 0
     assert re.search("! direct test +no memory is shared, sockets carried it: 16 exchanges", ended.output)
-    assert "-> TRITONDT_TRANSPORT=direct gains nothing here: run the ranks of a host" in ended.output
+    assert "-> run the ranks of a host as one user in one container" in ended.output
 
 
 def test_the_transport_that_was_under_way_is_the_one_that_failed(monkeypatch):

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -148,10 +149,24 @@ def live_twice(rank: int, port: int) -> dict[str, object]:
     }
 
 
+def carried_over(rank: int, port: int) -> tuple[bool, list[float]]:
+    """A tensor of a world that has ended, taken to the next one by the mesh of torch that both have."""
+    mesh = T.init_device_mesh("cpu", (2,))
+    x = T.ones(4, device_mesh=mesh, placements=[T.Shard(0)])
+    world.close()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    new = T.ones(4, device_mesh=mesh, placements=[T.Replicate()])
+    whole = x.redistribute(mesh, [T.Replicate()])
+    both: Any = whole + new
+    return whole._spec.mesh is new._spec.mesh, both.to_local().tolist()
+
+
 def test_a_second_world_is_another() -> None:
     port = free_port()
     with GlooRanks(2) as ranks:
         first, second = ranks.run(live_twice, port)
+        assert ranks.run(carried_over, free_port()) == [(True, [2.0] * 4)] * 2
     assert first["gathered"] == second["gathered"] == [[0, 1, 2, 3, 4]] * 2
     assert first["coordinates"] == [(0,), (1,)]
     assert second["coordinates"] == [(1,), (0,)]

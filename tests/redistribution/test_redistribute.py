@@ -155,3 +155,16 @@ def test_ranks_outside_the_mesh_hold_nothing() -> None:
     found = run_ranks(4, body)
     assert [coordinate for coordinate, _ in found] == [None, (1,), None, (0,)]
     assert [local.tolist() for _, local in found] == [[], [0, 1, 2, 3, 4], [], [0, 1, 2, 3, 4]]
+
+
+def test_other_names_of_axes_move_nothing() -> None:
+    """A plan of no steps: the layout is the same, and the spec another."""
+
+    def renamed(rank: int) -> tuple[tuple[str, ...] | None, list[list[float]]]:
+        x = T.distribute_tensor(torch.arange(8.0).view(4, 2), T.Mesh((2, 1)), [T.Shard(0), T.Replicate()])
+        found = x.redistribute(T.Mesh((2, 1), ("data", "model")), x.placements)
+        return found._spec.mesh.names, found.to_local().tolist()
+
+    first, second = run_ranks(2, renamed)
+    assert first == (("data", "model"), [[0.0, 1.0], [2.0, 3.0]])
+    assert second == (("data", "model"), [[4.0, 5.0], [6.0, 7.0]])

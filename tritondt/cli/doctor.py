@@ -80,8 +80,8 @@ def _passed(found: Passed, num_ranks: int) -> Finding:
     )
     if not found.is_elsewhere:
         return Finding(f"{found.transport} test", value)
-    advice = "TRITONDT_TRANSPORT=direct gains nothing here: run the ranks of a host as one user in one container, and "
-    advice += "give /dev/shm room for an arena of TRITONDT_ARENA_MB for each"
+    advice = "run the ranks of a host as one user in one container, with memory for an arena of TRITONDT_ARENA_MB for "
+    advice += "each, or choose sockets by TRITONDT_TRANSPORT=sockets"
     return Finding(f"{found.transport} test", f"no memory is shared, sockets carried it: {value}", "note", advice)
 
 

@@ -68,7 +68,7 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option(
     "--transport",
     type=click.Choice(["sockets", "direct"]),
-    help="What carries messages between CPUs.  [default: TRITONDT_TRANSPORT]",
+    help="What carries messages between CPUs.  [default: TRITONDT_TRANSPORT, or direct]",
 )
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")

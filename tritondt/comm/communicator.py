@@ -51,7 +51,7 @@ class Transfer:
     wire_dtype: torch.dtype | None = None
     collective: Collective | None = None
     # What each communicator that has exchanged it made of it.
-    compiled: dict[object, Any] = field(default_factory=dict, repr=False)
+    compiled: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
 from tritondt.sharding.local_spec import spec_of_local
-from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current, other_mesh
+from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
 from tritondt.sharding.spec_values import spec_values
@@ -142,7 +142,7 @@ class DTensor(torch.Tensor):
         (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
         and MismatchError where the wait is.
         """
-        mesh = other_mesh(device_mesh, self._spec.mesh)
+        mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
         source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))

@@ -90,6 +90,19 @@ class CostTable:
         """Table with the prices of an object, as JSON has them, in place of its own; ValueError for what are none."""
         return _with_prices(self, prices)
 
+    def shares_memory(self, num_ranks: int) -> bool:
+        """Whether so many ranks read each other's messages where they were packed."""
+        return self.arena_bytes > 0 and num_ranks <= self.ranks_per_host
+
+    def one_shot_limit(self, num_ranks: int) -> int:
+        """`one_shot_bytes` of a plan on so many ranks: 0 where they are for shared memory, and these share none.
+
+        >>> table = CostTable(one_shot_bytes=1 << 18, arena_bytes=16 << 20, ranks_per_host=8)
+        >>> table.one_shot_limit(8), table.one_shot_limit(16)
+        (262144, 0)
+        """
+        return 0 if self.arena_bytes and not self.shares_memory(num_ranks) else self.one_shot_bytes
+
     @property
     def fingerprint(self) -> str:
         """Hash by which ranks compare tables."""

@@ -63,11 +63,12 @@ def _ranked(
         peers = max(cost.num_peers for cost in single)
         received = sum(cost.received_elements for cost in single)
         priced.append((peers, received, sum(cost.seconds for cost in single)))
+    limit = costs.one_shot_limit(found[0][0].target_layout.num_ranks)
     crowded = max(peers for peers, _, _ in priced) > costs.max_peers
     fewest = min(received for _, received, _ in priced)
     for place, ((peers, received, seconds), steps) in enumerate(zip(priced, found, strict=True)):
         excess = float(peers) if peers > costs.max_peers else 0.0
-        counted = fewest if received * itemsize <= costs.one_shot_bytes else received
+        counted = fewest if received * itemsize <= limit else received
         # Bytes are compared to 6 digits: forms that are equal on paper differ in the last bits.
         yield excess, 0.0 if crowded else float(f"{counted:.6g}"), seconds, place, steps
 
@@ -88,14 +89,14 @@ def why_more_bytes(plan: Plan, itemsize: int, costs: CostTable) -> str | None:
         single = [step_cost(step, itemsize, costs) for step in steps]
         return sum(cost.received_elements for cost in single) * itemsize, sum(cost.seconds for cost in single), steps
 
-    own = priced(plan.steps)
+    own, limit = priced(plan.steps), costs.one_shot_limit(plan.target.num_ranks)
     least = min((priced(steps) for steps in candidates(plan.source, plan.target, costs)), key=lambda found: found[:2])
-    if own[0] > costs.one_shot_bytes or float(f"{own[0]:.6g}") <= float(f"{least[0]:.6g}"):
+    if own[0] > limit or float(f"{own[0]:.6g}") <= float(f"{least[0]:.6g}"):
         return None
     return (
         f"every term goes to everybody in one step, {own[0]:,.0f} bytes a rank: {own[1] * 1e6:.0f} us predicted "
         f"against {least[1] * 1e6:.0f} us for {least[0]:,.0f} bytes in {len(least[2])} steps; up to "
-        f"{costs.one_shot_bytes:,} bytes latency decides"
+        f"{limit:,} bytes latency decides"
     )
 
 

@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 Round: TypeAlias = tuple[Piece, ...]
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def cut(lengths: tuple[int, ...], num_elements: int) -> tuple[Bounds, ...]:
     """Boxes of at most `num_elements`, about equal, which make up one of `lengths` one after the other in its order.
 

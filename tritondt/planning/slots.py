@@ -50,6 +50,6 @@ def chunk_of(costs: CostTable, num_ranks: int) -> int:
     >>> chunk_of(CostTable(arena_bytes=1 << 20, ranks_per_host=4), 4), chunk_of(CostTable(), 4)
     (173376, 0)
     """
-    if num_ranks > costs.ranks_per_host:
+    if not costs.shares_memory(num_ranks):
         return 0
     return chunk_bytes(num_ranks, slot_bytes(costs.arena_bytes, num_ranks))

@@ -73,7 +73,7 @@ def redistribute_local(
         with profiler.record_function(REDISTRIBUTE_RANGE, plan.description):
             return _run_plan(plan, local)
     steps = plan.steps
-    if len(steps) > 1:
+    if len(steps) != 1:
         return _run_plan(plan, local)
     if subscribers:
         return _observed_step(steps[0], local, local)[0]

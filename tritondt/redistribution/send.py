@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tritondt import events
-from tritondt.comm import world
+from tritondt.comm import registry, world
 from tritondt.comm.communicator import Transfer
 from tritondt.errors import LocalTensorError
 from tritondt.kernels.memory import allocate
@@ -103,6 +103,9 @@ def _compile_send(
         device=device,
     )
     return _CompiledSend(transfer, _fill(Route(source, layout, positions, everybody), target))
+
+
+registry.on_end(_compile_send.cache_clear)
 
 
 def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:

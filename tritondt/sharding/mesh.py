@@ -147,13 +147,6 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
     return found
 
 
-def other_mesh(mesh: "Mesh | DeviceMesh | None", own: Mesh) -> Mesh | None:
-    """Canonical form of a mesh that is another one than `own`; None for that one, without a look at the world."""
-    if mesh is None or (mesh is own.device_mesh and not is_dynamo_compiling()):
-        return None
-    return canonical_mesh(mesh)
-
-
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
     """The given mesh, or that of the surrounding `with mesh:` where None is given."""
     if mesh is not None:

@@ -99,8 +99,9 @@ def redistribute(
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
     if json_to is not None and json_to == csv_to:
         raise click.UsageError(f"--json and --csv both go to {'stdout' if is_printed(json_to) else json_to}")
-    if breakdown:
-        choose_sockets("--breakdown")
+    for flag, is_asked in (("--breakdown", breakdown), ("--loopback", loopback)):
+        if is_asked:
+            choose_sockets(flag)
     if impl is not None and against is not None:
         raise click.UsageError(
             f"--impl {impl} and --against {against}: only one can be; --against X is --impl tritondt,X"

@@ -35,7 +35,7 @@ def share_arenas(context: ProcessContext) -> list[Arena] | None:
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
-    if len(context.ranks) > 1 and environment.transport() != "direct":
+    if len(context.ranks) > 1 and (environment.transport() != "direct" or _are_elsewhere(len(context.ranks))):
         _Sharing(context).tell("arena", {})
         return None
     return map_arenas(context)
@@ -48,9 +48,6 @@ def map_arenas(context: ProcessContext, most_bytes: int | None = None) -> list[A
     A collective call; None where a rank is alone, or some share no memory. Raises PeerError where some do not come.
     """
     if len(context.ranks) == 1:
-        return None
-    if _are_elsewhere(len(context.ranks)):
-        _Sharing(context).tell("arena", {})
         return None
     try:
         num_bytes = environment.arena_bytes()

@@ -60,14 +60,16 @@ class DirectCommunicator(SocketCommunicator):
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
     ) -> None:
+        is_elsewhere = self.failure is not None or transfer.device != CPU
+        if is_elsewhere or self._compares or profiler._is_profiler_enabled:
+            super()._exchange(sources, targets, transfer, site)
+            return
         plan, record = self._plan(transfer)
-        if isinstance(plan, PackedTransfer) or self._compares or profiler._is_profiler_enabled:
+        if isinstance(plan, PackedTransfer):
             super()._exchange(sources, targets, transfer, site)
             return
         # What the base class does, without a call for each part of it: small exchanges take as long as their Python,
         # which others of the machine's ranks push out of the caches meanwhile.
-        if self.failure is not None:
-            self._check_usable(transfer.description)
         for tensor in sources:
             if not tensor.is_cpu:
                 self._check_devices(sources, transfer)

@@ -42,11 +42,13 @@ class ArenaSteps:
                 _slices(transfer, messages) for messages in (transfer.exchange.sends, transfer.exchange.receives)
             )
         sent, received = self._slices[transfer]
-        for exchanged, slices, kind in ((self._sends, sent, "pack"), (self._receives, received, "wait")):
-            times = [(started, ended) for step, started, ended in steps if step == kind]
-            if slices and times:
-                # A message is begun with the first of its rounds, and there with the last.
-                began, at = times[0][0], times[-1][1]
+        packs, waits = ([step for step in steps if step[0] == kind] for kind in ("pack", "wait"))
+        if not packs:
+            return
+        # A message is begun with the first of its rounds, and there with the last; who has packed waits for others'.
+        sides = ((self._sends, sent, packs[0][1], packs[-1][2]), (self._receives, received, packs[0][2], waits[-1][2]))
+        for exchanged, slices, began, at in sides:
+            if slices:
                 name, thread = transfer.description, threading.get_ident()
                 exchanged.extend((communicator, communicator.sequence, slices, began, at, thread, name))
 

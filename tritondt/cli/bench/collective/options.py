@@ -188,7 +188,7 @@ def _check_breakdown(choice: Choice, sides: list[str]) -> None:
             f"example --impl {ENGINE},torch"
         )
     if choice.device != "cpu":
-        raise BenchmarkError("--breakdown takes the sockets' steps apart; allowed are tensors of the CPU, over sockets")
+        raise BenchmarkError("--breakdown measures the sockets; allowed are tensors of the CPU")
     choose_sockets("--breakdown")
 
 

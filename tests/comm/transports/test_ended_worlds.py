@@ -1,0 +1,50 @@
+"""What is left of communicators when their world has ended, whatever was exchanged: nothing."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.harness.gloo_ranks import GlooRanks
+from tests.ops.sharded import distribute
+from tritondt.comm.transports import base
+from tritondt.redistribution.rows import RowCounts, exchange_rows
+
+
+def exchange_all_kinds() -> None:
+    """Every kind of transfer that is compiled and kept, and one that is not."""
+    mesh = T.Mesh((4,))
+    whole = T.distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [T.Shard(0)])
+    whole.redistribute(placements=[T.Replicate()])
+    whole.redistribute(placements=[T.Shard(1)], async_op=True).wait()
+    T.redistribute_many([(whole, [T.Shard(1)]), (whole, [T.Replicate()])])
+    other: Any = distribute(torch.ones(4, 3), mesh, "P")
+    (other.redistribute(placements=[T.Shard(0)]) + 1).full_tensor()
+    rank = torch.distributed.get_rank()
+    counts = RowCounts(tuple((1, 0, 2, 1) for _ in range(4)))
+    exchange_rows(torch.full((4, 2), float(rank)), counts, mesh)
+
+
+def left_behind(rank: int) -> tuple[list[int], list[int]]:
+    """Communicators that are alive, and open descriptors, after each of three worlds."""
+    alive, descriptors = [], []
+    for _ in range(3):
+        exchange_all_kinds()
+        T.close()
+        gc.collect()
+        alive.append(len(base.made))
+        descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
+    return alive, descriptors
+
+
+@pytest.mark.parametrize("transport", ["sockets", "direct"])
+def test_nothing_is_left_of_worlds_that_were_closed(
+    four_ranks: GlooRanks, four_direct_ranks: GlooRanks, transport: str
+) -> None:
+    ranks = four_direct_ranks if transport == "direct" else four_ranks
+    for alive, descriptors in ranks.run(left_behind):
+        assert alive == [0, 0, 0]
+        assert descriptors[-1] <= descriptors[0], descriptors
