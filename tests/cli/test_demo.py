@@ -36,16 +36,17 @@ def run_demo(out: Path, *arguments: str) -> Result:
 
 
 def expected_bytes(summary):
-    """Four boundaries a layer, there and back, and the replicated gradients and the loss reduced and gathered.
+    """Four boundaries a layer, there and back, and the replicated gradients and the loss summed on all ranks.
 
-    So is the square of the sharded gradients' norm, or with modules the norm of each, in float64.
+    So is the square of the sharded gradients' norm, or with modules the norm of each, in float64. A sum that is short
+    goes whole to all of the ranks, which share memory, in one exchange, where two would move it twice.
     """
     others = summary["ranks"] - 1
     activation = summary["batch"] * summary["sequence"] * summary["width"]
     sizes = model.Model(*(summary[name] for name in ("heads", "layers", "width", "sequence")))
     replicated = sum(parameter.numel for parameter in model.parameters(sizes) if parameter.placement.is_replicate())
     single = 2 if summary["style"] == "local" else 1 + 2 * 6 * summary["layers"]
-    return 4 * others * (8 * summary["layers"] * activation + 2 * replicated + 2 * single)
+    return 4 * others * (8 * summary["layers"] * activation + summary["ranks"] * (replicated + single))
 
 
 ALL_HAVE_HEADS = (3, 3, 17, {"heads": (1, 1, 1), "hidden": (33, 33, 32), "positions": (6, 6, 5)})

@@ -61,7 +61,7 @@ def test_a_program_on_two_ranks_has_a_timeline_and_a_summary(tmp_path):
     document = json.loads((tmp_path / "found.json").read_text())
     events, other = document["traceEvents"], document["otherData"]
     assert {event["pid"] for event in events} == {0, 1}
-    assert {"op", "exchange", "send", "wait"} <= {event.get("cat") for event in events}
+    assert {"op", "exchange", "pack", "wait", "unpack"} <= {event.get("cat") for event in events}
     starts = {event["id"]: event["pid"] for event in events if event["ph"] == "s"}
     ends = {event["id"]: event["pid"] for event in events if event["ph"] == "f"}
     assert len(starts) == other["summary"]["messages"]["matched"] > 6

@@ -21,7 +21,7 @@ from tritondt.interop import saves
 REPOSITORY = Path(__file__).parents[2]
 PROGRAM = REPOSITORY / "examples" / "elastic.py"
 # One of a step's exchanges, behind the first checkpoint and between two.
-KILLED_AT = 40
+KILLED_AT = 25
 # One of the optimizer's steps, behind the second checkpoint.
 KILLED_BEHIND_STEP = 12
 # One behind the first checkpoint and before the second; from there on, the same again.
