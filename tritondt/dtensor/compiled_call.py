@@ -16,7 +16,8 @@ from tritondt.ops.propagation.tensor_meta import meta_of
 from tritondt.redistribution.implicit import redistribute_input
 from tritondt.redistribution.run import has_memory
 from tritondt.sharding.placement import Replicate
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.strides import strides_without_gaps
 
 
 class Wrap(Protocol):
@@ -202,6 +203,8 @@ class Signature:
         if not self._in_mesh and argument.numel():  # a number as a plain tensor, which no rank outside the mesh has
             argument = argument.new_empty(0)
         stand_in = redistribute_input(self._op, argument, move.source, move.target)
+        if self._data_dependent and self._in_mesh:
+            stand_in = _in_order_of(move.source.tensor_meta, stand_in)
         if move.is_written:
             replaced.append((argument, stand_in, move))
         return stand_in
@@ -300,6 +303,16 @@ def _check_own_elements(schema: OpSchema, targets: Sequence[DTensorSpec] | None,
                 f"{schema.op} would write to {spec} with strides {spec.tensor_meta.stride}, elements of which share "
                 "memory, as those of expand do; write to a copy of its own elements: x = x.clone()"
             )
+
+
+def _in_order_of(meta: TensorMeta, whole: torch.Tensor) -> torch.Tensor:
+    """What has moved, which is row-major, with its dims in memory as the meta has them: only a kernel tells results'
+    strides where only values tell their shapes, and takes them from its arguments.
+    """
+    if whole.stride() == meta.stride or meta.shares_elements:
+        return whole
+    ordered = strides_without_gaps(meta.shape, meta.stride)
+    return whole.new_empty_strided(meta.shape, ordered).copy_(whole)
 
 
 def _input_moves(schema: OpSchema, targets: Sequence[DTensorSpec], written: Sequence[int]) -> Iterator[_InputMove]:

@@ -30,3 +30,19 @@ def strides_in_order_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[i
         found[dim] = step
         step *= max(shape[dim], 1)
     return tuple(found)
+
+
+def strides_without_gaps(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor, in the order of given ones, of which equal ones stay equal.
+
+    Kernels order the dims of a result by comparing strides, those of dims of length 1 too.
+
+    >>> strides_without_gaps((6, 4, 1), (2, 24, 24))
+    (1, 6, 6)
+    """
+    found, step = {}, 1
+    for stride in sorted(set(strides)):
+        found[stride] = step
+        for length, own in zip(shape, strides, strict=True):
+            step *= max(length, 1) if own == stride else 1
+    return tuple(found[stride] for stride in strides)
