@@ -34,6 +34,7 @@ from tritondt.cli.bench import loopback as loopback_counter
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.bench.loopback import Loopback, count_loopback
+from tritondt.cli.bench.over_sockets import choose_sockets
 from tritondt.cli.demo.data import Batches
 from tritondt.cli.demo.gpt import make_gpt
 from tritondt.cli.demo.model import Model
@@ -189,6 +190,8 @@ def tensor_parallel(
         )
     if loopback and not loopback_counter.is_readable():
         raise click.UsageError("--loopback reads a counter of Linux, which this system does not have")
+    if loopback:
+        choose_sockets("--loopback")
     request = Request(Sizes(heads, layers, width, sequence), batch, rounds, seconds, loopback)
     messages: list[Any] = []
     run_on_ranks(ranks, measure_on_rank, request, on_message=messages.append, preload=("torch._dynamo",))

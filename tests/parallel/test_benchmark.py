@@ -1,5 +1,6 @@
 """The benchmark against torch's styles on a tiny model: same losses, and a report that can be read."""
 
+import importlib
 import json
 
 import pytest
@@ -32,6 +33,15 @@ def test_a_tiny_run_has_equal_losses_and_counts():
     assert calls["reduce_scatter_tensor"] == 2 + 2 + 2 + 1
     assert found["tritondt"]["calls_per_step"]["(S1) -> (R)"] == 6
     assert found["bytes_ratio"] <= 1.05
+
+
+@pytest.mark.parametrize("command", ["tensor_parallel", "fully_sharded"])
+def test_the_loopback_counter_is_read_where_messages_cross_it(command, monkeypatch):
+    module = importlib.import_module(f"benchmarks.parallel.{command}")
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
+    result = CliRunner().invoke(getattr(module, command), ["--loopback"])
+    assert result.exit_code == 2
+    assert "--loopback measures the sockets; TRITONDT_TRANSPORT=direct is set, allowed is sockets" in result.output
 
 
 def test_sizes_must_divide():
