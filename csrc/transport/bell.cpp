@@ -21,8 +21,9 @@ bool sleep_at(Bell* bell, std::uint32_t seen, std::uint32_t lacking) {
   bell->wanted.store(wanted == 0 ? wanted - 1 : wanted);
   // Whoever rings counts first and then looks what is wanted: either this call sees the count, or
   // that one sees who sleeps.
-  return syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &slice, nullptr, 0) == 0 ||
-         errno != ETIMEDOUT;
+  if (syscall(SYS_futex, &bell->rings, FUTEX_WAIT, seen, &slice, nullptr, 0) == 0) return true;
+  // A signal is no ring: a timer's, more often than every slice, would hide that a peer has left.
+  return errno != ETIMEDOUT && errno != EINTR;
 }
 
 void wake_at(Bell* bell) { syscall(SYS_futex, &bell->rings, FUTEX_WAKE, 1, nullptr, nullptr, 0); }

@@ -10,6 +10,7 @@ import pytest
 from tritondt import identity
 from tritondt.comm import work
 from tritondt.comm.work import ThreadQueue
+from tritondt.errors import WorldError
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +50,28 @@ def test_an_error_is_that_of_its_work_whoever_runs_it(monkeypatch: pytest.Monkey
     assert second.exception() is None
     with pytest.raises(ValueError, match="the first"):
         first.wait()
+
+
+@pytest.mark.parametrize("wait", [work.Work.run, work.Work.wait, work.Work.settle])
+def test_what_runs_may_wait_for_what_was_issued_later_but_not_for_itself(wait: Any) -> None:
+    queue, ran, may_begin = ThreadQueue(), list[Any](), threading.Event()
+
+    def run_first() -> None:
+        may_begin.wait()
+        wait(issued[2])
+        ran.append("first")
+        assert queue.is_own_thread()
+        wait(issued[0])
+
+    runs: list[work.Run] = [run_first, *(partial(ran.append, number) for number in (1, 2, 3))]
+    issued = [queue.submit(run, f"work {place}", sources_ready=True) for place, run in enumerate(runs)]
+    may_begin.set()
+    issued[3].run()
+    assert ran == [1, 2, "first", 3]
+    assert not queue.is_own_thread()
+    with pytest.raises(WorldError, match="work 0 is waited for by what it runs itself, and cannot end before that"):
+        issued[0].wait()
+    queue.close()
 
 
 def test_ctrl_c_in_what_a_waiter_runs_ends_the_waiter(monkeypatch: pytest.MonkeyPatch) -> None:

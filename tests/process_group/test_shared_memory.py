@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -193,9 +194,15 @@ def test_ranks_that_disagree_are_told_and_go_on(ranks: GlooRanks) -> None:
 def die(rank: int) -> str:
     dist.all_reduce(own(rank))
     if rank == 2:
+        time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
+    signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)  # as a profiler does
+    began = time.monotonic()
     with pytest.raises(T.PeerError) as error:
         dist.all_reduce(own(rank))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert time.monotonic() - began < 30, "a signal was taken for a message, again and again"
     return str(error.value)
 
 

@@ -143,11 +143,13 @@ class OneDeviceRun:
         if statement.kind not in DECIDING or not any(errors.values()):
             return False
         noise = torch.Generator().manual_seed(0)
-        for _ in range(NUM_DRAWS):
+        for draw in range(NUM_DRAWS + 1):
             names = dict(self.plain.names)
             for name, error in errors.items():
                 tensor: torch.Tensor = names[name].detach()
-                if error:
+                if error and draw == NUM_DRAWS:
+                    names[name] = _with_whole_numbers(tensor, error)
+                elif error:
                     signs = torch.randint(-2, 3, tensor.shape, generator=noise)
                     names[name] = tensor + (signs * (error / HEADROOM)).to(tensor.dtype)
             with torch.no_grad():
@@ -168,6 +170,18 @@ class OneDeviceRun:
             if not magnitude(plain) <= (2**40 if plain.dtype is torch.int64 else 1e4) or _is_apart(plain, twin):
                 return False
         return True
+
+
+def _with_whole_numbers(tensor: torch.Tensor, error: float) -> torch.Tensor:
+    """Elements that may be whole numbers but for rounding, as those: no draw meets what they are equal to then.
+
+    >>> _with_whole_numbers(torch.tensor([1e-9, 0.5]), 1e-8).tolist()
+    [0.0, 0.5]
+    """
+    if tensor.is_complex():
+        return torch.view_as_complex(_with_whole_numbers(torch.view_as_real(tensor.resolve_conj()), error))
+    whole = tensor.round()
+    return torch.where((tensor - whole).abs() <= error, whole, tensor)
 
 
 def is_thirded(mesh_shape: Sequence[int], placements: Iterable[str]) -> bool:

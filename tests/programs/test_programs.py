@@ -209,6 +209,16 @@ def test_what_rounding_decides_is_told_from_what_it_does_not():
         assert run.is_decided_by_rounding(statement) is is_decided, source
 
 
+def test_a_rounding_beside_a_whole_number_decides_what_equals_it():
+    run = OneDeviceRun(0, (2,))
+    run.run(Make("v0", 5, (3,), "float64", ("R",)))
+    run.run(Call("smooth", "v1 = v0 * 0 + 1e-17", ("v0",), ("v1",)))
+    for added, is_decided in ((0, True), (0.5, False)):
+        statement = Call("compare", f"w = torch.isin(v1 + {added}, torch.zeros(1).double())", ("v1",), ("w",))
+        run.plain.run(statement)
+        assert run.is_decided_by_rounding(statement) is is_decided
+
+
 @pytest.fixture
 def _sum_is_wrong() -> Iterator[None]:
     """A sum over a cut dim that claims to be whole on every rank."""

@@ -167,6 +167,10 @@ class ProcessWorld:
         """Ends `part`, which was made of the context `name`, with this world."""
         self._parts[name] = part
 
+    def forget(self, name: str) -> None:
+        """Leaves it to the caller to end the part of that name."""
+        self._parts.pop(name, None)
+
     @property
     def timeout(self) -> timedelta:
         """Time that this rank waits for others where nothing else was asked for."""

@@ -270,6 +270,9 @@ class ThreadQueue(IssueQueue):
     def wait_for(self, work: Work) -> None:
         """Returns when `work` has run; signals are handled meanwhile."""
         self._check_owned(work)
+        if self.is_own_thread():
+            self._run_within(work)
+            return
         with self._changed:
             while not work.is_completed():
                 self._changed.wait()
@@ -277,6 +280,9 @@ class ThreadQueue(IssueQueue):
     def run_until(self, work: Work) -> None:
         """Runs what was issued, `work` the last, as far as the queue's thread has not; returns when it has run."""
         self._check_owned(work)
+        if self.is_own_thread():
+            self._run_within(work)
+            return
         while not work.is_completed():
             with self._serving:
                 ended = None if work.is_completed() else self._run_oldest()
@@ -302,14 +308,23 @@ class ThreadQueue(IssueQueue):
                 if self._items:
                     self._run_oldest()
 
+    def _run_within(self, work: Work) -> None:
+        """Runs what was issued, `work` the last, within what the queue runs: a callback there waits for `work`."""
+        while not work.is_completed():
+            if all(queued is not work for queued, _ in self._items):
+                raise WorldError(f"{work.description} is waited for by what it runs itself, and cannot end before that")
+            ended = self._run_oldest()
+            if ended.is_interruption:
+                ended.wait()
+
     def _run_oldest(self) -> Work:
         """Runs the oldest item, as whoever runs the queue, and returns its work."""
-        self.thread_id = threading.get_ident()
+        outer, self.thread_id = self.thread_id, threading.get_ident()  # an outer one where a callback waits
         try:
             work, run = self._items.popleft()
             self._run(work, run)
         finally:
-            self.thread_id = None
+            self.thread_id = outer
             with self._changed:
                 self._changed.notify_all()
         return work

@@ -1,7 +1,8 @@
 """Built-in prices by the type of the device that tensors are on, and what a program, or a calibration, says instead.
 
 Those of the CPU are of ranks that share a machine, measured. Those of a GPU are of an H100 SXM, from published figures:
-nothing of ours has been measured on one, and `python -m tritondt bench calibrate` measures them where they are used.
+none of these prices has been measured on one, and `python -m tritondt bench calibrate` measures them where they are
+used.
 """
 
 import json

@@ -15,7 +15,7 @@ from tritondt.comm.packing.direct_transfer import ProgramTransfer
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.transports.arenas import map_arenas
 from tritondt.comm.transports.direct import DirectCommunicator
-from tritondt.errors import WorldError
+from tritondt.errors import ForkedError, WorldError
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.process_group.shared_memory_moves import MOVES
@@ -80,8 +80,7 @@ class SharedMemoryGroup:
             move = partial(self._move, communicator, call, transfers, timeout_s)
             work.issued = communicator.issue(partial(self._run, work, move), transfers[0].description)
             return work
-        if timeout_s != self._timeout_s:
-            communicator.drain()  # what is under way keeps the timeout that it was issued with
+        communicator.drain()  # what is under way has the timeout that it was issued with, and sets it when it runs
         if len(transfers) == 1:
             self._move(communicator, call, transfers, timeout_s)
         else:
@@ -90,11 +89,11 @@ class SharedMemoryGroup:
         return FinishedWork(call.results)
 
     def _run(self, work: SharedMemoryWork, move: Callable[[], None]) -> None:
-        self._runner = threading.get_ident()
+        outer, self._runner = self._runner, threading.get_ident()  # an outer one where a callback waits for this
         try:
             work.run(move)
         finally:
-            self._runner = 0
+            self._runner = outer
 
     def _move(
         self, communicator: DirectCommunicator, call: Call, transfers: list[ProgramTransfer], timeout_s: float
@@ -104,9 +103,10 @@ class SharedMemoryGroup:
             self._timeout_s = timeout_s
         for step, transfer in zip(call.steps, transfers, strict=True):
             communicator.exchange(step.sources, step.targets, transfer)
-            for target, source in step.copies:
-                with torch.inference_mode(target.is_inference()), torch.no_grad():
-                    target.copy_(source)
+        # After all exchanges: where one rank alone cannot write to a target, the others have met it in all of them.
+        for target, source in (copy for step in call.steps for copy in step.copies):
+            with torch.inference_mode(target.is_inference()), torch.no_grad():
+                target.copy_(source)
 
     def _transfer(
         self, communicator: DirectCommunicator, key: Hashable, step: Step, text: Callable[[], str]
@@ -145,19 +145,26 @@ class SharedMemoryGroup:
         """Closes this process's connections, which a fork copied: the others must notice when the parent dies."""
         self._turn, self._ended = threading.Lock(), "is the parent's of this process, which was forked from it"
         if self._communicator is not None:
-            self._communicator.disown(WorldError(f"{self._name} {self._ended}"))
+            self._communicator.disown(ForkedError(f"{self._name} {self._ended}"))
 
     def abort(self) -> None:
         """Ends the group without waiting for the others."""
-        self._ended = "was aborted"
+        self._ended = self._ended or "was aborted"
         if self._communicator is not None:
             self._communicator.abort()
+        self._forget()
 
     def close(self) -> None:
         """Waits for all that was issued, and ends the group."""
         self._ended = self._ended or "was destroyed"
         if self._communicator is not None:
             _Part(self._communicator).close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of what has ended: a program may make and destroy groups for as long as its world lasts."""
+        if self._world is not None:
+            self._world.forget(self._name)
 
 
 class _Part:

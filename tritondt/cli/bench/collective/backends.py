@@ -1,8 +1,8 @@
 """Collectives by torch.distributed's functions, on a process group of any backend.
 
-Where torch.distributed works in place only (all_reduce, broadcast, reduce), out of place is a copy and that. Gloo, on
-which "tritondt" gathers on the CPU, takes no parts of different lengths: what users write instead is a collective of
-parts that are padded to the longest. NCCL takes them.
+Where torch.distributed works in place only (all_reduce, broadcast, reduce), out of place is a copy and that. Gloo has
+no all-gather or reduce-scatter of uneven parts: on it both are collectives of parts that are padded to the longest, as
+users write them. All-gather is so for "tritondt" on the CPU too. NCCL takes uneven parts.
 """
 
 from __future__ import annotations
