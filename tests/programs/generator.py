@@ -276,7 +276,8 @@ class Generator:
                 return False
             if statement.kind == "data" and is_extremum(tensors[statement.reads[0]], tensors):
                 return False
-            resized = [name for name in changed if name in shapes and tensors[name].shape != shapes[name]]
+            # By their shapes: of what is made under inference_mode no write is counted.
+            resized = [name for name, shape in shapes.items() if name in tensors and tensors[name].shape != shape]
             if statement.kind in ("out", "shape_out") and shares_memory(resized, tensors):
                 return False
             if self._run.is_decided_by_rounding(statement):
