@@ -1,7 +1,7 @@
 """Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
@@ -12,7 +12,11 @@ _Memory = tuple[int, int]  # an address and a count, or a first and an end
 _Op = int | str
 _At = Sequence[int]  # addresses
 _Span = tuple[int, int, int]  # a tensor's number, the first byte, how many
+_Spans = Sequence[_Span]
 _PeerSpans = Sequence[tuple[int, _Span]]
+_Keeps = Sequence[tuple[_Span, _Span]]
+_Copy: TypeAlias = "CopyTable | None"
+_Reduces: TypeAlias = "Sequence[ReduceTable]"
 _Options = Mapping[str, int | str]
 _Asked = _Options | None
 _Splitter = Callable[[tuple[Any, ...], int], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
@@ -72,14 +76,7 @@ class DirectRound:
     """A round of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""
 
     def __init__(
-        self,
-        *,
-        sends: _Messages,
-        receives: _Messages,
-        pack: CopyTable | None,
-        keep: CopyTable | None,
-        unpack: CopyTable | None,
-        reduces: Sequence[ReduceTable],
+        self, *, sends: _Messages, receives: _Messages, pack: _Copy, keep: _Copy, unpack: _Copy, reduces: _Reduces
     ) -> None: ...
 
 class DirectPlan(DirectProgram):
@@ -110,7 +107,7 @@ class ByteMoves(DirectProgram):
     """Bytes of ranks' tensors for others, a chunk of each message a round; peers by place."""
 
     def __init__(
-        self, *, chunk_bytes: int, sends: _PeerSpans, receives: _PeerSpans, keeps: Sequence[tuple[_Span, _Span]]
+        self, *, chunk_bytes: int, sends: _PeerSpans, receives: _PeerSpans, keeps: _Keeps, is_past_cache: bool
     ) -> None: ...
 
 class Reducer:
@@ -128,7 +125,7 @@ class OneShotReduction(DirectProgram):
 class PiecewiseReduction(DirectProgram):
     """A reduction of a piece on each rank, and where there is a result for each position, their gather."""
 
-    def __init__(self, reducer: Reducer, *, pieces: Sequence[_Span], results: Sequence[_Span]) -> None: ...
+    def __init__(self, reducer: Reducer, *, pieces: _Spans, results: _Spans, is_past_cache: bool) -> None: ...
 
 class Watchdog:
     """Ends exchanges that take too long, and writes flight recorders, from a thread that never needs the GIL."""
@@ -321,7 +318,7 @@ class _Table:
 class CopyTable(_Table):
     """Boxes to copy on the CPU, prepared once and run many times."""
 
-    def __init__(self, boxes: Sequence[CopyBox]) -> None: ...
+    def __init__(self, boxes: Sequence[CopyBox], is_past_cache: bool | None = None) -> None: ...
     def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None: ...
 
 class CastTable(_Table):

@@ -49,14 +49,16 @@ void bind_collectives(py::module_* module) {
       *module, "ByteMoves", "Bytes of ranks' tensors for others, a chunk of each message a round.")
       .def(py::init([](std::uint64_t chunk_bytes, const std::vector<PeerSpanFields>& sends,
                        const std::vector<PeerSpanFields>& receives,
-                       const std::vector<std::pair<SpanFields, SpanFields>>& keeps) {
+                       const std::vector<std::pair<SpanFields, SpanFields>>& keeps,
+                       bool is_past_cache) {
              std::vector<ByteMoves::Kept> kept;
              for (const auto& [from, to] : keeps) kept.emplace_back(make_span(from), make_span(to));
              return std::make_unique<ByteMoves>(chunk_bytes, make_peer_spans(sends),
-                                                make_peer_spans(receives), std::move(kept));
+                                                make_peer_spans(receives), std::move(kept),
+                                                is_past_cache);
            }),
            py::kw_only(), py::arg("chunk_bytes"), py::arg("sends"), py::arg("receives"),
-           py::arg("keeps"));
+           py::arg("keeps"), py::arg("is_past_cache"));
   py::class_<Reducer>(*module, "Reducer", "How terms of ranks are reduced, chunk by chunk.")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("dtype"), py::arg("op"),
            py::arg("divisor"), py::arg("places"), py::arg("own"), py::arg("chunk_bytes"));
@@ -72,11 +74,12 @@ void bind_collectives(py::module_* module) {
   py::class_<PiecewiseReduction, DirectProgram>(
       *module, "PiecewiseReduction", "A reduction of a piece on each rank, and their gather.")
       .def(py::init([](const Reducer& reducer, const std::vector<SpanFields>& pieces,
-                       const std::vector<SpanFields>& results) {
+                       const std::vector<SpanFields>& results, bool is_past_cache) {
              return std::make_unique<PiecewiseReduction>(reducer, make_spans(pieces),
-                                                         make_spans(results));
+                                                         make_spans(results), is_past_cache);
            }),
-           py::arg("reducer"), py::kw_only(), py::arg("pieces"), py::arg("results"));
+           py::arg("reducer"), py::kw_only(), py::arg("pieces"), py::arg("results"),
+           py::arg("is_past_cache"));
 }
 
 }  // namespace tritondt

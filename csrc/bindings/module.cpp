@@ -42,7 +42,8 @@ using SlotFields = std::tuple<std::int64_t, std::int64_t, Integers>;
 using ReduceBoxFields =
     std::tuple<std::int64_t, std::int64_t, Integers, Integers, std::vector<SlotFields>>;
 
-CopyTable make_copy_table(const std::vector<CopyBoxFields>& boxes) {
+CopyTable make_copy_table(const std::vector<CopyBoxFields>& boxes,
+                          std::optional<bool> is_past_cache) {
   std::vector<CopyBox> converted;
   converted.reserve(boxes.size());
   for (const auto& [source, target, source_offset, target_offset, itemsize, lengths, source_strides,
@@ -50,7 +51,7 @@ CopyTable make_copy_table(const std::vector<CopyBoxFields>& boxes) {
     converted.push_back({source, target, source_offset, target_offset, itemsize, lengths,
                          source_strides, target_strides});
   }
-  return CopyTable(converted);
+  return CopyTable(converted, is_past_cache);
 }
 
 template <typename Table>
@@ -151,7 +152,7 @@ void bind_cast_tables(py::module_* module) {
 void bind_copy_table(py::module_* module) {
   py::class_<CopyTable> table(*module, "CopyTable",
                               "Boxes to copy on the CPU, prepared once and run many times.");
-  table.def(py::init(&make_copy_table), py::arg("boxes"));
+  table.def(py::init(&make_copy_table), py::arg("boxes"), py::arg("is_past_cache") = py::none());
   bind_run(&table);
 }
 

@@ -14,6 +14,12 @@ void copy(char* target, const char* source, std::int64_t num_bytes) {
 
 }  // namespace
 
+void copy_past_cache(char* target, const char* source, std::int64_t num_bytes) {
+  LineWriter writer;
+  writer.append(target, source, num_bytes);
+  writer.finish();
+}
+
 LineWriter::LineWriter() {
   static const Add add = choose_add();
   add_ = add;

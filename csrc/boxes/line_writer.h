@@ -51,6 +51,9 @@ class LineWriter {
   Add add_;
 };
 
+// Copies to memory past the cache.
+void copy_past_cache(char* target, const char* source, std::int64_t num_bytes);
+
 // Whether a table that moves so many bytes should write past the cache: they would not stay there.
 bool goes_past_cache(std::int64_t num_bytes);
 

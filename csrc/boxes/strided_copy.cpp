@@ -99,7 +99,7 @@ void copy_plane(const CopyPiece& piece, std::int64_t num_rows, std::int64_t num_
 
 }  // namespace
 
-CopyTable::CopyTable(const std::vector<CopyBox>& boxes) {
+CopyTable::CopyTable(const std::vector<CopyBox>& boxes, std::optional<bool> is_past_cache) {
   for (std::size_t i = 0; i < boxes.size(); ++i) {
     const CopyBox& box = boxes[i];
     check_itemsize(i, box.itemsize);
@@ -114,13 +114,14 @@ CopyTable::CopyTable(const std::vector<CopyBox>& boxes) {
     num_bytes_ += pieces_.back().slices.num_bytes;
   }
   sweeps_ = make_sweeps_of(pieces_);
+  is_past_cache_ = is_past_cache.value_or(goes_past_cache(num_bytes_));
 }
 
 void CopyTable::run(const std::vector<std::uintptr_t>& sources,
                     const std::vector<std::uintptr_t>& targets, int num_threads) const {
   for (const CopyPiece& piece : pieces_) check_pointers(piece.nest, {1, 1}, sources, targets);
-  run_sweeps(pieces_, sweeps_, num_bytes_, goes_past_cache(num_bytes_), num_threads, sources,
-             targets, cut, [] { return copy_plane; });
+  run_sweeps(pieces_, sweeps_, num_bytes_, is_past_cache_, num_threads, sources, targets, cut,
+             [] { return copy_plane; });
 }
 
 }  // namespace tritondt

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "boxes/copy_planes.h"
@@ -31,8 +32,10 @@ struct CopyPiece : Piece {
 // A list of boxes to copy, prepared once and run many times, each time on other tensors.
 class CopyTable {
  public:
-  // Throws std::invalid_argument for a box that cannot exist; drops empty boxes.
-  explicit CopyTable(const std::vector<CopyBox>& boxes);
+  // Writes past the cache where it is told to, or else from the size of a table on that does not
+  // stay there. Throws std::invalid_argument for a box that cannot exist; drops empty boxes.
+  explicit CopyTable(const std::vector<CopyBox>& boxes,
+                     std::optional<bool> is_past_cache = std::nullopt);
 
   // Copies every box. `sources` and `targets` are the first bytes of the tensors that the boxes
   // number. A source must not overlap a target. Throws std::invalid_argument when a list is too
@@ -50,6 +53,7 @@ class CopyTable {
   std::vector<Sweep> sweeps_;
   std::int64_t num_bytes_ = 0;
   std::size_t num_dims_ = 0;
+  bool is_past_cache_;
 };
 
 }  // namespace tritondt

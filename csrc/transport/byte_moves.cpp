@@ -5,7 +5,17 @@
 #include <stdexcept>
 #include <string>
 
+#include "boxes/line_writer.h"
+
 namespace tritondt {
+
+void copy_result(char* target, const char* source, std::uint64_t num_bytes, bool is_past_cache) {
+  if (is_past_cache) {
+    copy_past_cache(target, source, static_cast<std::int64_t>(num_bytes));
+  } else {
+    std::memcpy(target, source, num_bytes);
+  }
+}
 
 void check_chunk(std::uint64_t chunk_bytes) {
   if (chunk_bytes == 0 || chunk_bytes % 64 != 0) {
@@ -15,11 +25,12 @@ void check_chunk(std::uint64_t chunk_bytes) {
 }
 
 ByteMoves::ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends,
-                     std::vector<PeerSpan> receives, std::vector<Kept> keeps)
+                     std::vector<PeerSpan> receives, std::vector<Kept> keeps, bool is_past_cache)
     : chunk_bytes_(chunk_bytes),
       sends_(std::move(sends)),
       receives_(std::move(receives)),
-      keeps_(std::move(keeps)) {
+      keeps_(std::move(keeps)),
+      is_past_cache_(is_past_cache) {
   check_chunk(chunk_bytes);
   const auto count = [this](const Span& span) {
     const std::size_t needed = (span.num_bytes + chunk_bytes_ - 1) / chunk_bytes_;
@@ -67,7 +78,7 @@ void ByteMoves::keep(std::size_t round, const Operands& operands) const {
   for (const auto& [from, to] : keeps_) {
     char* const target = address_of(operands.targets, to, 0);
     const char* const source = address_of(operands.sources, from, 0);
-    if (target != source) std::memmove(target, source, from.num_bytes);
+    if (target != source) copy_result(target, source, from.num_bytes, is_past_cache_);
   }
 }
 
@@ -76,8 +87,8 @@ void ByteMoves::unpack(std::size_t round, const Operands& operands,
   for (const auto& [peer, span] : receives_) {
     const std::uint64_t num_bytes = chunk_of(span, round, chunk_bytes_);
     if (num_bytes == 0) continue;
-    std::memcpy(address_of(operands.targets, span, round * chunk_bytes_),
-                reinterpret_cast<const char*>(arrived[peer]), num_bytes);
+    copy_result(address_of(operands.targets, span, round * chunk_bytes_),
+                reinterpret_cast<const char*>(arrived[peer]), num_bytes, is_past_cache_);
   }
 }
 

@@ -41,9 +41,10 @@ class ByteMoves : public DirectProgram {
   using Kept = std::pair<Span, Span>;  // from a source to a target
 
   // `sends` are of sources and `receives` of targets, by place of the peer. `chunk_bytes` is alike
-  // on all ranks. Throws std::invalid_argument for one that is no multiple of 64.
+  // on all ranks; targets are written past the cache where `is_past_cache`. Throws
+  // std::invalid_argument for one that is no multiple of 64.
   ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends, std::vector<PeerSpan> receives,
-            std::vector<Kept> keeps);
+            std::vector<Kept> keeps, bool is_past_cache);
 
   std::size_t num_rounds() const override { return num_rounds_; }
   void list(std::size_t round, std::vector<SlotMessage>* sends,
@@ -60,8 +61,12 @@ class ByteMoves : public DirectProgram {
   const std::vector<Kept> keeps_;
   std::vector<Span> packed_;            // each once
   std::vector<std::size_t> positions_;  // of a send's span among them
+  const bool is_past_cache_;
   std::size_t num_rounds_ = 0;
 };
+
+// Copies bytes that do not overlap to a target, past the cache or not.
+void copy_result(char* target, const char* source, std::uint64_t num_bytes, bool is_past_cache);
 
 // Throws std::invalid_argument for chunks that do not lie side by side in lines of the cache.
 void check_chunk(std::uint64_t chunk_bytes);

@@ -83,8 +83,11 @@ void OneShotReduction::unpack(std::size_t round, const Operands& operands,
 }
 
 PiecewiseReduction::PiecewiseReduction(Reducer reducer, std::vector<Span> pieces,
-                                       std::vector<Span> results)
-    : reducer_(std::move(reducer)), pieces_(std::move(pieces)), results_(std::move(results)) {
+                                       std::vector<Span> results, bool is_past_cache)
+    : reducer_(std::move(reducer)),
+      pieces_(std::move(pieces)),
+      results_(std::move(results)),
+      is_past_cache_(is_past_cache) {
   check(reducer_);
   const std::size_t num_ranks = reducer_.places.size();
   if (pieces_.size() != num_ranks || (results_.size() != 1 && results_.size() != num_ranks)) {
@@ -153,8 +156,9 @@ void PiecewiseReduction::unpack(std::size_t round, const Operands& operands,
   for_others([&](std::size_t other, std::size_t) {
     const std::uint64_t num_bytes = chunk(other, round);
     if (num_bytes == 0) return;
-    std::memcpy(address_of(operands.targets, results_[other], offset),
-                reinterpret_cast<const char*>(arrived[reducer_.places[other]]), num_bytes);
+    copy_result(address_of(operands.targets, results_[other], offset),
+                reinterpret_cast<const char*>(arrived[reducer_.places[other]]), num_bytes,
+                is_past_cache_);
   });
 }
 

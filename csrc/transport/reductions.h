@@ -55,9 +55,10 @@ class OneShotReduction : public DirectProgram {
 class PiecewiseReduction : public DirectProgram {
  public:
   // `pieces` of sources by position. `results` of targets: by position where all ranks want all of
-  // them, else this rank's alone. A result may be its piece, and overlaps no other one. Throws
-  // std::invalid_argument.
-  PiecewiseReduction(Reducer reducer, std::vector<Span> pieces, std::vector<Span> results);
+  // them, else this rank's alone. A result may be its piece, and overlaps no other one. What is
+  // gathered is written past the cache where `is_past_cache`. Throws std::invalid_argument.
+  PiecewiseReduction(Reducer reducer, std::vector<Span> pieces, std::vector<Span> results,
+                     bool is_past_cache);
 
   std::size_t num_rounds() const override { return num_chunks_ * (gathers() ? 2 : 1); }
   void list(std::size_t round, std::vector<SlotMessage>* sends,
@@ -77,6 +78,7 @@ class PiecewiseReduction : public DirectProgram {
 
   const Reducer reducer_;
   const std::vector<Span> pieces_, results_;
+  const bool is_past_cache_;
   std::size_t num_chunks_ = 0;
 };
 

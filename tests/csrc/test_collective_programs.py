@@ -11,9 +11,9 @@ def reducer(own: int = 0, dtype: str = "float32") -> Reducer:
 
 def test_programs_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="chunks of 100 bytes; allowed are multiples of 64"):
-        ByteMoves(chunk_bytes=100, sends=[], receives=[], keeps=[])
+        ByteMoves(chunk_bytes=100, sends=[], receives=[], keeps=[], is_past_cache=False)
     with pytest.raises(ValueError, match="a reduction among 2 ranks of 1 pieces to 1"):
-        PiecewiseReduction(reducer(), pieces=[(0, 0, 8)], results=[(0, 0, 8)])
+        PiecewiseReduction(reducer(), pieces=[(0, 0, 8)], results=[(0, 0, 8)], is_past_cache=False)
     with pytest.raises(ValueError, match="position 2 of 2"):
         OneShotReduction(reducer(own=2), source=(0, 0, 8), target=(0, 0, 8), root=-1)
     with pytest.raises(ValueError, match="op 'sum' on dtype 'bool'; allowed on it are max, min"):

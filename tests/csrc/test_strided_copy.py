@@ -43,13 +43,14 @@ def random_bytes(num_bytes):
 
 
 def assert_copies_as_reference(boxes, sources, target_bytes, num_threads):
-    """Runs table and reference on equal random bytes, so that a byte outside a box shows up too."""
-    expected = random_bytes(target_bytes)
-    actual = expected.clone()
+    """Runs tables and reference on equal random bytes, so that a byte outside a box shows up too."""
+    before = random_bytes(target_bytes)
+    expected = before.clone()
     reference.copy_boxes(sources, [expected], boxes)
-    table = _C.CopyTable(boxes)
-    table.run([source.data_ptr() for source in sources], [actual.data_ptr()], num_threads)
-    assert_close(actual, expected, rtol=0, atol=0)
+    for table in (_C.CopyTable(boxes, is_past_cache=True), _C.CopyTable(boxes)):
+        actual = before.clone()
+        table.run([source.data_ptr() for source in sources], [actual.data_ptr()], num_threads)
+        assert_close(actual, expected, rtol=0, atol=0)
     return table
 
 

@@ -93,6 +93,38 @@ def test_the_bound_holds_for_what_is_in_use_and_idle_and_the_idle_goes_first():
     assert pool.take(_LENGTH) is None
 
 
+def test_an_idle_block_goes_first_only_where_it_is_among_the_oldest():
+    pool = MemoryPool(10 * _LENGTH)
+    held = [_followed(pool) for _ in range(10)]
+    del held[9]
+    held.append(_followed(pool))
+    assert pool.idle_bytes == _LENGTH, "the oldest made room, as the idle one is not among the oldest eight"
+    del held[0]
+    assert pool.idle_bytes == _LENGTH, "and is freed as all memory is"
+
+
+def test_a_storage_of_another_length_with_other_memory_is_dropped_in_time():
+    pool = MemoryPool(160 * _LENGTH)
+    made = _followed(pool)
+    made.resize_(3 * _LENGTH)
+    storage = weakref.ref(made.untyped_storage())
+    del made
+    kept = [_followed(pool, 2 * _LENGTH) for _ in range(6)]
+    assert storage() is None
+    assert len(kept) == 6
+
+
+def test_memory_is_followed_as_that_of_the_latest_storage():
+    """As where the C library hands out what a followed storage has freed in resize_(0)."""
+    pool, memory_of_both = MemoryPool(3 * _LENGTH), bytearray(_LENGTH)
+    for _ in range(2):
+        pool.follow(torch.frombuffer(memory_of_both, dtype=torch.uint8).untyped_storage())
+    assert pool.idle_bytes == _LENGTH
+    assert pool.take(_LENGTH) is not None
+    assert pool.empty() == _LENGTH
+    assert pool.take(_LENGTH) is None
+
+
 def test_what_is_longer_than_the_bound_is_not_followed():
     pool = MemoryPool(_LENGTH - 1)
     made = _followed(pool)
@@ -121,7 +153,9 @@ def test_a_forked_child_is_not_held_up_by_a_thread_of_its_parent():
 @pytest.fixture
 def small_pool(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "pool", MemoryPool(1 << 20))
-    monkeypatch.setattr(memory, "_HUGE_BYTES", 4096)
+    monkeypatch.setattr(memory, "_POOLED_BYTES", 4096)
+    monkeypatch.setattr(memory._Room, "has_some", True)
+    monkeypatch.setattr(memory, "_HUGE_BYTES", 4096)  # and the kernel is asked for its memory each time
 
 
 @pytest.mark.usefixtures("small_pool")
@@ -177,6 +211,16 @@ def test_where_the_machine_has_little_memory_nothing_is_kept(monkeypatch: pytest
     assert memory.pool.idle_bytes == 0
     del other
     assert memory.pool.idle_bytes == 0
+
+
+def test_the_kernel_is_asked_for_its_memory_once_for_so_much_of_it(small_pool, monkeypatch: pytest.MonkeyPatch):
+    asked = list[float]()
+    monkeypatch.setattr(memory, "available_share", lambda: asked.append(0.5) or 0.5)
+    monkeypatch.setattr(memory, "_HUGE_BYTES", 10 * 4096)
+    monkeypatch.setattr(memory._Room, "unseen_bytes", 0)
+    held = [memory.allocate((64, 16), torch.float32) for _ in range(25)]
+    assert len(asked) == 2
+    assert len(held) == 25
 
 
 def test_the_share_of_memory_is_read_off_the_kernel(tmp_path: Path):

@@ -13,7 +13,7 @@ from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
 from tritondt.errors import MixedTensorsError, check_not_of_torch
 from tritondt.redistribution.autograd import gradient_spec
-from tritondt.redistribution.many import LocalMove, redistribute_locals, redistribute_locals_async
+from tritondt.redistribution.many import redistribute_locals, redistribute_locals_async
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement
 from tritondt.sharding.spec import DTensorSpec, target_spec
@@ -51,15 +51,16 @@ def redistribute_many(
     """
     tensors, targets = [], []
     for place, move in enumerate(moves):
-        tensor, *mesh, placements = move
-        check_not_of_torch(tensor, "redistribute_many")
-        if not isinstance(tensor, DTensor):
-            raise MixedTensorsError(
-                f"redistribute_many was given a {type(tensor).__name__} as tensor {place}; allowed are distributed "
-                "tensors: distribute_tensor, or DTensor.from_local"
-            )
+        tensor, placements = move[0], move[-1]
+        if type(tensor) is not DTensor:  # 200 calls take as long as an exchange
+            check_not_of_torch(tensor, "redistribute_many")
+            if not isinstance(tensor, DTensor):
+                raise MixedTensorsError(
+                    f"redistribute_many was given a {type(tensor).__name__} as tensor {place}; allowed are distributed "
+                    "tensors: distribute_tensor, or DTensor.from_local"
+                )
         tensors.append(tensor)
-        target_mesh = canonical_mesh(cast("Mesh", mesh[0])) if mesh else None
+        target_mesh = canonical_mesh(cast("Mesh", move[1])) if len(move) == 3 else None
         targets.append(target_spec(tensor._spec, tuple(placements), None, target_mesh))
     return redistribute_to(tensors, targets, bucket_bytes=bucket_bytes, async_op=async_op)
 
@@ -90,25 +91,30 @@ def _moved(
 ) -> list[DTensor]:
     """The tensors under the target specs, without history."""
     found: list[Any] = [None] * len(tensors)
-    moves, moving = [], []
+    pairs, held, befores, moving = list[Any](), list[Any](), list[Any](), list[int]()
     for place, (tensor, target) in enumerate(zip(tensors, targets, strict=True)):
-        refresh(tensor)
-        prefetched = take_prefetched(tensor, target, None)
-        if prefetched is not None:
-            found[place] = prefetched if async_op else waited(prefetched)
-            continue
+        if tensor.__dict__:  # what most tensors have nothing in
+            refresh(tensor)
+            prefetched = take_prefetched(tensor, target, None)
+            if prefetched is not None:
+                found[place] = prefetched if async_op else waited(prefetched)
+                continue
         moving.append(place)
-        held, work = (held_local(tensor), work_of(tensor)) if async_op else (tensor._local_tensor, None)
-        moves.append(LocalMove(held, tensor._spec, target, work))
-    works: Sequence[Any] = [None] * len(moves)
+        pairs.append((tensor._spec, target))
+        if async_op:
+            held.append(held_local(tensor))
+            befores.append(work_of(tensor))
+        else:
+            held.append(tensor._local_tensor)
+    works: Sequence[Any] = ()
     if async_op:
-        locals_, works = redistribute_locals_async(moves, bucket_bytes)
+        locals_, works = redistribute_locals_async(held, tuple(pairs), befores, bucket_bytes)
     else:
-        locals_ = redistribute_locals(moves, bucket_bytes)
-    for place, local, move, work in zip(moving, locals_, moves, works, strict=True):
-        found[place] = wrap(local.view_as(local) if local is move.local else local, move.target)
-        if work is not None:
-            mark_pending(found[place], work)
+        locals_ = redistribute_locals(held, tuple(pairs), bucket_bytes)
+    for number, (place, local) in enumerate(zip(moving, locals_, strict=True)):
+        found[place] = wrap(local.view_as(local) if local is held[number] else local, pairs[number][1])
+        if works and works[number] is not None:
+            mark_pending(found[place], works[number])
     return found
 
 

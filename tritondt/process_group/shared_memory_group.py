@@ -119,7 +119,7 @@ class SharedMemoryGroup:
             description = text()
             places = tuple(communicator.ranks.index(rank) for rank in self._ranks)
             fingerprint = exchange_fingerprint(f"{description} {self._ranks}")
-            plan = step.make(Members(places, self._own, communicator.slot_bytes))
+            plan = step.make(Members(places, self._own, communicator.slot_bytes, communicator.num_cores))
             found = ProgramTransfer(_NOTHING, (), (), (), (), fingerprint, description, plan=plan)
             self._made[key] = found
         return found

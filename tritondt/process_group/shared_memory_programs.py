@@ -18,11 +18,15 @@ Span = tuple[int, int, int]
 
 
 class Members(NamedTuple):
-    """The ranks of a group by their places in its communicator, of which this one is number `own`, and their slots."""
+    """The ranks of a group by their places in its communicator, of which this one is number `own`.
+
+    They have slots of `slot_bytes` and run on `num_cores`.
+    """
 
     places: tuple[int, ...]
     own: int
     slot_bytes: int
+    num_cores: int = 1
 
     @property
     def others(self) -> list[int]:
@@ -36,6 +40,10 @@ class Members(NamedTuple):
         1344
         """
         return slots.chunk_bytes(num_messages + 1, self.slot_bytes)
+
+    def is_past_cache(self, num_bytes: int) -> bool:
+        """Whether results of so many bytes on every rank are written past the cache."""
+        return slots.goes_past_cache(num_bytes, len(self.places), self.num_cores)
 
 
 class Reduction(NamedTuple):
@@ -59,7 +67,13 @@ def byte_moves(
     coming = [(places[peer], span) for peer, span in receives if peer != own]
     kept = [span for peer, span in sends if peer == own], [span for peer, span in receives if peer == own]
     keeps = [pair for pair in zip(*kept, strict=True) if pair[0][2]]
-    native = ByteMoves(chunk_bytes=members.chunk_bytes(num_packed), sends=leaving, receives=coming, keeps=keeps)
+    native = ByteMoves(
+        chunk_bytes=members.chunk_bytes(num_packed),
+        sends=leaving,
+        receives=coming,
+        keeps=keeps,
+        is_past_cache=members.is_past_cache(sum(span[2] for _, span in receives)),
+    )
     return _compiled(native, [span[2] for _, span in leaving], [span[2] for _, span in coming])
 
 
@@ -96,7 +110,8 @@ def _piecewise(
 ) -> DirectTransfer:
     others, own_bytes = members.others, pieces[members.own][2]
     reducer = _reducer(members, reduction, members.chunk_bytes(max(len(others), 1)))
-    native = PiecewiseReduction(reducer, pieces=pieces, results=results)
+    past_cache = members.is_past_cache(sum(span[2] for span in results))
+    native = PiecewiseReduction(reducer, pieces=pieces, results=results, is_past_cache=past_cache)
     sent, received = [pieces[other][2] for other in others], [own_bytes] * len(others)
     if len(results) > 1:
         sent, received = sent + received, received + sent

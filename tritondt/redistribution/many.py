@@ -1,25 +1,14 @@
-"""Redistribution of a list of tensors in few exchanges: one pack, one exchange and one unpack for each bucket of them.
-
-Plans of single tensors are made as ever. Tensors whose plans run on one communicator share its exchanges, in the order
-of the list, as many of them as a bucket holds: first steps with first steps, second ones with second ones.
-"""
+"""Redistribution of a list of tensors in few exchanges: a pack, an exchange and an unpack for each bucket of them."""
 
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from tritondt.comm import registry, world
-from tritondt.comm.communicator import Communicator, Transfer
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, PeerError, TransportError
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
-from tritondt.planning.exchange import Exchange, merge
-from tritondt.planning.fingerprint import exchange_fingerprint
-from tritondt.redistribution.compile import compile_plan, exchanging_ranks
-from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
+from tritondt.redistribution.buckets import Bucket, Group, Pairs, compiled_buckets, groups_of, places_alone
 from tritondt.redistribution.run import (
     check_local,
     emit_issued,
@@ -30,114 +19,12 @@ from tritondt.redistribution.run import (
     target_of,
     with_memory,
 )
-from tritondt.sharding.coordinates import ranks_text
-from tritondt.sharding.spec import DTensorSpec
-
-
-class LocalMove(NamedTuple):
-    """Local tensor of this rank, what it is part of, what is wanted, and the work that fills it, if any."""
-
-    local: torch.Tensor
-    source: DTensorSpec
-    target: DTensorSpec
-    before: Work | None = None
-
-
-class _Group(NamedTuple):
-    """Tensors of one bucket, by place in the list, the ranks that share their exchanges, and how many there are."""
-
-    places: tuple[int, ...]
-    ranks: tuple[int, ...]
-    device_type: str
-    num_exchanges: int
-
-    @property
-    def communicator(self) -> Communicator:
-        """The communicator of the exchanges."""
-        return world.current().communicator(self.ranks, self.device_type)
-
-
-_Pairs = tuple[tuple[DTensorSpec, DTensorSpec], ...]
-
-
-@lru_cache(maxsize=256)
-def _groups(pairs: _Pairs, bucket_bytes: int) -> tuple[_Group, ...]:
-    """Buckets of a list of sources and targets, equal on all ranks of each; tensors that move nothing are in none."""
-    closed, filling = list[_Group](), dict[tuple[tuple[int, ...], str], tuple[_Group, int]]()
-    for place, (source, target) in enumerate(pairs):
-        if source is target or (source.coordinate is None and target.coordinate is None):
-            continue
-        ranks, num_exchanges = exchanging_ranks(source, target, in_messages=True)
-        if not num_exchanges:
-            continue
-        key = ranks, source.mesh.device_type
-        num_bytes = max(source.layout.max_local_numel, target.layout.max_local_numel) * source.dtype.itemsize
-        group, filled = filling.get(key, (_Group((), *key, 0), 0))
-        if group.places and filled + num_bytes > bucket_bytes:
-            closed.append(group)
-            group, filled = _Group((), *key, 0), 0
-        group = group._replace(places=(*group.places, place), num_exchanges=max(group.num_exchanges, num_exchanges))
-        filling[key] = group, filled + num_bytes
-    # In an order that all ranks share: that of the first tensor in each.
-    return tuple(sorted((*closed, *(group for group, _ in filling.values()))))
-
-
-class _Bucket(NamedTuple):
-    """Plans of the tensors of a group and, per exchange, the tensors in it, by place in the group, and the transfer."""
-
-    group: _Group
-    communicator: Communicator
-    plans: tuple[CompiledPlan, ...]
-    members: tuple[tuple[int, ...], ...]
-    transfers: tuple[Transfer, ...]
-    description: str
-
-
-_Held = tuple[tuple[tuple[int, ...], torch.device], ...]
-
-
-@lru_cache(maxsize=256)
-def _compiled(pairs: _Pairs, held: _Held, bucket_bytes: int) -> tuple[_Bucket, ...]:
-    """Buckets of a list on this rank, whose local tensors have these strides and devices."""
-    return tuple(_bucket(group, pairs, held) for group in _groups(pairs, bucket_bytes))
-
-
-def _bucket(group: _Group, pairs: _Pairs, held: _Held) -> _Bucket:
-    plans = tuple(compile_plan(*pairs[place], *held[place], None, True) for place in group.places)
-    exchanging = [[step for step in plan.steps if step.communicator is not None] for plan in plans]
-    communicator = group.communicator
-    members, transfers = [], []
-    num_bytes = sum(pairs[place][0].layout.numel * pairs[place][0].dtype.itemsize for place in group.places)
-    text = f"{len(plans)} tensors of {num_bytes} bytes among ranks {ranks_text(group.ranks)}"
-    own = communicator.ranks.index(pairs[0][0].mesh.identity.rank)
-    for number in range(group.num_exchanges):
-        here = tuple(index for index, steps in enumerate(exchanging) if number < len(steps))
-        members.append(here)
-        description = f"exchange {number + 1} of {group.num_exchanges} of {text}"
-        transfers.append(_merged([exchanging[index][number] for index in here], own, description))
-    return _Bucket(group, communicator, plans, tuple(members), tuple(transfers), f"a redistribution of {text}")
-
-
-def _merged(steps: Sequence[CompiledStep], own: int, description: str) -> Transfer:
-    """The transfers of single tensors as one, with one message per peer; `own` is this rank's place."""
-    single = [step.transfer for step in steps if step.transfer is not None]
-    exchanges: list[Exchange] = [transfer.exchange for transfer in single]
-    return Transfer(
-        exchange=merge(exchanges, own, [transfer.dtypes[0].itemsize for transfer in single]),
-        source_blocks=tuple(transfer.source_blocks[0] for transfer in single),
-        target_blocks=tuple(transfer.target_blocks[0] for transfer in single),
-        dtypes=tuple(transfer.dtypes[0] for transfer in single),
-        reductions=tuple(transfer.reductions[0] for transfer in single),
-        fingerprint=exchange_fingerprint(" ".join(str(transfer.fingerprint) for transfer in single)),
-        description=description,
-        device=single[0].device,
-    )
 
 
 class _Run:
     """One run of a bucket: where each of its tensors has got to."""
 
-    def __init__(self, bucket: _Bucket, locals_: Sequence[torch.Tensor]) -> None:
+    def __init__(self, bucket: Bucket, locals_: Sequence[torch.Tensor]) -> None:
         self.bucket = bucket
         self.current, self.whole = list(locals_), list(locals_)  # the tensors around flat pieces are in `whole`
         self._next = [0] * len(locals_)
@@ -193,45 +80,58 @@ class _Run:
             self._next[index] += 1
 
 
-def redistribute_locals(moves: Sequence[LocalMove], bucket_bytes: int) -> list[torch.Tensor]:
-    """Local tensors under their targets, in the order of the list; not differentiable.
+def redistribute_locals(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_bytes: int) -> list[torch.Tensor]:
+    """Local tensors, parts of the firsts of their pairs, under the seconds, in the order of the list.
 
+    Not differentiable.
     A collective call of all ranks of all meshes in it, with one list. `bucket_bytes` bounds the bytes that tensors of a
     bucket take on any rank, at least one tensor each. Raises as `redistribute_local` does, for any tensor of the list.
     """
-    found, buckets = _prepare(moves, bucket_bytes)
+    found, buckets = _prepare(locals_, pairs, (), bucket_bytes)
     for place, bucket in enumerate(buckets):
-        run = _Run(bucket, [with_memory(moves[index].local) for index in bucket.group.places])
+        given = [found[index] for index in bucket.group.places]
         if subscribers:
             for plan in bucket.plans:
                 emit_issued(plan.steps, bucket.communicator)
         try:
-            bucket.communicator.in_order(run, bucket.description)
+            made = _run_bucket(bucket, given)
         except PeerError as error:
             for later in buckets[place + 1 :]:
                 refuse_exchanges(later.communicator, len(later.transfers), error)
             raise
-        for index, local in zip(bucket.group.places, run.current, strict=True):
+        for index, local in zip(bucket.group.places, made, strict=True):
             found[index] = local
     return found
 
 
+def _run_bucket(bucket: Bucket, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors of a bucket under their targets."""
+    if bucket.results is None:
+        run = _Run(bucket, given)
+        bucket.communicator.in_order(run, bucket.description)
+        return run.current
+    made = [allocate(*result) for result in bucket.results]
+    bucket.communicator.exchange(given, made, bucket.transfers[0])
+    return made
+
+
 def redistribute_locals_async(
-    moves: Sequence[LocalMove], bucket_bytes: int
+    locals_: Sequence[torch.Tensor], pairs: Pairs, befores: Sequence[Work | None], bucket_bytes: int
 ) -> tuple[list[torch.Tensor], list[Work | None]]:
     """Tensors that will hold the results, and the Work of each, one for a bucket; None where the result is there.
 
-    Local tensors are read until then. What fills one of them is waited for at once where it runs elsewhere.
+    Local tensors are read until then. What fills one of them, its work in `befores`, is waited for at once where it
+    runs elsewhere.
     """
-    found, buckets = _prepare(moves, bucket_bytes)
-    works: list[Work | None] = [None] * len(moves)
+    found, buckets = _prepare(locals_, pairs, befores, bucket_bytes)
+    works: list[Work | None] = [None] * len(locals_)
     for bucket in buckets:
         places, communicator = bucket.group.places, bucket.communicator
-        before = [work for index in places if (work := moves[index].before) is not None]
+        before = [work for index in places if (work := befores[index]) is not None]
         for work in before:
             if not communicator.has_issued(work):
                 work.wait()
-        held = [with_memory(moves[index].local) for index in places]
+        held = [found[index] for index in places]
         run = _Run(bucket, held)
         results = run.allocate_results()
         if subscribers:
@@ -244,37 +144,33 @@ def redistribute_locals_async(
     return found, works
 
 
-def _prepare(moves: Sequence[LocalMove], bucket_bytes: int) -> tuple[list[torch.Tensor], list[_Bucket]]:
-    """Results of the tensors that are in no bucket, others as they were given, and the buckets."""
+def _prepare(
+    locals_: Sequence[torch.Tensor], pairs: Pairs, befores: Sequence[Work | None], bucket_bytes: int
+) -> tuple[list[torch.Tensor], Sequence[Bucket]]:
+    """Results of the tensors that are in no bucket, others with the memory that is read, and the buckets."""
     if bucket_bytes < 1:
         raise TransportError(f"bucket_bytes={bucket_bytes} was asked for; allowed is a number of bytes above 0")
-    pairs = tuple((move.source, move.target) for move in moves)
-    groups = _groups(pairs, bucket_bytes)
-    _check_or_refuse(moves, groups)
-    found = [move.local for move in moves]
-    shared = {place for group in groups for place in group.places}
-    for place, move in enumerate(moves):
-        if place not in shared:
-            if move.before is not None:
-                move.before.wait()
-            found[place] = redistribute_local(move.local, move.source, move.target)
-    held = tuple((move.local.stride(), move.local.device) for move in moves)
-    return found, list(_compiled(pairs, held, bucket_bytes)) if groups else []
+    groups = groups_of(pairs, bucket_bytes)
+    _check_or_refuse(locals_, pairs, groups)
+    held = tuple([(local.stride(), local.device) for local in locals_])  # a generator takes a call for each
+    found = [with_memory(local) if local.is_neg() or local.is_conj() else local for local in locals_]
+    for place in places_alone(pairs, bucket_bytes):
+        if befores and (before := befores[place]) is not None:
+            before.wait()
+        found[place] = redistribute_local(locals_[place], *pairs[place])
+    return found, compiled_buckets(pairs, held, bucket_bytes) if groups else ()
 
 
-def _check_or_refuse(moves: Sequence[LocalMove], groups: Sequence[_Group]) -> None:
+def _check_or_refuse(locals_: Sequence[torch.Tensor], pairs: Pairs, groups: Sequence[Group]) -> None:
     try:
-        for move in moves:
-            if not has_memory(move.local):
+        for local, (source, _) in zip(locals_, pairs, strict=True):
+            if not has_memory(local):
                 raise TransportError(
                     "redistribute_many was called in a graph that torch traces; call it outside of torch.compile, or "
                     "x.redistribute(placements=...) for each tensor"
                 )
-            check_local(move.local, move.source)
+            check_local(local, source)
     except (LocalTensorError, TransportError) as error:
         for group in groups:
             refuse_exchanges(group.communicator, group.num_exchanges, error)
         raise
-
-
-registry.on_end(_compiled.cache_clear)

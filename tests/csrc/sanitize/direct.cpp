@@ -137,7 +137,7 @@ void move_bytes(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
     const std::uint64_t coming = message_bytes(peer, rank, exchange) / 8;
     if (coming > 0) receives.push_back({peer, {0, peer * kMaxBytes, coming}});
   }
-  const ByteMoves program(64, sends, receives, {});
+  const ByteMoves program(64, sends, receives, {}, exchange % 2 == 1);
   const Ending ending =
       complete(group, group->run(&program,
                                  {{reinterpret_cast<std::uintptr_t>(source.data())},
@@ -163,7 +163,8 @@ void sum_up(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
   const std::uint64_t num_bytes = terms.size() * sizeof(float);
   std::unique_ptr<DirectProgram> program;
   if (exchange % 3 == 1) {
-    program = std::make_unique<tritondt::PiecewiseReduction>(reducer, pieces, pieces);
+    program =
+        std::make_unique<tritondt::PiecewiseReduction>(reducer, pieces, pieces, exchange % 2 == 1);
   } else {
     program = std::make_unique<tritondt::OneShotReduction>(reducer, tritondt::Span{0, 0, num_bytes},
                                                            tritondt::Span{0, 0, num_bytes}, -1);

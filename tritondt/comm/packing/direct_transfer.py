@@ -15,7 +15,7 @@ from tritondt.comm.packing.piece_boxes import Held, PieceBoxes
 from tritondt.kernels.boxes import CopyBox
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.rounds import Piece, Round, last_rounds, pieces, rounds, staged_terms
-from tritondt.planning.slots import in_lines
+from tritondt.planning.slots import goes_past_cache, in_lines
 
 
 class DirectTransfer(NamedTuple):
@@ -54,9 +54,11 @@ class _Packed(NamedTuple):
     num_bytes: int
 
 
-def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int) -> DirectTransfer:
-    """A transfer among `num_ranks` compiled for their arenas, `chunk_bytes` of a message in a round."""
-    native, staged_bytes = _Compilation(transfer, num_ranks, chunk_bytes).run()
+def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int = 1) -> DirectTransfer:
+    """A transfer among `num_ranks` of `num_cores` compiled for their arenas, `chunk_bytes` of a message in a round."""
+    written_bytes = max(_written_bytes(transfer), transfer.beside_bytes)
+    is_past_cache = goes_past_cache(written_bytes, num_ranks, num_cores)
+    native, staged_bytes = _Compilation(transfer, num_ranks, chunk_bytes, is_past_cache).run()
     sends, receives = transfer.exchange.sends, transfer.exchange.receives
     return DirectTransfer(
         native,
@@ -68,11 +70,19 @@ def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int) -> Dir
     )
 
 
+def _written_bytes(transfer: Transfer) -> int:
+    """Bytes that a transfer copies to its targets."""
+    exchange = transfer.exchange
+    parts = (*exchange.keeps, *(part for found in exchange.receives for part in found.parts))
+    return sum(part_bytes(transfer, part) for part in parts if moves(transfer, part))
+
+
 class _Compilation:
     """Rounds of one transfer as tables of boxes."""
 
-    def __init__(self, transfer: Transfer, num_ranks: int, chunk_bytes: int) -> None:
+    def __init__(self, transfer: Transfer, num_ranks: int, chunk_bytes: int, is_past_cache: bool) -> None:
         self.transfer, self.num_ranks, self.chunk_bytes = transfer, num_ranks, chunk_bytes
+        self.is_past_cache = is_past_cache
         self.itemsizes = [dtype.itemsize for dtype in transfer.dtypes]
         self.boxes = PieceBoxes(transfer)
         self.sends = self._peers(transfer.exchange.sends)
@@ -145,9 +155,9 @@ class _Compilation:
                 for each in self.receives
                 if number < len(each.rounds)
             ],
-            pack=_table(packs),
-            keep=_table(keeps),
-            unpack=_table(unpacks),
+            pack=CopyTable(packs, is_past_cache=False) if packs else None,
+            keep=CopyTable(keeps, self.is_past_cache) if keeps else None,
+            unpack=CopyTable(unpacks, self.is_past_cache) if unpacks else None,
             reduces=self.boxes.reduces([*terms, *waited], kept),  # type: ignore[arg-type]  # tables of the CPU
         )
 
@@ -180,7 +190,3 @@ class _Compilation:
             placed.append(Held(source, piece, start))
             start += self._num_bytes([piece])
         return placed
-
-
-def _table(boxes: Sequence[CopyBox]) -> CopyTable | None:
-    return CopyTable(boxes) if boxes else None

@@ -35,7 +35,8 @@ class DirectCommunicator(SocketCommunicator):
         num_ranks = len(arenas)
         self.slot_bytes = DirectGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
         self._chunk_bytes = chunk_bytes(num_ranks, self.slot_bytes)
-        num_spins = _NUM_SPINS if num_ranks <= len(os.sched_getaffinity(0)) else 0
+        self.num_cores = len(os.sched_getaffinity(0))
+        num_spins = _NUM_SPINS if num_ranks <= self.num_cores else 0
         sockets = [-1 if found is None else found.fileno() for found in self._sockets]
         self._direct = DirectGroup(self._place, list(arenas), self._group, sockets, num_spins)
         self._direct.time_steps(self._times_steps)  # as a hook of new communicators may have asked by now
@@ -58,7 +59,7 @@ class DirectCommunicator(SocketCommunicator):
         moves = bool(exchange.sends or exchange.receives)
         if transfer.collective is not None or transfer.wire_dtype is not None or not (moves and self._chunk_bytes):
             return super()._compiled(transfer)
-        return direct_transfer(transfer, len(self._ranks), self._chunk_bytes)
+        return direct_transfer(transfer, len(self._ranks), self._chunk_bytes, self.num_cores)
 
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int

@@ -1,0 +1,147 @@
+"""Buckets of a list of redistributions: which tensors share exchanges, and what those move.
+
+Plans of single tensors are made as ever. Tensors whose plans run on one communicator share its exchanges, in the order
+of the list, as many of them as a bucket holds: first steps with first steps, second ones with second ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from tritondt.comm import registry, world
+from tritondt.comm.communicator import Communicator, Transfer
+from tritondt.planning.exchange import Exchange, merge
+from tritondt.planning.fingerprint import exchange_fingerprint
+from tritondt.redistribution.compile import compile_plan, exchanging_ranks
+from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
+from tritondt.sharding.coordinates import ranks_text
+from tritondt.sharding.spec import DTensorSpec
+
+
+class Group(NamedTuple):
+    """Tensors of one bucket, by place in the list, the ranks that share their exchanges, and how many there are."""
+
+    places: tuple[int, ...]
+    ranks: tuple[int, ...]
+    device_type: str
+    num_exchanges: int
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator of the exchanges."""
+        return world.current().communicator(self.ranks, self.device_type)
+
+
+# What each local tensor is part of, and what is wanted.
+Pairs = tuple[tuple[DTensorSpec, DTensorSpec], ...]
+
+
+@lru_cache(maxsize=256)
+def groups_of(pairs: Pairs, bucket_bytes: int) -> tuple[Group, ...]:
+    """Buckets of a list of sources and targets, equal on all ranks of each; tensors that move nothing are in none."""
+    closed, filling = list[Group](), dict[tuple[tuple[int, ...], str], tuple[Group, int]]()
+    for place, (source, target) in enumerate(pairs):
+        if source is target or (source.coordinate is None and target.coordinate is None):
+            continue
+        ranks, num_exchanges = exchanging_ranks(source, target, in_messages=True)
+        if not num_exchanges:
+            continue
+        key = ranks, source.mesh.device_type
+        num_bytes = max(source.layout.max_local_numel, target.layout.max_local_numel) * source.dtype.itemsize
+        group, filled = filling.get(key, (Group((), *key, 0), 0))
+        if group.places and filled + num_bytes > bucket_bytes:
+            closed.append(group)
+            group, filled = Group((), *key, 0), 0
+        group = group._replace(places=(*group.places, place), num_exchanges=max(group.num_exchanges, num_exchanges))
+        filling[key] = group, filled + num_bytes
+    # In an order that all ranks share: that of the first tensor in each.
+    return tuple(sorted((*closed, *(group for group, _ in filling.values()))))
+
+
+class Bucket(NamedTuple):
+    """Plans of the tensors of a group and, per exchange, the tensors in it, by place in the group, and the transfer.
+
+    `results` are shapes, dtypes and devices where the plans are one exchange each, of which nothing is made ready.
+    """
+
+    group: Group
+    communicator: Communicator
+    plans: tuple[CompiledPlan, ...]
+    members: tuple[tuple[int, ...], ...]
+    transfers: tuple[Transfer, ...]
+    description: str
+    results: tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...] | None
+
+
+_Held = tuple[tuple[tuple[int, ...], torch.device], ...]
+
+
+@lru_cache(maxsize=256)
+def compiled_buckets(pairs: Pairs, held: _Held, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """Buckets of a list on this rank, whose local tensors have these strides and devices."""
+    groups = groups_of(pairs, bucket_bytes)
+    written = sum(_num_bytes(pairs[place][1]) for group in groups for place in group.places)
+    return tuple(_bucket(group, pairs, held, written) for group in groups)
+
+
+def _num_bytes(spec: DTensorSpec) -> int:
+    """Bytes of this rank's part."""
+    return prod(spec.local_shape) * spec.dtype.itemsize
+
+
+def _bucket(group: Group, pairs: Pairs, held: _Held, written_bytes: int) -> Bucket:
+    plans = tuple(compile_plan(*pairs[place], *held[place], None, True) for place in group.places)
+    exchanging = [[step for step in plan.steps if step.communicator is not None] for plan in plans]
+    communicator = group.communicator
+    members, transfers = [], []
+    num_bytes = sum(pairs[place][0].layout.numel * pairs[place][0].dtype.itemsize for place in group.places)
+    text = f"{len(plans)} tensors of {num_bytes} bytes among ranks {ranks_text(group.ranks)}"
+    own = communicator.ranks.index(pairs[0][0].mesh.identity.rank)
+    for number in range(group.num_exchanges):
+        here = tuple(index for index, steps in enumerate(exchanging) if number < len(steps))
+        members.append(here)
+        description = f"exchange {number + 1} of {group.num_exchanges} of {text}"
+        merged = _merged([exchanging[index][number] for index in here], own, description)
+        transfers.append(replace(merged, beside_bytes=written_bytes))
+    results = None
+    if all(len(plan.steps) == 1 and _is_plain(plan.steps[0]) for plan in plans):
+        placed = zip(group.places, plans, strict=True)
+        results = tuple((plan.steps[0].target_shape, pairs[at][0].dtype, held[at][1]) for at, plan in placed)
+    description = f"a redistribution of {text}"
+    return Bucket(group, communicator, plans, tuple(members), tuple(transfers), description, results)
+
+
+def _is_plain(step: CompiledStep) -> bool:
+    """Whether a step is an exchange into a new tensor, all of which that writes."""
+    is_whole = step.piece is None and step.fill is None and step.step.kind != "gather"
+    return step.communicator is not None and step.transfer is not None and is_whole
+
+
+def _merged(steps: Sequence[CompiledStep], own: int, description: str) -> Transfer:
+    """The transfers of single tensors as one, with one message per peer; `own` is this rank's place."""
+    single = [step.transfer for step in steps if step.transfer is not None]
+    exchanges: list[Exchange] = [transfer.exchange for transfer in single]
+    return Transfer(
+        exchange=merge(exchanges, own, [transfer.dtypes[0].itemsize for transfer in single]),
+        source_blocks=tuple(transfer.source_blocks[0] for transfer in single),
+        target_blocks=tuple(transfer.target_blocks[0] for transfer in single),
+        dtypes=tuple(transfer.dtypes[0] for transfer in single),
+        reductions=tuple(transfer.reductions[0] for transfer in single),
+        fingerprint=exchange_fingerprint(" ".join(str(transfer.fingerprint) for transfer in single)),
+        description=description,
+        device=single[0].device,
+    )
+
+
+@lru_cache(maxsize=256)
+def places_alone(pairs: Pairs, bucket_bytes: int) -> tuple[int, ...]:
+    """Places of the tensors that are in no bucket."""
+    shared = {place for group in groups_of(pairs, bucket_bytes) for place in group.places}
+    return tuple(place for place in range(len(pairs)) if place not in shared)
+
+
+registry.on_end(compiled_buckets.cache_clear)
