@@ -2,7 +2,9 @@
 
     python -m benchmarks.redistribution.accelerate [--ranks 4] [--pairs 20] [--rounds 25] [--json [FILE]]
 
-They take turns in one run, a pair of layouts at a time, and are compared with each other first, exactly. Pairs are
+They take turns in one run, a pair of layouts at a time, and are compared with each other first, exactly: the first two
+in rounds within one `accelerate_torch`, as a program switches it on once, and blocks of those with blocks of torch's.
+What it takes to switch it on and off is told by itself. Pairs are
 S0 -> R, S1 -> S0, S0 -> S1, S1 -> R and P -> S0 by turns, float32, between 4 kB and 4 MB, as many small as large on a
 logarithmic scale. What `accelerate_torch` adds to ours is torch's own host time around the call, a fixed time, which
 the smallest sizes show.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -34,6 +37,8 @@ from tritondt.cli.surroundings import versions
 _PAIRS = ("S0 R", "S1 S0", "S0 S1", "S1 R", "P S0")
 _SMALLEST, _LARGEST = 4 << 10, 4 << 20
 _CALLS = 5  # of one side in a row, so that a round is longer than what a barrier leaves of noise
+_BLOCKS = 3
+_SWITCHES = 200
 
 
 @dataclass(frozen=True)
@@ -63,17 +68,23 @@ def _measure_on_rank(send: Callable[[object], None], request: Request) -> None:
         for number in range(request.pairs):
             text = _PAIRS[number % len(_PAIRS)]
             shape = shape_of(number, request.pairs, _SMALLEST, _LARGEST, num_ranks)
-            runs = _sides(mesh, text, shape, number)
-            first, *others = (run() for run in runs)
-            for other in others:
-                torch.testing.assert_close(other.to_local(), first.to_local(), rtol=0, atol=0)
-            found.append(Found(text, shape[0] * shape[1] * 4, time_interleaved(runs, request.rounds, request.pair_s)))
+            theirs, ours = _sides(mesh, text, shape, number)
+            expected = theirs().to_local()
+            with T.accelerate_torch():
+                for run in (theirs, ours):
+                    torch.testing.assert_close(run().to_local(), expected, rtol=0, atol=0)
+            found.append(Found(text, shape[0] * shape[1] * 4, _times(theirs, ours, request)))
+    started = time.perf_counter()
+    for _ in range(_SWITCHES):
+        with T.accelerate_torch():
+            pass
+    switch_s = (time.perf_counter() - started) / _SWITCHES
     if dist.get_rank() == 0:
-        send(found)
+        send((found, switch_s))
 
 
 def _sides(mesh: T.DeviceMesh, text: str, shape: tuple[int, int], seed: int) -> list[Callable[[], Any]]:
-    """The redistribution of one tensor: torch's within `accelerate_torch`, ours, torch's."""
+    """The redistribution of one tensor: torch's and ours."""
     (ours, placements), (theirs, torch_placements) = moves_of(mesh, text, shape, seed)
 
     def repeated(tensor: Any, wanted: Any) -> Any:
@@ -81,11 +92,20 @@ def _sides(mesh: T.DeviceMesh, text: str, shape: tuple[int, int], seed: int) -> 
             tensor.redistribute(placements=wanted)
         return tensor.redistribute(placements=wanted)
 
-    def accelerated() -> Any:
-        with T.accelerate_torch():
-            return repeated(theirs, torch_placements)
+    return [lambda: repeated(theirs, torch_placements), lambda: repeated(ours, placements)]
 
-    return [accelerated, lambda: repeated(ours, placements), lambda: repeated(theirs, torch_placements)]
+
+def _times(theirs: Callable[[], Any], ours: Callable[[], Any], request: Request) -> list[Times]:
+    """Times of torch's within `accelerate_torch`, ours, and torch's."""
+    found: list[list[float]] = [[], [], []]
+    rounds, block_s = -(-request.rounds // _BLOCKS), request.pair_s / _BLOCKS / 2
+    for _ in range(_BLOCKS):
+        with T.accelerate_torch():
+            blocks = time_interleaved([theirs, ours], rounds, block_s)
+        blocks += time_interleaved([theirs], rounds, block_s)
+        for seconds, times in zip(found, blocks, strict=True):
+            seconds += times.seconds
+    return [Times(tuple(seconds)) for seconds in found]
 
 
 def _mean_ratio(found: list[Found], other: int) -> float:
@@ -96,14 +116,15 @@ def _mean_ratio(found: list[Found], other: int) -> float:
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), default=4, help="Processes to start.")
 @click.option("--pairs", type=click.IntRange(min=1), default=20, help="Pairs of layouts, with sizes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=25, help="Most rounds of a pair.")
-@click.option("--pair-seconds", type=float, default=4.0, help="Time for the rounds of a pair; 9 are made anyway.")
+@click.option("--rounds", type=click.IntRange(min=1), default=60, help="Most rounds of a pair.")
+@click.option("--pair-seconds", type=float, default=8.0, help="Time for the rounds of a pair; 27 are made anyway.")
 @json_option
 def accelerate(ranks: int, pairs: int, rounds: int, pair_seconds: float, json_to: str | None) -> None:
     """Time torch's redistributions within accelerate_torch, ours, and torch's own."""
     messages: list[Any] = []
     run_on_ranks(ranks, _measure_on_rank, Request(pairs, rounds, pair_seconds), on_message=messages.append)
-    found: list[Found] = messages[0]
+    found: list[Found] = messages[0][0]
+    switch_s: float = messages[0][1]
     table = Table("", "kB", "accelerated us", "ours us", "torch us", "over ours", "over torch")
     for each in found:
         medians = [times.median for times in each.times]
@@ -113,10 +134,12 @@ def accelerate(ranks: int, pairs: int, rounds: int, pair_seconds: float, json_to
     Console().print(table)
     over_ours, over_torch = _mean_ratio(found, 1), _mean_ratio(found, 2)
     Console().print(f"geometric means: {over_ours:.3f} of ours, {over_torch:.3f} of torch's", highlight=False)
+    Console().print(f"on and off again takes {switch_s * 1e6:.1f} us", highlight=False)
     write_json(
         {
             "ratio_to_ours": over_ours,
             "ratio_to_torch": over_torch,
+            "switch_s": switch_s,
             "pairs": [
                 {"pair": each.pair, "bytes": each.num_bytes, "median_s": [t.median / _CALLS for t in each.times]}
                 for each in found

@@ -215,7 +215,12 @@ def test_where_the_machine_has_little_memory_nothing_is_kept(monkeypatch: pytest
 
 def test_the_kernel_is_asked_for_its_memory_once_for_so_much_of_it(small_pool, monkeypatch: pytest.MonkeyPatch):
     asked = list[float]()
-    monkeypatch.setattr(memory, "available_share", lambda: asked.append(0.5) or 0.5)
+
+    def share() -> float:
+        asked.append(0.5)
+        return asked[-1]
+
+    monkeypatch.setattr(memory, "available_share", share)
     monkeypatch.setattr(memory, "_HUGE_BYTES", 10 * 4096)
     monkeypatch.setattr(memory._Room, "unseen_bytes", 0)
     held = [memory.allocate((64, 16), torch.float32) for _ in range(25)]

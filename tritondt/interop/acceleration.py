@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -109,17 +109,45 @@ def _redistribute(
     given = placements if type(placements) is tuple else tuple(placements or ())
     if type(self) is TorchDTensor and device_mesh is None and not options and not self.requires_grad:
         local = self._local_tensor
-        if type(local) is torch.Tensor and not _is_traced():
-            found = _whole_call(identity.current(), self._spec, given, local.dtype)
-            if found is not None:
-                source, target, spec = found
-                return _new_dtensor(TorchDTensor, redistribute_local(local, source, target), spec, requires_grad=False)
+        if type(local) is torch.Tensor and not torch.compiler.is_compiling() and not _num_modes():
+            spec, who = self._spec, identity.current()
+            call = _calls.get((id(spec), given))
+            if call is None or call.spec is not spec or call.who is not who or call.dtype is not local.dtype:
+                call = _remembered(_Call(spec, who, local.dtype, _whole_call(who, spec, given, local.dtype)), given)
+            if call.found is not None:
+                source, target, wanted = call.found
+                found = redistribute_local(local, source, target)
+                return _new_dtensor(TorchDTensor, found, wanted, requires_grad=False)
     result: TorchDTensor = _original_method(self, device_mesh, placements, **options)
     return result
 
 
+_num_modes = torch._C._len_torch_dispatch_stack
+
+
 def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or bool(torch._C._len_torch_dispatch_stack())
+    return torch.compiler.is_compiling() or bool(_num_modes())
+
+
+class _Call(NamedTuple):
+    """What `_whole_call` has found for a tensor's spec, which it keeps, so that its id is no other one's."""
+
+    spec: Any
+    who: Identity
+    dtype: torch.dtype
+    found: tuple[DTensorSpec, DTensorSpec, Any] | None
+
+
+# By the id of torch's spec, and placements: a hash of that spec and of a rank's identity takes 1 us.
+_calls: dict[tuple[int, tuple[Any, ...]], _Call] = {}
+_MOST_CALLS = 4096
+
+
+def _remembered(call: _Call, placements: tuple[Any, ...]) -> _Call:
+    if len(_calls) >= _MOST_CALLS:
+        _calls.clear()
+    _calls[id(call.spec), placements] = call
+    return call
 
 
 @lru_cache(maxsize=4096)
@@ -160,3 +188,4 @@ def _specs(
 
 registry.on_end(_specs.cache_clear)
 registry.on_end(_whole_call.cache_clear)
+registry.on_end(_calls.clear)
