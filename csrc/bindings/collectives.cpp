@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "transport/bitwise.h"
 #include "transport/byte_moves.h"
 #include "transport/reductions.h"
 
@@ -39,7 +40,10 @@ std::vector<ByteMoves::PeerSpan> make_peer_spans(const std::vector<PeerSpanField
 
 Reducer make_reducer(const std::string& dtype, const std::string& op, std::int64_t divisor,
                      std::vector<std::size_t> places, std::size_t own, std::uint64_t chunk_bytes) {
-  return {find_reduce_kernel(dtype, op, divisor), divisor, std::move(places), own, chunk_bytes};
+  const ReduceKernel kernel = is_bitwise(op) && divisor == 1
+                                  ? find_bitwise_kernel(dtype, op)
+                                  : find_reduce_kernel(dtype, op, divisor);
+  return {kernel, divisor, std::move(places), own, chunk_bytes};
 }
 
 }  // namespace

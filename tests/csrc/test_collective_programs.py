@@ -5,8 +5,8 @@ import pytest
 from tritondt._C import ByteMoves, OneShotReduction, PiecewiseReduction, Reducer
 
 
-def reducer(own: int = 0, dtype: str = "float32") -> Reducer:
-    return Reducer(dtype=dtype, op="sum", divisor=1, places=[0, 1], own=own, chunk_bytes=64)
+def reducer(own: int = 0, dtype: str = "float32", op: str = "sum") -> Reducer:
+    return Reducer(dtype=dtype, op=op, divisor=1, places=[0, 1], own=own, chunk_bytes=64)
 
 
 def test_programs_that_cannot_be_are_refused() -> None:
@@ -18,3 +18,6 @@ def test_programs_that_cannot_be_are_refused() -> None:
         OneShotReduction(reducer(own=2), source=(0, 0, 8), target=(0, 0, 8), root=-1)
     with pytest.raises(ValueError, match="op 'sum' on dtype 'bool'; allowed on it are max, min"):
         reducer(dtype="bool")
+    allowed = "bitwise are band, bor and bxor, on bool, uint8, int8, int16, int32 and int64"
+    with pytest.raises(ValueError, match=f"op 'bxor' on dtype 'float32'; {allowed}"):
+        reducer(op="bxor")

@@ -43,6 +43,7 @@ def count_exchanges(rank: int) -> dict[str, int]:
         "all_reduce, large": lambda: dist.all_reduce(torch.ones(LARGE)),
         "all_reduce, avg": lambda: dist.all_reduce(one, op=dist.ReduceOp.AVG),
         "all_reduce, band": lambda: dist.all_reduce(bits, op=dist.ReduceOp.BAND),
+        "all_reduce, none": lambda: dist.all_reduce(torch.empty(0)),
         "all_gather, uneven": lambda: dist.all_gather(apart, own(rank, rank)),
         "all_gather, strided": lambda: dist.all_gather(strided, one),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(torch.empty(8 * size), one),
@@ -69,7 +70,7 @@ def count_exchanges(rank: int) -> dict[str, int]:
 def test_what_runs_there_and_what_on_gloo(ranks: GlooRanks) -> None:
     for found in ranks.run(count_exchanges):
         on_gloo = [name for name, count in found.items() if count == 0]
-        assert on_gloo == ["all_reduce, band"]
+        assert on_gloo == ["all_reduce, none"]
         assert set(found.values()) == {0, 1}
 
 

@@ -57,6 +57,23 @@ def all_reduce_of_a_list(group: Any, rank: int, size: int) -> list[torch.Tensor]
 
 
 @case
+def bits_and_truth_values(group: Any, rank: int, size: int) -> list[torch.Tensor]:
+    found = []
+    numbers = torch.randint(0, 2**40, (LENGTH,), generator=torch.Generator().manual_seed(rank))
+    for op in (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR):
+        for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool):
+            values = numbers % 3 != 0 if dtype is torch.bool else numbers.to(dtype)
+            dist.all_reduce(reduced := values.clone(), op=op, group=group)
+            dist.reduce(to_one := values[:5].clone(), 1, op=op, group=group)
+            dist.reduce_scatter_tensor(part := values.new_empty(301), values[: 301 * size], op=op, group=group)
+            found += [reduced, part, *([to_one] if rank == 1 else [])]
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+        dist.all_reduce(truth := numbers % 3 != 0, op=op, group=group)
+        found.append(truth.view(torch.uint8) != 0)  # Gloo writes how many are true
+    return found
+
+
+@case
 def reduce_to_every_root(group: Any, rank: int, size: int) -> list[torch.Tensor]:
     tensors = [own(rank, LENGTH) for _ in range(size)]
     for root, tensor in enumerate(tensors):

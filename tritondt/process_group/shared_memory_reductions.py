@@ -29,10 +29,13 @@ from tritondt.process_group.shared_memory_steps import (
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# Of other dtypes and reductions (bitwise ones, a mean of integers, complex numbers, bool) Gloo decides.
-_OPS = {
-    **dict.fromkeys(_INTEGERS, ("sum", "product", "min", "max")),
-    **dict.fromkeys(_FLOATS, ("sum", "product", "min", "max", "avg")),
+_BITWISE = ("band", "bor", "bxor")
+# The extension's name of torch's, by dtype. Of other dtypes and reductions Gloo decides: of a mean of integers, say.
+# Complex numbers are taken apart by torch beforehand.
+_OPS: dict[torch.dtype, dict[str, str]] = {
+    **{key: {op: op for op in ("sum", "product", "min", "max", *_BITWISE)} for key in _INTEGERS},
+    **{key: {"avg": "sum", **{op: op for op in ("sum", "product", "min", "max")}} for key in _FLOATS},
+    torch.bool: {"sum": "bor", "product": "band", "min": "band", "max": "bor", **{op: op for op in _BITWISE}},
 }
 _found: dict[Hashable, tuple[str, str, bool, int] | None] = {}
 
@@ -46,14 +49,14 @@ def reduction_of(dtype: torch.dtype, op: Any, size: int) -> Reduction | None:
     """
     key = (dtype, number_of(op))
     if key not in _found:
-        name = op_name(op)
-        is_known = name in _OPS.get(dtype, ())
-        _found[key] = (text_of(dtype), name, name == "avg", dtype.itemsize) if is_known else None
+        asked = op_name(op)
+        name = _OPS.get(dtype, {}).get(asked)
+        _found[key] = None if name is None else (text_of(dtype), name, asked == "avg", dtype.itemsize)
     found = _found[key]
     if found is None:
         return None
     text, name, divides, itemsize = found
-    return Reduction(text, "sum" if divides else name, size if divides else 1, itemsize)
+    return Reduction(text, name, size if divides else 1, itemsize)
 
 
 def _all_reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:

@@ -7,7 +7,6 @@ import torch
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
-from tritondt._C import CopyTable
 from tritondt.comm.packing import direct_transfer
 from tritondt.planning import slots
 
@@ -57,7 +56,7 @@ def tables(rank: int, side: int, count: int) -> list[Any]:
         told.append(is_past_cache)
         return made(boxes, is_past_cache)
 
-    mesh, made = T.Mesh((4,)), CopyTable
+    mesh, made = T.Mesh((4,)), vars(direct_transfer)["CopyTable"]
     x = T.distribute_tensor(torch.zeros(side, side), mesh, [T.Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "_PAST_CACHE_BYTES", 1 << 20)
