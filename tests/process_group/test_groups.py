@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.process_group.collectives import own
+from tritondt.comm import world
 
 RanksOf = Callable[[str, int], GlooRanks]
 HALVES = [[0, 1], [2, 3]]
@@ -136,6 +137,25 @@ def end_in_another_order(rank: int) -> list[float]:
     for group in groups if rank == 0 else groups[::-1]:
         dist.destroy_process_group(group)
     return [*sums, sum_over(None)]
+
+
+def end_again_and_again(rank: int) -> list[int]:
+    """How many parts the world has before and after a group that has reduced and sent, twice."""
+    found = []
+    for _ in range(2):
+        group: Any = dist.new_group()
+        sum_over(group)
+        x = own(rank, 3)
+        dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group) if rank == 1 else None
+        parts = world.current()._parts  # type: ignore[attr-defined]
+        there = len(parts)
+        dist.destroy_process_group(group)
+        found.append(there - len(parts))
+    return found
+
+
+def test_a_world_keeps_nothing_of_an_ended_group(ranks: GlooRanks) -> None:
+    assert ranks.run(end_again_and_again) == [[2, 2], [2, 2], [1, 1], [1, 1]]
 
 
 def test_groups_are_ended_in_any_order(ranks: GlooRanks) -> None:

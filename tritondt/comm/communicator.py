@@ -50,7 +50,7 @@ class Transfer:
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
     collective: Collective | None = None
-    beside_bytes: int = 0  # what this rank writes in all transfers of a list, where this is one of it
+    result_bytes: int = 0  # of this rank, where this writes a part of a tensor, or is one of a list of transfers
     # What each communicator that has exchanged it made of it.
     compiled: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
 

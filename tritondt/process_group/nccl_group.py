@@ -34,6 +34,7 @@ class NcclGroup:
         self._is_raised = self._is_ended = False
         self._coalesced: list[Request] | None = None
         self._refused: list[BaseException] = []  # why, before there was a stream
+        self._kept: list[str] = []  # names of what its world ends with it
         self.operations = OperationCache(GroupRank(group_rank, len(ranks)), self.device, nccl_device.library)
 
     @property
@@ -174,6 +175,7 @@ class NcclGroup:
         own_world = self._current_world()
         made = CollectiveStream(own_world.join(name, ranks, self.timeout), self._nccl_device, self._fail)
         own_world.keep(name, made)
+        self._kept.append(name)
         return made
 
     def _fail(self, error: BaseException) -> None:
@@ -199,4 +201,7 @@ class NcclGroup:
             self._stream.close()
         for _, p2p_stream in sorted(self._p2p_streams.items()):
             p2p_stream.close()
+        if self._world is not None:
+            for name in self._kept:  # else every group of a long run stays until the end of its world
+                self._world.forget(name)
         self._failure = WorldError(f"{self._name} was destroyed")

@@ -106,7 +106,7 @@ def _bucket(group: Group, pairs: Pairs, held: _Held, written_bytes: int) -> Buck
         members.append(here)
         description = f"exchange {number + 1} of {group.num_exchanges} of {text}"
         merged = _merged([exchanging[index][number] for index in here], own, description)
-        transfers.append(replace(merged, beside_bytes=written_bytes))
+        transfers.append(replace(merged, result_bytes=written_bytes))
     results = None
     if all(len(plan.steps) == 1 and _is_plain(plan.steps[0]) for plan in plans):
         placed = zip(group.places, plans, strict=True)

@@ -1,5 +1,6 @@
 """Steps of redistributions with all that does not change from call to call, and what they are compiled of."""
 
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -97,6 +98,7 @@ def compiled_step(
         device=start.device,
         wire_dtype=start.wire_dtype,
         collective=None if communicator is None else step.collective,
+        result_bytes=prod(side.shape(step)) * dtype.itemsize,
     )
     return CompiledStep(
         step,

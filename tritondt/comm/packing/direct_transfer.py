@@ -56,7 +56,7 @@ class _Packed(NamedTuple):
 
 def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int = 1) -> DirectTransfer:
     """A transfer among `num_ranks` of `num_cores` compiled for their arenas, `chunk_bytes` of a message in a round."""
-    written_bytes = max(_written_bytes(transfer), transfer.beside_bytes)
+    written_bytes = max(_written_bytes(transfer), transfer.result_bytes)
     is_past_cache = goes_past_cache(written_bytes, num_ranks, num_cores)
     native, staged_bytes = _Compilation(transfer, num_ranks, chunk_bytes, is_past_cache).run()
     sends, receives = transfer.exchange.sends, transfer.exchange.receives
