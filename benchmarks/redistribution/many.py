@@ -33,7 +33,6 @@ from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import versions
 from tritondt.comm import world
-from tritondt.dtensor.many import BUCKET_BYTES
 
 _PAIRS = ("S0 R", "S1 S0", "S0 S1", "R S0", "S1 R", "P S0")
 _SMALLEST, _LARGEST = 64 << 10, 4 << 20
@@ -45,7 +44,7 @@ class Request:
     """What the ranks are asked to measure."""
 
     tensors: int
-    bucket_bytes: int
+    bucket_bytes: int | None
     rounds: int
     budget_s: float
 
@@ -108,11 +107,11 @@ def _measure_on_rank(send: Callable[[object], None], request: Request) -> None:
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), default=4, help="Processes to start.")
 @click.option("--tensors", type=click.IntRange(min=1), default=200, help="Tensors in the list.")
-@click.option("--bucket-bytes", type=click.IntRange(min=1), default=BUCKET_BYTES, help="Bytes of a bucket.")
+@click.option("--bucket-bytes", type=click.IntRange(min=1), help="Bytes of a bucket; by transport unless given.")
 @click.option("--rounds", type=click.IntRange(min=1), default=15, help="Most rounds.")
 @click.option("--seconds", type=float, default=60.0, help="Time for all rounds; 9 are made anyway.")
 @json_option
-def many(ranks: int, tensors: int, bucket_bytes: int, rounds: int, seconds: float, json_to: str | None) -> None:
+def many(ranks: int, tensors: int, bucket_bytes: int | None, rounds: int, seconds: float, json_to: str | None) -> None:
     """Time a list of redistributions in few exchanges, one by one, and by torch's DTensor."""
     request = Request(tensors, bucket_bytes, rounds, seconds)
     messages: list[Any] = []

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import is_grad_enabled
+from torch import is_grad_enabled, is_inference_mode_enabled
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
+from tritondt.dtensor.construct import construct
 from tritondt.dtensor.pending import mark_pending, take_prefetched, waited, work_of
-from tritondt.dtensor.tensor import DTensor, wrap
+from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
 from tritondt.errors import MixedTensorsError, check_not_of_torch
@@ -20,20 +22,18 @@ from tritondt.sharding.spec import DTensorSpec, target_spec
 
 Move = tuple[DTensor, Sequence[Placement]] | tuple[DTensor, "DeviceMesh | Mesh", Sequence[Placement]]
 
-# Messages of this size run at the speed of the link, and packed ones are still in the cache when they are sent.
-BUCKET_BYTES = 4 << 20
-
 
 def redistribute_many(
-    moves: Sequence[Move], *, bucket_bytes: int = BUCKET_BYTES, async_op: bool = False
+    moves: Sequence[Move], *, bucket_bytes: int | None = None, async_op: bool = False
 ) -> list[DTensor]:
     """The tensors of a list under other placements, in as few exchanges as buckets of `bucket_bytes` allow.
 
     `moves` has (x, placements), or (x, device_mesh, placements) for another mesh, per tensor: any shapes, dtypes,
     layouts and meshes. The result is what x.redistribute gives for each, in the order of the list, bit for bit, and so
     are the gradients, which come back in few exchanges too; bytes are the same, which is the minimum. Tensors between
-    the same ranks share exchanges as long as the parts that any rank holds take no more than `bucket_bytes` together: a
-    bucket is one pack, one exchange and one unpack for each step of its longest plan.
+    the same ranks share exchanges as long as the parts that any rank holds take no more than `bucket_bytes` together:
+    4 MB unless given, 64 MB in shared memory without `async_op`. A bucket is one pack, one exchange and one unpack for
+    each step of its longest plan.
 
     A collective call of all ranks of all meshes in the list, with one list in one order. With `async_op` it returns at
     once, and the tensors of a bucket are pending together. Raises MixedTensorsError for what is no distributed tensor,
@@ -66,7 +66,7 @@ def redistribute_many(
 
 
 def redistribute_to(
-    tensors: Sequence[DTensor], targets: Sequence[DTensorSpec], *, bucket_bytes: int, async_op: bool
+    tensors: Sequence[DTensor], targets: Sequence[DTensorSpec], *, bucket_bytes: int | None, async_op: bool
 ) -> list[DTensor]:
     """The tensors under the target specs, differentiable; see `redistribute_many`."""
     found: list[Any] = list(tensors)
@@ -87,7 +87,7 @@ def redistribute_to(
 
 
 def _moved(
-    tensors: Sequence[DTensor], targets: Sequence[DTensorSpec], bucket_bytes: int, *, async_op: bool
+    tensors: Sequence[DTensor], targets: Sequence[DTensorSpec], bucket_bytes: int | None, *, async_op: bool
 ) -> list[DTensor]:
     """The tensors under the target specs, without history."""
     found: list[Any] = [None] * len(tensors)
@@ -111,11 +111,21 @@ def _moved(
         locals_, works = redistribute_locals_async(held, tuple(pairs), befores, bucket_bytes)
     else:
         locals_ = redistribute_locals(held, tuple(pairs), bucket_bytes)
-    for number, (place, local) in enumerate(zip(moving, locals_, strict=True)):
-        found[place] = wrap(local.view_as(local) if local is held[number] else local, pairs[number][1])
-        if works and works[number] is not None:
-            mark_pending(found[place], works[number])
+    given = [local.view_as(local) if local is before else local for local, before in zip(locals_, held, strict=True)]
+    made = _wrapped(given, [target for _, target in pairs])
+    for place, result in zip(moving, made, strict=True):
+        found[place] = result
+    for result, work in zip(made, works, strict=False):
+        if work is not None:
+            mark_pending(result, work)
     return found
+
+
+def _wrapped(locals_: Sequence[torch.Tensor], specs: Sequence[DTensorSpec]) -> list[Any]:
+    """As `wrap` does, with its questions asked once."""
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
+        return [DTensor(local, spec) for local, spec in zip(locals_, specs, strict=True)]
+    return [construct(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs, strict=True)]
 
 
 class RedistributedMany(torch.autograd.Function):
@@ -123,7 +133,7 @@ class RedistributedMany(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, targets: tuple[DTensorSpec, ...], bucket_bytes: int, async_op: bool, *tensors: DTensor
+        ctx: Any, targets: tuple[DTensorSpec, ...], bucket_bytes: int | None, async_op: bool, *tensors: DTensor
     ) -> tuple[DTensor, ...]:
         """The tensors under `targets`; with `async_op` the results, and later their gradients, are pending."""
         ctx.sources, ctx.options = [tensor._spec for tensor in tensors], (bucket_bytes, async_op)

@@ -7,8 +7,8 @@ import torch
 from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, PeerError, TransportError
 from tritondt.events import subscribers
-from tritondt.kernels.memory import allocate
-from tritondt.redistribution.buckets import Bucket, Group, Pairs, compiled_buckets, groups_of, places_alone
+from tritondt.kernels.memory import allocate, allocate_all
+from tritondt.redistribution.buckets import BUCKET_BYTES, Bucket, Pairs, compiled_list, groups_of
 from tritondt.redistribution.run import (
     check_local,
     emit_issued,
@@ -80,12 +80,12 @@ class _Run:
             self._next[index] += 1
 
 
-def redistribute_locals(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_bytes: int) -> list[torch.Tensor]:
+def redistribute_locals(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_bytes: int | None) -> list[torch.Tensor]:
     """Local tensors, parts of the firsts of their pairs, under the seconds, in the order of the list.
 
-    Not differentiable.
-    A collective call of all ranks of all meshes in it, with one list. `bucket_bytes` bounds the bytes that tensors of a
-    bucket take on any rank, at least one tensor each. Raises as `redistribute_local` does, for any tensor of the list.
+    Not differentiable. A collective call of all ranks of all meshes in it, with one list. `bucket_bytes` bounds the
+    bytes that tensors of a bucket take on any rank, at least one tensor each. Raises as `redistribute_local` does, for
+    any tensor of the list.
     """
     found, buckets = _prepare(locals_, pairs, (), bucket_bytes)
     for place, bucket in enumerate(buckets):
@@ -110,20 +110,22 @@ def _run_bucket(bucket: Bucket, given: Sequence[torch.Tensor]) -> list[torch.Ten
         run = _Run(bucket, given)
         bucket.communicator.in_order(run, bucket.description)
         return run.current
-    made = [allocate(*result) for result in bucket.results]
+    made = allocate_all(bucket.results, bucket.device)
     bucket.communicator.exchange(given, made, bucket.transfers[0])
     return made
 
 
 def redistribute_locals_async(
-    locals_: Sequence[torch.Tensor], pairs: Pairs, befores: Sequence[Work | None], bucket_bytes: int
+    locals_: Sequence[torch.Tensor], pairs: Pairs, befores: Sequence[Work | None], bucket_bytes: int | None
 ) -> tuple[list[torch.Tensor], list[Work | None]]:
     """Tensors that will hold the results, and the Work of each, one for a bucket; None where the result is there.
 
     Local tensors are read until then. What fills one of them, its work in `befores`, is waited for at once where it
     runs elsewhere.
     """
-    found, buckets = _prepare(locals_, pairs, befores, bucket_bytes)
+    # Small ones, as the tensors of a bucket are there together.
+    asked = BUCKET_BYTES if bucket_bytes is None else bucket_bytes
+    found, buckets = _prepare(locals_, pairs, befores, asked)
     works: list[Work | None] = [None] * len(locals_)
     for bucket in buckets:
         places, communicator = bucket.group.places, bucket.communicator
@@ -145,25 +147,36 @@ def redistribute_locals_async(
 
 
 def _prepare(
-    locals_: Sequence[torch.Tensor], pairs: Pairs, befores: Sequence[Work | None], bucket_bytes: int
+    locals_: Sequence[torch.Tensor], pairs: Pairs, befores: Sequence[Work | None], bucket_bytes: int | None
 ) -> tuple[list[torch.Tensor], Sequence[Bucket]]:
     """Results of the tensors that are in no bucket, others with the memory that is read, and the buckets."""
-    if bucket_bytes < 1:
+    if bucket_bytes is not None and bucket_bytes < 1:
         raise TransportError(f"bucket_bytes={bucket_bytes} was asked for; allowed is a number of bytes above 0")
-    groups = groups_of(pairs, bucket_bytes)
-    _check_or_refuse(locals_, pairs, groups)
+    _check_or_refuse(locals_, pairs, bucket_bytes)
     held = tuple([(local.stride(), local.device) for local in locals_])  # a generator takes a call for each
     found = [with_memory(local) if local.is_neg() or local.is_conj() else local for local in locals_]
-    for place in places_alone(pairs, bucket_bytes):
+    alone, buckets = compiled_list(pairs, held, bucket_bytes)
+    for place in alone:
         if befores and (before := befores[place]) is not None:
             before.wait()
         found[place] = redistribute_local(locals_[place], *pairs[place])
-    return found, compiled_buckets(pairs, held, bucket_bytes) if groups else ()
+    return found, buckets
 
 
-def _check_or_refuse(locals_: Sequence[torch.Tensor], pairs: Pairs, groups: Sequence[Group]) -> None:
+def _check_or_refuse(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_bytes: int | None) -> None:
     try:
         for local, (source, _) in zip(locals_, pairs, strict=True):
+            # What `check_local` asks of a plain tensor, without its calls.
+            if (
+                type(local) is torch.Tensor
+                and local.shape == source.local_shape
+                and local.dtype is source.tensor_meta.dtype
+                and local.is_cpu
+                and local.layout is torch.strided
+                and local.data_ptr()
+                and source.mesh.device_type == "cpu"
+            ):
+                continue
             if not has_memory(local):
                 raise TransportError(
                     "redistribute_many was called in a graph that torch traces; call it outside of torch.compile, or "
@@ -171,6 +184,6 @@ def _check_or_refuse(locals_: Sequence[torch.Tensor], pairs: Pairs, groups: Sequ
                 )
             check_local(local, source)
     except (LocalTensorError, TransportError) as error:
-        for group in groups:
+        for group in groups_of(pairs, bucket_bytes):
             refuse_exchanges(group.communicator, group.num_exchanges, error)
         raise
