@@ -61,14 +61,14 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> list[Me
 
 
 def _measured(collective: str, num_bytes: int, groups: list[Any], request: Request) -> tuple[Times, ...]:
-    runs, results = zip(*(_run(collective, num_bytes // 4, group) for group in groups), strict=True)
+    runs, results = zip(*(call_on(group, collective, num_bytes // 4) for group in groups), strict=True)
     for run in runs:
         run()
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)  # of a root's alone where it is a root's
     return tuple(time_interleaved(runs, request.rounds, request.case_s))
 
 
-def _run(collective: str, numel: int, group: Any) -> tuple[Callable[[], object], torch.Tensor]:
+def call_on(group: Any, collective: str, numel: int) -> tuple[Callable[[], object], torch.Tensor]:
     """A call on a group, and the tensor that it writes; sums are of zeros, which calls in turn leave as they are."""
     size, rank = dist.get_world_size(), dist.get_rank()
     zeros, part = torch.zeros(numel), torch.full((numel // size,), float(rank))

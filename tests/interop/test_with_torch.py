@@ -175,6 +175,9 @@ def check_calls_of_the_method(rank: int) -> None:
                 assert ran == expected
                 assert (type(y), y.shape, y.stride()) == (torch_tensor.DTensor, x.shape, x.stride())
                 torch.testing.assert_close(y.full_tensor().detach(), FULL, rtol=0, atol=0)
+            # What was found for a spec is of its fields, which torch may set.
+            x._local_tensor, x._spec.placements = x.redistribute(placements=[columns])._local_tensor, (columns,)
+            torch.testing.assert_close(x.redistribute(placements=[whole]).to_local(), FULL, rtol=0, atol=0)
             with pytest.raises(RuntimeError, match="redistributing to Partial is for internal use only"):
                 x.redistribute(placements=[torch_tensor.Partial()])
             with pytest.raises(RuntimeError, match="placements is needed for redistribute"):

@@ -179,6 +179,9 @@ def test_bad_lists() -> None:
         assert T.redistribute_many([]) == []
         with pytest.raises(T.MixedTensorsError, match="was given a Tensor as tensor 1; allowed are distributed"):
             T.redistribute_many([(x, [R]), (torch.ones(2), [R])])  # type: ignore[list-item]
+        told = r"was given 4 values as move 0; allowed are \(x, placements\) and \(x, device_mesh, placements\)"
+        with pytest.raises(T.LayoutError, match=told):
+            T.redistribute_many([(x, x.device_mesh, [R], [R])])  # type: ignore[list-item]
         with pytest.raises(T.TransportError, match="bucket_bytes=0 was asked for; allowed is a number of bytes"):
             T.redistribute_many([(x, [R])], bucket_bytes=0)
 

@@ -13,7 +13,7 @@ from tritondt.dtensor.pending import mark_pending, take_prefetched, waited, work
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
-from tritondt.errors import MixedTensorsError, check_not_of_torch
+from tritondt.errors import LayoutError, MixedTensorsError, check_not_of_torch
 from tritondt.redistribution.autograd import gradient_spec
 from tritondt.redistribution.many import redistribute_locals, redistribute_locals_async
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -37,7 +37,7 @@ def redistribute_many(
 
     A collective call of all ranks of all meshes in the list, with one list in one order. With `async_op` it returns at
     once, and the tensors of a bucket are pending together. Raises MixedTensorsError for what is no distributed tensor,
-    else as `DTensor.redistribute`.
+    LayoutError for a move of other than two or three values, else as `DTensor.redistribute`.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -51,6 +51,11 @@ def redistribute_many(
     """
     tensors, targets = [], []
     for place, move in enumerate(moves):
+        if len(move) not in (2, 3):
+            raise LayoutError(
+                f"redistribute_many was given {len(move)} values as move {place}; allowed are (x, placements) and "
+                "(x, device_mesh, placements)"
+            )
         tensor, placements = move[0], move[-1]
         if type(tensor) is not DTensor:  # 200 calls take as long as an exchange
             check_not_of_torch(tensor, "redistribute_many")

@@ -112,12 +112,15 @@ def _redistribute(
         if type(local) is torch.Tensor and not torch.compiler.is_compiling() and not _num_modes():
             spec, who = self._spec, identity.current()
             call = _calls.get((id(spec), given))
-            if call is None or call.spec is not spec or call.who is not who or call.dtype is not local.dtype:
-                call = _remembered(_Call(spec, who, local.dtype, _whole_call(who, spec, given, local.dtype)), given)
+            if call is None or not call.is_of(spec, who, local.dtype):
+                found = _whole_call(who, spec, given, local.dtype)
+                call = _Call(spec, spec.placements, spec.tensor_meta, who, local.dtype, found)
+                _remember(call, given)
             if call.found is not None:
                 source, target, wanted = call.found
-                found = redistribute_local(local, source, target)
-                return _new_dtensor(TorchDTensor, found, wanted, requires_grad=False)
+                return _new_dtensor(
+                    TorchDTensor, redistribute_local(local, source, target), wanted, requires_grad=False
+                )
     result: TorchDTensor = _original_method(self, device_mesh, placements, **options)
     return result
 
@@ -133,9 +136,16 @@ class _Call(NamedTuple):
     """What `_whole_call` has found for a tensor's spec, which it keeps, so that its id is no other one's."""
 
     spec: Any
+    placements: tuple[Any, ...]
+    meta: Any
     who: Identity
     dtype: torch.dtype
     found: tuple[DTensorSpec, DTensorSpec, Any] | None
+
+    def is_of(self, spec: Any, who: Identity, dtype: torch.dtype) -> bool:
+        """Whether this is the spec as it is, which torch may set fields of, on this rank."""
+        is_same = self.spec is spec and self.placements is spec.placements and self.meta is spec.tensor_meta
+        return is_same and self.who is who and self.dtype is dtype
 
 
 # By the id of torch's spec, and placements: a hash of that spec and of a rank's identity takes 1 us.
@@ -143,11 +153,10 @@ _calls: dict[tuple[int, tuple[Any, ...]], _Call] = {}
 _MOST_CALLS = 4096
 
 
-def _remembered(call: _Call, placements: tuple[Any, ...]) -> _Call:
+def _remember(call: _Call, placements: tuple[Any, ...]) -> None:
     if len(_calls) >= _MOST_CALLS:
         _calls.clear()
     _calls[id(call.spec), placements] = call
-    return call
 
 
 @lru_cache(maxsize=4096)
