@@ -2,10 +2,10 @@
 
     python -m benchmarks.collectives.against_mpi [--ranks 4] [--sizes 4K,1M] [--turns 3] [--json [FILE]]
 
-Needs mpicxx and mpirun of Open MPI (Debian: openmpi-bin, libopenmpi-dev). Each side runs the same loops, blocks of calls
-in a row behind a barrier: ours through torch.distributed from Python, MPI's from C++ (mpi_loops/). Whole sweeps take turns,
-a process for each rank and side, as ranks of MPI that wait for a turn would keep the cores. A call takes as long as its
-block on the slowest rank over the calls in it.
+Needs mpicxx and mpirun of Open MPI (Debian: openmpi-bin, libopenmpi-dev). Each side runs the same loops, blocks of
+calls in a row behind a barrier: ours through torch.distributed from Python, MPI's from C++ (mpi_loops/). Whole sweeps
+take turns, a process for each rank and side, as ranks of MPI that wait for a turn would keep the cores. A call takes
+as long as its block on the slowest rank over the calls in it.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ def _block(group: Any, run: Callable[[], object], num_calls: int) -> float:
 def _program() -> Path:
     """The loops of MPI, compiled where they are older than their source."""
     if shutil.which("mpicxx") is None or shutil.which("mpirun") is None:
-        raise click.ClickException(
-            "mpicxx and mpirun were not found; Debian: apt-get install openmpi-bin libopenmpi-dev"
-        )
+        raise click.ClickException("no mpicxx and mpirun here; Debian: apt-get install openmpi-bin libopenmpi-dev")
     program = _BUILT / "mpi_loops"
     if not program.exists() or program.stat().st_mtime < _SOURCE.stat().st_mtime:
         _BUILT.mkdir(parents=True, exist_ok=True)
