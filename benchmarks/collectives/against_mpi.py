@@ -24,16 +24,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.collectives.shared_memory import call_on
+from benchmarks.collectives.shared_memory import COLLECTIVES, UNITS, call_on
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 
-_COLLECTIVES = (
-    *("all_reduce", "reduce", "all_gather", "reduce_scatter", "broadcast"),
-    *("gather", "scatter", "all_to_all", "barrier"),
-)
-_UNITS = {"K": 1 << 10, "M": 1 << 20}
 _SOURCE = Path(__file__).parent / "mpi_loops" / "mpi_loops.cpp"
 _BUILT = Path(__file__).parents[2] / "build" / "mpi_loops"
 _WARM_UP, _BLOCKS = 3, 7
@@ -53,7 +48,7 @@ def _cases(collectives: list[str], sizes: list[str]) -> list[Case]:
     found = []
     for collective in collectives:
         for size in sizes if collective != "barrier" else ["0K"]:
-            num_bytes = int(size[:-1]) * _UNITS[size[-1]]
+            num_bytes = int(size[:-1]) * UNITS[size[-1]]
             num_calls = max(1, min(_MOST_CALLS, _BLOCK_BYTES // max(num_bytes, 1)))
             found.append(Case(collective, size, num_bytes, num_calls))
     return found
@@ -104,7 +99,7 @@ def _mpi_seconds(program: Path, ranks: int, cases: list[Case]) -> list[list[floa
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), default=4, help="Processes to start.")
-@click.option("--collectives", default=",".join(_COLLECTIVES), help="Which ones.")
+@click.option("--collectives", default=",".join(COLLECTIVES), help="Which ones.")
 @click.option("--sizes", default="4K,64K,1M,8M,64M", help="Bytes of the largest tensor of a rank.")
 @click.option("--turns", type=click.IntRange(min=1), default=3, help="Sweeps of each side.")
 @json_option

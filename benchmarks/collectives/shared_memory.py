@@ -23,11 +23,11 @@ from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 
-_COLLECTIVES = (
+COLLECTIVES = (
     *("all_reduce", "reduce", "all_gather", "reduce_scatter", "broadcast"),
     *("gather", "scatter", "all_to_all", "barrier"),
 )
-_UNITS = {"K": 1 << 10, "M": 1 << 20}
+UNITS = {"K": 1 << 10, "M": 1 << 20}
 
 
 class Request(NamedTuple):
@@ -54,7 +54,7 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> list[Me
     found = []
     for collective in request.collectives:
         for size in request.sizes if collective != "barrier" else ("0K",):
-            times = _measured(collective, int(size[:-1]) * _UNITS[size[-1]], groups, request)
+            times = _measured(collective, int(size[:-1]) * UNITS[size[-1]], groups, request)
             found.append(Measured(collective, size, times))
     assert groups[0]._router._shared_memory._communicator is not None, "the ranks share no memory"
     return found
@@ -90,7 +90,7 @@ def call_on(group: Any, collective: str, numel: int) -> tuple[Callable[[], objec
 
 @click.command(context_settings={"show_default": True})
 @click.option("--ranks", type=click.IntRange(min=2), default=4, help="Processes to start.")
-@click.option("--collectives", default=",".join(_COLLECTIVES), help="Which ones.")
+@click.option("--collectives", default=",".join(COLLECTIVES), help="Which ones.")
 @click.option("--sizes", default="4K,64K,1M,8M,64M", help="Bytes of the largest tensor of a rank.")
 @click.option("--rounds", type=click.IntRange(min=1), default=50, help="Most rounds of a case.")
 @click.option("--case-seconds", type=float, default=3.0, help="Time for a case; 9 rounds are made anyway.")

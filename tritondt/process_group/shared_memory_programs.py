@@ -26,7 +26,7 @@ class Members(NamedTuple):
     places: tuple[int, ...]
     own: int
     slot_bytes: int
-    num_cores: int = 1
+    num_cores: int
 
     @property
     def others(self) -> list[int]:
@@ -36,7 +36,7 @@ class Members(NamedTuple):
     def chunk_bytes(self, num_messages: int) -> int:
         """Bytes of each of so many messages that a rank packs in a round, alike on all ranks.
 
-        >>> Members((0, 1), 0, 4096).chunk_bytes(3)
+        >>> Members((0, 1), 0, 4096, 2).chunk_bytes(3)
         1344
         """
         return slots.chunk_bytes(num_messages + 1, self.slot_bytes)

@@ -54,7 +54,7 @@ class _Packed(NamedTuple):
     num_bytes: int
 
 
-def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int = 1) -> DirectTransfer:
+def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int) -> DirectTransfer:
     """A transfer among `num_ranks` of `num_cores` compiled for their arenas, `chunk_bytes` of a message in a round."""
     written_bytes = max(_written_bytes(transfer), transfer.result_bytes)
     is_past_cache = goes_past_cache(written_bytes, num_ranks, num_cores)
