@@ -4,7 +4,7 @@ torch calls most methods from Python, and some from C++, which finds those by na
 has renamed is here by both names.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +15,6 @@ from tritondt.errors import TransportError
 from tritondt.process_group import kinds
 from tritondt.process_group.group import Group
 from tritondt.process_group.kinds import Lists, Tensors, by_tensor, flat
-from tritondt.process_group.naming import PRE_MUL_SUM, number_of
-from tritondt.process_group.nccl_calls import lie_end_to_end
 
 # What a call without options means.
 ALL_REDUCE = c10d.AllreduceOptions()
@@ -40,59 +38,51 @@ class TritondtProcessGroup(Group):
 
     def allreduce(self, tensors: Tensors, opts: Any = ALL_REDUCE) -> Any:
         """Tensors, each reduced in place on all ranks."""
-        return self._router.run(kinds.ALL_REDUCE, key_of("all_reduce", opts.reduceOp), tensors, (tensors, opts))
+        return self._router.run(kinds.ALL_REDUCE, tensors, (tensors, opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = ALL_REDUCE_COALESCED) -> Any:
         """Tensors, each reduced in place on all ranks, as one operation."""
-        key = key_of("all_reduce", opts.reduceOp)
-        return self._router.run(kinds.ALL_REDUCE_COALESCED, key, tensors, (tensors, opts))
+        return self._router.run(kinds.ALL_REDUCE_COALESCED, tensors, (tensors, opts))
 
     def broadcast(self, tensors: Tensors, opts: Any = BROADCAST) -> Any:
         """Tensors of the root, to all."""
-        return self._router.run(kinds.BROADCAST, ("broadcast", opts.rootRank), tensors, (tensors, opts))
+        return self._router.run(kinds.BROADCAST, tensors, (tensors, opts))
 
     def reduce(self, tensors: Tensors, opts: Any = REDUCE) -> Any:
         """A tensor, reduced in place on the root."""
-        return self._router.run(kinds.REDUCE, key_of("reduce", opts.reduceOp, opts.rootRank), tensors, (tensors, opts))
+        return self._router.run(kinds.REDUCE, tensors, (tensors, opts))
 
     def allgather(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensor, to the list of each; sizes may differ from rank to rank."""
-        key = ("all_gather", len(inputs), _shape(outputs))
-        return self._router.run(kinds.ALL_GATHER, key, [*inputs, *flat(outputs)], (outputs, inputs, opts))
+        return self._router.run(kinds.ALL_GATHER, [*inputs, *flat(outputs)], (outputs, inputs, opts))
 
     def allgather_coalesced(self, outputs: Lists, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensors, to the lists of each; `outputs` has a list for each rank."""
         lists = by_tensor(outputs)
-        key = ("all_gather", len(inputs), _shape(lists), *map(len, outputs))
-        return self._router.run(kinds.ALL_GATHER_COALESCED, key, [*inputs, *flat(lists)], (outputs, inputs, opts))
+        return self._router.run(kinds.ALL_GATHER_COALESCED, [*inputs, *flat(lists)], (outputs, inputs, opts))
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = ALL_GATHER) -> Any:
         tensors = (given, output)
-        return self._router.run(kinds.ALL_GATHER_INTO_TENSOR, "all_gather_into_tensor", tensors, (output, given, opts))
+        return self._router.run(kinds.ALL_GATHER_INTO_TENSOR, tensors, (output, given, opts))
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_GATHER) -> Any:
         """Every rank's tensors, end to end, to all."""
-        key = ("all_gather_into_tensor", len(inputs))
-        return self._router.run(kinds.ALL_GATHER_INTO_TENSORS, key, [*inputs, *outputs], (outputs, inputs, opts))
+        return self._router.run(kinds.ALL_GATHER_INTO_TENSORS, [*inputs, *outputs], (outputs, inputs, opts))
 
     def reduce_scatter(self, outputs: Tensors, inputs: Lists, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' lists, each tensor to its rank; sizes may differ from rank to rank."""
-        key = key_of("reduce_scatter", opts.reduceOp, len(outputs), _shape(inputs))
-        return self._router.run(kinds.REDUCE_SCATTER, key, [*outputs, *flat(inputs)], (outputs, inputs, opts))
+        return self._router.run(kinds.REDUCE_SCATTER, [*outputs, *flat(inputs)], (outputs, inputs, opts))
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = REDUCE_SCATTER) -> Any:
-        key = key_of("reduce_scatter_tensor", opts.reduceOp)
-        return self._router.run(kinds.REDUCE_SCATTER_TENSOR, key, (output, given), (output, given, opts))
+        return self._router.run(kinds.REDUCE_SCATTER_TENSOR, (output, given), (output, given, opts))
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = REDUCE_SCATTER) -> Any:
         """The reduction of the ranks' tensors, an equal part of each to every rank."""
-        key = key_of("reduce_scatter_tensor", opts.reduceOp, len(outputs))
-        return self._router.run(kinds.REDUCE_SCATTER_TENSORS, key, [*outputs, *inputs], (outputs, inputs, opts))
+        return self._router.run(kinds.REDUCE_SCATTER_TENSORS, [*outputs, *inputs], (outputs, inputs, opts))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = ALL_TO_ALL) -> Any:
         """A tensor to every rank and one from every rank."""
-        key = ("all_to_all", len(inputs))
-        return self._router.run(kinds.ALL_TO_ALL, key, [*inputs, *outputs], (outputs, inputs, opts))
+        return self._router.run(kinds.ALL_TO_ALL, [*inputs, *outputs], (outputs, inputs, opts))
 
     def alltoall_base(
         self,
@@ -103,19 +93,16 @@ class TritondtProcessGroup(Group):
         opts: Any = ALL_TO_ALL,
     ) -> Any:
         """Parts of one tensor to every rank and from every rank, by rows; without sizes, equal parts."""
-        key = ("all_to_all_single", given.shape, output.shape, tuple(input_rows), tuple(output_rows))
         arguments = (output, given, output_rows, input_rows, opts)
-        return self._router.run(kinds.ALL_TO_ALL_SINGLE, key, (given, output), arguments)
+        return self._router.run(kinds.ALL_TO_ALL_SINGLE, (given, output), arguments)
 
     def gather(self, outputs: Lists, inputs: Tensors, opts: Any = GATHER) -> Any:
         """Every rank's tensor, to the root's list."""
-        key = ("gather", opts.rootRank, len(inputs), len(outputs))
-        return self._router.run(kinds.GATHER, key, [*inputs, *flat(outputs)], (outputs, inputs, opts))
+        return self._router.run(kinds.GATHER, [*inputs, *flat(outputs)], (outputs, inputs, opts))
 
     def scatter(self, outputs: Tensors, inputs: Lists, opts: Any = SCATTER) -> Any:
         """A tensor of the root's list to every rank."""
-        key = ("scatter", opts.rootRank, len(outputs), len(inputs))
-        return self._router.run(kinds.SCATTER, key, [*outputs, *flat(inputs)], (outputs, inputs, opts))
+        return self._router.run(kinds.SCATTER, [*outputs, *flat(inputs)], (outputs, inputs, opts))
 
     def send(self, tensors: Tensors, target: int, tag: int = 0) -> Any:
         """Tensors to a rank of the group; on NCCL tags say nothing, and messages arrive in the order they were sent."""
@@ -158,14 +145,3 @@ class TritondtProcessGroup(Group):
     reduce_scatter_single = _reduce_scatter_base
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_to_all_single = alltoall_base
-
-
-def key_of(kind: str, op: Any, *rest: Hashable) -> Hashable | None:
-    """The key under which a reduction is kept; None where its factor, which is of one call, tells it from others."""
-    number = number_of(op)
-    return None if number == PRE_MUL_SUM else (kind, number, *rest)
-
-
-def _shape(lists: Lists) -> tuple[Hashable, ...]:
-    """The lengths of lists, and whether tensors lie end to end: calls follow from these and the tensors' sizes."""
-    return tuple((len(each), bool(each) and lie_end_to_end(each)) for each in lists)

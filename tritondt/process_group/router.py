@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -158,11 +158,10 @@ class Router:
         self._nccl_groups[device_type] = found
         return found
 
-    def run(self, kind: Kind, key: Hashable | None, tensors: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> Any:
+    def run(self, kind: Kind, tensors: Sequence[torch.Tensor], arguments: tuple[Any, ...]) -> Any:
         """The Work of an operation of all ranks on `tensors`, this rank's own first, which say where it runs.
 
-        `arguments` are those of torch's call, its options last. Equal keys, and tensors alike, make equal operations,
-        which are kept; None where they may not.
+        `arguments` are those of torch's call, its options last.
         """
         self.num_operations += 1
         if not tensors:
@@ -176,6 +175,7 @@ class Router:
                 return _in_range(kind, self._on_cpu, kind.gloo, kind.describe, arguments, timeout_s)
             return self._on_cpu(kind.gloo, kind.describe, arguments, timeout_s)
         try:
+            key = kind.key(*arguments)
             operation = nccl_group.operations.operation(key, tensors, kind.describe, kind.make, arguments)
         except TritondtError as error:
             if self._agreement is not None:

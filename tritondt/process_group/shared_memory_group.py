@@ -47,6 +47,7 @@ class SharedMemoryGroup:
 
     def __init__(self, name: str, ranks: tuple[int, ...], group_rank: int, timeout: timedelta) -> None:
         self._name, self._ranks, self._own, self.timeout = name, ranks, group_rank, timeout
+        self._size = len(ranks)
         self._turn = threading.Lock()
         self._runner = 0  # the thread that runs what was issued, and what follows from that
         self._world: ProcessWorld | None = None
@@ -59,34 +60,50 @@ class SharedMemoryGroup:
     def run(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of a collective, which has run unless it was asked for asynchronously; None where Gloo runs it."""
         find = _CALLS.get(kind)
-        call = None if find is None else find(self._own, len(self._ranks), *arguments)
+        call = None if find is None else find(self._own, self._size, *arguments)
         if call is None:
             return None
         text = partial(describe, *arguments)
         if threading.get_ident() == self._runner:  # a callback of a future, while its thread runs the queue
-            return self._put(call, text, timeout_s, is_async=False)
+            return self._run_now(call, text, timeout_s)
+        is_async = getattr(arguments[-1], "asyncOp", True)
         with self._turn:
-            return self._put(call, text, timeout_s, is_async=bool(getattr(arguments[-1], "asyncOp", True)))
+            return self._issue(call, text, timeout_s) if is_async else self._run_now(call, text, timeout_s)
 
-    def _put(self, call: Call, text: Callable[[], str], timeout_s: float, *, is_async: bool) -> Any:
+    def _run_now(self, call: Call, text: Callable[[], str], timeout_s: float) -> FinishedWork | None:
         communicator = self._current(text)
         if communicator is None:
             return None
+        if len(call.steps) == 1 and timeout_s == self._timeout_s and not communicator.has_queued:
+            # What follows does, in the calls that small collectives need: their time is that of Python.
+            (step,) = call.steps
+            transfer = self._transfer(communicator, step.key, step, text)
+            communicator.exchange(step.sources, step.targets, transfer)
+            if step.copies:
+                _copy(call)
+            return FinishedWork(call.results)
+        transfers = self._transfers(communicator, call, text)
+        communicator.drain()  # what is under way has the timeout that it was issued with, and sets it when it runs
+        move = partial(self._move, communicator, call, transfers, timeout_s)
+        communicator.in_order(move, transfers[0].description)
+        return FinishedWork(call.results)
+
+    def _issue(self, call: Call, text: Callable[[], str], timeout_s: float) -> SharedMemoryWork | None:
+        communicator = self._current(text)
+        if communicator is None:
+            return None
+        transfers = self._transfers(communicator, call, text)
+        work = SharedMemoryWork(transfers[0].description, call.results)
+        move = partial(self._move, communicator, call, transfers, timeout_s)
+        work.issued = communicator.issue(partial(self._run, work, move), transfers[0].description)
+        return work
+
+    def _transfers(
+        self, communicator: DirectCommunicator, call: Call, text: Callable[[], str]
+    ) -> list[ProgramTransfer]:
         # Of several steps the text is all of theirs, which the keys do not say.
         texts = (text(),) if len(call.steps) > 1 else ()
-        transfers = [self._transfer(communicator, (step.key, *texts), step, text) for step in call.steps]
-        if is_async:
-            work = SharedMemoryWork(transfers[0].description, call.results)
-            move = partial(self._move, communicator, call, transfers, timeout_s)
-            work.issued = communicator.issue(partial(self._run, work, move), transfers[0].description)
-            return work
-        communicator.drain()  # what is under way has the timeout that it was issued with, and sets it when it runs
-        if len(transfers) == 1:
-            self._move(communicator, call, transfers, timeout_s)
-        else:
-            move = partial(self._move, communicator, call, transfers, timeout_s)
-            communicator.in_order(move, transfers[0].description)
-        return FinishedWork(call.results)
+        return [self._transfer(communicator, (*step.key, *texts), step, text) for step in call.steps]
 
     def _run(self, work: SharedMemoryWork, move: Callable[[], None]) -> None:
         outer, self._runner = self._runner, threading.get_ident()  # an outer one where a callback waits for this
@@ -103,10 +120,7 @@ class SharedMemoryGroup:
             self._timeout_s = timeout_s
         for step, transfer in zip(call.steps, transfers, strict=True):
             communicator.exchange(step.sources, step.targets, transfer)
-        # After all exchanges: where one rank alone cannot write to a target, the others have met it in all of them.
-        for target, source in (copy for step in call.steps for copy in step.copies):
-            with torch.inference_mode(target.is_inference()), torch.no_grad():
-                target.copy_(source)
+        _copy(call)
 
     def _transfer(
         self, communicator: DirectCommunicator, key: Hashable, step: Step, text: Callable[[], str]
@@ -119,7 +133,7 @@ class SharedMemoryGroup:
             description = text()
             places = tuple(communicator.ranks.index(rank) for rank in self._ranks)
             fingerprint = exchange_fingerprint(f"{description} {self._ranks}")
-            plan = step.make(Members(places, self._own, communicator.slot_bytes, communicator.num_cores))
+            plan = step.program(Members(places, self._own, communicator.slot_bytes, communicator.num_cores))
             found = ProgramTransfer(_NOTHING, (), (), (), (), fingerprint, description, plan=plan)
             self._made[key] = found
         return found
@@ -165,6 +179,16 @@ class SharedMemoryGroup:
         """Lets go of what has ended: a program may make and destroy groups for as long as its world lasts."""
         if self._world is not None:
             self._world.forget(self._name)
+
+
+def _copy(call: Call) -> None:
+    """Copies what is not written in place, after all exchanges.
+
+    Where one rank alone cannot write to a target, the others have met it in all of them.
+    """
+    for target, source in (copy for step in call.steps for copy in step.copies):
+        with torch.inference_mode(target.is_inference()), torch.no_grad():
+            target.copy_(source)
 
 
 class _Part:

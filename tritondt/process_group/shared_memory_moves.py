@@ -5,7 +5,6 @@ Gloo runs the collective, or refuses it.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from tritondt.process_group.shared_memory_steps import (
     Call,
     Find,
     Lists,
+    NewCopies,
     Step,
     Tensors,
     all_of,
@@ -41,7 +41,8 @@ def _all_gather_into_coalesced(own: int, size: int, outputs: Tensors, inputs: Te
 
 
 def _gathered_into(own: int, size: int, output: torch.Tensor, given: torch.Tensor) -> Step | None:
-    num_bytes, copies = given.nbytes, list[Any]()
+    num_bytes = given.nbytes
+    copies: NewCopies = []
     if output.numel() != given.numel() * size or output.dtype != given.dtype or num_bytes == 0:
         return None
     whole, sent = writable(output, copies), readable(given)
@@ -49,8 +50,7 @@ def _gathered_into(own: int, size: int, output: torch.Tensor, given: torch.Tenso
         return None
     if meet(whole, sent) and sent.data_ptr() != whole.data_ptr() + own * num_bytes:
         sent = sent.clone()
-    make = partial(_all_gather_bytes_into, num_bytes=num_bytes)
-    return Step(("all_gather_into", given.dtype, num_bytes), make, (sent,), (whole,), copies)
+    return Step((_all_gather_bytes_into, given.dtype, num_bytes), (sent,), (whole,), copies)
 
 
 def _all_gather_bytes_into(members: Members, num_bytes: int) -> DirectTransfer:
@@ -75,7 +75,8 @@ def _all_gather_coalesced(own: int, size: int, outputs: Lists, inputs: Tensors, 
 
 
 def _gathered(own: int, size: int, given: torch.Tensor, outputs: Tensors) -> Step | None:
-    sizes, copies = tuple(each.nbytes for each in outputs), list[Any]()
+    sizes = tuple(each.nbytes for each in outputs)
+    copies: NewCopies = []
     if len(sizes) != size or any(each.dtype != given.dtype for each in outputs) or not any(sizes):
         return None
     sent, written = readable(given), all_of([writable(tensor, copies) for tensor in outputs])
@@ -83,7 +84,7 @@ def _gathered(own: int, size: int, given: torch.Tensor, outputs: Tensors) -> Ste
         return None
     if _meet_others(own, sent, written):
         sent = sent.clone()
-    return Step(("all_gather", given.dtype, sizes), partial(_all_gather_bytes, sizes=sizes), (sent,), written, copies)
+    return Step((_all_gather_bytes, given.dtype, sizes), (sent,), written, copies)
 
 
 def _meet_others(own: int, sent: torch.Tensor, written: Tensors) -> bool:
@@ -101,16 +102,16 @@ def _all_gather_bytes(members: Members, sizes: tuple[int, ...]) -> DirectTransfe
 
 
 def _broadcast(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
-    root, copies = opts.rootRank, list[Any]()
+    root = opts.rootRank
+    copies: NewCopies = []
     if len(tensors) != 1 or tensors[0].numel() == 0 or not 0 <= root < size or opts.rootTensor != 0:
         return None
     memory = in_place(tensors[0], copies)
     if memory is None:
         return None
-    num_bytes = memory.nbytes
-    make = partial(_broadcast_bytes, num_bytes=num_bytes, root=root)
     written = copies if own != root else ()
-    return Call((Step(("broadcast", memory.dtype, root, num_bytes), make, (memory,), (memory,), written),), tensors)
+    key = (_broadcast_bytes, memory.dtype, memory.nbytes, root)
+    return Call((Step(key, (memory,), (memory,), written),), tensors)
 
 
 def _broadcast_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
@@ -120,7 +121,8 @@ def _broadcast_bytes(members: Members, num_bytes: int, root: int) -> DirectTrans
 
 
 def _gather(own: int, size: int, outputs: Lists, inputs: Tensors, opts: Any) -> Call | None:
-    root, copies = opts.rootRank, list[Any]()
+    root = opts.rootRank
+    copies: NewCopies = []
     lists = [tensor for each in outputs for tensor in each]
     if len(inputs) != 1 or not 0 <= root < size or len(lists) != (size if own == root else 0):
         return None
@@ -132,8 +134,7 @@ def _gather(own: int, size: int, outputs: Lists, inputs: Tensors, opts: Any) -> 
         return None
     if _meet_others(own, sent, written):
         sent = sent.clone()
-    make = partial(_gather_bytes, num_bytes=sent.nbytes, root=root)
-    return Call((Step(("gather", sent.dtype, root, sent.nbytes), make, (sent,), written, copies),), lists)
+    return Call((Step((_gather_bytes, sent.dtype, sent.nbytes, root), (sent,), written, copies),), lists)
 
 
 def _gather_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
@@ -143,7 +144,8 @@ def _gather_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer
 
 
 def _scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) -> Call | None:
-    root, copies = opts.rootRank, list[Any]()
+    root = opts.rootRank
+    copies: NewCopies = []
     lists = [tensor for each in inputs for tensor in each]
     if len(outputs) != 1 or not 0 <= root < size or len(lists) != (size if own == root else 0):
         return None
@@ -156,8 +158,7 @@ def _scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) ->
     for number, each in enumerate(sent):
         if meet(each, part) and (number != own or each.data_ptr() != part.data_ptr()):
             sent[number] = each.clone()
-    make = partial(_scatter_bytes, num_bytes=part.nbytes, root=root)
-    return Call((Step(("scatter", part.dtype, root, part.nbytes), make, sent, (part,), copies),), outputs)
+    return Call((Step((_scatter_bytes, part.dtype, part.nbytes, root), sent, (part,), copies),), outputs)
 
 
 def _scatter_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
@@ -170,7 +171,8 @@ def _scatter_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfe
 def _all_to_all(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: Any) -> Call | None:
     if len(inputs) != size or len(outputs) != size or inputs[own].nbytes != outputs[own].nbytes:
         return None
-    copies, dtype = list[Any](), inputs[0].dtype
+    dtype = inputs[0].dtype
+    copies: NewCopies = []
     if any(each.dtype != dtype for each in (*inputs, *outputs)):
         return None
     sent, written = all_of([readable(each) for each in inputs]), all_of([writable(each, copies) for each in outputs])
@@ -181,7 +183,7 @@ def _all_to_all(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: An
             sent[number] = each.clone()
     leaving = tuple((number, (number, 0, each.nbytes)) for number, each in enumerate(sent))
     coming = tuple((number, (number, 0, each.nbytes)) for number, each in enumerate(written))
-    return Call((_to_all("all_to_all", leaving, coming, sent, written, copies),), outputs)
+    return Call((_to_all(leaving, coming, sent, written, copies),), outputs)
 
 
 def _all_to_all_single(
@@ -198,13 +200,13 @@ def _all_to_all_single(
     leaving, coming = _row_spans(given, input_rows, size), _row_spans(output, output_rows, size)
     if leaving is None or coming is None or leaving[own][1][2] != coming[own][1][2]:
         return None
-    copies = list[Any]()
+    copies: NewCopies = []
     sent, written = readable(given), writable(output, copies)
     if sent is None or written is None:
         return None
     if meet(sent, written):
         sent = sent.clone()
-    return Call((_to_all("all_to_all_single", leaving, coming, (sent,), (written,), copies),), (output,))
+    return Call((_to_all(leaving, coming, (sent,), (written,), copies),), (output,))
 
 
 def _row_spans(tensor: torch.Tensor, rows: Sequence[int], size: int) -> PeerSpans | None:
@@ -220,10 +222,10 @@ def _row_spans(tensor: torch.Tensor, rows: Sequence[int], size: int) -> PeerSpan
     return tuple((number, (0, *span)) for number, span in enumerate(zip(starts, counts, strict=True)))
 
 
-def _to_all(kind: str, leaving: PeerSpans, coming: PeerSpans, sources: Tensors, targets: Tensors, copies: Any) -> Step:
-    make = partial(_all_to_all_bytes, leaving=leaving, coming=coming)
+def _to_all(leaving: PeerSpans, coming: PeerSpans, sources: Tensors, targets: Tensors, copies: NewCopies) -> Step:
     # Spans differ from rank to rank, and with them who has a program already: what its text says is all in the key.
-    return Step((kind, sources[0].dtype, leaving, coming), make, sources, targets, copies)
+    told_apart = sources[0].dtype, len(sources)
+    return Step((_all_to_all_bytes, told_apart, leaving, coming), sources, targets, copies)
 
 
 def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -> DirectTransfer:
@@ -233,7 +235,7 @@ def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -
 
 
 def _barrier(own: int, size: int, opts: Any) -> Call:
-    return Call((Step("barrier", _barrier_signals, (), ()),), ())
+    return Call((Step((_barrier_signals, None), (), ()),), ())
 
 
 def _barrier_signals(members: Members) -> DirectTransfer:

@@ -5,7 +5,6 @@ Gloo reduces, or refuses to.
 """
 
 from collections.abc import Hashable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from tritondt.process_group.shared_memory_steps import (
     Call,
     Find,
     Lists,
+    NewCopies,
     Step,
     Tensors,
     all_of,
@@ -37,7 +37,7 @@ _OPS: dict[torch.dtype, dict[str, str]] = {
     **{key: {"avg": "sum", **{op: op for op in ("sum", "product", "min", "max")}} for key in _FLOATS},
     torch.bool: {"sum": "bor", "product": "band", "min": "band", "max": "bor", **{op: op for op in _BITWISE}},
 }
-_found: dict[Hashable, tuple[str, str, bool, int] | None] = {}
+_found: dict[Hashable, Reduction | None] = {}
 
 
 def reduction_of(dtype: torch.dtype, op: Any, size: int) -> Reduction | None:
@@ -47,16 +47,13 @@ def reduction_of(dtype: torch.dtype, op: Any, size: int) -> Reduction | None:
     >>> reduction_of(torch.bfloat16, dist.ReduceOp.AVG, 4)
     Reduction(dtype='bfloat16', op='sum', divisor=4, itemsize=2)
     """
-    key = (dtype, number_of(op))
+    key = (dtype, number_of(op), size)
     if key not in _found:
         asked = op_name(op)
         name = _OPS.get(dtype, {}).get(asked)
-        _found[key] = None if name is None else (text_of(dtype), name, asked == "avg", dtype.itemsize)
-    found = _found[key]
-    if found is None:
-        return None
-    text, name, divides, itemsize = found
-    return Reduction(text, name, size if divides else 1, itemsize)
+        divisor = size if asked == "avg" else 1
+        _found[key] = None if name is None else Reduction(text_of(dtype), name, divisor, dtype.itemsize)
+    return _found[key]
 
 
 def _all_reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
@@ -71,28 +68,26 @@ def _all_reduce_coalesced(own: int, size: int, tensors: Tensors, opts: Any) -> C
 
 
 def _reduced(size: int, tensor: torch.Tensor, op: Any) -> Step | None:
-    reduction, numel, copies = reduction_of(tensor.dtype, op, size), tensor.numel(), list[Any]()
-    if reduction is None or numel == 0:
-        return None
-    memory = in_place(tensor, copies)
+    reduction, numel = reduction_of(tensor.dtype, op, size), tensor.numel()
+    copies: NewCopies = []
+    memory = None if reduction is None or numel == 0 else in_place(tensor, copies)
     if memory is None:
         return None
-    make = partial(programs.all_reduce, numel=numel, reduction=reduction)
-    return Step(("all_reduce", reduction, numel), make, (memory,), (memory,), copies)
+    return Step((programs.all_reduce, None, numel, reduction), (memory,), (memory,), copies)
 
 
 def _reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
     root = opts.rootRank
     if len(tensors) != 1 or opts.rootTensor != 0 or not 0 <= root < size:
         return None
-    tensor, copies = tensors[0], list[Any]()
+    tensor = tensors[0]
+    copies: NewCopies = []
     reduction, numel = reduction_of(tensor.dtype, opts.reduceOp, size), tensor.numel()
     memory = None if reduction is None or numel == 0 else in_place(tensor, copies)
-    if memory is None or reduction is None:
+    if memory is None:
         return None
-    make = partial(programs.one_shot, numel=numel, reduction=reduction, root=root)
     written = copies if own == root else ()
-    return Call((Step(("reduce", root, reduction, numel), make, (memory,), (memory,), written),), tensors)
+    return Call((Step((programs.one_shot, None, numel, reduction, root), (memory,), (memory,), written),), tensors)
 
 
 def _reduce_scatter_base(own: int, size: int, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Call | None:
@@ -114,7 +109,7 @@ def _scattered(own: int, size: int, output: torch.Tensor, given: torch.Tensor, o
     if whole is None:
         return None
     num_bytes = output.nbytes
-    pieces = [(0, number * num_bytes, num_bytes) for number in range(size)]
+    pieces = tuple((0, number * num_bytes, num_bytes) for number in range(size))
     return _reduced_piece(own, size, pieces, [whole], output, op)
 
 
@@ -124,7 +119,7 @@ def _reduce_scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: 
     output, found = outputs[0], all_of([readable(tensor) for tensor in inputs[0]])
     if found is None or any(each.dtype != output.dtype for each in found):
         return None
-    pieces = [(number, 0, each.nbytes) for number, each in enumerate(found)]
+    pieces = tuple((number, 0, each.nbytes) for number, each in enumerate(found))
     if pieces[own][2] != output.nbytes:
         return None
     step = _reduced_piece(own, size, pieces, found, output, opts.reduceOp)
@@ -132,10 +127,11 @@ def _reduce_scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: 
 
 
 def _reduced_piece(
-    own: int, size: int, pieces: list[Span], sources: Tensors, output: torch.Tensor, op: Any
+    own: int, size: int, pieces: tuple[Span, ...], sources: Tensors, output: torch.Tensor, op: Any
 ) -> Step | None:
     """The step that reduces this rank's piece to `output`, which may be the piece itself."""
-    reduction, copies = reduction_of(output.dtype, op, size), list[Any]()
+    reduction = reduction_of(output.dtype, op, size)
+    copies: NewCopies = []
     if reduction is None or not any(piece[2] for piece in pieces):
         return None
     part = writable(output, copies)
@@ -147,9 +143,7 @@ def _reduced_piece(
     if any(meet(each, part) for each in others):  # which later rounds would read
         copies.append((part, torch.empty_like(part)))
         part = copies[-1][1]
-    make = partial(programs.reduce_scatter, pieces=pieces, num_bytes=num_bytes, reduction=reduction)
-    key = ("reduce_scatter", reduction, len(sources), *(piece[2] for piece in pieces))
-    return Step(key, make, sources, (part,), copies)
+    return Step((programs.reduce_scatter, len(sources), pieces, num_bytes, reduction), sources, (part,), copies)
 
 
 # By the name of the method of torch's group over Gloo.

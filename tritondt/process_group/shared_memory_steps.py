@@ -4,7 +4,7 @@ How a tensor lies in memory is a rank's own affair: one with gaps, or whose dims
 from a copy or written by one, so that all ranks run the same collective.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +15,26 @@ from tritondt.process_group.shared_memory_programs import Members
 Tensors = Sequence[torch.Tensor]
 Lists = Sequence[Tensors]
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+NewCopies = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Step(NamedTuple):
-    """One exchange: a key under which its program is kept, how that is made, and its tensors.
+    """One exchange and its tensors.
 
+    `key` is what its program is made by: a function, a part that only tells texts apart, and the function's arguments.
     `copies` are pairs of a tensor and what is copied to it after the exchange.
     """
 
-    key: Hashable
-    make: Callable[[Members], DirectTransfer]
+    key: tuple[Any, ...]
     sources: Tensors
     targets: Tensors
     copies: Copies = ()
+
+    def program(self, members: Members) -> DirectTransfer:
+        """The program, which equal keys may share."""
+        make, _, *arguments = self.key
+        made: DirectTransfer = make(members, *arguments)
+        return made
 
 
 class Call(NamedTuple):
@@ -58,7 +65,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().resolve_conj().resolve_neg().contiguous() if found is None else found
 
 
-def writable(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+def writable(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
     """Memory for the elements of a tensor in the order of its dims, its own or to be copied to it; None off the CPU."""
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
@@ -69,10 +76,10 @@ def writable(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor
     return found
 
 
-def in_place(tensor: torch.Tensor, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor | None:
+def in_place(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
     """Memory that is read and written; None off the CPU."""
     found = readable(tensor)
-    if found is not None and found.data_ptr() != tensor.data_ptr():
+    if found is not None and found is not tensor:
         copies.append((tensor, found))
     return found
 

@@ -88,6 +88,11 @@ class OrderedCommunicator(Closable, ABC):
         return work.is_in(self._queue)
 
     @property
+    def has_queued(self) -> bool:
+        """Whether something was issued, which nobody has waited for since."""
+        return self._queue.last is not None
+
+    @property
     def is_usable(self) -> bool:
         """Whether the communicator can exchange: it has not ended or failed."""
         return self.failure is None
