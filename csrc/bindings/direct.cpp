@@ -126,6 +126,8 @@ void bind_direct_group(py::module_* module) {
                     std::vector<int>, int>(),
            py::arg("place"), py::arg("arenas"), py::arg("group").none(false), py::arg("sockets"),
            py::arg("num_spins"))
+      .def("connect", &DirectGroup::connect, py::arg("peer"), py::arg("socket"),
+           "The connection to a peer, before the first exchange with it.")
       .def_static("slot_bytes", &DirectGroup::slot_bytes, py::arg("arena_bytes"),
                   py::arg("num_ranks"), "Bytes of a slot in an arena of so many bytes.")
       .def(

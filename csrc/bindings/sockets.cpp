@@ -54,6 +54,8 @@ void bind_socket_group(py::module_* module) {
   py::class_<SocketGroup, TimedExchange, std::shared_ptr<SocketGroup>>(
       *module, "SocketGroup", "Connected sockets to peers, driven by the thread that calls.")
       .def(py::init<std::vector<int>>(), py::arg("sockets"))
+      .def("connect", &SocketGroup::connect, py::arg("peer"), py::arg("socket"),
+           "The connection to a peer, before the first exchange with it.")
       .def(
           "start",
           [](SocketGroup& group, const std::vector<MessageFields>& sends,

@@ -29,13 +29,17 @@ namespace tritondt {
 // One thread at a time calls `run`, `finish` and `skip`; `interrupt` may be called from any thread.
 class DirectGroup : public TimedExchange {
  public:
-  // `arenas` and `sockets` by place, equally long arenas; `sockets` are for liveness, -1 for none.
-  // A wait looks `num_spins` times before it sleeps. Throws std::invalid_argument.
+  // `arenas` and `sockets` by place, equally long arenas; `sockets` are for liveness, -1 where there
+  // is none so far. A wait looks `num_spins` times before it sleeps. Throws std::invalid_argument.
   DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
               std::shared_ptr<SocketGroup> group, std::vector<int> sockets, int num_spins);
   ~DirectGroup() override = default;
   DirectGroup(const DirectGroup&) = delete;
   DirectGroup& operator=(const DirectGroup&) = delete;
+
+  // The connection to a peer, before the first exchange with it; by the thread that exchanges.
+  // Throws std::out_of_range.
+  void connect(std::size_t peer, int socket) { sockets_.at(peer) = socket; }
 
   // Bytes of a slot in arenas of `arena_bytes`.
   static std::uint64_t slot_bytes(std::size_t arena_bytes, std::size_t num_ranks);
@@ -91,7 +95,7 @@ class DirectGroup : public TimedExchange {
   std::vector<std::shared_ptr<Arena>> arenas_;
   std::vector<DirectBoard> boards_;
   const std::shared_ptr<SocketGroup> group_;
-  const std::vector<int> sockets_;
+  std::vector<int> sockets_;
   const int num_spins_;
   const std::size_t board_bytes_;
   const std::uint64_t slot_bytes_;

@@ -23,11 +23,16 @@ namespace tritondt {
 // One thread at a time calls `start` and `finish`; the other methods may be called from any thread.
 class SocketGroup : public TimedExchange {
  public:
-  // `sockets` are non-blocking descriptors, one per peer, -1 for this rank; they stay the caller's.
+  // `sockets` are non-blocking descriptors, one per peer, -1 where there is none so far, and for
+  // this rank; they stay the caller's.
   explicit SocketGroup(std::vector<int> sockets);
   ~SocketGroup() override;
   SocketGroup(const SocketGroup&) = delete;
   SocketGroup& operator=(const SocketGroup&) = delete;
+
+  // The connection to a peer, before the first exchange with it; by the thread that exchanges.
+  // Throws std::out_of_range.
+  void connect(std::size_t peer, int socket) { sockets_.at(peer) = socket; }
 
   // Begins an exchange, at most one message each way per peer, and sends what can be sent at once.
   void start(const std::vector<Message>& sends, const std::vector<Message>& receives,

@@ -214,7 +214,7 @@ class FaultyTransport:
         for each, name in _METHODS.items():
             setattr(communicator, name, partial(self._run, each))
         if isinstance(communicator, SocketCommunicator):
-            for found in communicator._sockets:
+            for found in communicator._connections.sockets:
                 if found is not None:
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER)
 

@@ -26,7 +26,7 @@ def exchange() -> dict[str, object]:
     for placements in ([T.Replicate(), T.Shard(1)], [T.Shard(1), T.Shard(0)], [T.Replicate(), T.Replicate()]):
         x = x.redistribute(placements=placements)
         torch.testing.assert_close(x.full_tensor(), whole, rtol=0, atol=0)
-    sockets = world.current().communicator(tuple(range(4)))._sockets  # type: ignore[attr-defined]
+    sockets = world.current().communicator(tuple(range(4)))._connections.sockets  # type: ignore[attr-defined]
     found = {
         "rank": dist.get_rank(),
         "host": int(os.environ["HOST_NUMBER"]),

@@ -223,7 +223,9 @@ def test_a_rank_that_is_killed() -> None:
 def fork_and_look(rank: int) -> tuple[list[bool], list[bool]]:
     """Whether the connections of the group are open: in a forked child, and here."""
     dist.all_reduce(torch.ones(1))
-    descriptors = [found.fileno() for found in communicator_of(dist.group.WORLD)._sockets if found is not None]
+    descriptors = [
+        found.fileno() for found in communicator_of(dist.group.WORLD)._connections.sockets if found is not None
+    ]
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

@@ -74,7 +74,8 @@ def byte_moves(
         keeps=keeps,
         is_past_cache=members.is_past_cache(sum(span[2] for _, span in receives)),
     )
-    return _compiled(native, [span[2] for _, span in leaving], [span[2] for _, span in coming])
+    peers = tuple(dict.fromkeys(peer for peer, _ in (*leaving, *coming)))
+    return _compiled(native, peers, [span[2] for _, span in leaving], [span[2] for _, span in coming])
 
 
 def all_reduce(members: Members, numel: int, reduction: Reduction) -> DirectTransfer:
@@ -98,11 +99,10 @@ def one_shot(members: Members, numel: int, reduction: Reduction, root: int) -> D
     reducer = _reducer(members, reduction, members.chunk_bytes(1))
     native = OneShotReduction(reducer, source=whole, target=whole, root=root)
     others = members.others
-    return _compiled(
-        native,
-        [whole[2] for other in others if root in (-1, other)],
-        [whole[2] for _ in others if root in (-1, members.own)],
-    )
+    sent = [whole[2] for other in others if root in (-1, other)]
+    received = [whole[2] for _ in others if root in (-1, members.own)]
+    peers = [members.places[other] for other in others if root in (-1, other, members.own)]
+    return _compiled(native, peers, sent, received)
 
 
 def _piecewise(
@@ -115,7 +115,7 @@ def _piecewise(
     sent, received = [pieces[other][2] for other in others], [own_bytes] * len(others)
     if len(results) > 1:
         sent, received = sent + received, received + sent
-    return _compiled(native, sent, received)
+    return _compiled(native, [members.places[other] for other in others], sent, received)
 
 
 def _reducer(members: Members, reduction: Reduction, chunk_bytes: int) -> Reducer:
@@ -139,5 +139,7 @@ def _cut(numel: int, size: int) -> list[tuple[int, int]]:
     return [(number * each + min(number, longer), each + (number < longer)) for number in range(size)]
 
 
-def _compiled(native: DirectProgram, sent: Sequence[int], received: Sequence[int]) -> DirectTransfer:
-    return DirectTransfer(native, sum(sent), sum(received), len(sent), len(received), 0)
+def _compiled(
+    native: DirectProgram, peers: Sequence[int], sent: Sequence[int], received: Sequence[int]
+) -> DirectTransfer:
+    return DirectTransfer(native, tuple(peers), sum(sent), sum(received), len(sent), len(received), 0)

@@ -272,14 +272,14 @@ def test_ranks_of_several_hosts_need_not_hear_each_other(four_direct_ranks: Gloo
 def connect_with_store_watched(rank: int, per_host: str, transport: str | None) -> tuple[str, int]:
     """The communicator's class, and how often the others' answers about arenas were read."""
     T.close()
-    values, asked = vars(arenas)["_values"], []
+    values, asked = vars(arenas)["values"], []
 
     def counted(*arguments: Any) -> Any:
         asked.append(1)
         return values(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, set_to("TRITONDT_TRANSPORT", transport):
-        patch.setattr(arenas, "_values", counted)
+        patch.setattr(arenas, "values", counted)
         patch.setenv("LOCAL_WORLD_SIZE", per_host)
         communicator = world.current().communicator(ALL)
         communicator.barrier()

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -173,7 +173,7 @@ def test_ranks_of_one_machine_listen_at_its_loopback_interface_alone(listening: 
 
 
 def test_a_failure_of_another_rank_ends_the_waiting() -> None:
-    def look() -> None:
+    def look(missing: Sequence[int]) -> None:
         raise T.PeerError("rank 9 failed")
 
     with places() as made:

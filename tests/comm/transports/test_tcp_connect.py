@@ -5,7 +5,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -17,28 +17,30 @@ from tritondt import environment
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.transports.interfaces import machine
-from tritondt.comm.transports.tcp_connect import connect
+from tritondt.comm.transports.tcp_connect import Attempt, Connections
 
 RANKS, KEY = (4, 7, 9), "some communicator"
 Sockets = list[socket.socket | None]
 
 
 class Places:
-    """`connect` in one thread per place, on one store."""
+    """`Connections` in one thread per place, on one store: each reaches all others, or those of `wanted`."""
 
-    look: Callable[[], object] = staticmethod(lambda: None)
+    look: Callable[[Sequence[int]], object] = staticmethod(lambda _: None)
+    wanted: Mapping[int, Sequence[int]] = {place: range(3) for place in range(3)}
 
     def __init__(self, timeout_s: float = 20.0) -> None:
         self.whole_store: dist.Store = dist.HashStore()
         self.store = dist.PrefixStore(KEY, self.whole_store)
-        self._timeout = timedelta(seconds=timeout_s)
-        self._threads: list[threading.Thread] = []
+        self._timeout_s = timeout_s
+        self._threads: list[tuple[int, threading.Thread]] = []
         self.found: dict[int, Sockets] = {}
+        self.made: dict[int, Connections] = {}
         self.errors: dict[int, Exception] = {}
 
     def start(self, place: int) -> None:
         thread = threading.Thread(target=self._connect, args=(place,))
-        self._threads.append(thread)
+        self._threads.append((place, thread))
         thread.start()
 
     def announce(self, place: int) -> None:
@@ -48,16 +50,26 @@ class Places:
     def _connect(self, place: int) -> None:
         client = StoreClient(self.whole_store, StoreHost(self.whole_store))
         try:
-            self.found[place] = connect(client, KEY, RANKS, place, self._timeout, self.look)
+            attempt = Attempt.of(self._timeout_s, self.look)
+            if place not in self.made:
+                self.made[place] = Connections(client, KEY, RANKS, place, attempt)
+            self.made[place].reach(self.wanted[place], attempt)
+            self.found[place] = self.made[place].sockets
         except (T.PeerError, T.WorldError) as error:
             self.errors[place] = error
         finally:
             client.close()
 
     def join(self) -> None:
-        for thread in self._threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        for place in range(3):
+            self.join_of(place)
+
+    def join_of(self, place: int) -> None:
+        """Returns when the threads of a place have ended."""
+        for at, thread in self._threads:
+            if at == place:
+                thread.join(30)
+                assert not thread.is_alive()
 
 
 @contextmanager
@@ -67,10 +79,8 @@ def places(timeout_s: float = 20.0) -> Iterator[Places]:
         yield made
     finally:
         made.join()
-        for sockets in made.found.values():
-            for found in sockets:
-                if found is not None:
-                    found.close()
+        for connections in made.made.values():
+            connections.close()
 
 
 def assert_connected(found: dict[int, Sockets]) -> None:
@@ -188,3 +198,72 @@ def test_a_store_that_has_stopped_is_not_waited_for() -> None:
     assert re.fullmatch(
         r"rank 4 waited 1 s for ranks \[7, 9\] to connect, and the store has not answered for 1 s", str(made.errors[0])
     )
+
+
+def connected_pairs(made: Places) -> set[tuple[int, int]]:
+    """Pairs of places with a socket at the first one, to the second one."""
+    return {
+        (place, other)
+        for place, connections in made.made.items()
+        for other, found in enumerate(connections.sockets)
+        if found is not None
+    }
+
+
+def test_pairs_that_ask_are_connected_and_no_others() -> None:
+    with places() as made:
+        made.wanted = {0: (2,), 1: (), 2: (0,)}
+        for place in range(3):
+            made.start(place)
+        made.join()
+        assert connected_pairs(made) == {(0, 2), (2, 0)}
+        made.wanted = {0: (2, 1), 1: (0,), 2: (0,)}
+        for place in range(3):
+            made.start(place)
+        made.join()
+        assert connected_pairs(made) == {(0, 2), (2, 0), (0, 1), (1, 0)}
+        made.wanted = {place: range(3) for place in range(3)}
+        for place in range(3):
+            made.start(place)
+        made.join()
+        assert not made.errors
+        assert_connected(made.found)
+
+
+def test_whoever_calls_before_it_is_waited_for_is_welcome() -> None:
+    """Place 0 waits for place 1 alone, and hears place 2 meanwhile, which is done with it."""
+    with places() as made:
+        made.wanted = {0: (1,), 1: (0,), 2: (0,)}
+        made.announce(1)
+        made.start(0)
+        made.start(2)
+        made.join_of(2)
+        assert connected_pairs(made) == {(2, 0)}, "place 0 is still waiting"
+        made.start(1)
+        made.join()
+        assert not made.errors
+        assert connected_pairs(made) == {(0, 1), (1, 0), (0, 2), (2, 0)}
+        assert made.made[0].reach((1, 2), Attempt.of(0)) == []
+
+
+def test_thirty_two_places_in_a_ring_have_two_connections_each() -> None:
+    ranks = range(32)
+    store = dist.HashStore()
+    made: dict[int, Connections] = {}
+
+    def connect(place: int) -> None:
+        client = StoreClient(store, StoreHost(store))
+        attempt = Attempt.of(30)
+        made[place] = Connections(client, KEY, ranks, place, attempt)
+        made[place].reach(((place - 1) % 32, (place + 1) % 32), attempt)
+        client.close()
+
+    threads = [threading.Thread(target=connect, args=(place,)) for place in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    found = {place: [other for other, at in enumerate(made[place].sockets) if at is not None] for place in ranks}
+    for connections in made.values():
+        connections.close()
+    assert found == {place: sorted(((place - 1) % 32, (place + 1) % 32)) for place in ranks}

@@ -101,7 +101,8 @@ class ExchangeRecord:
     """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
 
     `fingerprint` and `text` are its transfer's, and `label` is the text as the flight recorder knows it; `site` is the
-    line of the program that asked for it now, and `entry` the recorder's entry.
+    line of the program that asked for it now, and `entry` the recorder's entry. `is_connected` says whether this rank
+    has found that it is connected to all of the exchange's peers.
     """
 
     fingerprint: int
@@ -110,6 +111,7 @@ class ExchangeRecord:
     recorder: FlightRecorder
     site: int = -1
     entry: int = -1
+    is_connected: bool = False
 
     @property
     def description(self) -> str:

@@ -19,9 +19,13 @@ from tritondt.planning.slots import goes_past_cache, in_lines
 
 
 class DirectTransfer(NamedTuple):
-    """A transfer compiled to a program of the extension; staged are terms that wait for those of later rounds."""
+    """A transfer compiled to a program of the extension, and the places of its peers.
+
+    Staged are terms that wait for those of later rounds.
+    """
 
     native: DirectProgram
+    peers: tuple[int, ...]
     sent_bytes: int
     received_bytes: int
     num_sent: int
@@ -62,6 +66,7 @@ def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_co
     sends, receives = transfer.exchange.sends, transfer.exchange.receives
     return DirectTransfer(
         native,
+        tuple(dict.fromkeys(found.peer for found in (*sends, *receives))),
         sum(part_bytes(transfer, part) for found in sends for part in found.parts),
         sum(part_bytes(transfer, part) for found in receives for part in found.parts),
         len(sends),

@@ -22,6 +22,12 @@ PATIENCE_S = 1.0
 Result = TypeVar("Result")
 
 
+def values(store: dist.Store, keys: list[str]) -> list[bytes]:
+    """Values of keys, by one call where the store takes one: those of 4,000 ranks by as many are 16 million."""
+    extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # not in torch's stub
+    return store.multi_get(keys) if extended else [store.get(key) for key in keys]
+
+
 class SilentStoreError(PeerError):
     """The store has not answered in time: the process that holds it has stopped, or its machine."""
 

@@ -19,7 +19,7 @@ from tritondt import environment
 from tritondt._C import Arena
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.watch import INTERVAL_S
-from tritondt.comm.store.client import PATIENCE_S
+from tritondt.comm.store.client import PATIENCE_S, values
 from tritondt.comm.transports.interfaces import machine
 from tritondt.errors import PeerError
 
@@ -140,7 +140,7 @@ class _Sharing:
                 next_look = now + INTERVAL_S
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-        found = self._call(lambda store: _values(store, list(keys.values())))
+        found = self._call(lambda store: values(store, list(keys.values())))
         return {other: json.loads(text) for other, text in zip(keys, found, strict=True)}
 
     def _call(self, function: Callable[[dist.Store], Result]) -> Result:
@@ -165,12 +165,6 @@ class _Sharing:
             f"rank {self._context.rank} waited {self._context.timeout.total_seconds():g} s for ranks {missing} to "
             "connect"
         )
-
-
-def _values(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """Values of keys, by one call where the store takes one: those of 4,000 ranks by as many are 16 million."""
-    extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # not in torch's stub
-    return store.multi_get(keys) if extended else [store.get(key) for key in keys]
 
 
 def _here() -> str:

@@ -282,7 +282,7 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         record.site = site
         own = Note(record.fingerprint, record.description)
         comparing = self._new_record(NOTES_FINGERPRINT, f"a comparison before {record.text}")
-        arrived = self._all_gather(comparing, site, write_note(own))
+        arrived = self._all_gather(comparing, site, write_note(own), self._others)
         notes = {rank: read_note(bytes(row)) for rank, row in zip(self._ranks, arrived.tolist(), strict=True)}
         found = difference(self.sequence, {**notes, self._rank: own})
         if found is not None:
@@ -295,14 +295,18 @@ class PackedCommunicator(OrderedCommunicator, ABC):
     def _barrier(self) -> None:
         self._queue.drain()
         self._check_usable("a barrier")
-        self._all_gather(self._new_record(_BARRIER_FINGERPRINT, "a barrier"), self._recorder.site(), b"\0")
+        record = self._new_record(_BARRIER_FINGERPRINT, "a barrier")
+        self._all_gather(record, self._recorder.site(), b"\0", self._met_places())
 
-    def _all_gather(self, record: ExchangeRecord, site: int, own: bytes) -> torch.Tensor:
-        """The bytes `own` of every rank, a row for each, by an exchange of their own."""
+    def _met_places(self) -> Sequence[int]:
+        """The ranks that a barrier meets by messages."""
+        return self._others
+
+    def _all_gather(self, record: ExchangeRecord, site: int, own: bytes, peers: Sequence[int]) -> torch.Tensor:
+        """The bytes `own` of every rank, a row for each, by an exchange of their own; of `peers`, the others' stay."""
         self._record_begin(record, site)
         num_bytes, sent = len(own), self._bytes_of(own)
         rows = sent.repeat(len(self._ranks), 1)
-        peers = [place for place in range(len(self._ranks)) if place != self._place]
         outgoing = Slices(Slice(peer, 0, 0, num_bytes) for peer in peers)
         incoming = Slices(Slice(peer, 0, peer * num_bytes, num_bytes) for peer in peers)
         sends = MessageBuffers(outgoing, [sent], [sent.data_ptr()], _NO_BYTES, 0)

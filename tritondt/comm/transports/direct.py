@@ -37,10 +37,13 @@ class DirectCommunicator(SocketCommunicator):
         self._chunk_bytes = chunk_bytes(num_ranks, self.slot_bytes)
         self.num_cores = len(os.sched_getaffinity(0))
         num_spins = _NUM_SPINS if num_ranks <= self.num_cores else 0
-        sockets = [-1 if found is None else found.fileno() for found in self._sockets]
-        self._direct = DirectGroup(self._place, list(arenas), self._group, sockets, num_spins)
+        self._direct = DirectGroup(self._place, list(arenas), self._group, [-1] * num_ranks, num_spins)
         self._direct.time_steps(self._times_steps)  # as a hook of new communicators may have asked by now
         self._watchdog.watch(self._direct, self._timeout_s, self._recorder, self._flight.path_text)
+
+    def _note_connection(self, place: int, descriptor: int) -> None:
+        super()._note_connection(place, descriptor)
+        self._direct.connect(place, descriptor)
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""
@@ -122,6 +125,8 @@ class DirectCommunicator(SocketCommunicator):
         self._started = time.monotonic()
         threads = torch.get_num_threads()
         try:
+            if not record.is_connected:
+                self._reach(record, plan.peers)
             # A number of its own says which exchange a message is of: the tag has no need to.
             outcome, peer = self._direct.run(
                 plan.native, source_pointers, target_pointers, threads, sequence, record.fingerprint, staging

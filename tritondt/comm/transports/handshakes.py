@@ -1,4 +1,4 @@
-"""Handshakes over new TCP connections: a rank calls others and is called, all side by side, until all are connected.
+"""Handshakes over new TCP connections: a rank calls others and is called, side by side, until all it needs are there.
 
 A caller shows the token of the rank that it calls and its own place, 20 bytes, and is answered with another token; both
 are known from the store, to ranks of the job alone. Strangers may connect, be silent, slow or talk nonsense: they cost
@@ -10,7 +10,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ _GREETING_BYTES = TOKEN_BYTES + _PLACE_BYTES
 _MAX_PENDING = 256
 # How long a rank that cannot be reached is called again: its host may not know the way yet.
 _PERSISTENCE_S, _PAUSE_S = 5.0, 0.1
-_INTERVAL_S = 1.0
+_INTERVAL_S = 0.1
 
 
 class Tokens(NamedTuple):
@@ -67,12 +67,13 @@ class Handshakes:
         addresses: Mapping[int, Address],
         listeners: Sequence[socket.socket],
         own: Tokens,
-        callers: Sequence[int],
+        callers: Set[int],
+        welcome: Set[int],
     ) -> None:
-        """`own` are the tokens that callers were given."""
+        """`own` are the tokens that callers were given; `welcome` may call as well, and are not waited for."""
         self.connected: dict[int, socket.socket] = {}
         self._place, self._addresses, self._own = place, addresses, own
-        self._expected = set(callers)
+        self._expected, self._welcome = callers, welcome | callers
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
         self._pending: dict[socket.socket, _Exchange] = {}  # the oldest first
@@ -85,8 +86,8 @@ class Handshakes:
         """Places of the ranks that are not connected."""
         return sorted((self._expected | self._addresses.keys()) - self.connected.keys())
 
-    def run(self, deadline: float, look: Callable[[], object]) -> bool:
-        """Connects until nobody is missing; False at `deadline`, by time.monotonic. Calls `look` once a second.
+    def run(self, deadline: float, look: Callable[[Sequence[int]], object]) -> bool:
+        """Connects until nobody is missing; False at `deadline`, by time.monotonic. Tells `look` ten times a second.
 
         Raises UnreachableError. Only `connected` sockets stay open.
         """
@@ -95,15 +96,15 @@ class Handshakes:
             for listener in self._listeners:
                 listener.setblocking(False)
                 self._selector.register(listener, selectors.EVENT_READ)
-            while self.missing:
+            while missing := self.missing:
                 now = time.monotonic()
                 if now >= deadline:
                     return False
                 if now >= next_look:
-                    look()
+                    look(missing)
                     next_look = time.monotonic() + _INTERVAL_S
                 self._call_waiting(now)
-                for key, _ in self._selector.select(min(deadline - now, _PAUSE_S if self._waiting else _INTERVAL_S)):
+                for key, _ in self._selector.select(min(deadline - now, _PAUSE_S)):
                     self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
             return True
         finally:
@@ -147,7 +148,7 @@ class Handshakes:
         if len(caller.content) < caller.num_bytes:  # how much of a token is right is not to be told
             return
         token, place = bytes(caller.content[:TOKEN_BYTES]), int.from_bytes(caller.content[TOKEN_BYTES:], "little")
-        is_known = secrets.compare_digest(token, bytes.fromhex(self._own.token)) and place in self._expected
+        is_known = secrets.compare_digest(token, bytes.fromhex(self._own.token)) and place in self._welcome
         if not is_known or not _send(caller.socket, bytes.fromhex(self._own.answer)):
             self._drop(caller.socket)
             return

@@ -199,10 +199,10 @@ class NcclCommunicator(PackedCommunicator):
             self._is_told = True
             raise again(self.failure) from self.failure
 
-    def _all_gather(self, record: ExchangeRecord, site: int, own: bytes) -> torch.Tensor:
+    def _all_gather(self, record: ExchangeRecord, site: int, own: bytes, peers: Sequence[int]) -> torch.Tensor:
         """Bytes of all ranks, gathered in memory of the device; the host waits."""
         with self._queue.synchronous():
-            rows = super()._all_gather(record, site, own)
+            rows = super()._all_gather(record, site, own, peers)
             stream = self._queue.target
         stream.synchronize()
         self._raise_failure_once()

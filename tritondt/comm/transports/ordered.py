@@ -23,6 +23,7 @@ class OrderedCommunicator(Closable, ABC):
 
     def __init__(self, context: CommunicatorContext, queue: IssueQueue) -> None:
         self._key, self._ranks, self._rank, self._place = context.key, context.ranks, context.rank, context.place
+        self._others = tuple(place for place in range(len(self._ranks)) if place != self._place)
         self._queue, self._flight, self._recorder = queue, context.flight, context.flight.recorder
         self._issued_at = NO_SITE  # the line that issued what the queue runs now
         self._turn = threading.RLock()

@@ -9,15 +9,17 @@ length, so ranks that disagree find out on arrival.
 """
 
 import time
+from collections.abc import Iterable, Sequence
 
 from tritondt._C import DirectGroup, SocketGroup
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
-from tritondt.comm.monitor.watch import Wait
+from tritondt.comm.monitor.watch import GRACE_S, Wait
 from tritondt.comm.packing.messages import MessageBuffers
+from tritondt.comm.store.rendezvous import gather
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.tcp_connect import connect
+from tritondt.comm.transports.tcp_connect import Attempt, Connections
 from tritondt.comm.work import ThreadQueue
 from tritondt.errors import PeerError, WorldError
 
@@ -32,21 +34,63 @@ class SocketCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
-        look = self._raise_failure_of_others
+        self._client = context.client
+        coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
         try:
-            self._sockets = connect(context.client, context.key, self._ranks, self._place, context.timeout, look)
+            self._connections = Connections(context.client, context.key, self._ranks, self._place, coming)
         except BaseException as error:
             self._watch.report(self._key, None, error)
             raise
-        self._group = SocketGroup([-1 if found is None else found.fileno() for found in self._sockets])
+        self._group = SocketGroup([-1] * len(self._ranks))
         self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
 
-    def _raise_failure_of_others(self) -> None:
+    def _raise_failure_of_others(self, missing: Sequence[int]) -> None:
         """Raises PeerError where a rank that this one is about to connect to has failed."""
         found = self._watch.failure(self._key)
         if found is not None:
             connecting = f"rank {self._rank} connected to ranks {list(self._ranks)}"
             raise PeerError(f"rank {found.rank} failed while {connecting}: {found.error}")
+
+    def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
+        """Connects to those that no exchange so far had messages with."""
+        if not record.is_connected:
+            self._reach(record, {message.peer for message in (*receives.slices, *sends.slices)})
+
+    def _reach(self, record: ExchangeRecord, places: Iterable[int]) -> None:
+        """Connects to the ranks at `places`, which come to this exchange, too, where it has not been done before."""
+        lacking = self._connections.lacking.intersection(places)
+        if lacking:
+            self._connect(record, lacking)
+        record.is_connected = True
+
+    def _connect(self, record: ExchangeRecord, lacking: Iterable[int]) -> None:
+        wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, self._timeout_s)
+
+        def look(missing: Sequence[int]) -> None:
+            wait.suspects = tuple(self._ranks[place] for place in missing)
+            self._recorder.state(record.entry, EXCHANGING, wait.suspects[0])
+            self._check_usable(record.description)  # another thread may have aborted
+            if wait.reason is not None:
+                raise wait.reason
+
+        look(sorted(lacking))
+        self._watch.begin(wait)
+        try:
+            # The watch ends it at its timeout, and knows why; later only where the watch has no answer.
+            connected = self._connections.reach(lacking, Attempt.of(self._timeout_s + 2 * GRACE_S, look))
+        except PeerError as error:
+            reason = wait.reason or self._watch.broken(wait, f"{error} in {record.description}")
+            raise self._flight.written_for(reason) from error
+        finally:
+            self._watch.end(wait)
+        for place in connected:
+            found = self._connections.sockets[place]
+            assert found is not None, f"place {place} has been connected"
+            self._note_connection(place, found.fileno())
+
+    def _note_connection(self, place: int, descriptor: int) -> None:
+        """Notes a new connection."""
+        self._group.connect(place, descriptor)
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Sends the bytes that the sockets' buffers take at once."""
@@ -97,6 +141,20 @@ class SocketCommunicator(PackedCommunicator):
                 wait.peer = self._ranks[peer]
             raise self._flight.written_for(self._cause(wait, outcome))
 
+    def _barrier(self) -> None:
+        super()._barrier()
+        if self._connections.lacking:
+            # Who is connected has met above, which finds out at once who has left; the rest meet in the store.
+            try:
+                gather(self._client, self._key, "leaving", self._ranks, self._rank, self._timeout_s)
+            except RuntimeError as error:
+                if isinstance(error, PeerError):
+                    raise
+                # The rank that holds the store has seen all of them, and has left with it.
+
+    def _met_places(self) -> Sequence[int]:
+        return [place for place, found in enumerate(self._connections.sockets) if found is not None]
+
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         self._watch.report(self._key, self.sequence, error)
@@ -121,18 +179,14 @@ class SocketCommunicator(PackedCommunicator):
     def disown(self, error: WorldError) -> None:
         """Refuses all further use, and closes this process's sockets: peers must notice when the parent dies."""
         super().disown(error)
-        for found in self._sockets:
-            if found is not None:
-                found.close()
+        self._connections.close()
 
     def _disconnect(self, reason: BaseException) -> None:
         self._close_sockets()
 
     def _close_sockets(self) -> None:
         self._watchdog.unwatch(self._group)
-        for found in self._sockets:
-            if found is not None:
-                found.close()
+        self._connections.close()
 
     def _cause(self, wait: Wait, outcome: str) -> PeerError:
         """The reason why an exchange broke off: what the watch or the store knows, else what the socket said."""

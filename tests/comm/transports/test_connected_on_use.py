@@ -1,0 +1,143 @@
+"""Ranks connect with those that they have messages for, when they first do; their ends and faults before that."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import tritondt as T
+from tests.harness.gloo_ranks import GlooRanks
+from tritondt.comm import world
+
+ALL = (0, 1, 2, 3)
+WHOLE = torch.arange(48.0).view(6, 8)
+
+
+@pytest.fixture(params=["sockets", "direct"])
+def ranks(request: pytest.FixtureRequest) -> GlooRanks:
+    name = "four_ranks" if request.param == "sockets" else "four_direct_ranks"
+    found: GlooRanks = request.getfixturevalue(name)
+    return found
+
+
+def grid() -> T.Mesh:
+    return T.Mesh((2, 2))
+
+
+def cut() -> T.DTensor:
+    """Cut along both axes of a grid: no rank has heard of another one."""
+    return T.distribute_tensor(WHOLE, grid(), [T.Shard(0), T.Shard(1)], src_data_rank=None)
+
+
+def peers() -> list[int]:
+    """Places to which this rank is connected."""
+    communicator: Any = world.current().communicator(ALL)
+    return [place for place, found in enumerate(communicator._connections.sockets) if found is not None]
+
+
+def test_ranks_connect_with_those_that_they_have_messages_for(ranks: GlooRanks) -> None:
+    """Along rows of the grid first, then with all: whole tensors come from the nearest that have them."""
+    for rank, (first, second, last) in enumerate(ranks.run(connect_along_rows)):
+        assert (first, second) == ([], [rank ^ 1])
+        assert rank ^ 2 in last
+
+
+def connect_along_rows(rank: int) -> list[list[int]]:
+    T.close()
+    x = cut()
+    found = [peers()]
+    rows = x.redistribute(placements=[T.Shard(0), T.Replicate()])
+    found.append(peers())
+    torch.testing.assert_close(rows.full_tensor(), WHOLE, rtol=0, atol=0)
+    found.append(peers())
+    T.close()
+    return found
+
+
+def test_closing_waits_for_those_that_were_never_connected(ranks: GlooRanks) -> None:
+    *early, _ = ranks.run(close_with_a_late_rank)
+    assert all(seconds > 0.7 for seconds in early), early
+
+
+def close_with_a_late_rank(rank: int) -> float:
+    T.close()
+    cut().redistribute(placements=[T.Shard(0), T.Replicate()])
+    assert peers() == [rank ^ 1]
+    if rank == 3:
+        time.sleep(1)
+    started = time.monotonic()
+    T.close()
+    return time.monotonic() - started
+
+
+def test_a_rank_that_does_not_close_is_named(four_ranks: GlooRanks) -> None:
+    """Rank 2, which is connected with it, says so; the others hear of it, or run out of time themselves."""
+    first, second, third = four_ranks.run(close_without_rank_3)[:3]
+    assert re.match(r"rank 2 waited 2\.\d s for rank 3 in a barrier", third), third
+    for rank, text in enumerate((first, second)):
+        own = rf"rank {rank} waited( 2 s)? for ranks \[2, 3\] to close"
+        heard = rf"rank [0-2] failed while {own.replace('( 2 s)?', '')}: PeerError: rank [0-2] waited"
+        assert re.match(own, text) or re.match(heard, text), text
+
+
+def close_without_rank_3(rank: int) -> str:
+    T.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITONDT_TIMEOUT", "2")
+        cut().redistribute(placements=[T.Shard(0), T.Replicate()])
+    if rank == 3:
+        time.sleep(6)
+        T.abort()
+        return ""
+    with pytest.raises(T.PeerError) as error:
+        T.close()
+    return str(error.value)
+
+
+def test_a_rank_that_refuses_the_first_exchange_is_known_at_once(ranks: GlooRanks) -> None:
+    found = ranks.run(refuse_on_rank_1)
+    assert found[1][0].startswith("LocalTensorError")
+    for rank in (0, 2, 3):
+        text, seconds = found[rank]
+        assert f"rank 1 failed while rank {rank} waited for rank" in text, text
+        assert "LocalTensorError" in text
+        assert seconds < 10, "the timeout is 60 s"
+
+
+def refuse_on_rank_1(rank: int) -> tuple[str, float]:
+    T.close()
+    mesh, meta = T.Mesh((4,)), T.TensorMeta.contiguous((8, 8))
+    before, after = (T.DTensorSpec(mesh, T.parse_placements(text), meta) for text in ("S0", "S1"))
+    started = time.monotonic()
+    with pytest.raises((T.PeerError, T.LocalTensorError)) as error:
+        T.redistribute(torch.ones(1 if rank == 1 else 2, 8), before, after)
+    seconds = time.monotonic() - started
+    T.abort()
+    return f"{type(error.value).__name__}: {error.value}", seconds
+
+
+@pytest.mark.parametrize("transport", ["sockets", pytest.param("direct", marks=pytest.mark.extended)])
+def test_a_rank_that_dies_before_anybody_is_connected_with_it(transport: str) -> None:
+    """Its port refuses whoever calls it; whom it would have called hears of that, or runs out of time."""
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": transport, "TRITONDT_TIMEOUT": "8"}) as mortal:
+        found = mortal.outcomes(lose_rank_1, timeout_s=60)
+    for rank in (0, 2, 3):
+        text, seconds = found[rank]
+        assert "rank 1" in text, text
+        assert seconds < 12, (text, seconds)
+
+
+def lose_rank_1(rank: int) -> tuple[str, float]:
+    mesh = T.Mesh((4,))
+    x = T.distribute_tensor(WHOLE, mesh, [T.Shard(0)], src_data_rank=None)
+    assert peers() == []
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(T.PeerError) as error:
+        x.redistribute(placements=[T.Shard(1)])
+    return str(error.value), time.monotonic() - started
