@@ -92,7 +92,8 @@ class ProcessWorld:
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
         self._parts: dict[str, Part] = {}
         self._rendezvous: list[Rendezvous] = []
-        self._making = threading.Lock()
+        # One for each: two threads may make two communicators in one order here, and in the other one elsewhere.
+        self._making: dict[tuple[tuple[int, ...], str], threading.Lock] = {}
         self._store_host.announce(self._store, who.rank)
         self._costs = self._agreed(default_costs(who.size))
         self._closed = False
@@ -125,7 +126,7 @@ class ProcessWorld:
         key = (tuple(sorted(ranks)), device_type)
         found = self._communicators.get(key)
         if found is None:
-            with self._making:
+            with self._making.setdefault(key, threading.Lock()):
                 found = self._communicators.get(key)
                 if found is None:
                     found = self._communicators[key] = self._connected(*key)

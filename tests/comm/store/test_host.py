@@ -14,7 +14,6 @@ import torch.distributed as dist
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
-from tritondt.comm import world
 from tritondt.comm.store import host
 from tritondt.comm.store.client import SilentStoreError, StoreClient
 from tritondt.comm.store.host import StoreHost
@@ -82,7 +81,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
 
 
 def meet(rank: int) -> None:
-    world.current().communicator((0, 1, 2)).barrier()
+    distribute(FULL, T.Mesh((3,)), "S0").full_tensor()
 
 
 def wait_beside_a_stopped_store(rank: int, holder: int, told: Path) -> str:

@@ -7,7 +7,7 @@ import torch
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
-from tritondt.comm.transports import base
+from tritondt.comm.transports import announced
 from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.debug.tracing.record import Span
 from tritondt.debug.tracing.recording import Recording
@@ -35,7 +35,7 @@ def recorded(rank: int, source: str, target: list[Any], shape: tuple[int, int]) 
     finally:
         recording.end()
     x.redistribute(placements=target)
-    later = sum(len(found.take_steps()) for found in base.made if isinstance(found, DirectCommunicator))
+    later = sum(len(found.take_steps()) for found in announced.made if isinstance(found, DirectCommunicator))
     record = recording.record(rank, 4)
     (exchange,) = [span for span in record.spans if span.kind == "exchange"]
     inside = [

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_a_rank_that_does_not_close_is_named(four_ranks: GlooRanks) -> None:
     first, second, third = four_ranks.run(close_without_rank_3)[:3]
     assert re.match(r"rank 2 waited 2\.\d s for rank 3 in a barrier", third), third
     for rank, text in enumerate((first, second)):
-        own = rf"rank {rank} waited( 2 s)? for ranks \[2, 3\] to close"
+        own = rf"rank {rank} waited( 2 s)? for ranks \[2, 3\] to come to a barrier"
         heard = rf"rank [0-2] failed while {own.replace('( 2 s)?', '')}: PeerError: rank [0-2] waited"
         assert re.match(own, text) or re.match(heard, text), text
 
@@ -141,3 +142,81 @@ def lose_rank_1(rank: int) -> tuple[str, float]:
     with pytest.raises(T.PeerError) as error:
         x.redistribute(placements=[T.Shard(1)])
     return str(error.value), time.monotonic() - started
+
+
+def test_two_threads_make_communicators_in_either_order(four_ranks: GlooRanks) -> None:
+    """One thread makes the pair's first on rank 0, and on rank 1 last: each waits for the other's second thread."""
+    assert four_ranks.run(make_in_two_threads) == [2, 2, 1, 1]
+
+
+def make_in_two_threads(rank: int) -> int:
+    T.close()
+    found = [ranks for ranks in ((0, 1), ALL) if rank in ranks]
+    threads = [
+        threading.Thread(target=world.current().communicator, args=(each,), daemon=True)
+        for each in (found if rank == 0 else found[::-1])
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(20)
+    done = sum(not thread.is_alive() for thread in threads)
+    T.abort()
+    return done
+
+
+def test_a_refusal_comes_behind_what_another_thread_exchanges(ranks: GlooRanks) -> None:
+    for rank, text in enumerate(ranks.run(refuse_in_a_second_thread)):
+        assert text == "" if rank == 0 else f"rank 0 failed while rank {rank} waited for rank" in text, text
+
+
+def refuse_in_a_second_thread(rank: int) -> str:
+    """Rank 0 refuses the second exchange while the first is under way; the error that the others get."""
+    T.close()
+    mesh = T.Mesh((4,))
+    x = T.distribute_tensor(WHOLE, mesh, [T.Shard(0)], src_data_rank=None)
+    communicator: Any = world.current().communicator(ALL)
+    if rank == 0:
+        ended: list[str] = []
+
+        def refuse() -> None:
+            communicator.refuse(T.LocalTensorError("no second one"))
+            ended.append("refusal")
+
+        second = threading.Timer(0.3, refuse)
+        second.start()
+        moved = x.redistribute(placements=[T.Shard(1)])
+        ended.append("exchange")
+        second.join()
+        assert ended == ["exchange", "refusal"]
+        text = ""
+    else:
+        time.sleep(1)
+        moved = x.redistribute(placements=[T.Shard(1)])
+        with pytest.raises(T.PeerError) as error:
+            moved.redistribute(placements=[T.Replicate()])
+        text = str(error.value)
+    torch.testing.assert_close(moved.to_local(), WHOLE.tensor_split(4, 1)[rank], rtol=0, atol=0)
+    T.abort()
+    return text
+
+
+def test_barriers_of_ranks_that_are_not_connected_are_met_one_by_one(ranks: GlooRanks) -> None:
+    for waited in ranks.run(meet_twice):
+        assert waited > 0.7, "the second barrier was taken for the first"
+
+
+def meet_twice(rank: int) -> float:
+    """Seconds of this rank at the second barrier, to which the last rank comes late; it waits for nobody."""
+    T.close()
+    communicator: Any = world.current().communicator(ALL)
+    communicator.barrier()
+    assert peers() == []
+    if rank == 3:
+        time.sleep(1)
+    started = time.monotonic()
+    communicator.barrier()
+    waited = time.monotonic() - started
+    T.close()
+    return 1 if rank == 3 else waited

@@ -10,7 +10,7 @@ import torch
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
-from tritondt.comm.transports import base
+from tritondt.comm.transports import announced
 from tritondt.redistribution.rows import RowCounts, exchange_rows
 
 
@@ -35,7 +35,7 @@ def left_behind(rank: int) -> tuple[list[int], list[int]]:
         exchange_all_kinds()
         T.close()
         gc.collect()
-        alive.append(len(base.made))
+        alive.append(len(announced.made))
         descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
     return alive, descriptors
 

@@ -9,7 +9,7 @@ import torch
 import tritondt as T
 from tests.harness.work import num_calls
 from tests.ops.sharded import distribute
-from tritondt.comm.transports import base
+from tritondt.comm.transports import announced
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import mark_step
 from tritondt.debug.tracing.record import RankRecord
@@ -86,7 +86,7 @@ def test_a_record_travels_as_bytes(records):
 def test_a_recording_that_has_ended_leaves_everything_as_it_was():
     def state() -> tuple[object, ...]:
         work: Any = torch._C._distributed_c10d.Work
-        hooks = (tuple(base.on_made), tuple(compiling.on_compiled))
+        hooks = (tuple(announced.on_made), tuple(compiling.on_compiled))
         return DTensor.__dict__["__torch_dispatch__"], Router.__dict__["run"], work.__dict__["wait"], hooks
 
     before = state()

@@ -6,7 +6,7 @@ count for themselves. The store counts how many communicators of a name have end
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -44,7 +44,7 @@ class Rendezvous:
 
         Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
         """
-        gather(self._client, self.key, "here", self._ranks, rank, self._timeout_s)
+        gather(self._client, self.key, "here", self._ranks, rank, self._timeout_s, "connect")
 
     def end(self) -> None:
         """Counts this making as ended, so that the next one of its name gets another key; once for all ranks."""
@@ -53,9 +53,9 @@ class Rendezvous:
 
 
 def gather(
-    client: StoreClient, key: str, where: Literal["here", "leaving"], ranks: Sequence[int], rank: int, timeout_s: float
+    client: StoreClient, key: str, where: str, ranks: Sequence[int], rank: int, timeout_s: float, what: str
 ) -> None:
-    """Returns when all `ranks` of the communicator `key` have called it, who come to it or leave it.
+    """Returns when all `ranks` of the communicator `key` have come to the same place, to do `what`.
 
     Raises PeerError where some do not in time, naming them, or one has failed, as it does then.
     """
@@ -65,8 +65,7 @@ def gather(
         return client.call(lambda store: store.check(asked), timeout_s)
 
     def late() -> str:
-        missing = [other for other, said in keys.items() if not have_come([said])]
-        return f"for ranks {missing} to {'connect' if where == 'here' else 'close'}"
+        return f"for ranks {[other for other, said in keys.items() if not have_come([said])]} to {what}"
 
     client.call(lambda store: store.set(keys[rank], ""), timeout_s)
     started, pause = time.monotonic(), _FIRST_PAUSE_S

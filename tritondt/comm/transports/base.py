@@ -5,9 +5,9 @@ each rank's own decision and changes no message. All others go through two buffe
 and one for what arrives, that live for the one call.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import profiler
@@ -27,6 +27,7 @@ from tritondt.comm.packing.packed_transfer import (
     packed_transfer,
 )
 from tritondt.comm.packing.wire_cast import casting_transfer
+from tritondt.comm.transports.announced import Announced
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue, run_at_once
 from tritondt.errors import TransportError
@@ -38,13 +39,9 @@ from tritondt.planning.collectives import Collective
 _BARRIER_FINGERPRINT = 0x62617272
 # Name of an exchange's range in torch.profiler, while one is on.
 EXCHANGE_RANGE = "tritondt::exchange"
-# The communicators of this process, and functions that are told of new ones: a recording's, which hides methods of each
-# with its own, so that an exchange asks nothing.
-made: "WeakSet[PackedCommunicator]" = WeakSet()
-on_made: list[Callable[["PackedCommunicator"], object]] = []
 
 
-class PackedCommunicator(OrderedCommunicator, ABC):
+class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     """A communicator whose transport carries bytes from one rank to another.
 
     An exchange calls the transport's `post`, packs, calls `start`, keeps what stays on this rank, calls `finish`, and
@@ -65,9 +62,6 @@ class PackedCommunicator(OrderedCommunicator, ABC):
         self._label = self._recorder.label(context.name)
         self._realigned: WeakKeyDictionary[Transfer, dict[TensorStarts, PackedTransfer]] = WeakKeyDictionary()
         self._compares = context.compares
-        made.add(self)
-        for hook in on_made:
-            hook(self)
 
     @property
     def traffic(self) -> Traffic:

@@ -28,8 +28,6 @@ _NUM_SPINS = 500
 class DirectCommunicator(SocketCommunicator):
     """A communicator of ranks that have mapped each other's `arenas`, by place; made by all of them together."""
 
-    _times_steps = False
-
     def __init__(self, context: ProcessContext, arenas: Sequence[Arena]) -> None:
         super().__init__(context)
         num_ranks = len(arenas)
@@ -38,7 +36,6 @@ class DirectCommunicator(SocketCommunicator):
         self.num_cores = len(os.sched_getaffinity(0))
         num_spins = _NUM_SPINS if num_ranks <= self.num_cores else 0
         self._direct = DirectGroup(self._place, list(arenas), self._group, [-1] * num_ranks, num_spins)
-        self._direct.time_steps(self._times_steps)  # as a hook of new communicators may have asked by now
         self._watchdog.watch(self._direct, self._timeout_s, self._recorder, self._flight.path_text)
 
     def _note_connection(self, place: int, descriptor: int) -> None:
@@ -141,9 +138,7 @@ class DirectCommunicator(SocketCommunicator):
 
     def time_steps(self, is_on: bool) -> None:
         """Notes from now on when an exchange packs, keeps, waits and unpacks in its rounds, or no more."""
-        self._times_steps = is_on
-        if hasattr(self, "_direct"):
-            self._direct.time_steps(is_on)
+        self._direct.time_steps(is_on)
 
     def take_steps(self) -> list[tuple[str, int, int]]:
         """Kind, start and end, by `time.monotonic_ns`, of the steps of this thread's last exchange."""

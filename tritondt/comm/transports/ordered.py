@@ -121,9 +121,12 @@ class OrderedCommunicator(Closable, ABC):
         """Reports why this rank takes no part in the next exchange, which counts as run, to the other ranks."""
         if self._is_inherited:  # nobody waits for this process
             return
-        if not self._queue.is_own_thread():
+        if self._queue.is_own_thread():
+            self._refuse(error)
+            return
+        with self._turn:  # behind what another thread exchanges now: exchanges are counted
             self._queue.drain()
-        self._refuse(error)
+            self._refuse(error)
 
     @abstractmethod
     def _refuse(self, error: BaseException) -> None: ...

@@ -146,7 +146,8 @@ class SocketCommunicator(PackedCommunicator):
         if self._connections.lacking:
             # Who is connected has met above, which finds out at once who has left; the rest meet in the store.
             try:
-                gather(self._client, self._key, "leaving", self._ranks, self._rank, self._timeout_s)
+                where, what = f"barrier/{self.sequence}", "come to a barrier"
+                gather(self._client, self._key, where, self._ranks, self._rank, self._timeout_s, what)
             except RuntimeError as error:
                 if isinstance(error, PeerError):
                     raise

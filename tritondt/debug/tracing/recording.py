@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.messages import MessageBuffers
-from tritondt.comm.transports import base
+from tritondt.comm.transports import announced
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.work import QUEUE_THREAD
@@ -67,9 +67,9 @@ class Recording:
     def begin(self) -> None:
         """Puts the functions that record in the places of those that do not."""
         compiling.compile_plan.cache_clear()  # so that all that is compiled is heard of
-        for found in tuple(base.made):
+        for found in tuple(announced.made):
             self._observe(found)
-        self._append_to(base.on_made, self._observe_new)
+        self._append_to(announced.on_made, self._observe_new)
         self._append_to(compiling.on_compiled, self._keep_plan)
         for tensor_class in (DTensor, copied_view_class(DTensor)):
             self._replace(tensor_class, "__torch_dispatch__", staticmethod(self._dispatch_of(tensor_class)))
