@@ -29,8 +29,9 @@ namespace tritondt {
 // One thread at a time calls `run`, `finish` and `skip`; `interrupt` may be called from any thread.
 class DirectGroup : public TimedExchange {
  public:
-  // `arenas` and `sockets` by place, equally long arenas; `sockets` are for liveness, -1 where there
-  // is none so far. A wait looks `num_spins` times before it sleeps. Throws std::invalid_argument.
+  // `arenas` and `sockets` by place, equally long arenas; `sockets` are for liveness, -1 where
+  // there is none so far. A wait looks `num_spins` times before it sleeps. Throws
+  // std::invalid_argument.
   DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
               std::shared_ptr<SocketGroup> group, std::vector<int> sockets, int num_spins);
   ~DirectGroup() override = default;
