@@ -123,9 +123,9 @@ class Trainer:
 
     def __init__(self, request: Request, mesh: T.DeviceMesh, styles: ModuleType, placements: Any) -> None:
         sizes = request.sizes
-        self._model = make_gpt(sizes, seed=0, split=True)
-        styles.parallelize_module(self._model, mesh, make_plan(styles, placements))
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, foreach=True)
+        self.model = make_gpt(sizes, seed=0, split=True)
+        styles.parallelize_module(self.model, mesh, make_plan(styles, placements))
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=True)
         self._batches = Batches(_BATCHES, request.batch, sizes.sequence, seed=0)
         self._positions = torch.arange(sizes.sequence)
         self.losses: list[float] = []
@@ -134,7 +134,7 @@ class Trainer:
         """Forward, backward and update; keeps the loss before it."""
         tokens, following = self._batches.read(len(self.losses) % _BATCHES)
         self._optimizer.zero_grad()
-        logits = self._model(tokens, self._positions)
+        logits = self.model(tokens, self._positions)
         loss = F.cross_entropy(logits.flatten(0, 1), following.flatten())
         loss.backward()
         self._optimizer.step()
