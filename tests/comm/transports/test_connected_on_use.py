@@ -220,3 +220,16 @@ def meet_twice(rank: int) -> float:
     waited = time.monotonic() - started
     T.close()
     return 1 if rank == 3 else waited
+
+
+def test_ranks_that_wait_without_end_connect(ranks: GlooRanks) -> None:
+    assert ranks.run(connect_without_a_timeout) == ["done"] * 4
+
+
+def connect_without_a_timeout(rank: int) -> str:
+    T.close()
+    x = cut()
+    world.current().communicator(ALL).set_timeout(float("inf"))
+    torch.testing.assert_close(x.full_tensor(), WHOLE, rtol=0, atol=0)
+    T.close()
+    return "done"

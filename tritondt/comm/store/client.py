@@ -87,7 +87,7 @@ class StoreClient:
         """Seconds left for a new call: no caller waits longer because calls before it hang."""
         oldest = self._oldest
         waited = 0.0 if oldest is None else time.monotonic() - oldest.asked
-        return max(patience_s - waited, 0.01)
+        return min(max(patience_s - waited, 0.01), threading.TIMEOUT_MAX)
 
     def close(self) -> None:
         """Ends the client's thread; one that hangs in the store ends when the store answers, or with the process."""
