@@ -233,17 +233,34 @@ def test_pairs_that_ask_are_connected_and_no_others() -> None:
 def test_whoever_calls_before_it_is_waited_for_is_welcome() -> None:
     """Place 0 waits for place 1 alone, and hears place 2 meanwhile, which is done with it."""
     with places() as made:
-        made.wanted = {0: (1,), 1: (0,), 2: (0,)}
-        made.announce(1)
-        made.start(0)
-        made.start(2)
+        made.wanted = {0: (1,), 1: (), 2: (0,)}
+        for place in range(3):
+            made.start(place)
+        made.join_of(1)
         made.join_of(2)
         assert connected_pairs(made) == {(2, 0)}, "place 0 is still waiting"
+        made.wanted = {**made.wanted, 1: (0,)}
         made.start(1)
         made.join()
         assert not made.errors
         assert connected_pairs(made) == {(0, 1), (1, 0), (0, 2), (2, 0)}
         assert made.made[0].reach((1, 2), Attempt.of(0)) == []
+
+
+def test_what_is_being_connected_is_closed_too() -> None:
+    """As a child does that was forked meanwhile: it would keep the others from noticing that its parent dies."""
+    with places(timeout_s=2.0) as made:
+        made.wanted = {0: (1,), 1: (), 2: (0,)}
+        for place in range(3):
+            made.start(place)
+        made.join_of(1)
+        made.join_of(2)
+        made.made[0].close()
+        (to_place_0,) = [found for found in made.found[2] if found is not None]
+        to_place_0.settimeout(10)
+        assert to_place_0.recv(1) == b""
+        made.join()
+    assert str(made.errors[0]) == "rank 4 waited 2 s for ranks [7] to connect"
 
 
 def test_thirty_two_places_in_a_ring_have_two_connections_each() -> None:

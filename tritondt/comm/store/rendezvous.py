@@ -44,38 +44,33 @@ class Rendezvous:
 
         Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
         """
-        gather(self._client, self.key, "here", self._ranks, rank, self._timeout_s, "connect")
+        here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank, self._timeout_s)
+        self._asked(lambda store: store.set(self._here(rank), ""))
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while not self._asked(lambda store: store.check(here)):
+            failed = notices.failure(self.key, 0)
+            if failed is not None:
+                raise PeerError(
+                    f"rank {failed.rank} failed while rank {rank} waited for ranks {self._missing()} to connect: "
+                    f"{failed.error}"
+                )
+            if time.monotonic() - started > self._timeout_s:
+                late = PeerError(f"rank {rank} waited {self._timeout_s:g} s for ranks {self._missing()} to connect")
+                notices.report_for_good(self.key, late)
+                raise late
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _missing(self) -> list[int]:
+        return [other for other in self._ranks if not self._has_come(other)]
+
+    def _has_come(self, other: int) -> bool:
+        return self._asked(lambda store: store.check([self._here(other)]))
+
+    def _here(self, other: int) -> str:
+        return f"{self.key}/here/{other}"
 
     def end(self) -> None:
         """Counts this making as ended, so that the next one of its name gets another key; once for all ranks."""
         before = "" if self._number == 1 else f"{self._number - 1}"
         self._client.call(lambda store: store.compare_set(self._ended, before, f"{self._number}"))
-
-
-def gather(
-    client: StoreClient, key: str, where: str, ranks: Sequence[int], rank: int, timeout_s: float, what: str
-) -> None:
-    """Returns when all `ranks` of the communicator `key` have come to the same place, to do `what`.
-
-    Raises PeerError where some do not in time, naming them, or one has failed, as it does then.
-    """
-    keys, notices = {other: f"{key}/{where}/{other}" for other in ranks}, Notices(client, rank, timeout_s)
-
-    def have_come(asked: list[str]) -> bool:
-        return client.call(lambda store: store.check(asked), timeout_s)
-
-    def late() -> str:
-        return f"for ranks {[other for other, said in keys.items() if not have_come([said])]} to {what}"
-
-    client.call(lambda store: store.set(keys[rank], ""), timeout_s)
-    started, pause = time.monotonic(), _FIRST_PAUSE_S
-    while not have_come([*keys.values()]):
-        failed = notices.failure(key, 0)
-        if failed is not None:
-            raise PeerError(f"rank {failed.rank} failed while rank {rank} waited {late()}: {failed.error}")
-        if time.monotonic() - started > timeout_s:
-            error = PeerError(f"rank {rank} waited {timeout_s:g} s {late()}")
-            notices.report_for_good(key, error)
-            raise error
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)

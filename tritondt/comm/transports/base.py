@@ -289,12 +289,10 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     def _barrier(self) -> None:
         self._queue.drain()
         self._check_usable("a barrier")
-        record = self._new_record(_BARRIER_FINGERPRINT, "a barrier")
-        self._all_gather(record, self._recorder.site(), b"\0", self._met_places())
+        self._meet(self._new_record(_BARRIER_FINGERPRINT, "a barrier"), self._others)
 
-    def _met_places(self) -> Sequence[int]:
-        """The ranks that a barrier meets by messages."""
-        return self._others
+    def _meet(self, record: ExchangeRecord, places: Sequence[int]) -> None:
+        self._all_gather(record, self._recorder.site(), b"\0", places)
 
     def _all_gather(self, record: ExchangeRecord, site: int, own: bytes, peers: Sequence[int]) -> torch.Tensor:
         """The bytes `own` of every rank, a row for each, by an exchange of their own; of `peers`, the others' stay."""

@@ -119,11 +119,11 @@ class DirectCommunicator(SocketCommunicator):
             memory, staging, _, _ = self._buffers(plan, CPU)
         sequence = self.sequence = self.sequence + 1
         self._traffic.count(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
-        self._started = time.monotonic()
         threads = torch.get_num_threads()
         try:
             if not record.is_connected:
                 self._reach(record, plan.peers)
+            self._started = time.monotonic()
             # A number of its own says which exchange a message is of: the tag has no need to.
             outcome, peer = self._direct.run(
                 plan.native, source_pointers, target_pointers, threads, sequence, record.fingerprint, staging

@@ -109,8 +109,17 @@ class Handshakes:
             return True
         finally:
             self._selector.close()
-            for exchange in (*self._pending.values(), *self._calls.values()):
-                exchange.socket.close()
+            self._close_unfinished()
+
+    def close(self) -> None:
+        """Closes all sockets, of what runs in another thread, or did in the process that this one was forked from."""
+        self._close_unfinished()
+        for found in list(self.connected.values()):
+            found.close()
+
+    def _close_unfinished(self) -> None:
+        for exchange in [*self._pending.values(), *self._calls.values()]:
+            exchange.socket.close()
 
     def _serve(self, ready: socket.socket) -> None:
         if ready in self._listeners:
@@ -199,7 +208,8 @@ class Handshakes:
         """Calls a rank again later: for some seconds where it could not be reached, else for as long as it takes."""
         self._drop(call.socket)
         now, address = time.monotonic(), self._addresses[call.place]
-        if error != 0 and now - self._first_called[call.place] > _PERSISTENCE_S:
+        # ETIMEDOUT is of a queue of callers that is full: the rank has yet to come to this exchange.
+        if error not in (0, errno.ETIMEDOUT) and now - self._first_called[call.place] > _PERSISTENCE_S:
             reason = f"[Errno {error}] {errno.errorcode.get(error, 'error')}"
             raise UnreachableError(call.place, f"{reason} at {address.host}, port {address.port}")
         self._waiting[call.place] = now + _PAUSE_S

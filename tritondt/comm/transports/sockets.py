@@ -9,7 +9,8 @@ length, so ranks that disagree find out on arrival.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from tritondt._C import DirectGroup, SocketGroup
 from tritondt.comm.communicator import tag_of
@@ -17,7 +18,6 @@ from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.monitor.watch import GRACE_S, Wait
 from tritondt.comm.packing.messages import MessageBuffers
-from tritondt.comm.store.rendezvous import gather
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.tcp_connect import Attempt, Connections
 from tritondt.comm.work import ThreadQueue
@@ -34,7 +34,6 @@ class SocketCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
-        self._client = context.client
         coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
         try:
             self._connections = Connections(context.client, context.key, self._ranks, self._place, coming)
@@ -63,30 +62,39 @@ class SocketCommunicator(PackedCommunicator):
             self._connect(record, lacking)
         record.is_connected = True
 
-    def _connect(self, record: ExchangeRecord, lacking: Iterable[int]) -> None:
+    def _connect(self, record: ExchangeRecord, lacking: set[int]) -> None:
+        with self._watched(record, lacking) as look:
+            # The watch ends it at its timeout, and knows why; later only where the watch has no answer.
+            connected = self._connections.reach(lacking, Attempt.of(self._timeout_s + 2 * GRACE_S, look))
+        for place in connected:
+            found = self._connections.sockets[place]
+            assert found is not None, f"place {place} has been connected"
+            self._note_connection(place, found.fileno())
+
+    @contextmanager
+    def _watched(self, record: ExchangeRecord, missing: Iterable[int]) -> Iterator[Callable[[Iterable[int]], None]]:
+        """The watch over a wait for ranks outside of messages: a call with the places of those that are missing.
+
+        It raises what ends the waiting; what the body raises gets the reason that the watch knows.
+        """
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, self._timeout_s)
 
-        def look(missing: Sequence[int]) -> None:
-            wait.suspects = tuple(self._ranks[place] for place in missing)
+        def look(missing: Iterable[int]) -> None:
+            wait.suspects = tuple(self._ranks[place] for place in sorted(missing))
             self._recorder.state(record.entry, EXCHANGING, wait.suspects[0])
             self._check_usable(record.description)  # another thread may have aborted
             if wait.reason is not None:
                 raise wait.reason
 
-        look(sorted(lacking))
+        look(missing)
         self._watch.begin(wait)
         try:
-            # The watch ends it at its timeout, and knows why; later only where the watch has no answer.
-            connected = self._connections.reach(lacking, Attempt.of(self._timeout_s + 2 * GRACE_S, look))
+            yield look
         except PeerError as error:
             reason = wait.reason or self._watch.broken(wait, f"{error} in {record.description}")
             raise self._flight.written_for(reason) from error
         finally:
             self._watch.end(wait)
-        for place in connected:
-            found = self._connections.sockets[place]
-            assert found is not None, f"place {place} has been connected"
-            self._note_connection(place, found.fileno())
 
     def _note_connection(self, place: int, descriptor: int) -> None:
         """Notes a new connection."""
@@ -141,20 +149,20 @@ class SocketCommunicator(PackedCommunicator):
                 wait.peer = self._ranks[peer]
             raise self._flight.written_for(self._cause(wait, outcome))
 
-    def _barrier(self) -> None:
-        super()._barrier()
-        if self._connections.lacking:
-            # Who is connected has met above, which finds out at once who has left; the rest meet in the store.
-            try:
-                where, what = f"barrier/{self.sequence}", "come to a barrier"
-                gather(self._client, self._key, where, self._ranks, self._rank, self._timeout_s, what)
-            except RuntimeError as error:
-                if isinstance(error, PeerError):
-                    raise
-                # The rank that holds the store has seen all of them, and has left with it.
-
-    def _met_places(self) -> Sequence[int]:
-        return [place for place, found in enumerate(self._connections.sockets) if found is not None]
+    def _meet(self, record: ExchangeRecord, places: Sequence[int]) -> None:
+        # Who is connected meets by messages, which shows at once who has left. Of two that are not, both know.
+        lacking = self._connections.lacking
+        super()._meet(record, [place for place in places if place not in lacking])
+        if not lacking:
+            return
+        try:
+            with self._watched(record, lacking) as look:
+                self._connections.meet(f"barrier/{self.sequence}", look)
+        except BaseException as error:
+            self._record_failure(record, error)
+            self.break_off(record, error)
+            raise
+        self._record_end(record, 0, 0)
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1

@@ -11,7 +11,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -64,7 +64,8 @@ class Connections:
         self._told = _Told(client, key, ranks, place)
         self._own = Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
         self._listeners: dict[str, socket.socket] = {}
-        self._distant: dict[int, str] = {}
+        self._addresses: dict[int, Address] = {}
+        self._handshakes: Handshakes | None = None  # while it connects
         self._lacking = {other for other in range(len(ranks)) if other != place}
         try:
             with self._named_errors():
@@ -78,18 +79,23 @@ class Connections:
         own_machine, guess = machine(), _guessed_address()
         self._told.tell("machine", json.dumps([own_machine, guess]), attempt)
         machines = dict(zip(others, map(json.loads, self._told.asked("machine", others, attempt)), strict=True))
-        self._distant = {other: guessed for other, (found, guessed) in machines.items() if found != own_machine}
+        distant = {other: guessed for other, (found, guessed) in machines.items() if found != own_machine}
         callers = [other for other in others if other > self._place]
         # Whoever has no address for other machines says so, called from there or not.
-        outer = self._outer_address(guess) if self._distant else ""
+        outer = self._outer_address(distant, guess) if distant else ""
         for which, host, is_needed in (
-            (_NEAR, LOOPBACK, any(caller not in self._distant for caller in callers)),
-            (_FAR, outer, any(caller in self._distant for caller in callers)),
+            (_NEAR, LOOPBACK, any(caller not in distant for caller in callers)),
+            (_FAR, outer, any(caller in distant for caller in callers)),
         ):
             if is_needed:
                 self._listeners[which] = self._listener(host)
         reached = {which: listener.getsockname()[:2] for which, listener in self._listeners.items()}
         self._told.tell("address", json.dumps([reached, *self._own]), attempt)
+        # Now, as the store may have gone, or stopped, when they are called.
+        called = [other for other in others if other < self._place]
+        for other, text in zip(called, self._told.asked("address", called, attempt), strict=True):
+            theirs, *tokens = json.loads(text)
+            self._addresses[other] = Address(*theirs[_FAR if other in distant else _NEAR], *tokens)
 
     @property
     def lacking(self) -> set[int]:
@@ -102,17 +108,15 @@ class Connections:
         Raises PeerError for ranks that do not come or cannot be reached.
         """
         wanted = self._lacking.intersection(places)
-        called = sorted(other for other in wanted if other < self._place)
-        with self._named_errors():
-            addresses = {}
-            for other, text in zip(called, self._told.asked("address", called, attempt), strict=True):
-                theirs, *tokens = json.loads(text)
-                addresses[other] = Address(*theirs[_FAR if other in self._distant else _NEAR], *tokens)
-            callers = {other for other in self._lacking if other > self._place}
-            handshakes = Handshakes(
-                self._place, addresses, list(self._listeners.values()), self._own, wanted & callers, callers
-            )
-            found = self._shake_hands(handshakes, attempt)
+        addresses = {other: self._addresses[other] for other in wanted if other < self._place}
+        callers = {other for other in self._lacking if other > self._place}
+        listeners = list(self._listeners.values())
+        self._handshakes = Handshakes(self._place, addresses, listeners, self._own, wanted & callers, callers)
+        try:
+            with self._named_errors():
+                found = self._shake_hands(self._handshakes, attempt)
+        finally:
+            self._handshakes = None
         for other, connected in found.items():
             self.sockets[other] = connected
         self._lacking -= found.keys()
@@ -120,9 +124,24 @@ class Connections:
             self._close_listeners()
         return sorted(found)
 
+    def meet(self, where: str, look: Callable[[Iterable[int]], object]) -> None:
+        """Returns when the ranks to which there is no connection have called it, too, with the same text.
+
+        They meet in the store, as connecting is more than they want of each other. `look` is called now and then with
+        their places, and may raise what ends the waiting.
+        """
+        pause = _FIRST_PAUSE_S
+        self._told.come(where)
+        while not self._told.have_come(where, self._lacking):
+            look(self._lacking)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
     def close(self) -> None:
-        """Closes the connections, and refuses those who call."""
+        """Closes the connections, also those that are being made, and refuses those who call."""
         self._close_listeners()
+        if self._handshakes is not None:
+            self._handshakes.close()
         for found in self.sockets:
             if found is not None:
                 found.close()
@@ -147,16 +166,16 @@ class Connections:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=max(len(self._ranks), _MIN_BACKLOG))
 
-    def _outer_address(self, guess: str) -> str:
-        """This host's address for ranks of other hosts, given the ones at which they believe to be reached."""
+    def _outer_address(self, distant: dict[int, str], guess: str) -> str:
+        """This host's address for `distant` ranks, given the ones at which they believe to be reached."""
         allowed = outer_addresses()
         if not allowed:
             raise WorldError(
                 f"rank {self._ranks[self._place]} cannot be reached by ranks "
-                f"{[self._ranks[other] for other in sorted(self._distant)]} of other hosts: {no_address()}; "
+                f"{[self._ranks[other] for other in sorted(distant)]} of other hosts: {no_address()}; "
                 "TRITONDT_SOCKET_IFNAME names the interface to use"
             )
-        return guess or address_towards(filter(None, self._distant.values()), allowed) or allowed[0]
+        return guess or address_towards(filter(None, distant.values()), allowed) or allowed[0]
 
     def _shake_hands(self, handshakes: Handshakes, attempt: Attempt) -> dict[int, socket.socket]:
         try:
@@ -185,9 +204,11 @@ class _Told:
 
     def asked(self, what: str, others: Sequence[int], attempt: Attempt) -> list[str]:
         """What `others` have said, in their order, when all have; PeerError where some do not in time."""
+        if not others:
+            return []
         keys, pause = [self._named(what, other) for other in others], _FIRST_PAUSE_S
         next_look = time.monotonic() + 1.0
-        while keys and not self._call(lambda store: store.check(keys), attempt):
+        while not self._call(lambda store: store.check(keys), attempt):
             if time.monotonic() >= attempt.deadline:
                 there = {key: self._call(lambda store, key=key: store.check([key]), attempt) for key in keys}  # type: ignore[misc]
                 raise self.late([other for other, key in zip(others, keys, strict=True) if not there[key]], attempt)
@@ -212,6 +233,21 @@ class _Told:
         except SilentStoreError as error:
             late = self.late([place for place in range(len(self.ranks)) if place != self.place], attempt)
             raise PeerError(f"{late}, {self.client.silence(error)}") from error
+
+    def come(self, where: str) -> None:
+        """Says that this rank has come there, as soon as the store listens."""
+        with suppress(RuntimeError):
+            self.client.call(lambda store: store.set(self._named(where, self.place), ""))
+
+    def have_come(self, where: str, others: Iterable[int]) -> bool:
+        """Whether others have come there; true where the store has gone, for its process has ended and meets nobody."""
+        keys = [self._named(where, other) for other in others]
+        try:
+            return self.client.call(lambda store: store.check(keys))
+        except SilentStoreError:
+            return False
+        except RuntimeError:
+            return True
 
     def late(self, missing: Iterable[int], attempt: Attempt) -> PeerError:
         """The error that names those who have not come in time."""
