@@ -53,7 +53,7 @@ def test_example():
     assert results.failed == 0
 
 
-@pytest.mark.in_ci(24)
+@pytest.mark.in_ci(12)
 @pytest.mark.parametrize("seed", range(500))
 def test_random_tables(seed):
     draw = random.Random(seed)

@@ -28,7 +28,7 @@ _PATIENCE_S = 5.0
 
 
 class SocketCommunicator(PackedCommunicator):
-    """A communicator of ranks connected pairwise by TCP; made by all of them together."""
+    """A communicator of ranks that connect by TCP when they first have messages for each other; made by all of them."""
 
     def __init__(self, context: ProcessContext) -> None:
         super().__init__(context, ThreadQueue())
