@@ -106,12 +106,20 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], rtol: float = 0
         assert_close(part(found), part(expected), rtol=rtol, atol=atol)
 
 
-@pytest.mark.extended
-def test_training_goes_on_bit_for_bit_on_as_many_ranks_and_on_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "worlds",
+    [
+        pytest.param({SAVED_ON: PARALLEL, 8: ("hsdp+tp",)}, marks=pytest.mark.extended, id="one other"),
+        pytest.param(OTHER_WORLDS, marks=pytest.mark.soak, id="all others"),
+    ],
+)
+def test_training_goes_on_bit_for_bit_on_as_many_ranks_and_on_others(
+    tmp_path: Path, worlds: dict[int, tuple[str, ...]]
+) -> None:
     (unbroken, *_) = run_on_ranks(SAVED_ON, save_and_go_on, tmp_path, on_message=ignore)
     assert isinstance(unbroken, dict)
     assert sorted(unbroken) == sorted(PARALLEL)
-    for num_ranks, ways in {SAVED_ON: PARALLEL, **OTHER_WORLDS}.items():
+    for num_ranks, ways in worlds.items():
         (continued, *_) = run_on_ranks(num_ranks, load_and_go_on, tmp_path, ways, on_message=ignore)
         assert isinstance(continued, dict)
         for parallel in ways:

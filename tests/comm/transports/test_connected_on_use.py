@@ -18,7 +18,7 @@ ALL = (0, 1, 2, 3)
 WHOLE = torch.arange(48.0).view(6, 8)
 
 
-@pytest.fixture(params=["sockets", "direct"])
+@pytest.fixture(params=["sockets", pytest.param("direct", marks=pytest.mark.extended)])
 def ranks(request: pytest.FixtureRequest) -> GlooRanks:
     name = "four_ranks" if request.param == "sockets" else "four_direct_ranks"
     found: GlooRanks = request.getfixturevalue(name)
@@ -75,6 +75,7 @@ def close_with_a_late_rank(rank: int) -> float:
     return time.monotonic() - started
 
 
+@pytest.mark.extended
 def test_a_rank_that_does_not_close_is_named(four_ranks: GlooRanks) -> None:
     """By rank 2, which is connected with it, and by the others, unless they hear of one of these first."""
     for rank, text in enumerate(four_ranks.run(close_without_rank_3)[:3]):
@@ -121,7 +122,8 @@ def refuse_on_rank_1(rank: int) -> tuple[str, float]:
     return f"{type(error.value).__name__}: {error.value}", seconds
 
 
-@pytest.mark.parametrize("transport", ["sockets", pytest.param("direct", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("transport", ["sockets", "direct"])
 def test_a_rank_that_dies_before_anybody_is_connected_with_it(transport: str) -> None:
     """Its port refuses whoever calls it; whom it would have called hears of that, or runs out of time."""
     with GlooRanks(4, {"TRITONDT_TRANSPORT": transport, "TRITONDT_TIMEOUT": "8"}) as mortal:

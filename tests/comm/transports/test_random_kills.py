@@ -8,7 +8,7 @@ from tests.harness.killed.at_random import VICTIM, RandomKills
 @pytest.mark.parametrize(
     ("seed", "count"),
     [
-        pytest.param(1, 20, marks=pytest.mark.extended),
+        pytest.param(1, 10, marks=pytest.mark.extended),
         pytest.param(2, 1000, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
     ],
 )
