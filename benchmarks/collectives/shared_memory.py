@@ -28,6 +28,9 @@ COLLECTIVES = (
     *("gather", "scatter", "all_to_all", "barrier"),
 )
 UNITS = {"K": 1 << 10, "M": 1 << 20}
+# torch 2.13 has new names for two, and warns at every call of an old one: 7 us of reduce_scatter's 28.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Request(NamedTuple):
@@ -76,8 +79,8 @@ def call_on(group: Any, collective: str, numel: int) -> tuple[Callable[[], objec
     given = torch.arange(numel).fmod_(7).mul_(rank + 1).float()
     calls: dict[str, tuple[Callable[[], object], torch.Tensor]] = {
         "all_reduce": (lambda: dist.all_reduce(zeros, group=group), zeros),
-        "all_gather": (lambda: dist.all_gather_into_tensor(zeros, part, group=group), zeros),
-        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, given, group=group), part),
+        "all_gather": (lambda: _ALL_GATHER(zeros, part, group=group), zeros),
+        "reduce_scatter": (lambda: _REDUCE_SCATTER(part, given, group=group), part),
         "reduce": (lambda: dist.reduce(zeros, group=group, group_dst=0), zeros),
         "broadcast": (lambda: dist.broadcast(given, group=group, group_src=0), given),
         "gather": (lambda: dist.gather(part, parts, group=group, group_dst=0), zeros),

@@ -18,7 +18,8 @@ from tritondt.process_group.shared_memory_steps import (
     NewCopies,
     Step,
     Tensors,
-    all_of,
+    all_readable,
+    all_writable,
     call_of,
     in_place,
     meet,
@@ -79,7 +80,7 @@ def _gathered(own: int, size: int, given: torch.Tensor, outputs: Tensors) -> Ste
     copies: NewCopies = []
     if len(sizes) != size or any(each.dtype != given.dtype for each in outputs) or not any(sizes):
         return None
-    sent, written = readable(given), all_of([writable(tensor, copies) for tensor in outputs])
+    sent, written = readable(given), all_writable(outputs, copies)
     if sent is None or written is None or sizes[own] != sent.nbytes:
         return None
     if _meet_others(own, sent, written):
@@ -88,10 +89,14 @@ def _gathered(own: int, size: int, given: torch.Tensor, outputs: Tensors) -> Ste
 
 
 def _meet_others(own: int, sent: torch.Tensor, written: Tensors) -> bool:
-    """Whether what is sent is written over, but for this rank's own part in place."""
-    return any(
-        meet(each, sent) for number, each in enumerate(written) if number != own or each.data_ptr() != sent.data_ptr()
-    )
+    """Whether one tensor shares memory with those of a list, but for this rank's own part in place."""
+    start = sent.data_ptr()
+    end = start + sent.nbytes
+    for number, each in enumerate(written):
+        other = each.data_ptr()
+        if other < end and start < other + each.nbytes and (number != own or other != start):
+            return True
+    return False
 
 
 def _all_gather_bytes(members: Members, sizes: tuple[int, ...]) -> DirectTransfer:
@@ -129,7 +134,7 @@ def _gather(own: int, size: int, outputs: Lists, inputs: Tensors, opts: Any) -> 
     given = inputs[0]
     if given.numel() == 0 or any((each.dtype, each.nbytes) != (given.dtype, given.nbytes) for each in lists):
         return None
-    sent, written = readable(given), all_of([writable(tensor, copies) for tensor in lists])
+    sent, written = readable(given), all_writable(lists, copies)
     if sent is None or written is None:
         return None
     if _meet_others(own, sent, written):
@@ -152,12 +157,13 @@ def _scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) ->
     output = outputs[0]
     if output.numel() == 0 or any((each.dtype, each.nbytes) != (output.dtype, output.nbytes) for each in lists):
         return None
-    part, sent = writable(output, copies), all_of([readable(tensor) for tensor in lists])
+    part, sent = writable(output, copies), all_readable(lists)
     if part is None or sent is None:
         return None
-    for number, each in enumerate(sent):
-        if meet(each, part) and (number != own or each.data_ptr() != part.data_ptr()):
-            sent[number] = each.clone()
+    if _meet_others(own, part, sent):
+        for number, each in enumerate(sent):
+            if meet(each, part) and (number != own or each.data_ptr() != part.data_ptr()):
+                sent[number] = each.clone()
     return Call((Step((_scatter_bytes, part.dtype, part.nbytes, root), sent, (part,), copies),), outputs)
 
 
@@ -175,7 +181,7 @@ def _all_to_all(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: An
     copies: NewCopies = []
     if any(each.dtype != dtype for each in (*inputs, *outputs)):
         return None
-    sent, written = all_of([readable(each) for each in inputs]), all_of([writable(each, copies) for each in outputs])
+    sent, written = all_readable(inputs), all_writable(outputs, copies)
     if sent is None or written is None:
         return None
     for number, each in enumerate(sent):
@@ -197,6 +203,8 @@ def _all_to_all_single(
 ) -> Call | None:
     if given.dtype != output.dtype or not given.dim() or not output.dim():
         return None
+    if not input_rows and not output_rows and given.nbytes == output.nbytes:
+        return _all_to_all_even(size, output, given)
     leaving, coming = _row_spans(given, input_rows, size), _row_spans(output, output_rows, size)
     if leaving is None or coming is None or leaving[own][1][2] != coming[own][1][2]:
         return None
@@ -207,6 +215,24 @@ def _all_to_all_single(
     if meet(sent, written):
         sent = sent.clone()
     return Call((_to_all(leaving, coming, (sent,), (written,), copies),), (output,))
+
+
+def _all_to_all_even(size: int, output: torch.Tensor, given: torch.Tensor) -> Call | None:
+    if given.size(0) % size or output.size(0) % size:
+        return None
+    copies: NewCopies = []
+    sent, written = readable(given), writable(output, copies)
+    if sent is None or written is None:
+        return None
+    if meet(sent, written):
+        sent = sent.clone()
+    key = (_all_to_all_even_bytes, given.dtype, given.nbytes // size)
+    return Call((Step(key, (sent,), (written,), copies),), (output,))
+
+
+def _all_to_all_even_bytes(members: Members, num_bytes: int) -> DirectTransfer:
+    spans = tuple((number, (0, number * num_bytes, num_bytes)) for number in range(len(members.places)))
+    return _all_to_all_bytes(members, spans, spans)
 
 
 def _row_spans(tensor: torch.Tensor, rows: Sequence[int], size: int) -> PeerSpans | None:

@@ -88,9 +88,15 @@ def all_reduce(members: Members, numel: int, reduction: Reduction) -> DirectTran
     return _piecewise(members, reduction, pieces, pieces)
 
 
-def reduce_scatter(members: Members, pieces: Sequence[Span], num_bytes: int, reduction: Reduction) -> DirectTransfer:
-    """A reduction of a piece for every rank, by number, to this rank's target of `num_bytes`."""
-    return _piecewise(members, reduction, pieces, [(0, 0, num_bytes)])
+def reduce_scatter(members: Members, pieces: Sequence[Span], reduction: Reduction) -> DirectTransfer:
+    """A reduction of a piece for every rank, by number, to this rank's target."""
+    return _piecewise(members, reduction, pieces, [(0, 0, pieces[members.own][2])])
+
+
+def reduce_scatter_even(members: Members, num_bytes: int, reduction: Reduction) -> DirectTransfer:
+    """A reduction of pieces of one tensor, `num_bytes` for every rank, to this rank's target."""
+    pieces = [(0, number * num_bytes, num_bytes) for number in range(len(members.places))]
+    return reduce_scatter(members, pieces, reduction)
 
 
 def one_shot(members: Members, numel: int, reduction: Reduction, root: int) -> DirectTransfer:

@@ -11,7 +11,7 @@ import torch
 
 from tritondt.process_group import shared_memory_programs as programs
 from tritondt.process_group.naming import number_of, op_name, text_of
-from tritondt.process_group.shared_memory_programs import Reduction, Span
+from tritondt.process_group.shared_memory_programs import Reduction
 from tritondt.process_group.shared_memory_steps import (
     Call,
     Find,
@@ -19,7 +19,7 @@ from tritondt.process_group.shared_memory_steps import (
     NewCopies,
     Step,
     Tensors,
-    all_of,
+    all_readable,
     call_of,
     in_place,
     meet,
@@ -105,45 +105,43 @@ def _reduce_scatter_coalesced(own: int, size: int, outputs: Tensors, inputs: Ten
 def _scattered(own: int, size: int, output: torch.Tensor, given: torch.Tensor, op: Any) -> Step | None:
     if given.numel() != output.numel() * size or given.dtype != output.dtype:
         return None
-    whole = readable(given)
-    if whole is None:
+    reduction, whole, num_bytes = reduction_of(output.dtype, op, size), readable(given), output.nbytes
+    if reduction is None or whole is None or num_bytes == 0:
         return None
-    num_bytes = output.nbytes
-    pieces = tuple((0, number * num_bytes, num_bytes) for number in range(size))
-    return _reduced_piece(own, size, pieces, [whole], output, op)
+    key = (programs.reduce_scatter_even, None, num_bytes, reduction)
+    return _reduced_piece(key, (0, own * num_bytes), [whole], output)
 
 
 def _reduce_scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) -> Call | None:
     if len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != size:
         return None
-    output, found = outputs[0], all_of([readable(tensor) for tensor in inputs[0]])
+    output, found = outputs[0], all_readable(inputs[0])
     if found is None or any(each.dtype != output.dtype for each in found):
         return None
+    reduction = reduction_of(output.dtype, opts.reduceOp, size)
     pieces = tuple((number, 0, each.nbytes) for number, each in enumerate(found))
-    if pieces[own][2] != output.nbytes:
+    if reduction is None or pieces[own][2] != output.nbytes or not any(piece[2] for piece in pieces):
         return None
-    step = _reduced_piece(own, size, pieces, found, output, opts.reduceOp)
+    step = _reduced_piece((programs.reduce_scatter, None, pieces, reduction), (own, 0), found, output)
     return None if step is None else Call((step,), outputs)
 
 
 def _reduced_piece(
-    own: int, size: int, pieces: tuple[Span, ...], sources: Tensors, output: torch.Tensor, op: Any
+    key: tuple[Any, ...], piece: tuple[int, int], sources: list[torch.Tensor], output: torch.Tensor
 ) -> Step | None:
-    """The step that reduces this rank's piece to `output`, which may be the piece itself."""
-    reduction = reduction_of(output.dtype, op, size)
+    """The step that reduces this rank's piece, which begins in a source at a byte, to `output`, maybe the piece."""
     copies: NewCopies = []
-    if reduction is None or not any(piece[2] for piece in pieces):
-        return None
     part = writable(output, copies)
     if part is None:
         return None
-    tensor, start, num_bytes = pieces[own]
+    tensor, start = piece
     is_piece = part.data_ptr() == sources[tensor].data_ptr() + start
-    others = (each for number, each in enumerate(sources) if not is_piece or number != tensor)
-    if any(meet(each, part) for each in others):  # which later rounds would read
-        copies.append((part, torch.empty_like(part)))
-        part = copies[-1][1]
-    return Step((programs.reduce_scatter, len(sources), pieces, num_bytes, reduction), sources, (part,), copies)
+    for number, each in enumerate(sources):
+        if (not is_piece or number != tensor) and meet(each, part):  # which later rounds would read
+            copies.append((part, torch.empty_like(part)))
+            part = copies[-1][1]
+            break
+    return Step(key, sources, (part,), copies)
 
 
 # By the name of the method of torch's group over Gloo.

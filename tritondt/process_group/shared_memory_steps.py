@@ -61,18 +61,19 @@ def readable(tensor: torch.Tensor) -> torch.Tensor | None:
     """
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
-    found = _dense(tensor)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous() if found is None else found
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def writable(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
     """Memory for the elements of a tensor in the order of its dims, its own or to be copied to it; None off the CPU."""
     if tensor.layout is not torch.strided or not tensor.is_cpu:
         return None
-    found = _dense(tensor)
-    if found is None:
-        found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        copies.append((tensor, found))
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    copies.append((tensor, found))
     return found
 
 
@@ -84,9 +85,26 @@ def in_place(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
     return found
 
 
-def all_of(found: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """Tensors, or None where one of them is None."""
-    return None if any(each is None for each in found) else list[Any](found)
+def all_readable(tensors: Tensors) -> list[torch.Tensor] | None:
+    """`readable` of each; None where it is None of one."""
+    found = []
+    for tensor in tensors:
+        memory = readable(tensor)
+        if memory is None:
+            return None
+        found.append(memory)
+    return found
+
+
+def all_writable(tensors: Tensors, copies: NewCopies) -> list[torch.Tensor] | None:
+    """`writable` of each; None where it is None of one."""
+    found = []
+    for tensor in tensors:
+        memory = writable(tensor, copies)
+        if memory is None:
+            return None
+        found.append(memory)
+    return found
 
 
 def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -98,8 +116,3 @@ def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
     """
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor, where its memory has the elements as they are, one after the other in the order of its dims."""
-    return tensor if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() else None
