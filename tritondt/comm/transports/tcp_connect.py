@@ -2,8 +2,8 @@
 
 First all ranks say on which machine they are. Then each listens where those that call it come from: at the loopback
 interface for ranks of its own machine, at one outer address for others, nowhere for nobody. Two ranks connect when they
-first have messages for each other, of which both know: the one behind calls the one before. Between all pairs of 32
-ranks of 2 cores that takes 0.8 s, and of 1,024 more descriptors than a process may have by default.
+first have messages for each other, of which both know: the one behind calls the one before. Connections between all
+pairs of 1,024 ranks would be more descriptors than a process may have by default.
 """
 
 import json
