@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
@@ -53,6 +54,7 @@ def connect_along_rows(rank: int) -> list[list[int]]:
     found = [peers()]
     rows = x.redistribute(placements=[T.Shard(0), T.Replicate()])
     found.append(peers())
+    dist.barrier()  # whoever is at the next exchange calls, and is let in by those that still connect
     torch.testing.assert_close(rows.full_tensor(), WHOLE, rtol=0, atol=0)
     found.append(peers())
     T.close()
