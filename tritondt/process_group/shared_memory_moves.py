@@ -189,7 +189,7 @@ def _all_to_all(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: An
             sent[number] = each.clone()
     leaving = tuple((number, (number, 0, each.nbytes)) for number, each in enumerate(sent))
     coming = tuple((number, (number, 0, each.nbytes)) for number, each in enumerate(written))
-    return Call((_to_all(leaving, coming, sent, written, copies),), outputs)
+    return Call((Step(_to_all_key(dtype, size, leaving, coming), sent, written, copies),), outputs)
 
 
 def _all_to_all_single(
@@ -203,31 +203,34 @@ def _all_to_all_single(
 ) -> Call | None:
     if given.dtype != output.dtype or not given.dim() or not output.dim():
         return None
+    key = _all_to_all_key(own, size, output, given, output_rows, input_rows)
+    if key is None:
+        return None
+    copies: NewCopies = []
+    sent, written = readable(given), writable(output, copies)
+    if sent is None or written is None:
+        return None
+    if meet(sent, written):
+        sent = sent.clone()
+    return Call((Step(key, (sent,), (written,), copies),), (output,))
+
+
+def _all_to_all_key(
+    own: int,
+    size: int,
+    output: torch.Tensor,
+    given: torch.Tensor,
+    output_rows: Sequence[int],
+    input_rows: Sequence[int],
+) -> tuple[Any, ...] | None:
+    """The key of a step between parts of two tensors by rows; None where they do not add up to these."""
     if not input_rows and not output_rows and given.nbytes == output.nbytes:
-        return _all_to_all_even(size, output, given)
+        is_even = given.size(0) % size == output.size(0) % size == 0
+        return (_all_to_all_even_bytes, given.dtype, given.nbytes // size) if is_even else None
     leaving, coming = _row_spans(given, input_rows, size), _row_spans(output, output_rows, size)
     if leaving is None or coming is None or leaving[own][1][2] != coming[own][1][2]:
         return None
-    copies: NewCopies = []
-    sent, written = readable(given), writable(output, copies)
-    if sent is None or written is None:
-        return None
-    if meet(sent, written):
-        sent = sent.clone()
-    return Call((_to_all(leaving, coming, (sent,), (written,), copies),), (output,))
-
-
-def _all_to_all_even(size: int, output: torch.Tensor, given: torch.Tensor) -> Call | None:
-    if given.size(0) % size or output.size(0) % size:
-        return None
-    copies: NewCopies = []
-    sent, written = readable(given), writable(output, copies)
-    if sent is None or written is None:
-        return None
-    if meet(sent, written):
-        sent = sent.clone()
-    key = (_all_to_all_even_bytes, given.dtype, given.nbytes // size)
-    return Call((Step(key, (sent,), (written,), copies),), (output,))
+    return _to_all_key(given.dtype, 1, leaving, coming)
 
 
 def _all_to_all_even_bytes(members: Members, num_bytes: int) -> DirectTransfer:
@@ -248,10 +251,9 @@ def _row_spans(tensor: torch.Tensor, rows: Sequence[int], size: int) -> PeerSpan
     return tuple((number, (0, *span)) for number, span in enumerate(zip(starts, counts, strict=True)))
 
 
-def _to_all(leaving: PeerSpans, coming: PeerSpans, sources: Tensors, targets: Tensors, copies: NewCopies) -> Step:
+def _to_all_key(dtype: torch.dtype, num_tensors: int, leaving: PeerSpans, coming: PeerSpans) -> tuple[Any, ...]:
     # Spans differ from rank to rank, and with them who has a program already: what its text says is all in the key.
-    told_apart = sources[0].dtype, len(sources)
-    return Step((_all_to_all_bytes, told_apart, leaving, coming), sources, targets, copies)
+    return _all_to_all_bytes, (dtype, num_tensors), leaving, coming
 
 
 def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -> DirectTransfer:
