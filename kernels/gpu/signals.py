@@ -1,0 +1,157 @@
+"""Signals between GPUs of one host, published and awaited on a stream: one launch of one warp, a lane per signal.
+
+The counts are in device memory, so that a CUDA graph that has captured the launch counts on at each replay.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import FutureKernel
+
+from tritondt.kernels.gpu.device_table import Kernel, Shared, _resolved
+from tritondt.kernels.gpu.launcher import launcher
+from tritondt.kernels.gpu.side_by_side import LaterLauncher, Start
+from tritondt.kernels.signals import Signal, check_signals
+
+# One program: who awaits must not wait for programs that have no place to run. One warp: nothing is to be shared.
+_GRID = (1, 1, 1)
+_NUM_WARPS = 1
+_FEWEST_LANES = 32
+# The stop word lies in the host's memory, from where it takes about a microsecond: between two of its readings what is
+# awaited is looked at so often.
+TURNS = tl.constexpr(64)
+# Numbers in a signal's row: its word, its counter, its step.
+ROW = tl.constexpr(len(Signal._fields))
+
+
+class DeviceSignals:
+    """Signals on a device, prepared once and run many times; the counterpart of HostSignals.
+
+    Arguments and errors are those of `tritondt.kernels.signals.signal_table`; ValueError too for tensors on the CPU
+    outside of Triton's interpreter. A run is one launch, and uploads and allocates nothing.
+    """
+
+    def __init__(
+        self,
+        published: Sequence[Signal],
+        awaited: Sequence[Signal],
+        fingerprint: int,
+        stop: torch.Tensor,
+        device: torch.device | str,
+    ) -> None:
+        check_signals(published, awaited, fingerprint, stop)
+        block = triton.next_power_of_2(max(_FEWEST_LANES, len(published), len(awaited)))
+        # Triton has 64 bits for an argument of 2**31, and a kernel of its own: it is given all as signed numbers.
+        signed = fingerprint - (fingerprint >> 31 << 32)
+        further = (signed, len(published), len(awaited), block)
+        self._device = _resolved(torch.device(device), Kernel(signal_kernel, "signals", (), {}, {}, ()))
+        self._number = self._device.index if self._device.type == "cuda" else None
+        self._rows = _Rows([number for signal in (*published, *awaited) for number in signal], stop, self._device)
+        self._start: Start
+        if self._number is None:
+            self._arguments: tuple[Any, ...] = (self._rows.values, stop, *further)
+            self._prepare(further)
+            return
+        self._arguments = (self._rows.values.data_ptr(), stop.data_ptr(), *further)
+        with torch.cuda.device(self._device):
+            self._prepare(further)
+        torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
+
+    def run(self) -> None:
+        """Launches on the device's current stream."""
+        if self._number is None:
+            self._start(self._arguments, None)
+        elif torch._C._cuda_getDevice() != self._number:
+            with torch.cuda.device(self._device):
+                self._start(self._arguments, self._rows.read_by_current_stream())
+        else:
+            self._start(self._arguments, self._rows.read_by_current_stream())
+
+    def _prepare(self, further: tuple[int, ...]) -> None:
+        """Compiles for the current device; None comes from Triton's interpreter."""
+        compiled = signal_kernel.warmup(self._rows.values, torch.int32, *further, grid=_GRID, num_warps=_NUM_WARPS)
+        if isinstance(compiled, FutureKernel):
+            self._start = partial(self._start_first, LaterLauncher(signal_kernel, compiled, _GRID))
+        else:
+            self._start = launcher(signal_kernel, compiled, _GRID)
+
+    def _start_first(self, later: LaterLauncher, arguments: tuple[Any, ...], stream: int | None) -> None:
+        self._start = later.made()  # compiled beside others
+        self._start(arguments, stream)
+
+
+class _Rows(Shared):
+    """Rows of signals, and the stop word, which stays as long as they do."""
+
+    def __init__(self, numbers: Sequence[int], stop: torch.Tensor, device: torch.device) -> None:
+        super().__init__(numbers, torch.int64, device)
+        self.stop = stop
+
+
+# As of the stop word, which need not start at a multiple of 16, nothing is to be assumed of the numbers.
+@triton.jit(do_not_specialize=("stop", "fingerprint", "num_published", "num_awaited"))
+def signal_kernel(rows, stop, fingerprint, num_published, num_awaited, BLOCK: tl.constexpr):
+    """Publishes the signals of the first rows, then awaits those of the others; up to BLOCK each."""
+    low = fingerprint.to(tl.uint32).to(tl.int64)
+    publish(rows, stop, low, num_published, BLOCK)
+    # What one lane has counted another may await.
+    tl.debug_barrier()
+    await_all(rows + num_published * ROW, stop, low, num_awaited, BLOCK)
+
+
+@triton.jit
+def publish(rows, stop, low, count, BLOCK: tl.constexpr):
+    """Writes the next count of each row's counter to the counter and, above `low`, to the word; none where stopped.
+
+    The release is at system scope, for peers on other devices: it covers what earlier launches of the stream wrote, as
+    they had ended when this one began.
+    """
+    lanes = tl.arange(0, BLOCK)
+    stopped = _stop_word(stop, lanes, lanes == 0)  # under way while rows and counters are read
+    inside = lanes < count
+    words, counters, nexts = _row_of_lane(rows, lanes, inside)
+    inside &= tl.sum(stopped) == 0
+    tl.store(counters, nexts, mask=inside)
+    tl.atomic_xchg(words, (nexts << 32) | low, mask=inside, sem="release", scope="sys")
+
+
+@triton.jit
+def await_all(rows, stop, low, count, BLOCK: tl.constexpr):
+    """Waits until each row's word is the next count of its counter, above `low`; then the counters go on by one step.
+
+    Where stopped, it ends within some turns, and the counters stay unless all had come.
+    """
+    lanes = tl.arange(0, BLOCK)
+    inside = lanes < count
+    words, counters, nexts = _row_of_lane(rows, lanes, inside)
+    expected = (nexts << 32) | low
+    missing = count
+    is_waiting = missing > 0
+    turn = lanes
+    while is_waiting:
+        # The sum of a word and 0 is a load with an order, which `tl.load` does not have.
+        found = tl.atomic_add(words, 0, mask=inside, sem="acquire", scope="sys")
+        missing = tl.sum((inside & (found != expected)).to(tl.int32))
+        turn += 1
+        is_waiting = (missing > 0) & (tl.sum(_stop_word(stop, lanes, (lanes == 0) & (turn % TURNS == 0))) == 0)
+    tl.store(counters, nexts, mask=inside & (missing == 0))
+
+
+@triton.jit
+def _row_of_lane(rows, lanes, inside):
+    """Pointers to each lane's word and counter, and the counter's next value."""
+    row = rows + lanes * ROW
+    words = tl.load(row, mask=inside, other=0).to(tl.pointer_type(tl.int64))
+    counters = tl.load(row + 1, mask=inside, other=0).to(tl.pointer_type(tl.int64))
+    steps = tl.load(row + 2, mask=inside, other=0)
+    return words, counters, tl.load(counters, mask=inside, other=0) + steps
+
+
+@triton.jit
+def _stop_word(stop, lanes, is_reader):
+    """The stop word in one lane, or in none, and zeros in others: they add it up, as no two may read it differently."""
+    return tl.load(stop + lanes * 0, mask=is_reader, other=0, volatile=True)

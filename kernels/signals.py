@@ -1,0 +1,192 @@
+"""Signals between the ranks of one host whose memory is mapped into each other.
+
+A rank that has written into its peers' memory publishes: it writes a count into a word of theirs. A peer that is to
+read awaits: it looks at its word until that holds the count which it expects. Each counts by itself.
+"""
+
+import ctypes
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from tritondt.kernels.device_types import ByDeviceType
+
+# Between two looks of the host at the words: less than a message takes, and enough for other threads to go on.
+_PAUSE_S = 20e-6
+_FINGERPRINT_BITS = 32
+
+
+class Signal(NamedTuple):
+    """A word in mapped memory, the counter of this rank that says what it holds next, and the counter's step.
+
+    `word` and `counter` are addresses of int64; `step` is 1, or 0 to signal the counter's present value.
+    """
+
+    word: int
+    counter: int
+    step: int
+
+
+class SignalTable(Protocol):
+    """Signals prepared once and run many times."""
+
+    def run(self) -> None:
+        """Publishes, then waits for what it awaits; see `signal_table`."""
+
+
+class HostSignals:
+    """Signals between threads or processes on the CPU, and the reference of those on a GPU.
+
+    Arguments and errors are those of `signal_table`; `device` is for DeviceSignals, which this one stands in for. `run`
+    returns when all signals have come or the stop word is set. Other processors than x86 may show what was written
+    before a word after the word, unless both sides hold a lock around.
+    """
+
+    def __init__(
+        self,
+        published: Sequence[Signal],
+        awaited: Sequence[Signal],
+        fingerprint: int,
+        stop: torch.Tensor,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_signals(published, awaited, fingerprint, stop)
+        self._published, self._awaited = _cells(published), _cells(awaited)
+        self._fingerprint = fingerprint
+        self._stop_word = stop  # keeps its memory
+        self._stop = ctypes.c_int32.from_address(stop.data_ptr())
+
+    def run(self) -> None:
+        """Publishes unless the stop word is set, then waits."""
+        if not self._stop.value:
+            for cell in self._published:
+                cell.counter.value += cell.step
+                cell.word.value = self._content(cell.counter.value)
+        counts = [cell.counter.value + cell.step for cell in self._awaited]
+        expected = [self._content(count) for count in counts]
+        while [cell.word.value for cell in self._awaited] != expected:
+            if self._stop.value:
+                return
+            time.sleep(_PAUSE_S)
+        for cell, count in zip(self._awaited, counts, strict=True):
+            cell.counter.value = count
+
+    def _content(self, count: int) -> int:
+        """What a word of the count holds: of the count as many bits as there is room for."""
+        return ctypes.c_int64(count << _FINGERPRINT_BITS | self._fingerprint).value
+
+
+class _Cell(NamedTuple):
+    """A signal's word and counter where they lie, and the step."""
+
+    word: ctypes.c_int64
+    counter: ctypes.c_int64
+    step: int
+
+
+def _cells(signals: Sequence[Signal]) -> list[_Cell]:
+    at = ctypes.c_int64.from_address
+    return [_Cell(at(word), at(counter), step) for word, counter, step in signals]
+
+
+def _device_signals(
+    published: Sequence[Signal],
+    awaited: Sequence[Signal],
+    fingerprint: int,
+    stop: torch.Tensor,
+    device: torch.device,
+) -> SignalTable:
+    """Signals of Triton's kernel. Triton is imported with the first: it takes 0.3 s, and the CPU never needs it."""
+    module = importlib.import_module("tritondt.kernels.gpu.signals")
+    table: SignalTable = module.DeviceSignals(published, awaited, fingerprint, stop, device)
+    return table
+
+
+Maker = Callable[[Sequence[Signal], Sequence[Signal], int, torch.Tensor, torch.device], SignalTable]
+signal_makers = ByDeviceType[Maker](cpu=HostSignals, cuda=_device_signals)
+
+
+def signal_table(
+    published: Sequence[Signal],
+    awaited: Sequence[Signal],
+    fingerprint: int,
+    stop: torch.Tensor,
+    device: torch.device,
+) -> SignalTable:
+    """Table of signals for words and counters in memory of `device`, cpu or cuda, or mapped there.
+
+    A run does, on a GPU in one launch on the current stream:
+
+    1. Unless the stop word is set: of each published signal the counter goes up by its step, and the word is written,
+       the count above the fingerprint. Who sees the word sees all that was written before it, on this stream.
+    2. It waits until each awaited word equals the count that is its counter plus its step, above the fingerprint. Then
+       these counters go up by their steps. When the stop word is set while one is missing, it ends without that.
+
+    `fingerprint` (32 bits, unsigned) tells exchanges apart: ranks that run different ones wait for each other, and who
+    watches them sets the stop word, `stop`, one int32 that the device can read. What the addresses point at, and the
+    stop word, must outlive all runs and all CUDA graphs that have captured one.
+
+    Raises ValueError for an address that is not a positive multiple of 8, for two signals of one side that share a word
+    or a counter, for a step that is not 0 or 1, for a fingerprint of more bits, for another stop word, and for any
+    other device.
+
+    Example: rank 0 tells rank 1 that it has written, and waits for the answer, in one process.
+
+    >>> words, counters = torch.zeros(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    >>> stop = torch.zeros(1, dtype=torch.int32)
+    >>> here, there = [
+    ...     [Signal(words[at].data_ptr(), counters[2 * rank + at].data_ptr(), step=1) for at in range(2)]
+    ...     for rank in range(2)
+    ... ]
+    >>> cpu = torch.device("cpu")
+    >>> signal_table(here[:1], [], 7, stop, cpu).run()
+    >>> signal_table(there[1:], there[:1], 7, stop, cpu).run()  # answers, and has already been told
+    >>> signal_table([], here[1:], 7, stop, cpu).run()
+    >>> words.tolist() == [1 << 32 | 7] * 2, counters.tolist()
+    (True, [1, 1, 1, 1])
+    """
+    found = signal_makers.get(device.type)
+    if found is None:
+        raise ValueError(f"a table of signals on {device}; there are tables for cpu and for cuda")
+    return found(published, awaited, fingerprint, stop, device)
+
+
+def check_signals(published: Sequence[Signal], awaited: Sequence[Signal], fingerprint: int, stop: torch.Tensor) -> None:
+    """Checks that hold for every table of signals; ValueError as `signal_table` says.
+
+    >>> check_signals([Signal(64, 12, 1)], [], 0, torch.zeros(1, dtype=torch.int32))
+    Traceback (most recent call last):
+    ValueError: the counter of published signal 0 is at address 12; an address is a positive multiple of 8
+    """
+    for side, signals in (("published", published), ("awaited", awaited)):
+        for number, signal in enumerate(signals):
+            for name, address in (("word", signal.word), ("counter", signal.counter)):
+                if address <= 0 or address % 8:
+                    raise ValueError(
+                        f"the {name} of {side} signal {number} is at address {address}; "
+                        "an address is a positive multiple of 8"
+                    )
+            if signal.step not in (0, 1):
+                raise ValueError(f"the step of {side} signal {number} is {signal.step}; a step is 0 or 1")
+        _check_distinct(side, "word", [signal.word for signal in signals])
+        _check_distinct(side, "counter", [signal.counter for signal in signals])
+    if not 0 <= fingerprint < 1 << _FINGERPRINT_BITS:
+        raise ValueError(f"the fingerprint is {fingerprint}; a fingerprint is 0 to {(1 << _FINGERPRINT_BITS) - 1}")
+    if stop.dtype != torch.int32 or stop.numel() != 1:
+        raise ValueError(
+            f"the stop word is {stop.dtype} of shape {tuple(stop.shape)}; it is torch.int32 and has one element"
+        )
+
+
+def _check_distinct(side: str, name: str, addresses: Sequence[int]) -> None:
+    """Refuses what signals share that a GPU runs at once, in no order."""
+    seen = dict[int, int]()
+    for number, address in enumerate(addresses):
+        first = seen.setdefault(address, number)
+        if first != number:
+            raise ValueError(
+                f"{side} signals {first} and {number} have one {name}, at address {address}; each has its own"
+            )
