@@ -205,6 +205,11 @@ def arena_bytes() -> int:
     return int(text) << 20
 
 
+def packs_into_peers() -> bool:
+    """Whether ranks on GPUs of one host pack messages into each other's memory: TRITONDT_DIRECT=1."""
+    return _switch("TRITONDT_DIRECT")
+
+
 def pool_bytes() -> int:
     """Bytes of large results that are kept for next ones when they are gone: TRITONDT_POOL_MB, 256 MB by default."""
     text = os.environ.get("TRITONDT_POOL_MB", "256")

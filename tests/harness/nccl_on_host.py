@@ -17,13 +17,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.doubles.fake_cuda.library import build as build_fake_cuda
 from tests.doubles.fake_nccl.library import FakeNccl, HostEvent, HostStream, build, load
 from tests.harness.doubled import doubled, keep
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt import identity
 from tritondt._C import NcclLibrary
 from tritondt.comm import registry
+from tritondt.comm.device_memory.driver import CudaDriver
 from tritondt.comm.member import ProcessContext
+from tritondt.comm.transports.device_arenas import share_device_arenas
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.process_group.stream import NcclDevice
 
@@ -262,7 +265,8 @@ def use_fake_nccl() -> None:
     fake.set(FAKE_NCCL_PEER_LOSS="error")
 
     def make(member: ProcessContext) -> NcclCommunicator:
-        return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake))
+        arenas = share_device_arenas(member, 0, torch.device("cpu"), lambda: CudaDriver(str(build_fake_cuda())))
+        return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake), arenas)
 
     keep(doubled("cpu", transport=make))
 

@@ -151,7 +151,8 @@ def plan(
 def _costs(device: str, transport: str | None) -> CostTable:
     """Default prices on a type of device, of ranks whose messages a transport carries."""
     is_direct = (environment.transport() if transport is None else transport) == "direct"
-    return built_in(CostTable().ranks_per_host, environment.arena_bytes() if is_direct else 0)[device]
+    arena_bytes, is_placed = environment.arena_bytes(), environment.packs_into_peers()
+    return built_in(CostTable().ranks_per_host, arena_bytes * is_direct, arena_bytes * is_placed)[device]
 
 
 def _moved_by_torch(

@@ -36,6 +36,7 @@ from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports.arenas import share_arenas
+from tritondt.comm.transports.device_arenas import share_device_arenas
 from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.transports.gloo import GlooCommunicator
 from tritondt.comm.transports.interfaces import asked_filter, asked_interface
@@ -260,7 +261,9 @@ def _on_cpu(context: ProcessContext) -> Communicator:
 
 def _on_gpu(context: ProcessContext) -> Communicator:
     device = torch.device("cuda", torch.cuda.current_device())
-    return NcclCommunicator(context, nccl_library(), CudaStreams(device))
+    streams = CudaStreams(device)
+    streams.current().synchronize()  # makes the device's context, where there is none yet
+    return NcclCommunicator(context, nccl_library(), streams, share_device_arenas(context, device.index, device))
 
 
 # What makes communicators, by the type of the devices that tensors are on.
@@ -291,8 +294,11 @@ def _watching(flight: Flight) -> Watchdog:
 def default_costs(world_size: int) -> dict[str, CostTable]:
     """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
     per_host, given = environment.ranks_per_host(), environment.costs()
-    arena_bytes = environment.arena_bytes() if environment.transport() == "direct" else 0
-    tables = prices.built_in(world_size if per_host is None else per_host, arena_bytes)
+    arena_bytes, is_placed = environment.arena_bytes(), environment.packs_into_peers()
+    is_direct = environment.transport() == "direct"
+    tables = prices.built_in(
+        world_size if per_host is None else per_host, arena_bytes * is_direct, arena_bytes * is_placed
+    )
     if given is None:
         return tables
     try:

@@ -16,9 +16,19 @@ from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Step, common_cuts
+from tritondt.planning.slots import chunk_bytes, device_slots, slot_bytes
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Replicate
 
+_MAY_BE_ZERO = (
+    "launch_s",
+    "one_shot_bytes",
+    "arena_bytes",
+    "device_arena_bytes",
+    "direct_launch_s",
+    "collective_launch_s",
+    "registered_bytes",
+)
 _Table = TypeVar("_Table", "Link", "CostTable")
 
 
@@ -44,6 +54,8 @@ class CostTable:
     whatever it moves: kernels that are launched. A form that brings a rank at most `one_shot_bytes` may be taken for
     its predicted time, though another one brings fewer; 0 for the fewest always. `arena_bytes` is the shared memory of
     a rank in a communicator, in which the others of its host read its messages; 0 where they are sent to them.
+    `device_arena_bytes` are of its GPU, and the others pack messages for it there: those that fit take the link
+    `direct` and `direct_launch_s` in place of the host's and `launch_s`; 0 where NCCL carries all.
     `collectives` are those of NCCL that may be taken for messages of our own: 0 none, 1 what has one result in any
     order, 2 sums of floats of 32 bits and more as well, 3 those of 16 bits too, which it rounds at every addition. Each
     takes `collective_launch_s`, and moves bytes `collective_speedup` times as fast as messages do on the same link.
@@ -63,6 +75,9 @@ class CostTable:
     launch_s: float = 0.0
     one_shot_bytes: int = 0
     arena_bytes: int = 0
+    device_arena_bytes: int = 0
+    direct: Link = Link(0.2e-6, 300e9, busy_share=0.25)
+    direct_launch_s: float = 0.0
     collectives: int = 0
     collective_launch_s: float = 0.0
     collective_speedup: float = 1.0
@@ -94,6 +109,14 @@ class CostTable:
         """Whether so many ranks read each other's messages where they were packed."""
         return self.arena_bytes > 0 and num_ranks <= self.ranks_per_host
 
+    def chunk_bytes(self, num_ranks: int) -> int:
+        """Bytes of a chunk of a message between so many ranks; 0 where they share no memory.
+
+        >>> CostTable(arena_bytes=1 << 20, ranks_per_host=4).chunk_bytes(4), CostTable().chunk_bytes(4)
+        (173376, 0)
+        """
+        return chunk_bytes(num_ranks, slot_bytes(self.arena_bytes, num_ranks)) if self.shares_memory(num_ranks) else 0
+
     def one_shot_limit(self, num_ranks: int) -> int:
         """`one_shot_bytes` of a plan on so many ranks: 0 where they are for shared memory, and these share none.
 
@@ -102,6 +125,16 @@ class CostTable:
         (262144, 0)
         """
         return 0 if self.arena_bytes and not self.shares_memory(num_ranks) else self.one_shot_bytes
+
+    def direct_slot_bytes(self, num_ranks: int) -> int:
+        """The longest message that a rank packs into memory of another one of its host, of so many ranks in all.
+
+        >>> table = CostTable(device_arena_bytes=16 << 20, ranks_per_host=8)
+        >>> table.direct_slot_bytes(32), CostTable().direct_slot_bytes(32)
+        (1048064, 0)
+        """
+        near = min(num_ranks, self.ranks_per_host)
+        return device_slots(self.device_arena_bytes, near).slot_bytes if near > 1 else 0
 
     @property
     def fingerprint(self) -> str:
@@ -139,7 +172,7 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
         is_allowed, allowed = is_number and price <= 1, "number from 0 to 1"
     elif name == "collectives":
         is_allowed, allowed = price in (NONE, EXACT, WIDE, ALL) and is_number, "whole number from 0 to 3"
-    elif name in ("launch_s", "one_shot_bytes", "arena_bytes", "collective_launch_s", "registered_bytes"):
+    elif name in _MAY_BE_ZERO:
         is_allowed = is_number and of_kind(price) == price
         allowed = "whole number of 0 or more" if of_kind is int else "number of 0 or more"
     else:
@@ -166,10 +199,14 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
         copied = step.target.max_local_numel * itemsize
         return StepCost(0, 0.0, costs.launch_s + copied / costs.copy_bandwidth)
     num_peers, received = _peers(step), received_elements(step)
-    link = costs.link(prod(step.source.mesh_shape[step.moving_axes[0] :]))
+    link, launch_s = costs.link(prod(step.source.mesh_shape[step.moving_axes[0] :])), costs.launch_s
     received_bytes = received * itemsize
+    if link is not costs.network and received_bytes <= num_peers * costs.direct_slot_bytes(
+        prod(step.source.mesh_shape)
+    ):
+        link, launch_s = costs.direct, costs.direct_launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
-    return StepCost(num_peers, received, costs.launch_s + num_peers * link.latency_s + moving_s)
+    return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
 
 
 def _collective_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:

@@ -11,9 +11,8 @@ from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan, why_collective, why_more_bytes
-from tritondt.planning.slots import chunk_of
 from tritondt.planning.step_chart import step_chart
-from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, step_report
+from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, near_ranks, step_report
 from tritondt.planning.storage import step_blocks
 from tritondt.sharding.layout import Coordinate, Layout
 
@@ -110,6 +109,9 @@ class Explanation:
     def _slots(self) -> str:
         """What the steps pack where peers read it; nothing where all messages are sent."""
         most = max((step.slot_bytes for step in self.steps), default=0)
+        placed = max((step.placed_bytes for step in self.steps), default=0)
+        if placed:
+            return f"up to {placed:,} bytes are packed into slots of peers' GPUs, where these unpack them"
         return f"up to {most:,} bytes go through slots of shared memory, where peers read them" if most else ""
 
     def _why_packed(self) -> str | None:
@@ -182,7 +184,8 @@ def explain_layouts(
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
     moved_itemsize = itemsize if wire_itemsize is None else wire_itemsize
     plan = make_plan(source, target, moved_itemsize, costs, dtype)
-    chunk_bytes = chunk_of(costs, prod(source.mesh_shape))
+    chunk_bytes = costs.chunk_bytes(prod(source.mesh_shape))
+    near = near_ranks(costs, prod(source.mesh_shape), source.position(at))
     reports, peers = [], set[int]()
     for step in plan.steps:
         found = step.exchange(at)
@@ -193,7 +196,7 @@ def explain_layouts(
         elif wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
             stored = step_blocks(step, at)
-            reports.append(step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment))
+            reports.append(step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment, near))
         else:
             reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
     peak = 0

@@ -5,8 +5,7 @@ from math import prod
 from tritondt.planning.across import PlanAcross, StepAcross
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation
-from tritondt.planning.slots import chunk_of
-from tritondt.planning.step_report import WireSize, cast_report, step_report
+from tritondt.planning.step_report import WireSize, cast_report, near_ranks, step_report
 from tritondt.sharding.coordinates import ranks_text
 from tritondt.sharding.layout import Coordinate, Layout
 
@@ -24,14 +23,16 @@ def explain_plan_across(
     >>> found.sent_bytes, found.received_bytes, found.num_peers
     (0, 32, 2)
     """
-    chunk_bytes = chunk_of(costs, len({*plan.source_ranks, *plan.target_ranks}))
+    ranks = sorted({*plan.source_ranks, *plan.target_ranks})
+    chunk_bytes = costs.chunk_bytes(len(ranks))
+    near = near_ranks(costs, len(ranks), ranks.index(rank)) if rank in ranks else None
     reports, peers, peak = [], set[int](), 0
     for step in plan.steps:
         found = step.exchange_of(rank)
         peers.update(message.peer for message in (*found.sends, *found.receives))
         if wire is None or not step.moving_axes:
             seconds = _seconds(step, itemsize, costs)
-            report = step_report(step, found, step.blocks_of(rank), itemsize, seconds, chunk_bytes)
+            report = step_report(step, found, step.blocks_of(rank), itemsize, seconds, chunk_bytes, near=near)
         else:
             report = cast_report(step, found, wire, _seconds(step, wire.wire_itemsize, costs))
         reports.append(report)

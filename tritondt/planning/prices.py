@@ -33,6 +33,10 @@ CUDA = CostTable(
     # A pack, a group of messages and an unpack, each some 5 us from launch to end, a guess.
     launch_s=15e-6,
     one_shot_bytes=1 << 18,
+    # The same NVLink, over which one kernel packs for all peers; its signals are in the launch below.
+    direct=Link(0.2e-6, 300e9, busy_share=0.25),
+    # A pack, an unpack and two signals, some 3 us each, a guess.
+    direct_launch_s=12e-6,
     # Sums of 16 bits stay as they are everywhere: added in fp32 and rounded once.
     collectives=WIDE,
     # One kernel and nothing packed, a guess.
@@ -40,16 +44,18 @@ CUDA = CostTable(
 )
 
 
-def built_in(ranks_per_host: int, arena_bytes: int = 0) -> dict[str, CostTable]:
+def built_in(ranks_per_host: int, arena_bytes: int = 0, device_arena_bytes: int = 0) -> dict[str, CostTable]:
     """Built-in tables by the type of device, for so many ranks on each host, whose processes may share memory.
+
+    So many bytes of it belong to each rank, on the host or on its GPU.
 
     >>> built_in(8)["cpu"].one_shot_bytes, built_in(8, arena_bytes=1 << 20)["cpu"].one_shot_bytes
     (0, 262144)
     """
-    cpu = CPU
+    cpu, cuda = CPU, replace(CUDA, device_arena_bytes=device_arena_bytes)
     if arena_bytes:
         cpu = replace(CPU, one_shot_bytes=_SHARED_MEMORY_ONE_SHOT_BYTES, arena_bytes=arena_bytes)
-    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", cpu), ("cuda", CUDA))}
+    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", cpu), ("cuda", cuda))}
 
 
 def with_prices(tables: Mapping[str, CostTable], text: str) -> dict[str, CostTable]:

@@ -2,9 +2,15 @@
 
 An arena is a board of announcements, whole pages of it, and two slots that rounds of exchanges take in turns. A message
 of any length goes through them in chunks, one a round, which both of its sides cut alike.
+
+On a GPU it is the receiver's arena that a message is packed into, whole. Every other rank of the host has two slots
+there, and for each slot two words: one in which it counts the messages that it has packed, and one in which it counts
+those that it has unpacked from this rank's slot in its own arena. Which slot an exchange takes follows from its
+fingerprint, so that two exchanges in turns seldom wait for each other, and a CUDA graph replays an exchange with the
+slot that it was captured with, beside others that nobody captured.
 """
 
-from tritondt.planning.cost import CostTable
+from typing import NamedTuple
 
 # Of messages in a slot; no two of them share a line of the cache.
 ALIGNMENT = 64
@@ -16,6 +22,11 @@ _PAGE = 4096
 # redistribution took 0.55 to 0.85 of the time from 2 MB a core on; with a sum over the result behind it, 1.1 to 1.2 at
 # 2 and 4 MB, and 0.8 to 1.0 from 8 MB on.
 _PAST_CACHE_BYTES = 8 << 20
+NUM_SLOTS = 2
+# A line of a GPU's cache; two ranks that poll write to none alike.
+_DEVICE_LINE = 128
+# Slots start where an allocator of CUDA's would have put them.
+_SLOT_ALIGNMENT = 512
 # Lines of a board: two bells and the progress of its rank, and two announcements for each rank.
 _LINES, _LINES_OF_RANK = 3, 2
 
@@ -57,12 +68,64 @@ def goes_past_cache(written_bytes: int, num_ranks: int, num_cores: int) -> bool:
     return written_bytes * num_ranks >= _PAST_CACHE_BYTES * min(num_cores, num_ranks)
 
 
-def chunk_of(costs: CostTable, num_ranks: int) -> int:
-    """Bytes of a chunk between `num_ranks`, by their table; 0 where they share no memory.
+class DeviceSlots(NamedTuple):
+    """Slots of `slot_bytes` for each of `num_ranks` ranks of a host, in the arena of every one of them.
 
-    >>> chunk_of(CostTable(arena_bytes=1 << 20, ranks_per_host=4), 4), chunk_of(CostTable(), 4)
-    (173376, 0)
+    Ranks are numbered within the host. All positions are bytes from an arena's start.
     """
-    if not costs.shares_memory(num_ranks):
-        return 0
-    return chunk_bytes(num_ranks, slot_bytes(costs.arena_bytes, num_ranks))
+
+    num_ranks: int
+    slot_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of an arena."""
+        return self._first_slot + NUM_SLOTS * self.num_ranks * self.slot_bytes
+
+    @property
+    def _first_slot(self) -> int:
+        return _rounded_up(2 * NUM_SLOTS * self.num_ranks * _DEVICE_LINE)
+
+    def start(self, sender: int, slot: int) -> int:
+        """First byte of a sender's slot.
+
+        >>> DeviceSlots(2, 1024).start(0, 0), DeviceSlots(2, 1024).start(1, 1)
+        (1024, 4096)
+        """
+        return self._first_slot + (NUM_SLOTS * sender + slot) * self.slot_bytes
+
+    def packed_word(self, sender: int, slot: int) -> int:
+        """Where `sender` counts the messages that it has packed into its slot of this arena.
+
+        >>> DeviceSlots(2, 1024).packed_word(1, 0), DeviceSlots(2, 1024).unpacked_word(0, 0)
+        (256, 512)
+        """
+        return (NUM_SLOTS * sender + slot) * _DEVICE_LINE
+
+    def unpacked_word(self, receiver: int, slot: int) -> int:
+        """Where `receiver` counts the messages of this arena's rank that it has unpacked from its own arena."""
+        return (NUM_SLOTS * (self.num_ranks + receiver) + slot) * _DEVICE_LINE
+
+
+def device_slots(arena_bytes: int, num_ranks: int) -> DeviceSlots:
+    """The longest slots of so many ranks in an arena of at most `arena_bytes`; of 0 bytes where none fit.
+
+    >>> device_slots(16 << 20, 8).slot_bytes, device_slots(1024, 8).slot_bytes
+    (1048064, 0)
+    """
+    left = arena_bytes - DeviceSlots(num_ranks, 0).num_bytes
+    slot_bytes = max(left, 0) // (NUM_SLOTS * num_ranks) // _SLOT_ALIGNMENT * _SLOT_ALIGNMENT
+    return DeviceSlots(num_ranks, slot_bytes)
+
+
+def slot_of(fingerprint: int) -> int:
+    """Number of the slot that an exchange takes.
+
+    >>> slot_of(6), slot_of(7)
+    (0, 1)
+    """
+    return fingerprint % NUM_SLOTS
+
+
+def _rounded_up(num_bytes: int) -> int:
+    return -(-num_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT

@@ -22,8 +22,8 @@ class StepReport:
     `packed_bytes` and `staged_bytes` are the temporary memory of what is packed before sending and of what
     arrives before it is unpacked or reduced; messages that are one run of memory need neither, unless they hold another
     dtype than the tensor, or start where the transport moves bytes slowly: `aligned_bytes` are of such messages.
-    `slot_bytes` are packed in slots of shared memory, chunk by chunk, where peers read them: neither side has temporary
-    memory for those messages.
+    `slot_bytes` are packed in slots of shared memory, chunk by chunk, where peers read them, and `placed_bytes` in
+    slots of other ranks' GPUs: neither side has temporary memory for those messages.
     """
 
     kind: str
@@ -38,6 +38,36 @@ class StepReport:
     seconds: float
     slot_bytes: int = 0
     aligned_bytes: int = 0
+    placed_bytes: int = 0
+
+
+class Near(NamedTuple):
+    """The ranks of this rank's host, as places among all that exchange, and what fits into their slots on GPUs."""
+
+    first: int
+    end: int
+    slot_bytes: int
+
+    def takes(self, message: Message, itemsize: int) -> bool:
+        """Whether a message, to a rank or from it, is packed where it is unpacked.
+
+        >>> from tritondt.planning.exchange import Message, Part
+        >>> message = Message(3, (Part((((0, 8),),)),))
+        >>> Near(0, 4, 32).takes(message, 4), Near(0, 3, 32).takes(message, 4), Near(0, 4, 31).takes(message, 4)
+        (True, False, False)
+        """
+        return self.first <= message.peer < self.end and message.numel * itemsize <= self.slot_bytes
+
+
+def near_ranks(costs: CostTable, num_ranks: int, place: int) -> Near | None:
+    """The ranks that share a host with the one at `place` of consecutive ranks; None where they share no GPU memory.
+
+    >>> near_ranks(CostTable(device_arena_bytes=1 << 20, ranks_per_host=4), 8, 5)
+    Near(first=4, end=8, slot_bytes=130560)
+    >>> near_ranks(CostTable(), 8, 5)
+    """
+    slot_bytes, first = costs.direct_slot_bytes(num_ranks), place - place % costs.ranks_per_host
+    return Near(first, first + costs.ranks_per_host, slot_bytes) if slot_bytes else None
 
 
 def step_report(
@@ -48,25 +78,32 @@ def step_report(
     seconds: float,
     chunk_bytes: int = 0,
     alignment: Alignment = DENSE,
+    near: Near | None = None,
 ) -> StepReport:
     """Report of a step on a rank that exchanges `found` between the source and target blocks `stored`.
 
     With `chunk_bytes`, messages go through slots in such chunks, and those that several peers receive are packed once.
-    No term of one tensor waits for another one's round.
+    No term of one tensor waits for another one's round. Messages that `near` ranks pack into each other's memory need
+    no memory beside that.
     """
     source_blocks, target_blocks = stored
     sent, received = (sum(message.numel for message in each) * itemsize for each in (found.sends, found.receives))
     if chunk_bytes:
         in_slots = sum(message.numel * itemsize for message in {each.parts: each for each in found.sends}.values())
         return _step_report(step, found, _Bytes(sent, received, 0, 0, in_slots), seconds)
+    far_sends, far_receives = (
+        [message for message in each if near is None or not near.takes(message, itemsize)]
+        for each in (found.sends, found.receives)
+    )
+    packed, staged = (sum(message.numel for message in each) * itemsize for each in (far_sends, far_receives))
     in_place, landing, aligned = 0, 0, 0
-    for message in found.sends:
+    for message in far_sends:
         here, there = _in_place_bytes(source_blocks, message, itemsize, alignment)
         in_place, aligned = in_place + here, aligned + there
-    for message in found.receives if step.kind != "reduce" else ():
+    for message in far_receives if step.kind != "reduce" else ():
         here, there = _in_place_bytes(target_blocks, message, itemsize, alignment)
         landing, aligned = landing + here, aligned + there
-    num_bytes = _Bytes(sent, received, sent - in_place, received - landing, aligned=aligned)
+    num_bytes = _Bytes(sent, received, packed - in_place, staged - landing, aligned=aligned, placed=sent - packed)
     return _step_report(step, found, num_bytes, seconds)
 
 
@@ -146,6 +183,7 @@ class _Bytes(NamedTuple):
     staged: int
     in_slot: int = 0
     aligned: int = 0
+    placed: int = 0
 
 
 def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float) -> StepReport:
@@ -162,4 +200,5 @@ def _step_report(step: Step, found: Exchange, num_bytes: _Bytes, seconds: float)
         seconds=seconds,
         slot_bytes=num_bytes.in_slot,
         aligned_bytes=num_bytes.aligned,
+        placed_bytes=num_bytes.placed,
     )

@@ -15,7 +15,7 @@ from tests.comm.transports.test_gloo_cases import check_on
 from tests.comm.transports.test_reductions import in_order, random_terms, reduced_by
 from tests.harness.descriptors import open_targets
 from tests.harness.gloo_ranks import GlooRanks
-from tritondt.comm import world
+from tritondt.comm import answers, world
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.transports import arenas, direct
 from tritondt.planning import slots
@@ -272,14 +272,14 @@ def test_ranks_of_several_hosts_need_not_hear_each_other(four_direct_ranks: Gloo
 def connect_with_store_watched(rank: int, per_host: str, transport: str | None) -> tuple[str, int]:
     """The communicator's class, and how often the others' answers about arenas were read."""
     T.close()
-    values, asked = vars(arenas)["values"], []
+    values, asked = vars(answers)["values"], []
 
     def counted(*arguments: Any) -> Any:
         asked.append(1)
         return values(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, set_to("TRITONDT_TRANSPORT", transport):
-        patch.setattr(arenas, "values", counted)
+        patch.setattr(answers, "values", counted)
         patch.setenv("LOCAL_WORLD_SIZE", per_host)
         communicator = world.current().communicator(ALL)
         communicator.barrier()

@@ -102,6 +102,7 @@ class StreamQueue(IssueQueue):
         # The end of the last work that was seen to have run: whatever else ends with it needs not ask again.
         self.passed: Event | None = None
         self._staging: torch.Tensor | None = None
+        self.is_through = False  # it has been closed, and nothing of it is in a stream any more
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run` now, on the stream, after what the current stream has been given and the calls before."""
@@ -206,6 +207,7 @@ class StreamQueue(IssueQueue):
             return
         self._order.let_wait(self.stream)
         self.stream.synchronize()
+        self.is_through = True
         self.let_go()
 
     def close_aborted(self) -> None:
@@ -219,7 +221,8 @@ class StreamQueue(IssueQueue):
         end, ends_at = self.stream.record_event(), time.monotonic() + aborts.LIMIT_S
         while not answered(end.query) and time.monotonic() < ends_at:
             time.sleep(_PAUSE_S)
-        if answered(end.query):
+        self.is_through = answered(end.query)
+        if self.is_through:
             self.let_go()
         else:
             _never_over.append((list(self._under_way), self._staging))

@@ -117,14 +117,13 @@ def packed_transfer(
     receives, staged_bytes, arrived = slices_of(
         transfer, exchange.receives, transfer.target_blocks, alignment, starts.targets, landing=True
     )
-    packs = [box for found in leaving for box in _pack(transfer, found)]
-    kept = [part for part in exchange.keeps if moves(transfer, part)]
-    keeps = [box for part in kept for box in _keep(transfer, part)]
-    unpacks = [box for found in arrived if moves(transfer, found.part) for box in _unpack(transfer, found)]
+    packs = [box for found in leaving for box in packed(transfer, found)]
+    keeps = list(kept(transfer))
+    unpacks = [box for found in arrived if moves(transfer, found.part) for box in unpacked(transfer, found)]
     joint: Literal["pack", "unpack"] | None = None
     if joint_bytes and keeps and unpacks:
         unpacks, keeps, joint = [*unpacks, *(box._replace(source=box.source + 1) for box in keeps)], [], "unpack"
-    elif keeps and packs and sum(part_bytes(transfer, part) for part in kept) <= joint_bytes:
+    elif keeps and packs and _kept_bytes(transfer) <= joint_bytes:
         packs, keeps, joint = [*packs, *(box._replace(target=box.target + 1) for box in keeps)], [], "pack"
     pack, keep, unpack = (copy_table(boxes, transfer.device) if boxes else None for boxes in (packs, keeps, unpacks))
     return PackedTransfer(
@@ -137,7 +136,7 @@ def packed_transfer(
         pack,
         keep,
         unpack,
-        reduce_tables(transfer, _terms(transfer, arrived)),
+        reduce_tables(transfer, terms_of(transfer, ((found, 0) for found in arrived))),
         joint=joint,
     )
 
@@ -192,6 +191,10 @@ def part_bytes(transfer: Transfer, part: Part) -> int:
     return part.numel * transfer.dtypes[part.tensor].itemsize
 
 
+def _kept_bytes(transfer: Transfer) -> int:
+    return sum(part_bytes(transfer, part) for part in transfer.exchange.keeps if moves(transfer, part))
+
+
 def in_buffer(transfer: Transfer, found: Arrival) -> Blocks:
     """Blocks of a part where it lies in a buffer."""
     return (message_block(found.part.region, found.start // transfer.dtypes[found.part.tensor].itemsize),)
@@ -212,28 +215,33 @@ def part_copies(transfer: Transfer, part: Part, sides: Sequence[Blocks], places:
         )
 
 
-def _pack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
+def packed(transfer: Transfer, found: Arrival, buffer: int = 0) -> Iterator[CopyBox]:
+    """The copy of a part from its tensor to where it leaves from, which is in target number `buffer`."""
     tensor = found.part.tensor
-    return part_copies(transfer, found.part, (transfer.source_blocks[tensor], in_buffer(transfer, found)), (tensor, 0))
+    sides = (transfer.source_blocks[tensor], in_buffer(transfer, found))
+    return part_copies(transfer, found.part, sides, (tensor, buffer))
 
 
-def _keep(transfer: Transfer, part: Part) -> Iterator[CopyBox]:
-    tensor = part.tensor
-    return part_copies(
-        transfer, part, (transfer.source_blocks[tensor], transfer.target_blocks[tensor]), (tensor, tensor)
-    )
-
-
-def _unpack(transfer: Transfer, found: Arrival) -> Iterator[CopyBox]:
+def unpacked(transfer: Transfer, found: Arrival, buffer: int = 0) -> Iterator[CopyBox]:
+    """The copy of a part to its tensor from where it has arrived, which is in source number `buffer`."""
     tensor = found.part.tensor
-    return part_copies(transfer, found.part, (in_buffer(transfer, found), transfer.target_blocks[tensor]), (0, tensor))
+    sides = (in_buffer(transfer, found), transfer.target_blocks[tensor])
+    return part_copies(transfer, found.part, sides, (buffer, tensor))
 
 
-def _terms(transfer: Transfer, arrived: Sequence[Arrival]) -> Iterator[Term]:
-    """All terms of reductions: in the receive buffer, which is the last input, and in the tensors."""
-    for found in arrived:
+def kept(transfer: Transfer) -> Iterator[CopyBox]:
+    """The copies of the parts that stay on this rank."""
+    for part in transfer.exchange.keeps:
+        if moves(transfer, part):
+            sides = (transfer.source_blocks[part.tensor], transfer.target_blocks[part.tensor])
+            yield from part_copies(transfer, part, sides, (part.tensor, part.tensor))
+
+
+def terms_of(transfer: Transfer, arrived: Iterable[tuple[Arrival, int]]) -> Iterator[Term]:
+    """All terms of reductions: in the tensors, and behind these in the buffers with numbers from 0 on."""
+    for found, buffer in arrived:
         if not moves(transfer, found.part):
-            yield Term(found.part, len(transfer.source_blocks), in_buffer(transfer, found))
+            yield Term(found.part, len(transfer.source_blocks) + buffer, in_buffer(transfer, found))
     for part in transfer.exchange.keeps:
         if not moves(transfer, part):
             yield Term(part, part.tensor, transfer.source_blocks[part.tensor])

@@ -5,29 +5,19 @@ kernel allows to processes of the same user alone: nobody listens, and nobody ca
 whether they have succeeded, so that either all exchange through arenas or none does.
 """
 
-import json
 import os
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
+from typing import Any
 
 from tritondt import environment
 from tritondt._C import Arena
+from tritondt.comm.answers import Answers
 from tritondt.comm.member import ProcessContext
-from tritondt.comm.monitor.watch import INTERVAL_S
-from tritondt.comm.store.client import PATIENCE_S, values
 from tritondt.comm.transports.interfaces import machine
-from tritondt.errors import PeerError
-
-Result = TypeVar("Result")
 
 _PROCESSES = Path("/proc/self/ns/pid")
-# How often a rank looks what others have said: often at first, when all come at once.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 def share_arenas(context: ProcessContext) -> list[Arena] | None:
@@ -36,7 +26,7 @@ def share_arenas(context: ProcessContext) -> list[Arena] | None:
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
     if len(context.ranks) > 1 and (environment.transport() != "direct" or _are_elsewhere(len(context.ranks))):
-        _Sharing(context).tell("arena", {})
+        Answers(context).tell("arena", {})
         return None
     return map_arenas(context)
 
@@ -70,9 +60,7 @@ class _Sharing:
     """One rank's part in sharing arenas, within the communicator's timeout."""
 
     def __init__(self, context: ProcessContext) -> None:
-        self._context = context
-        self._deadline = time.monotonic() + context.timeout.total_seconds()
-        self._others = [other for other in range(len(context.ranks)) if other != context.place]
+        self._context, self._answers = context, Answers(context)
 
     def run(self, num_bytes: int) -> list[Arena] | None:
         """The arenas of all ranks, `num_bytes` each, where all ranks have mapped all of them."""
@@ -81,17 +69,17 @@ class _Sharing:
             said: dict[str, Any] = {}
             if own is not None:
                 said = {"here": _here(), "path": f"/proc/{os.getpid()}/fd/{own.descriptor}", "bytes": own.num_bytes}
-            self.tell("arena", said)
+            self._answers.tell("arena", said)
             # Who asks for none, is elsewhere, or has another length, differs for all: they decide alike.
-            found = {self._context.place: said, **self._asked("arena")}
+            found = {self._context.place: said, **self._answers.of_others("arena")}
             if any(
                 not each or (each["here"], each["bytes"]) != (said["here"], said["bytes"]) for each in found.values()
             ):
                 return None
             assert own is not None, "no rank has an empty answer"
             mapped = self._mapped(own, found)
-            self.tell("mapped", mapped is not None)
-            return mapped if all(self._asked("mapped").values()) else None
+            self._answers.tell("mapped", mapped is not None)
+            return mapped if all(self._answers.of_others("mapped").values()) else None
         finally:  # the others have it open, or never will
             if own is not None:
                 own.close_descriptor()
@@ -120,50 +108,6 @@ class _Sharing:
             "messages go over sockets",
             RuntimeWarning,
             stacklevel=2,
-        )
-
-    def tell(self, what: str, value: object) -> None:
-        """Says something of this rank in the store."""
-        text, key = json.dumps(value), f"{self._context.key}/{what}/{self._context.place}"
-        self._call(lambda store: store.set(key, text))
-
-    def _asked(self, what: str) -> dict[int, Any]:
-        """What the others have said, by place, when all have; PeerError where some do not in time."""
-        keys = {other: f"{self._context.key}/{what}/{other}" for other in self._others}
-        pause, next_look = _FIRST_PAUSE_S, time.monotonic() + INTERVAL_S
-        while not self._call(lambda store: store.check(list(keys.values()))):
-            now = time.monotonic()
-            if now >= self._deadline:
-                raise self._late(keys)
-            if now >= next_look:
-                self._look()
-                next_look = now + INTERVAL_S
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        found = self._call(lambda store: values(store, list(keys.values())))
-        return {other: json.loads(text) for other, text in zip(keys, found, strict=True)}
-
-    def _call(self, function: Callable[[dist.Store], Result]) -> Result:
-        return self._context.client.call(function, max(self._deadline - time.monotonic(), PATIENCE_S))
-
-    def _look(self) -> None:
-        """Raises PeerError where a rank that shares an arena with this one has failed."""
-        found = self._context.watch.failure(self._context.key)
-        if found is not None:
-            raise PeerError(
-                f"rank {found.rank} failed while rank {self._context.rank} connected to ranks "
-                f"{list(self._context.ranks)}: {found.error}"
-            )
-
-    def _late(self, keys: Mapping[int, str]) -> PeerError:
-        missing = [
-            self._context.ranks[other]
-            for other, key in keys.items()
-            if not self._call(lambda store, key=key: store.check([key]))  # type: ignore[misc]
-        ]
-        return PeerError(
-            f"rank {self._context.rank} waited {self._context.timeout.total_seconds():g} s for ranks {missing} to "
-            "connect"
         )
 
 

@@ -26,6 +26,7 @@ from tritondt.comm.packing.packed_transfer import (
     buffer_places,
     packed_transfer,
 )
+from tritondt.comm.packing.placed_transfer import PlacedTransfer
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.announced import Announced
 from tritondt.comm.transports.ordered import OrderedCommunicator
@@ -37,6 +38,9 @@ from tritondt.planning.alignment import DENSE
 from tritondt.planning.collectives import Collective
 
 _BARRIER_FINGERPRINT = 0x62617272
+AnyTransfer = PackedTransfer | DirectTransfer | PlacedTransfer
+# Sources and targets of an exchange, and their addresses.
+Operands = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int], list[int]]
 # Name of an exchange's range in torch.profiler, while one is on.
 EXCHANGE_RANGE = "tritondt::exchange"
 
@@ -158,8 +162,13 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
             joined = max((it % self.alignment.in_place for it in (*source_pointers, *target_pointers)), default=0)
         if joined % self.alignment.in_place and plan.casting is None:
             plan = self._plan_at(transfer, source_pointers, target_pointers)
+        self._run_plan(plan, record, transfer.device, (sources, targets, source_pointers, target_pointers))
+
+    def _run_plan(self, plan: PackedTransfer, record: ExchangeRecord, device: torch.device, operands: Operands) -> None:
+        """Runs a compiled exchange of these tensors."""
+        sources, targets, source_pointers, target_pointers = operands
         threads = torch.get_num_threads()
-        memory, staging, buffer, widened = self._buffers(plan, transfer.device)
+        memory, staging, buffer, widened = self._buffers(plan, device)
         self.sequence += 1
         if plan.sends or plan.receives:
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
@@ -237,9 +246,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         for table in plan.reduces:
             self._launch(table.run, [*sources, staging], targets, threads)
 
-    def _buffers(
-        self, plan: PackedTransfer | DirectTransfer, device: torch.device
-    ) -> tuple[torch.Tensor, int, int, int]:
+    def _buffers(self, plan: AnyTransfer, device: torch.device) -> tuple[torch.Tensor, int, int, int]:
         """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
         packed_at, widened_at, num_bytes = buffer_places(plan.staged_bytes, plan.packed_bytes, plan.casting)
         if num_bytes == 0:
@@ -252,7 +259,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         start = memory.data_ptr()
         return memory, start, start + packed_at, start + widened_at
 
-    def _staging(self, plan: PackedTransfer | DirectTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _staging(self, plan: AnyTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for what is packed and what arrives, which lives for the one call."""
         return allocate((num_bytes,), torch.uint8, device)
 

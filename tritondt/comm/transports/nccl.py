@@ -19,10 +19,11 @@ from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import Event, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.comm.packing.collective_transfer import collective_transfer
-from tritondt.comm.packing.direct_transfer import DirectTransfer
-from tritondt.comm.packing.messages import MessageBuffers, Slice
+from tritondt.comm.packing.messages import MessageBuffers, Slice, message_buffers
 from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, PackedTransfer, TensorStarts
-from tritondt.comm.transports.base import PackedCommunicator
+from tritondt.comm.packing.placed_transfer import PlacedTransfer, placed_transfer
+from tritondt.comm.transports.base import AnyTransfer, Operands, PackedCommunicator
+from tritondt.comm.transports.device_arenas import DeviceArenas
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
 from tritondt.kernels.tables import made_together
@@ -87,7 +88,15 @@ class NcclCommunicator(PackedCommunicator):
     joint_bytes = _JOINT_BYTES
     _queue: StreamQueue
 
-    def __init__(self, context: ProcessContext, library: NcclLibrary, streams: Streams) -> None:
+    def __init__(
+        self,
+        context: ProcessContext,
+        library: NcclLibrary,
+        streams: Streams,
+        arenas: DeviceArenas | None = None,
+    ) -> None:
+        """`arenas` are those that this rank shares with others of its host: most messages between them go there."""
+        self._arenas = arenas
         self._streams, self._device, self.device_types = streams, streams.device, (streams.device.type,)
         super().__init__(context, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = context.timeout.total_seconds(), False
@@ -110,6 +119,47 @@ class NcclCommunicator(PackedCommunicator):
         with made_together(self._device):
             for transfer in transfers:
                 self._plan(transfer)
+
+    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:
+        if self._arenas is not None and transfer.collective is None and transfer.wire_dtype is None:
+            placed = placed_transfer(transfer, self._arenas, self._place, self.alignment, starts)
+            if placed is not None:
+                return placed  # type: ignore[return-value]  # `_run_plan` takes both
+        return super()._compiled(transfer, starts)
+
+    def _run_plan(
+        self, plan: PackedTransfer | PlacedTransfer, record: ExchangeRecord, device: torch.device, operands: Operands
+    ) -> None:
+        if isinstance(plan, PackedTransfer):
+            super()._run_plan(plan, record, device, operands)
+            return
+        assert self._arenas is not None, "the plan was made for arenas"
+        sources, targets, source_pointers, target_pointers = operands
+        memory, staging, buffer, _ = self._buffers(plan, device)
+        self.sequence += 1
+        self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+        receives = message_buffers((plan.receives, targets, target_pointers, memory, staging))
+        sends = message_buffers((plan.sends, sources, source_pointers, memory, buffer))
+        launch, arena = self._launch, self._arenas.address
+        try:
+            self.post(record, receives, sends)
+            launch(plan.begin.run)
+            if plan.pack is not None:
+                launch(plan.pack.run, source_pointers, [buffer, *plan.slots], 1)
+            launch(plan.meet.run)
+            if plan.far_sends or plan.far_receives:
+                self.start(
+                    record,
+                    message_buffers((plan.far_receives, targets, target_pointers, memory, staging)),
+                    message_buffers((plan.far_sends, sources, source_pointers, memory, buffer)),
+                )
+            if plan.unpack is not None:
+                launch(plan.unpack.run, [staging, arena, *source_pointers], target_pointers, 1)
+            for table in plan.reduces:
+                launch(table.run, [*source_pointers, staging, arena], target_pointers, 1)
+        except BaseException as error:
+            self.break_off(record, error)
+            raise
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
@@ -157,7 +207,7 @@ class NcclCommunicator(PackedCommunicator):
         if call.divisor != 1:
             targets[0].div_(call.divisor)
 
-    def _staging(self, plan: PackedTransfer | DirectTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
+    def _staging(self, plan: AnyTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
         call = plan.collective if isinstance(plan, PackedTransfer) else None
         if call is None or not call.registered_bytes or self._queue.is_capturing:  # memory of a graph is the graph's
             return self._queue.staging(num_bytes, device)
@@ -190,6 +240,8 @@ class NcclCommunicator(PackedCommunicator):
             self._watched.give_up(error)
 
     def _on_failure(self, error: BaseException) -> None:
+        if self._arenas is not None:
+            self._arenas.stop()
         self.failure = self.failure or error
         self._queue.fail(error)
 
@@ -231,6 +283,11 @@ class NcclCommunicator(PackedCommunicator):
 
     def _disconnect(self, reason: BaseException) -> None:
         self._watched.close(reason)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._arenas is not None and self._queue.is_through:  # else they stay mapped: a kernel may read them yet
+            self._arenas.close()
 
     def _interrupt(self, reason: BaseException) -> None:
         self._watched.fail(reason)

@@ -1,0 +1,320 @@
+"""Messages packed into the memory of other ranks' devices: on the doubles of CUDA's driver and of NCCL.
+
+What is shown is that memory is shared between processes, that signals keep packs and unpacks in order, and that faults
+are told; nothing of a GPU. The kernels of the signals are in tests/kernels.
+"""
+
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="cuda.h, which the double of CUDA's driver is compiled against, is Triton's")
+
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.comm.transports.test_gloo_cases import check_on
+from tests.doubles.fake_cuda.library import FakeCuda, build
+from tests.doubles.fake_nccl.library import Gate
+from tests.harness.gloo_ranks import Failure, GlooRanks
+from tests.harness.nccl_on_host import use_fake_nccl
+from tritondt.comm import world
+from tritondt.comm.packing.placed_transfer import PlacedTransfer
+from tritondt.comm.transports import device_arenas
+
+
+def placed_ranks(size: int, prepare: Any = use_fake_nccl, **variables: str) -> GlooRanks:
+    return GlooRanks(size, {"TRITONDT_DIRECT": "1", "TRITONDT_TIMEOUT": "30", **variables}, prepare=prepare)
+
+
+def use_two_hosts() -> None:
+    """Ranks 0 and 1 on a host, and 2 and 3 on another one."""
+    host = int(os.environ["RANK"]) // 2
+    device_arenas.machine = lambda: f"host {host}"  # type: ignore[attr-defined]  # the module's own name for it
+    use_fake_nccl()
+
+
+def use_a_memory_that_cannot_be_mapped() -> None:
+    """Rank 1 maps no memory of others."""
+    if os.environ["RANK"] == "1":
+        FakeCuda(build()).fail("cuMemMap", 2, 801)
+    use_fake_nccl()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[GlooRanks]:
+    with placed_ranks(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[GlooRanks]:
+    with placed_ranks(2, TRITONDT_ARENA_MB="1") as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def explained_ranks() -> Iterator[GlooRanks]:
+    costs = '{"device_arena_bytes": 1048576, "ranks_per_host": 4}'
+    with placed_ranks(4, TRITONDT_ARENA_MB="1", TRITONDT_COSTS=costs) as ranks:
+        yield ranks
+
+
+def communicator_of(mesh: T.Mesh) -> Any:
+    return world.current().communicator(mesh.ranks)
+
+
+def whole_tensor(rows: int = 64, columns: int = 96) -> torch.Tensor:
+    return torch.arange(float(rows * columns)).reshape(rows, columns)
+
+
+@pytest.mark.parametrize("first_seed", [600_000, 600_060])
+def test_random_cases(four_ranks: GlooRanks, first_seed: int) -> None:
+    check_on(four_ranks, first_seed)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("first_seed", [601_000, 601_060])
+def test_random_cases_between_two_hosts(first_seed: int) -> None:
+    with placed_ranks(4, use_two_hosts) as ranks:
+        check_on(ranks, first_seed)
+
+
+def plans_of(mesh: T.Mesh) -> list[Any]:
+    """A list of what this rank runs from now on."""
+    communicator = communicator_of(mesh)
+    plans = []
+    original = communicator._run_plan
+
+    def noted(plan: Any, *arguments: Any) -> None:
+        plans.append(plan)
+        original(plan, *arguments)
+
+    communicator._run_plan = noted
+    return plans
+
+
+def left_to_nccl(plans: list[Any]) -> list[Any]:
+    """How many messages of each exchange NCCL was asked to send; "all" where none went through a slot."""
+    return [len(plan.far_sends) if isinstance(plan, PlacedTransfer) else "all" for plan in plans]
+
+
+def move(rank: int, size: int, rows: int) -> tuple[list[Any], int]:
+    """Rows to columns, on the way; what NCCL was asked to send, and how far the slots go."""
+    mesh = T.Mesh((size,))
+    whole = whole_tensor(rows, 512)
+    x = T.distribute_tensor(whole, mesh, [T.Shard(0)])
+    x.redistribute(placements=[T.Shard(1)])  # the communicator is there
+    plans = plans_of(mesh)
+    moved = x.redistribute(placements=[T.Shard(1)])
+    torch.testing.assert_close(moved.to_local(), whole.chunk(size, 1)[rank], rtol=0, atol=0)
+    return left_to_nccl(plans), communicator_of(mesh)._arenas.slots.slot_bytes
+
+
+def test_a_message_longer_than_a_slot_goes_through_nccl(two_ranks: GlooRanks) -> None:
+    # A rank has rows / 2 of 512 columns, half of which go, 4 bytes each: 512 bytes a row.
+    for rows, expected in ((64, 0), (510, 0), (1024, "all")):
+        for kinds, slot_bytes in two_ranks.run(move, 2, rows):
+            assert (rows * 512 <= slot_bytes) == (expected == 0)
+            assert kinds == [expected]
+
+
+def gather(rank: int) -> tuple[list[Any], tuple[int, ...]]:
+    mesh = T.Mesh((4,))
+    whole = whole_tensor()
+    x = T.distribute_tensor(whole, mesh, [T.Shard(0)])
+    x.redistribute(placements=[T.Replicate()])
+    plans = plans_of(mesh)
+    for _ in range(3):
+        torch.testing.assert_close(x.redistribute(placements=[T.Replicate()]).to_local(), whole, rtol=0, atol=0)
+    return left_to_nccl(plans), communicator_of(mesh)._arenas.places
+
+
+def test_ranks_of_other_hosts_get_messages_of_nccl() -> None:
+    with placed_ranks(4, use_two_hosts) as ranks:
+        for rank, (kinds, places) in enumerate(ranks.run(gather)):
+            assert places == ((0, 1) if rank < 2 else (2, 3))
+            assert kinds == [2, 2, 2]
+
+
+def sum_at_once(rank: int, count: int) -> int:
+    """Sums, rows and columns, without a wait between them; then what the double's driver has."""
+    mesh = T.Mesh((2,))
+    whole = whole_tensor(7, 5)
+    terms = T.DTensor.from_local(whole * (rank + 1), mesh, [T.Partial()])
+    rows = T.distribute_tensor(whole, mesh, [T.Shard(0)])
+    for number in range(count):
+        summed = terms.redistribute(placements=[T.Replicate()], async_op=True)
+        columns = rows.redistribute(placements=[T.Shard(1)], async_op=True)
+        back = columns.redistribute(placements=[T.Shard(0)], async_op=number % 3 == 0)
+        torch.testing.assert_close(summed.to_local(), whole * 3, rtol=0, atol=0)
+        torch.testing.assert_close(back.to_local(), rows.to_local(), rtol=0, atol=0)
+    live = live_memory(rank)
+    T.close()
+    return live - live_memory(rank)
+
+
+def test_many_exchanges_and_nothing_left(two_ranks: GlooRanks) -> None:
+    assert two_ranks.run(sum_at_once, 60) == [6, 6]  # a handle, a reservation and a mapping for each arena
+    assert two_ranks.run(live_memory) == [0, 0]
+
+
+def live_memory(rank: int) -> int:
+    return FakeCuda(build()).live()
+
+
+def send_before_it_is_read(rank: int) -> list[bool]:
+    """Rank 0, which has the only row, sends three times, and rank 1 comes late."""
+    mesh = T.Mesh((2,))
+    locals_ = [torch.full((1 - rank, 8), float(number)) for number in range(3)]
+    rows = [T.DTensor.from_local(local, mesh, [T.Shard(0)], shape=(1, 8), stride=(8, 1)) for local in locals_]
+    rows[0].redistribute(placements=[T.Replicate()])
+    gate = Gate(communicator_of(mesh)._queue.stream._stream) if rank else None
+    moved = [row.redistribute(placements=[T.Replicate()], async_op=True) for row in rows]
+    works: list[Any] = [each.work for each in moved]
+    time.sleep(0.2)
+    are_over = [work.is_completed() for work in works]
+    dist.barrier()
+    if gate is not None:
+        gate.open()
+    for number, each in enumerate(moved):
+        torch.testing.assert_close(each.to_local(), torch.full((1, 8), float(number)), rtol=0, atol=0)
+    return are_over
+
+
+def test_a_slot_is_packed_again_when_it_has_been_read(two_ranks: GlooRanks) -> None:
+    assert two_ranks.run(send_before_it_is_read) == [[False] * 3] * 2
+
+
+PAIRS = (("S0", "R"), ("S0", "S1"), ("P", "R"), ("P", "S1"), ("R", "S0"))
+
+
+def explain_and_compile(rank: int, side: int) -> list[tuple[int, int]]:
+    """What explain says is packed into slots, and what is."""
+    mesh = T.Mesh((4,))
+    found = []
+    for source, target in PAIRS:
+        placed, wanted = T.parse_placements(source), T.parse_placements(target)
+        local = whole_tensor(side, side) if source in "PR" else whole_tensor(side, side).chunk(4)[rank]
+        x = T.DTensor.from_local(local, mesh, placed, shape=(side, side), stride=(side, 1))
+        told = T.explain(x, wanted)
+        plans = plans_of(mesh)
+        x.redistribute(placements=wanted)
+        del communicator_of(mesh)._run_plan
+        in_slots = sum(
+            sum(each.num_bytes for each in plan.sends) - sum(each.num_bytes for each in plan.far_sends)
+            for plan in plans
+            if isinstance(plan, PlacedTransfer)
+        )
+        found.append((sum(step.placed_bytes for step in told.steps), in_slots))
+    return found
+
+
+@pytest.mark.parametrize("side", [64, 1024])
+def test_explain_says_what_is_packed_into_slots(explained_ranks: GlooRanks, side: int) -> None:
+    for found in explained_ranks.run(explain_and_compile, side):
+        assert [said for said, _ in found] == [packed for _, packed in found]
+        assert [said > 0 for said, _ in found] == [side == 64] * 4 + [False]
+
+
+def record(rank: int) -> None:
+    mesh = T.Mesh((2,))
+    local = torch.zeros(3, 4)
+    x = T.DTensor.from_local(local, mesh, [T.Shard(0)])
+    x.redistribute(placements=[T.Replicate()])
+    streams = communicator_of(mesh)._streams
+    for value in range(3):
+        local.fill_(value + rank)
+        with streams.capturing():
+            moved = x.redistribute(placements=[T.Replicate()])
+        streams.synchronize()
+        expected = torch.cat([torch.full((3, 4), float(value + each)) for each in range(2)])
+        torch.testing.assert_close(moved.to_local(), expected, rtol=0, atol=0)
+    streams.destroy_graphs()
+
+
+def test_what_is_recorded_counts_on_the_device(two_ranks: GlooRanks) -> None:
+    two_ranks.run(record)
+
+
+def stay_away(rank: int) -> tuple[str, str, float]:
+    """Rank 1 does not come to the second exchange, and its memory goes with its world; then all go on."""
+    mesh = T.Mesh((3,))
+    x = T.distribute_tensor(whole_tensor(), mesh, [T.Shard(0)])
+    x.redistribute(placements=[T.Replicate()])
+    told, kind, began = "", "", time.monotonic()
+    if rank != 1:
+        with pytest.raises(T.PeerError) as caught:
+            x.redistribute(placements=[T.Replicate()], async_op=rank == 2).to_local()
+        told, kind = str(caught.value), type(caught.value).__name__
+    took = time.monotonic() - began
+    os.environ["TRITONDT_TIMEOUT"] = "60"
+    T.abort()
+    whole = T.distribute_tensor(whole_tensor(), T.Mesh((3,)), [T.Shard(0)]).full_tensor()
+    torch.testing.assert_close(whole, whole_tensor(), rtol=0, atol=0)
+    return told, kind, took
+
+
+@pytest.mark.extended
+def test_a_rank_that_does_not_come_is_named_and_all_go_on() -> None:
+    with placed_ranks(3, TRITONDT_TIMEOUT="3") as ranks:
+        for rank, (told, kind, took) in enumerate(ranks.run(stay_away)):
+            if rank != 1:
+                assert "rank 1" in told
+                assert kind == "PeerError"
+                assert took < 20
+
+
+def disagree(rank: int) -> None:
+    mesh = T.Mesh((2,))
+    x = T.distribute_tensor(whole_tensor(), mesh, [T.Shard(0)])
+    x.redistribute(placements=[T.Replicate()])
+    x.redistribute(placements=[T.Shard(1) if rank else T.Replicate()])
+
+
+@pytest.mark.extended
+def test_ranks_that_disagree_are_told_so() -> None:
+    with placed_ranks(2, TRITONDT_TIMEOUT="10") as ranks:
+        for outcome in ranks.outcomes(disagree):
+            assert isinstance(outcome, Failure)
+            assert outcome.kind == "MismatchError", outcome.trace
+            assert "ranks disagree at exchange " in outcome.text
+
+
+def arenas_here(rank: int) -> tuple[list[str], Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mesh = T.Mesh((3,))
+        whole = T.distribute_tensor(whole_tensor(), mesh, [T.Shard(0)]).full_tensor()
+    torch.testing.assert_close(whole, whole_tensor(), rtol=0, atol=0)
+    arenas = communicator_of(mesh)._arenas
+    return [str(each.message) for each in caught], None if arenas is None else arenas.places
+
+
+@pytest.mark.extended
+def test_where_one_rank_cannot_map_memory_all_go_through_nccl() -> None:
+    with placed_ranks(3, use_a_memory_that_cannot_be_mapped) as ranks:
+        found = ranks.run(arenas_here)
+        assert ranks.run(live_memory) == [0, 0, 0]
+    assert [places for _, places in found] == [None, None, None]
+    assert [bool(texts) for texts, _ in found] == [False, True, False]
+    text = found[1][0][0]
+    assert text.startswith("rank 1 cannot share memory of its GPU with ranks [0, 1, 2] (")
+    assert "cuMemMap" in text
+    assert text.endswith("); all their messages go through NCCL")
+
+
+def ask_for_none(rank: int) -> tuple[list[str], Any]:
+    os.environ["TRITONDT_DIRECT"] = str(int(rank != 1))
+    return arenas_here(rank)
+
+
+@pytest.mark.extended
+def test_a_rank_that_asks_for_none_leaves_the_others_theirs() -> None:
+    with placed_ranks(3) as ranks:
+        assert ranks.run(ask_for_none) == [([], (0, 2)), ([], None), ([], (0, 2))]

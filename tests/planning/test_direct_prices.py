@@ -1,0 +1,87 @@
+"""Prices and explanations of messages that ranks pack into memory of each other's GPUs."""
+
+import pytest
+
+from tritondt.planning.alignment import NCCL_ALIGNMENT
+from tritondt.planning.cost import CostTable
+from tritondt.planning.explain import Explanation, explain_layouts
+from tritondt.planning.prices import built_in, from_json, to_json
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.placement import parse_placements
+
+ARENA_BYTES = 16 << 20
+COSTS = built_in(8, 0, ARENA_BYTES)["cuda"]
+NCCL_ONLY = built_in(8)["cuda"]
+
+
+def explained(
+    source: str, target: str, side: int, costs: CostTable, mesh: tuple[int, ...] = (8,), at: Coordinate | None = None
+) -> Explanation:
+    before, after = (Layout(mesh, parse_placements(text), (side, side)) for text in (source, target))
+    return explain_layouts(before, after, 4, costs, at, alignment=NCCL_ALIGNMENT, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "side", "in_slots", "by_nccl"),
+    [
+        ("P", "R", 64, ["reduce"], ["all_reduce"]),  # one exchange: everybody adds all terms
+        ("P", "R", 1024, ["all_reduce"], ["all_reduce"]),
+        ("S0", "R", 64, ["exchange"], ["all_gather"]),
+        ("S0", "R", 1024, ["exchange"], ["all_gather"]),
+        ("S0", "R", 4096, ["all_gather"], ["all_gather"]),  # 8 MB a message: longer than a slot
+        ("S0", "S1", 1024, ["exchange"], ["exchange"]),
+    ],
+)
+def test_forms_with_latency_first_where_messages_fit_slots(
+    source: str, target: str, side: int, in_slots: list[str], by_nccl: list[str]
+) -> None:
+    direct, nccl = (explained(source, target, side, costs) for costs in (COSTS, NCCL_ONLY))
+    assert [step.kind for step in direct.steps] == in_slots
+    assert [step.kind for step in nccl.steps] == by_nccl
+    assert sum(step.seconds for step in direct.steps) <= sum(step.seconds for step in nccl.steps)
+
+
+def test_what_fits_slots_needs_no_temporary_memory() -> None:
+    short, long, before = (explained("S0", "S1", side, costs) for side, costs in SIDES)
+    assert [(step.placed_bytes, step.packed_bytes, step.staged_bytes) for step in short.steps] == [(458_752, 0, 0)]
+    assert short.peak_bytes == 0
+    assert (
+        str(short).splitlines()[-1]
+        == "up to 458,752 bytes are packed into slots of peers' GPUs, where these unpack them"
+    )
+    # Of 1,048,576 bytes each, where a slot has 1,048,064; what arrives is rows, in place.
+    assert [(step.placed_bytes, step.packed_bytes, step.staged_bytes) for step in long.steps] == [(0, 7 << 20, 0)]
+    assert "slots" not in str(long)
+    assert [(step.placed_bytes, step.packed_bytes) for step in before.steps] == [(0, 458_752)]
+
+
+SIDES = ((1024, COSTS), (4096, COSTS), (1024, NCCL_ONLY))
+
+
+def test_messages_to_other_hosts_are_nccls() -> None:
+    """Of 15 messages of 2,048 elements, the 7 of this host are packed into slots."""
+    found = explained("S0,S0", "S1,S1", 512, COSTS, (2, 8), at=(1, 3))
+    (step,) = found.steps
+    assert (step.num_sent, step.sent_bytes) == (15, 15 * 32 * 32 * 4)
+    assert step.placed_bytes == 7 * 32 * 32 * 4
+    assert (step.packed_bytes, step.staged_bytes) == (8 * 32 * 32 * 4, 0)  # rows land in place
+
+
+def test_a_step_within_hosts_has_the_price_of_slots_and_one_between_them_has_not() -> None:
+    within, between = (explained(source, "R,R" if source == "R,S0" else "S1,R", 64, COSTS, (2, 8)) for source in PAIRS)
+    assert within.steps[0].seconds == pytest.approx(COSTS.direct_launch_s, rel=0.2)
+    assert between.steps[0].seconds > COSTS.launch_s
+
+
+PAIRS = ("R,S0", "S0,R")
+
+
+def test_ranks_agree_on_the_prices_of_slots() -> None:
+    tables = built_in(8, 1 << 20, ARENA_BYTES)
+    assert from_json(to_json(tables)) == tables
+    assert tables["cpu"].device_arena_bytes == 0
+    assert CostTable().with_json('{"direct": {"latency_s": 1e-7}}').direct.latency_s == 1e-7
+
+
+def test_a_rank_alone_on_its_host_packs_for_nobody() -> None:
+    assert built_in(1, 0, ARENA_BYTES)["cuda"].direct_slot_bytes(8) == 0

@@ -1,0 +1,248 @@
+"""Arenas on GPUs that the ranks of a host map of each other, for messages that are packed where they are unpacked.
+
+Every rank says through the store on which host and GPU it is, passes a descriptor of its memory to the ranks of its
+host (`device_memory`), and says whether it has mapped theirs: either all ranks of a host that ask for it exchange
+through arenas, or none of them does. Ranks of other hosts, and messages longer than a slot, are NCCL's.
+"""
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tritondt import environment
+from tritondt.comm.answers import Answers
+from tritondt.comm.device_memory.descriptors import DescriptorSwap
+from tritondt.comm.device_memory.driver import CudaDriver, MappedMemory
+from tritondt.comm.member import ProcessContext
+from tritondt.comm.transports.interfaces import machine
+from tritondt.errors import TransportError
+from tritondt.kernels.signals import Signal, SignalTable, signal_table
+from tritondt.planning.slots import NUM_SLOTS, DeviceSlots, device_slots
+
+_NETWORK = Path("/proc/self/ns/net")
+_COUNTER_BYTES = 8
+# Of a fingerprint in a signal, beside the count.
+_FINGERPRINT_BITS = 32
+
+
+class Memory(Protocol):
+    """Memory of a device, mapped here."""
+
+    @property
+    def address(self) -> int:
+        """Where it is mapped."""
+        ...
+
+    def close(self) -> None:
+        """Unmaps it."""
+        ...
+
+
+class DeviceArenas:
+    """Arenas of the ranks at `places` of a communicator, by place, one of which is this rank's `place`.
+
+    Counts of what this rank has packed and unpacked are in memory of its own, where only its stream reads and writes
+    them: whatever a CUDA graph replays counts as well.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[int],
+        place: int,
+        slots: DeviceSlots,
+        memories: Mapping[int, Memory],
+        device: torch.device,
+    ) -> None:
+        self.places, self.slots = tuple(places), slots
+        self._number, self._place, self._device, self._memories = self.places.index(place), place, device, memories
+        self.address = memories[place].address
+        is_gpu = device.type == "cuda"
+        # Read by kernels that wait, where the host can write to it whatever the device does.
+        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=is_gpu)
+        self._counters = torch.zeros(2 * NUM_SLOTS * len(self.places), dtype=torch.int64, device=device)
+        self._is_open = True
+
+    def slot_at(self, place: int, slot: int) -> int:
+        """Address of this rank's slot in the arena of the rank at `place`."""
+        return self._memories[place].address + self.slots.start(self._number, slot)
+
+    def signals(
+        self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int
+    ) -> tuple[SignalTable, SignalTable]:
+        """Signals of an exchange that packs for `targets` and unpacks what `sources` have packed.
+
+        The first tell everybody what this rank has unpacked so far, which ends with the exchange before this one in
+        the stream, and wait until targets have unpacked what was in the slots before. The second tell targets that
+        their slots are packed, and wait for the sources' word.
+        """
+        others = [place for place in self.places if place != self._place]
+        begin = signal_table(
+            [self._unpacked_here(place, each) for place in others for each in range(NUM_SLOTS)],
+            [self._unpacked_there(place, slot) for place in targets],
+            0,
+            self._stop,
+            self._device,
+        )
+        meet = signal_table(
+            [self._packed_here(place, slot) for place in targets],
+            [self._packed_there(place, slot) for place in sources],
+            fingerprint % (1 << _FINGERPRINT_BITS),
+            self._stop,
+            self._device,
+        )
+        return begin, meet
+
+    def stop(self) -> None:
+        """Ends all waits that are in a stream, and those put there later; nothing is right in an arena any more."""
+        self._stop.fill_(1)
+
+    def close(self) -> None:
+        """Unmaps all arenas, when nothing that reads or writes them is in a stream; once."""
+        if self._is_open:
+            self._is_open = False
+            for memory in self._memories.values():
+                memory.close()
+
+    def _packed_here(self, place: int, slot: int) -> Signal:
+        """What this rank says in the arena of another one: so many messages are packed."""
+        word = self._memories[place].address + self.slots.packed_word(self._number, slot)
+        return Signal(word, self._counter(place, slot, is_sent=True), 1)
+
+    def _packed_there(self, place: int, slot: int) -> Signal:
+        """What another rank says in this rank's arena, and how often it has been heard."""
+        number = self.places.index(place)
+        return Signal(self.address + self.slots.packed_word(number, slot), self._counter(place, slot, is_sent=False), 1)
+
+    def _unpacked_here(self, place: int, slot: int) -> Signal:
+        """What this rank says in the arena of another one: so many of its messages are unpacked."""
+        word = self._memories[place].address + self.slots.unpacked_word(self._number, slot)
+        return Signal(word, self._counter(place, slot, is_sent=False), 0)
+
+    def _unpacked_there(self, place: int, slot: int) -> Signal:
+        """What another rank says in this rank's arena of its messages, all of which must be unpacked."""
+        number = self.places.index(place)
+        return Signal(
+            self.address + self.slots.unpacked_word(number, slot), self._counter(place, slot, is_sent=True), 0
+        )
+
+    def _counter(self, place: int, slot: int, *, is_sent: bool) -> int:
+        """Address of the count of messages for another rank, or from it."""
+        row = 2 * self.places.index(place) + is_sent
+        return self._counters.data_ptr() + _COUNTER_BYTES * (NUM_SLOTS * row + slot)
+
+
+def share_device_arenas(
+    context: ProcessContext, number: int, device: torch.device, driver: Callable[[], CudaDriver] = CudaDriver
+) -> DeviceArenas | None:
+    """Arenas of this host's ranks of a communicator, on device `number` of CUDA, for tensors on `device`.
+
+    A collective call; None where this rank is alone on its host, asks for none (TRITONDT_DIRECT), or where some of
+    them cannot map each other's memory. Raises PeerError where some do not come.
+    """
+    if len(context.ranks) == 1:
+        return None
+    try:
+        if not environment.packs_into_peers():
+            Answers(context).tell("device-arena", {})
+            return None
+        return _Sharing(context, driver(), number, device).run()
+    except BaseException as error:
+        context.watch.report(context.key, None, error)
+        raise
+
+
+class _Sharing:
+    """One rank's part in sharing arenas on GPUs, within the communicator's timeout."""
+
+    def __init__(self, context: ProcessContext, driver: CudaDriver, number: int, device: torch.device) -> None:
+        self._context, self._driver, self._number, self._device = context, driver, number, device
+        self._answers, self._place = Answers(context), context.place
+
+    def run(self) -> DeviceArenas | None:
+        """The arenas of all ranks of the host, where all of them have mapped all of them."""
+        made = self._made()
+        if made is None:
+            self._answers.tell("device-arena", {})
+            return None
+        own, descriptor = made
+        with contextlib.ExitStack() as undone, DescriptorSwap() as swap:
+            undone.callback(own.close)
+            undone.callback(os.close, descriptor)
+            asked = environment.arena_bytes()
+            said: dict[str, Any] = {"here": _here(), "bytes": asked, "device": self._driver.identity(self._number)}
+            said["mapped_bytes"] = own.num_bytes  # whole pages
+            self._answers.tell("device-arena", {**said, "swap": swap.told})
+            found = {self._place: said, **self._answers.of_others("device-arena")}
+            near = {place: found[place] for place in sorted(found) if _are_alike(found[place], said)}
+            slots = device_slots(asked, len(near))
+            if len(near) == 1 or not slots.slot_bytes:  # for all of them alike
+                return None
+            told = {place: each["swap"] for place, each in near.items() if place != self._place}
+            descriptors = swap.swap(descriptor, told, self._place, self._answers.left_s)
+            memories = self._mapped(near, descriptors)
+            undone.callback(_close_all, memories)
+            self._answers.tell("device-mapped", memories is not None)
+            others_have = all(self._answers.of_others("device-mapped", near).values())
+            if memories is None or not others_have:
+                return None
+            undone.pop_all()  # what was made stays, but for the descriptor
+            os.close(descriptor)
+            return DeviceArenas(tuple(near), self._place, slots, {self._place: own, **memories}, self._device)
+
+    def _made(self) -> tuple[MappedMemory, int] | None:
+        """Memory of this rank, and its descriptor; None where its device has none to share."""
+        if not self._driver.can_share(self._number):
+            return None
+        try:
+            return self._driver.allocate(self._number, environment.arena_bytes())
+        except TransportError as error:
+            self._warn(error)
+            return None
+
+    def _mapped(
+        self, near: Mapping[int, Mapping[str, Any]], descriptors: Mapping[int, int]
+    ) -> dict[int, MappedMemory] | None:
+        """Memory of the others, by place; None where this rank's device does not reach all of it."""
+        memories = dict[int, MappedMemory]()
+        try:
+            for place, descriptor in descriptors.items():
+                if not self._driver.can_access(self._number, near[place]["device"]):
+                    raise TransportError(f"its GPU does not reach that of rank {self._context.ranks[place]}")
+                memories[place] = self._driver.map(self._number, descriptor, near[place]["mapped_bytes"])
+        except TransportError as error:
+            self._warn(error)
+            _close_all(memories)
+            return None
+        finally:
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+        return memories
+
+    def _warn(self, error: TransportError) -> None:
+        warnings.warn(
+            f"rank {self._context.rank} cannot share memory of its GPU with ranks {list(self._context.ranks)} "
+            f"({error}); all their messages go through NCCL",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _close_all(memories: Mapping[int, MappedMemory] | None) -> None:
+    for memory in (memories or {}).values():
+        memory.close()
+
+
+def _are_alike(other: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
+    """Whether another rank asks for an arena as long on the same host."""
+    return bool(other) and (other["here"], other["bytes"]) == (own["here"], own["bytes"])
+
+
+def _here() -> str:
+    """Identity of machine, user and network namespace: equal for processes that can pass each other descriptors."""
+    network = _NETWORK.stat() if _NETWORK.exists() else None
+    return f"{machine()}/{os.geteuid()}/{'' if network is None else f'{network.st_dev}:{network.st_ino}'}"
