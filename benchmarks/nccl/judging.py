@@ -19,14 +19,15 @@ class Limit(NamedTuple):
 
 
 # By kind and number of ranks. "time" and "redistribution" are seconds over torch's until all has run, "host" the same
-# until calls have returned; "overhead" is in microseconds. Two ranks on one GPU take turns, which the fastest round
-# shows least.
+# until calls have returned; "overhead" is in microseconds, and "slots" over NCCL's messages. Two ranks on one GPU take
+# turns, which the fastest round shows least.
 LIMITS = {
     ("time", 1): Limit(1.05, "median"),
     ("host", 1): Limit(0.7, "median"),
     ("time", 2): Limit(1.15, "fastest"),
     ("redistribution", 2): Limit(0.6, "fastest"),
     ("overhead", 2): Limit(25.0, "median"),
+    ("slots", 2): Limit(1.0, "fastest"),
 }
 _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {"median": statistics.median, "fastest": min}
 
@@ -65,7 +66,8 @@ def judged(kind: str, case: str, of_ranks: Sequence[Seconds]) -> Measured:
     if kind == "overhead":
         values = {"redistribution": (seconds["redistribution"] - seconds["nccl"]) * 1e6}
     else:
-        values = {side: own / seconds[TORCH] for side, own in seconds.items() if side != TORCH}
+        other = "messages" if kind == "slots" else TORCH
+        values = {side: own / seconds[other] for side, own in seconds.items() if side != other}
     return Measured(kind, case, seconds, values, limit.most, limit.figure)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import tritondt as T
 from benchmarks.nccl.judging import TORCH
+from benchmarks.nccl.slots import redistribution_in_slots
 from tests.nccl.devices import device_of
 from tests.nccl.here import Here, connect
 
@@ -139,6 +140,11 @@ def redistribution(rank: int, where: str, shape: tuple[int, int], source: str, t
     if not torch.equal(found, expected):
         raise AssertionError(f"{source} -> {target} of {shape}: ours and torch's differ")
     return dict(sides)
+
+
+def slots(rank: int, where: str, shape: tuple[int, int], source: str, target: str) -> Sides:
+    """A redistribution through slots in peers' memory, and by messages of NCCL."""
+    return redistribution_in_slots(rank, where, shape, source, target)
 
 
 def _torchs(text: str) -> Any:

@@ -83,6 +83,9 @@ def jobs(num_ranks: int, sizes: list[int]) -> list[Job]:
         for shape in ((1023, 1025), (4095, 4097)):
             case = f"{pair[0]} -> {pair[1]} of {shape[0]} x {shape[1]}"
             found.append(Job("redistribution", case, "redistribution", (shape, *pair), 1))
+    for shape in ((64, 96), (1023, 1025)):
+        case = f"in slots: S1 -> S0 of {shape[0]} x {shape[1]}"
+        found.append(Job("slots", case, "slots", (shape, "S1", "S0"), 5))
     return [*found, Job("overhead", "S0 -> S1 of 512 x 512, async", "issued", (512,), 10)]
 
 

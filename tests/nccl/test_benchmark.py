@@ -65,7 +65,7 @@ def test_sides_take_turns_in_an_order_that_turns_too(monkeypatch: pytest.MonkeyP
 @pytest.mark.extended
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_jobs_run_over_the_double(setting_of: SettingOf, ranks: int) -> None:
-    tiny: dict[str, tuple[object, ...]] = {"redistribution": ((7, 5),), "issued": (8,)}
+    tiny: dict[str, tuple[object, ...]] = {"redistribution": ((7, 5),), "slots": ((7, 5),), "issued": (8,)}
     all_jobs = jobs(ranks, [64])
     host = [job for job in all_jobs if job.kind == "host"][:1]  # the same sides as "time"
     for job in [*(job for job in all_jobs if job.kind != "host"), *host]:
@@ -73,7 +73,7 @@ def test_jobs_run_over_the_double(setting_of: SettingOf, ranks: int) -> None:
         of_ranks = setting_of("host", ranks).ranks.run(timed, "host", job._replace(arguments=arguments, calls=1), 2)
         found = judged(job.kind, job.case, of_ranks)
         assert all(seconds > 0 for seconds in found.seconds.values())
-        assert set(found.seconds) - {"torch", "nccl"} == set(found.values)
+        assert set(found.seconds) - {"torch", "nccl", "messages"} == set(found.values)
 
 
 def plant_a_wrong_result(rank: int) -> None:

@@ -53,10 +53,17 @@ def parts(python: str) -> tuple[Part, ...]:
         Part("bench-first", bench("kernels.copy_boxes_gpu", "copy_boxes_gpu", "--mebibytes", "64"), 120),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=ask),
         Part("tests-shared", tests("tests/nccl/test_operations.py", "-k", "gpu-2"), 120, can_run=share, tests=True),
+        Part("tests-slots", tests("tests/nccl/test_slots.py", "-k", "gpu-2"), 240, can_run=share, tests=True),
         Part("bench-nccl", bench("nccl", "nccl_gpu_1_rank", "--rounds", "20"), 120),
         Part("bench-nccl-2", bench("nccl", "nccl_gpu_2_ranks", "--ranks", "2"), 240, can_run=share),
         Part("tests-nccl", tests("tests/nccl", "-k", "gpu-1 or on_gpus"), 600, tests=True),
-        Part("tests-nccl-2", tests("tests/nccl", "-k", "gpu-2"), 600, can_run=share, tests=True),
+        Part(
+            "tests-nccl-2",
+            tests("tests/nccl", "-k", "gpu-2", "--ignore=tests/nccl/test_slots.py"),
+            600,
+            can_run=share,
+            tests=True,
+        ),
         Part("tests-kernels", tests("tests/kernels/test_gpu_kernels.py", *beside), 900, tests=True),
         Part("tests-engine", tests("tests/test_gpu.py", *beside), 900, tests=True),
         Part(
@@ -95,7 +102,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=(python, "-c", _CAN_ASK)),
         Part("tests-shared", (*host, "host-2"), 240, tests=True),
         Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 120),
-        Part("bench-nccl-2", (*nccl, "--ranks", "2", "--only", "*512 x 512*"), 120),
+        Part("bench-nccl-2", (*nccl, "--ranks", "2", "--only", "*512 x 512*", "in slots*64 x 96"), 120),
         Part(
             "tests-kernels",
             (*kernels, "-k", "float32-sum-3 or wide1-fp80 or test_random_casts and source0-target0"),

@@ -193,7 +193,7 @@ def test_a_dry_run_lasts_beyond_a_build_that_takes_its_limit() -> None:
 
 def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     names = [part.name for part in parts("python")]
-    assert names[:6] == ["build", "tests-first", "bench-first", "libraries", "tests-shared", "bench-nccl"]
+    assert names[:6] == ["build", "tests-first", "bench-first", "libraries", "tests-shared", "tests-slots"]
     assert names[-2:] == ["memcheck", "racecheck"]
 
 
