@@ -14,6 +14,7 @@ from tests.doubles.fake_cuda.library import build
 from tests.nccl.devices import device_of
 from tritondt.comm import world
 from tritondt.comm.device_memory.driver import CudaDriver
+from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.transports.device_arenas import share_device_arenas
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.redistribution.compile import compile_plan
@@ -26,7 +27,7 @@ MESSAGES = "messages"
 def communicators(where: str) -> dict[str, NcclCommunicator]:
     """One with slots and one without, of all ranks; collective."""
     device, here, ranks = device_of(where), world.current(), tuple(range(dist.get_world_size()))
-    assert isinstance(here, world.ProcessWorld), "a rank is a process"
+    assert isinstance(here, ProcessWorld), "a rank is a process"
     os.environ["TRITONDT_DIRECT"] = "1"
     context = here.join("slots, for the benchmark", ranks, here.timeout)
     driver = CudaDriver if where == "gpu" else lambda: CudaDriver(str(build()))
