@@ -10,6 +10,7 @@ import torch
 from tritondt._C import CastTable, CopyTable, DequantizeTable, QuantizeTable, ReduceTable
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 from tritondt.kernels.device_types import ByDeviceType
+from tritondt.kernels.runs import EngineTable, Run, run_of
 from tritondt.kernels.scaled_tables import (
     PlacedDequantizeTable,
     PlacedQuantizeTable,
@@ -46,6 +47,9 @@ class Maker(Protocol):
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
 
+    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        """A table of copies whose boxes are runs, by what computes nothing where the device has that."""
+
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
 
@@ -74,6 +78,10 @@ class CppMaker:
 
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
+        return CopyTable(boxes)
+
+    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        """A table of copies: the processors are all that copies."""
         return CopyTable(boxes)
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
@@ -114,6 +122,10 @@ class TritonMaker:
         """A table of copies."""
         table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
         return table
+
+    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
+        """A table of copy engines; on the CPU of copies."""
+        return EngineTable(runs, device) if device.type == "cuda" else self.copy_table(boxes, device)
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
@@ -173,6 +185,20 @@ def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
     ([1, 3, 5], 12)
     """
     return _maker(device).copy_table(boxes, device)
+
+
+def run_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
+    """Table of copies beside which a GPU computes: by its copy engines where every box is one run of memory.
+
+    Where one is not, and on the CPU, it is that of `copy_table`.
+
+    >>> run_table([CopyBox(0, 0, 0, 0, 4, (2, 3), (3, 1), (3, 1))], torch.device("cpu")).num_bytes
+    24
+    """
+    runs = [run for run in map(run_of, boxes) if run is not None]
+    if len(runs) < len(boxes):
+        return copy_table(boxes, device)
+    return _maker(device).run_table(runs, boxes, device)
 
 
 def cast_table(boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:

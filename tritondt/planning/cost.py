@@ -76,7 +76,7 @@ class CostTable:
     one_shot_bytes: int = 0
     arena_bytes: int = 0
     device_arena_bytes: int = 0
-    direct: Link = Link(0.2e-6, 300e9, busy_share=0.25)
+    direct: Link = Link(0.2e-6, 300e9)
     direct_launch_s: float = 0.0
     collectives: int = 0
     collective_launch_s: float = 0.0
@@ -149,6 +149,17 @@ class CostTable:
             return self.host
         return self.network
 
+    def link_of(self, span: int, num_ranks: int, message_bytes: float) -> Link:
+        """Slowest link for messages of so many bytes within groups of `span` of `num_ranks` ranks.
+
+        >>> table = CostTable(device_arena_bytes=16 << 20, ranks_per_host=8)
+        >>> [table.link_of(8, 8, num_bytes) is table.direct for num_bytes in (1 << 19, 1 << 21)]
+        [True, False]
+        """
+        link = self.link(span)
+        fits = 0 < message_bytes <= self.direct_slot_bytes(num_ranks) and link is not self.network
+        return self.direct if fits else link
+
 
 def _with_prices(table: _Table, prices: Any) -> _Table:
     """A table, or a link in one, with some prices changed."""
@@ -199,12 +210,9 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
         copied = step.target.max_local_numel * itemsize
         return StepCost(0, 0.0, costs.launch_s + copied / costs.copy_bandwidth)
     num_peers, received = _peers(step), received_elements(step)
-    link, launch_s = costs.link(prod(step.source.mesh_shape[step.moving_axes[0] :])), costs.launch_s
-    received_bytes = received * itemsize
-    if link is not costs.network and received_bytes <= num_peers * costs.direct_slot_bytes(
-        prod(step.source.mesh_shape)
-    ):
-        link, launch_s = costs.direct, costs.direct_launch_s
+    received_bytes, sizes = received * itemsize, step.source.mesh_shape
+    link = costs.link_of(prod(sizes[step.moving_axes[0] :]), prod(sizes), received_bytes / max(num_peers, 1))
+    launch_s = costs.direct_launch_s if link is costs.direct else costs.launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
 

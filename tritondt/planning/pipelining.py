@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import log2
 from typing import NamedTuple
 
-from tritondt.planning.cost import CostTable
+from tritondt.planning.cost import CostTable, Link
 
 
 class Rows(NamedTuple):
@@ -20,6 +20,11 @@ class Rows(NamedTuple):
     num_features: int
     itemsize: int
     num_ranks: int
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes for one other rank."""
+        return self.num_rows * self.num_features * self.itemsize
 
 
 class Pace(NamedTuple):
@@ -33,13 +38,17 @@ class Pace(NamedTuple):
 
 def pace_of(rows: Rows, num_others: int, num_threads: int, costs: CostTable) -> Pace:
     """Pace of rows that come from, or go to, a product with a matrix of their features by `num_others`."""
-    link, num_products = costs.link(rows.num_ranks), rows.num_features * num_others
+    link, num_products = _link_of(rows, costs), rows.num_features * num_others
     return Pace(
-        rows.num_rows * rows.num_features * rows.itemsize * (1 / link.bandwidth + 1 / costs.copy_bandwidth),
-        link.latency_s,
+        rows.num_bytes * (1 / link.bandwidth + 1 / costs.copy_bandwidth),
+        costs.direct_launch_s if link is costs.direct else link.latency_s,
         2 * rows.num_rows * num_products / (costs.flop_rate * num_threads),
         num_products * rows.itemsize / (2 * costs.copy_bandwidth),  # the matrix is read, and laid out in the cache
     )
+
+
+def _link_of(rows: Rows, costs: CostTable) -> Link:
+    return costs.link_of(rows.num_ranks, rows.num_ranks, rows.num_bytes)
 
 
 def best_shares(rows: Rows, num_positions: int, costs: CostTable) -> tuple[int, ...]:
@@ -55,7 +64,7 @@ def best_shares(rows: Rows, num_positions: int, costs: CostTable) -> tuple[int, 
     ()
     """
     pace = pace_of(rows, 1, 1, costs)
-    hidden_s = pace.travel_s * (1 - costs.link(rows.num_ranks).busy_share)
+    hidden_s = pace.travel_s * (1 - _link_of(rows, costs).busy_share)
     if rows.num_ranks == 1:
         return ()
     num_worth = min(hidden_s / (pace.message_s * (rows.num_ranks - 1)), pace.part_s / pace.product_s, num_positions)

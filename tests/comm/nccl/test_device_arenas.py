@@ -26,6 +26,7 @@ from tests.harness.nccl_on_host import use_fake_nccl
 from tritondt.comm import world
 from tritondt.comm.packing.placed_transfer import PlacedTransfer
 from tritondt.comm.transports import device_arenas
+from tritondt.parallel import all_gather_matmul
 
 
 def placed_ranks(size: int, prepare: Any = use_fake_nccl, **variables: str) -> GlooRanks:
@@ -220,6 +221,26 @@ def test_explain_says_what_is_packed_into_slots(explained_ranks: GlooRanks, side
     for found in explained_ranks.run(explain_and_compile, side):
         assert [said for said, _ in found] == [packed for _, packed in found]
         assert [said > 0 for said, _ in found] == [side == 64] * 4 + [False]
+
+
+def multiply_in_chunks(rank: int) -> tuple[int, int]:
+    """A gathered product in chunks; how many exchanges it took, and how many of them went through slots."""
+    mesh = T.Mesh((2,))
+    whole, weight = whole_tensor(8, 6), torch.eye(6) * 2
+    spec = T.DTensorSpec(mesh, (T.Shard(0),), T.TensorMeta.contiguous((8, 6), whole.dtype))
+    rows = whole.chunk(2)[rank].contiguous()
+    first = T.DTensor.from_local(rows, mesh, [T.Shard(0)])
+    first.redistribute(placements=[T.Replicate()])
+    plans = plans_of(mesh)
+    product = all_gather_matmul(rows, weight, source=spec, chunks_per_peer=4)
+    del communicator_of(mesh)._run_plan
+    torch.testing.assert_close(product, whole * 2, rtol=0, atol=0)
+    return len(plans), sum(isinstance(plan, PlacedTransfer) for plan in plans)
+
+
+def test_chunks_beside_a_product_go_through_slots(two_ranks: GlooRanks) -> None:
+    for count, placed in two_ranks.run(multiply_in_chunks):
+        assert count == placed == 4
 
 
 def record(rank: int) -> None:

@@ -23,7 +23,7 @@ from tritondt.comm.packing.packed_transfer import (
     unpacked,
 )
 from tritondt.kernels.signals import SignalTable
-from tritondt.kernels.tables import Table, copy_table
+from tritondt.kernels.tables import Table, copy_table, run_table
 from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.exchange import Message
 from tritondt.planning.slots import DeviceSlots, slot_of
@@ -116,6 +116,7 @@ def placed_transfer(
         box for found, buffer in arrived if moves(transfer, found.part) for box in unpacked(transfer, found, buffer)
     ]
     unpacks += [box._replace(source=box.source + 2) for box in kept(transfer)]
+    table = run_table if transfer.beside_compute else copy_table
     begin, meet = memory.signals(tuple(leaving.near), tuple(arriving.near), slot, transfer.fingerprint)
     return PlacedTransfer(
         leaving.all,
@@ -129,8 +130,8 @@ def placed_transfer(
         tuple(memory.slot_at(peer, slot) for peer in leaving.near),
         begin,
         meet,
-        copy_table(packs, transfer.device) if packs else None,
-        copy_table(unpacks, transfer.device) if unpacks else None,
+        table(packs, transfer.device) if packs else None,
+        table(unpacks, transfer.device) if unpacks else None,
         reduce_tables(transfer, terms_of(transfer, arrived)),
     )
 
