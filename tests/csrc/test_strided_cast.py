@@ -73,21 +73,21 @@ def check_random_table(verb, source_dtype, target_dtype, seed):
     assert_as_reference(verb, sources, target, boxes, draw.choice((1, 3)))
 
 
-@pytest.mark.in_ci(120)
+@pytest.mark.in_ci(60)
 @pytest.mark.parametrize("seed", range(45))
 @pytest.mark.parametrize(("verb", "source", "target"), CASTS)
 def test_random_casts(verb, source, target, seed):
     check_random_table(verb, source, target, seed)
 
 
-@pytest.mark.in_ci(120)
+@pytest.mark.in_ci(60)
 @pytest.mark.parametrize("seed", range(90))
 @pytest.mark.parametrize(("verb", "source", "target"), QUANTIZATIONS)
 def test_random_quantizations(verb, source, target, seed):
     check_random_table(verb, source, target, seed)
 
 
-@pytest.mark.in_ci(90)
+@pytest.mark.in_ci(45)
 @pytest.mark.parametrize("seed", range(90))
 @pytest.mark.parametrize(("verb", "source", "target"), DEQUANTIZATIONS)
 def test_random_dequantizations(verb, source, target, seed):

@@ -72,7 +72,7 @@ def test_example():
     assert target.tolist() == [-1, 1, 2, 4, 5]
 
 
-@pytest.mark.in_ci(100)
+@pytest.mark.in_ci(50)
 @pytest.mark.parametrize("itemsize", ITEMSIZES)
 @pytest.mark.parametrize("seed", range(40))
 def test_random_tables(itemsize, seed):

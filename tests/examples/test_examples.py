@@ -98,8 +98,11 @@ def test_every_example_is_run():
     assert {*PRINTED, "nccl_raw"} == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
+# That of elastic is run, killed and run again by tests/interop/test_elastic.py.
 @pytest.mark.in_core(1)
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name == "elastic" else []) for name in PRINTED]
+)
 def test_example(name, tmp_path):
     num_ranks, printed = PRINTED[name]
     found = run(EXAMPLES / f"{name}.py", num_ranks, tmp_path)

@@ -85,3 +85,10 @@ def test_ranks_agree_on_the_prices_of_slots() -> None:
 
 def test_a_rank_alone_on_its_host_packs_for_nobody() -> None:
     assert built_in(1, 0, ARENA_BYTES)["cuda"].direct_slot_bytes(8) == 0
+
+
+def test_messages_of_a_narrower_dtype_have_the_price_of_nccls() -> None:
+    before, after = (Layout((8,), parse_placements(text), (256, 256)) for text in ("S0", "S1"))
+    narrow = explain_layouts(before, after, 4, COSTS, alignment=NCCL_ALIGNMENT, wire_itemsize=2)
+    assert narrow == explain_layouts(before, after, 4, NCCL_ONLY, alignment=NCCL_ALIGNMENT, wire_itemsize=2)
+    assert narrow.steps[0].placed_bytes == 0

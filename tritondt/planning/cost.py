@@ -149,6 +149,10 @@ class CostTable:
             return self.host
         return self.network
 
+    def for_wire(self) -> "CostTable":
+        """The table for messages of a narrower dtype than the tensor's, which go through no slots of GPUs."""
+        return replace(self, device_arena_bytes=0)
+
     def link_of(self, span: int, num_ranks: int, message_bytes: float) -> Link:
         """Slowest link for messages of so many bytes within groups of `span` of `num_ranks` ranks.
 

@@ -183,6 +183,7 @@ def explain_layouts(
     """
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
     moved_itemsize = itemsize if wire_itemsize is None else wire_itemsize
+    costs = costs if wire_itemsize is None else costs.for_wire()
     plan = make_plan(source, target, moved_itemsize, costs, dtype)
     chunk_bytes = costs.chunk_bytes(prod(source.mesh_shape))
     near = near_ranks(costs, prod(source.mesh_shape), source.position(at))

@@ -51,7 +51,8 @@ def plan_for(
     check_dtypes(source, target)
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
     dtype = "" if in_messages else _collected_dtype(source, wire_dtype)
-    return make_plan(source.layout, target.layout, itemsize, _costs_of(source), dtype)
+    costs = _costs_of(source) if wire_dtype is None else _costs_of(source).for_wire()
+    return make_plan(source.layout, target.layout, itemsize, costs, dtype)
 
 
 def _collected_dtype(spec: DTensorSpec, wire_dtype: torch.dtype | None) -> str:

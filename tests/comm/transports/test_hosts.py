@@ -42,7 +42,7 @@ def test_hosts_whose_own_names_mean_their_loopback_interface(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("shaping", "slowly"),
     [
-        pytest.param("tbf rate 100mbit burst 64kb latency 50ms", "", id="queue of the kernel"),
+        pytest.param("tbf rate 100mbit burst 64kb latency 50ms", "", id="queue of the kernel", marks=pytest.mark.soak),
         pytest.param("", "--delay 0.005 --lose-every 100 --rate 100e6", id="delay and loss"),
     ],
 )

@@ -19,7 +19,7 @@ X = randn(3, 7, 6)
 LAYOUTS = [((2,), text) for text in ("S0", "S1", "S2(sizes=1/5)", "S1(repeats=7)", "P", "R")] + [((2, 2), "S1, S2")]
 
 
-@pytest.mark.in_ci(101)
+@pytest.mark.in_ci(51)
 @pytest.mark.parametrize(("mesh", "placements"), LAYOUTS)
 @pytest.mark.parametrize(
     "function",

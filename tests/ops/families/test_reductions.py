@@ -35,7 +35,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.in_ci(121)
+@pytest.mark.in_ci(61)
 @pytest.mark.parametrize(("mesh_shape", "placements"), LAYOUTS)
 @pytest.mark.parametrize(
     "function",
