@@ -30,6 +30,17 @@ class Signal(NamedTuple):
     step: int
 
 
+class Stop(NamedTuple):
+    """The words that end waits: `asked`, one int32 in the host's memory, and `met`, one int64 on the device.
+
+    Somebody on the host sets the first to end all waits, once; whatever wait it has ended sets the second, after which
+    nothing is published, and nothing is packed that has `met` for its gate.
+    """
+
+    asked: torch.Tensor
+    met: torch.Tensor
+
+
 class SignalTable(Protocol):
     """Signals prepared once and run many times."""
 
@@ -41,7 +52,7 @@ class HostSignals:
     """Signals between threads or processes on the CPU, and the reference of those on a GPU.
 
     Arguments and errors are those of `signal_table`; `device` is for DeviceSignals, which this one stands in for. `run`
-    returns when all signals have come or the stop word is set. Other processors than x86 may show what was written
+    returns when all signals have come or a stop is asked for. Other processors than x86 may show what was written
     before a word after the word, unless both sides hold a lock around.
     """
 
@@ -50,25 +61,27 @@ class HostSignals:
         published: Sequence[Signal],
         awaited: Sequence[Signal],
         fingerprint: int,
-        stop: torch.Tensor,
+        stop: Stop,
         device: torch.device | str = "cpu",
     ) -> None:
         check_signals(published, awaited, fingerprint, stop)
         self._published, self._awaited = _cells(published), _cells(awaited)
         self._fingerprint = fingerprint
-        self._stop_word = stop  # keeps its memory
-        self._stop = ctypes.c_int32.from_address(stop.data_ptr())
+        self._stop_words = stop  # keeps their memory
+        self._asked = ctypes.c_int32.from_address(stop.asked.data_ptr())
+        self._met = ctypes.c_int64.from_address(stop.met.data_ptr())
 
     def run(self) -> None:
-        """Publishes unless the stop word is set, then waits."""
-        if not self._stop.value:
+        """Publishes unless a wait was stopped before, then waits."""
+        if not self._met.value:
             for cell in self._published:
                 cell.counter.value += cell.step
                 cell.word.value = self._content(cell.counter.value)
         counts = [cell.counter.value + cell.step for cell in self._awaited]
         expected = [self._content(count) for count in counts]
         while [cell.word.value for cell in self._awaited] != expected:
-            if self._stop.value:
+            if self._asked.value:
+                self._met.value = 1
                 return
             time.sleep(_PAUSE_S)
         for cell, count in zip(self._awaited, counts, strict=True):
@@ -96,7 +109,7 @@ def _device_signals(
     published: Sequence[Signal],
     awaited: Sequence[Signal],
     fingerprint: int,
-    stop: torch.Tensor,
+    stop: Stop,
     device: torch.device,
 ) -> SignalTable:
     """Signals of Triton's kernel. Triton is imported with the first: it takes 0.3 s, and the CPU never needs it."""
@@ -105,7 +118,7 @@ def _device_signals(
     return table
 
 
-Maker = Callable[[Sequence[Signal], Sequence[Signal], int, torch.Tensor, torch.device], SignalTable]
+Maker = Callable[[Sequence[Signal], Sequence[Signal], int, Stop, torch.device], SignalTable]
 signal_makers = ByDeviceType[Maker](cpu=HostSignals, cuda=_device_signals)
 
 
@@ -113,30 +126,30 @@ def signal_table(
     published: Sequence[Signal],
     awaited: Sequence[Signal],
     fingerprint: int,
-    stop: torch.Tensor,
+    stop: Stop,
     device: torch.device,
 ) -> SignalTable:
     """Table of signals for words and counters in memory of `device`, cpu or cuda, or mapped there.
 
     A run does, on a GPU in one launch on the current stream:
 
-    1. Unless the stop word is set: of each published signal the counter goes up by its step, and the word is written,
-       the count above the fingerprint. Who sees the word sees all that was written before it, on this stream.
+    1. Unless a wait was stopped before: of each published signal the counter goes up by its step, and the word is
+       written, the count above the fingerprint. Who sees the word sees all that was written before it, on this stream.
     2. It waits until each awaited word equals the count that is its counter plus its step, above the fingerprint. Then
-       these counters go up by their steps. When the stop word is set while one is missing, it ends without that.
+       these counters go up by their steps. When `stop.asked` is set while one is missing, it sets `stop.met` instead.
 
     `fingerprint` (32 bits, unsigned) tells exchanges apart: ranks that run different ones wait for each other, and who
-    watches them sets the stop word, `stop`, one int32 that the device can read. What the addresses point at, and the
-    stop word, must outlive all runs and all CUDA graphs that have captured one.
+    watches them asks for a stop, in memory of the host that the device can read. What the addresses point at, and the
+    stop words, must outlive all runs and all CUDA graphs that have captured one.
 
     Raises ValueError for an address that is not a positive multiple of 8, for two signals of one side that share a word
-    or a counter, for a step that is not 0 or 1, for a fingerprint of more bits, for another stop word, and for any
+    or a counter, for a step that is not 0 or 1, for a fingerprint of more bits, for other stop words, and for any
     other device.
 
     Example: rank 0 tells rank 1 that it has written, and waits for the answer, in one process.
 
     >>> words, counters = torch.zeros(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-    >>> stop = torch.zeros(1, dtype=torch.int32)
+    >>> stop = Stop(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
     >>> here, there = [
     ...     [Signal(words[at].data_ptr(), counters[2 * rank + at].data_ptr(), step=1) for at in range(2)]
     ...     for rank in range(2)
@@ -154,10 +167,11 @@ def signal_table(
     return found(published, awaited, fingerprint, stop, device)
 
 
-def check_signals(published: Sequence[Signal], awaited: Sequence[Signal], fingerprint: int, stop: torch.Tensor) -> None:
+def check_signals(published: Sequence[Signal], awaited: Sequence[Signal], fingerprint: int, stop: Stop) -> None:
     """Checks that hold for every table of signals; ValueError as `signal_table` says.
 
-    >>> check_signals([Signal(64, 12, 1)], [], 0, torch.zeros(1, dtype=torch.int32))
+    >>> stop = Stop(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
+    >>> check_signals([Signal(64, 12, 1)], [], 0, stop)
     Traceback (most recent call last):
     ValueError: the counter of published signal 0 is at address 12; an address is a positive multiple of 8
     """
@@ -175,10 +189,10 @@ def check_signals(published: Sequence[Signal], awaited: Sequence[Signal], finger
         _check_distinct(side, "counter", [signal.counter for signal in signals])
     if not 0 <= fingerprint < 1 << _FINGERPRINT_BITS:
         raise ValueError(f"the fingerprint is {fingerprint}; a fingerprint is 0 to {(1 << _FINGERPRINT_BITS) - 1}")
-    if stop.dtype != torch.int32 or stop.numel() != 1:
-        raise ValueError(
-            f"the stop word is {stop.dtype} of shape {tuple(stop.shape)}; it is torch.int32 and has one element"
-        )
+    for name, word, dtype in (("asked", stop.asked, torch.int32), ("met", stop.met, torch.int64)):
+        if word.dtype != dtype or word.numel() != 1:
+            found = f"{word.dtype} of shape {tuple(word.shape)}"
+            raise ValueError(f"the stop word {name!r} is {found}; it is {dtype} and has one element")
 
 
 def _check_distinct(side: str, name: str, addresses: Sequence[int]) -> None:

@@ -1,5 +1,6 @@
 """Tables of boxes for the memory they run on: C++ on the CPU, Triton on CUDA devices."""
 
+import ctypes
 import importlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +11,6 @@ import torch
 from tritondt._C import CastTable, CopyTable, DequantizeTable, QuantizeTable, ReduceTable
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 from tritondt.kernels.device_types import ByDeviceType
-from tritondt.kernels.runs import EngineTable, Run, run_of
 from tritondt.kernels.scaled_tables import (
     PlacedDequantizeTable,
     PlacedQuantizeTable,
@@ -47,8 +47,8 @@ class Maker(Protocol):
     def copy_table(self, boxes: Sequence[CopyBox], device: torch.device) -> Table:
         """A table of copies."""
 
-    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        """A table of copies whose boxes are runs, by what computes nothing where the device has that."""
+    def gated_copy_table(self, boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
+        """A table of copies that does nothing where the int64 at the address `gate`, on the device, is not 0."""
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
@@ -69,6 +69,28 @@ class Maker(Protocol):
         """A table of reductions."""
 
 
+class GatedTable:
+    """A table on the CPU that does nothing where the int64 at an address is not 0."""
+
+    def __init__(self, table: Table, gate: int) -> None:
+        self._table, self._gate = table, ctypes.c_int64.from_address(gate)
+
+    def run(self, source_ptrs: list[int], target_ptrs: list[int], num_threads: int) -> None:
+        """Runs the table where the gate is open."""
+        if self._gate.value == 0:
+            self._table.run(source_ptrs, target_ptrs, num_threads)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one run writes."""
+        return self._table.num_bytes
+
+    @property
+    def num_boxes(self) -> int:
+        """Number of boxes that hold anything."""
+        return self._table.num_boxes
+
+
 class CppMaker:
     """Tables of the extension, for the CPU."""
 
@@ -80,9 +102,9 @@ class CppMaker:
         """A table of copies."""
         return CopyTable(boxes)
 
-    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        """A table of copies: the processors are all that copies."""
-        return CopyTable(boxes)
+    def gated_copy_table(self, boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
+        """A table of copies behind a gate."""
+        return GatedTable(CopyTable(boxes), gate)
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
@@ -123,9 +145,10 @@ class TritonMaker:
         table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device)
         return table
 
-    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        """A table of copy engines; on the CPU of copies."""
-        return EngineTable(runs, device) if device.type == "cuda" else self.copy_table(boxes, device)
+    def gated_copy_table(self, boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
+        """A table of copies behind a gate."""
+        table: Table = _triton_module("copy_boxes").DeviceCopyTable(boxes, device, gate=gate)
+        return table
 
     def cast_table(self, boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:
         """A table of casts."""
@@ -187,18 +210,21 @@ def copy_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
     return _maker(device).copy_table(boxes, device)
 
 
-def run_table(boxes: Sequence[CopyBox], device: torch.device) -> Table:
-    """Table of copies beside which a GPU computes: by its copy engines where every box is one run of memory.
+def gated_copy_table(boxes: Sequence[CopyBox], gate: int, device: torch.device) -> Table:
+    """Table of copies that does nothing where the int64 at the address `gate`, on the device, is not 0 as it runs.
 
-    Where one is not, and on the CPU, it is that of `copy_table`.
-
-    >>> run_table([CopyBox(0, 0, 0, 0, 4, (2, 3), (3, 1), (3, 1))], torch.device("cpu")).num_bytes
-    24
+    >>> gate, source, target = torch.ones(1, dtype=torch.int64), torch.ones(2), torch.zeros(2)
+    >>> box = CopyBox(0, 0, 0, 0, 4, (2,), (1,), (1,))
+    >>> table = gated_copy_table([box], gate.data_ptr(), torch.device("cpu"))
+    >>> table.run([source.data_ptr()], [target.data_ptr()], 1)
+    >>> target.tolist()
+    [0.0, 0.0]
+    >>> _ = gate.zero_()
+    >>> table.run([source.data_ptr()], [target.data_ptr()], 1)
+    >>> target.tolist()
+    [1.0, 1.0]
     """
-    runs = [run for run in map(run_of, boxes) if run is not None]
-    if len(runs) < len(boxes):
-        return copy_table(boxes, device)
-    return _maker(device).run_table(runs, boxes, device)
+    return _maker(device).gated_copy_table(boxes, gate, device)
 
 
 def cast_table(boxes: Sequence[CastBox], source_dtype: str, target_dtype: str, device: torch.device) -> Table:

@@ -41,7 +41,8 @@ class DeviceCopyTable(DeviceTable):
 
     A box need not be aligned to its itemsize. With `is_aligned` every tensor is promised to start at a multiple of
     16 bytes, and one that does not is refused; without, each is taken as it is. `max_ctas` bounds how much of the
-    device a copy takes; `choice` replaces what tuning.json says.
+    device a copy takes; `choice` replaces what tuning.json says. `gate` is the address of an int64 on the device: where
+    that is not 0 a run does nothing.
     """
 
     def __init__(
@@ -52,11 +53,12 @@ class DeviceCopyTable(DeviceTable):
         is_aligned: bool = False,
         max_ctas: int | None = None,
         choice: Choice | None = None,
+        gate: int | None = None,
     ) -> None:
         nests = [copy_nest(position, box) for position, box in enumerate(boxes)]
         self._num_bytes = sum(nest.num_bytes for nest in nests)
         super().__init__(
-            copies(),
+            copies(gate),
             [coalesce(nest) for nest in nests if nest.num_bytes],
             torch.device(device),
             sides=Sides(),
@@ -75,9 +77,10 @@ class DeviceCopyTable(DeviceTable):
         return [piece for nest in nests for piece in copy_pieces(nest)]
 
 
-def copies() -> Kernel:
-    """The kernel of all copies."""
-    return Kernel(copy_kernel, "copy", (), {}, {}, (WIDE_RUNS, COPY_RUNS, ALL_TILES))
+def copies(gate: int | None = None) -> Kernel:
+    """The kernel of all copies, or the one of those behind a gate."""
+    function, further = (copy_kernel, ()) if gate is None else (gated_copy_kernel, (gate,))
+    return Kernel(function, "copy", further, {}, {}, (WIDE_RUNS, COPY_RUNS, ALL_TILES))
 
 
 def copy_boxes(
@@ -126,6 +129,40 @@ def copy_kernel(
     BLOCK: tl.constexpr,
 ):
     """Copies tile after tile of the pieces in `table`; has a branch for every mode in MODES, and no other."""
+    _copy_tiles(table, pointers, num_walks, num_bisections, num_tiles, NUM_POINTERS, NUM_DIMS, MODES, BLOCK)
+
+
+@triton.jit(do_not_specialize=("gate", "num_walks", "num_bisections", "num_tiles"))
+def gated_copy_kernel(
+    table,
+    pointers,
+    gate,
+    num_walks,
+    num_bisections,
+    num_tiles,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Does what `copy_kernel` does where the int64 at the address `gate` is 0, and nothing elsewhere."""
+    if tl.load(gate.to(tl.int64).to(tl.pointer_type(tl.int64))) == 0:
+        _copy_tiles(table, pointers, num_walks, num_bisections, num_tiles, NUM_POINTERS, NUM_DIMS, MODES, BLOCK)
+
+
+@triton.jit
+def _copy_tiles(
+    table,
+    pointers,
+    num_walks,
+    num_bisections,
+    num_tiles,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies tile after tile, each program every so many."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)

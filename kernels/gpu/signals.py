@@ -15,14 +15,14 @@ from triton import FutureKernel
 from tritondt.kernels.gpu.device_table import Kernel, Shared, _resolved
 from tritondt.kernels.gpu.launcher import launcher
 from tritondt.kernels.gpu.side_by_side import LaterLauncher, Start
-from tritondt.kernels.signals import Signal, check_signals
+from tritondt.kernels.signals import Signal, Stop, check_signals
 
 # One program: who awaits must not wait for programs that have no place to run. One warp: nothing is to be shared.
 _GRID = (1, 1, 1)
 _NUM_WARPS = 1
 _FEWEST_LANES = 32
-# The stop word lies in the host's memory, from where it takes about a microsecond: between two of its readings what is
-# awaited is looked at so often.
+# Whether a stop is asked for lies in the host's memory, from where it takes about a microsecond: between two readings
+# what is awaited is looked at so often.
 TURNS = tl.constexpr(64)
 # Numbers in a signal's row: its word, its counter, its step.
 ROW = tl.constexpr(len(Signal._fields))
@@ -40,7 +40,7 @@ class DeviceSignals:
         published: Sequence[Signal],
         awaited: Sequence[Signal],
         fingerprint: int,
-        stop: torch.Tensor,
+        stop: Stop,
         device: torch.device | str,
     ) -> None:
         check_signals(published, awaited, fingerprint, stop)
@@ -53,10 +53,10 @@ class DeviceSignals:
         self._rows = _Rows([number for signal in (*published, *awaited) for number in signal], stop, self._device)
         self._start: Start
         if self._number is None:
-            self._arguments: tuple[Any, ...] = (self._rows.values, stop, *further)
+            self._arguments: tuple[Any, ...] = (self._rows.values, stop.asked, stop.met, *further)
             self._prepare(further)
             return
-        self._arguments = (self._rows.values.data_ptr(), stop.data_ptr(), *further)
+        self._arguments = (self._rows.values.data_ptr(), stop.asked.data_ptr(), stop.met.data_ptr(), *further)
         with torch.cuda.device(self._device):
             self._prepare(further)
         torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
@@ -73,7 +73,8 @@ class DeviceSignals:
 
     def _prepare(self, further: tuple[int, ...]) -> None:
         """Compiles for the current device; None comes from Triton's interpreter."""
-        compiled = signal_kernel.warmup(self._rows.values, torch.int32, *further, grid=_GRID, num_warps=_NUM_WARPS)
+        tensors = self._rows.values, torch.int32, torch.int64
+        compiled = signal_kernel.warmup(*tensors, *further, grid=_GRID, num_warps=_NUM_WARPS)
         if isinstance(compiled, FutureKernel):
             self._start = partial(self._start_first, LaterLauncher(signal_kernel, compiled, _GRID))
         else:
@@ -85,45 +86,46 @@ class DeviceSignals:
 
 
 class _Rows(Shared):
-    """Rows of signals, and the stop word, which stays as long as they do."""
+    """Rows of signals, and the stop words, which stay as long as they do."""
 
-    def __init__(self, numbers: Sequence[int], stop: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, numbers: Sequence[int], stop: Stop, device: torch.device) -> None:
         super().__init__(numbers, torch.int64, device)
         self.stop = stop
 
 
-# As of the stop word, which need not start at a multiple of 16, nothing is to be assumed of the numbers.
-@triton.jit(do_not_specialize=("stop", "fingerprint", "num_published", "num_awaited"))
-def signal_kernel(rows, stop, fingerprint, num_published, num_awaited, BLOCK: tl.constexpr):
+# As of the stop words, which need not start at a multiple of 16, nothing is to be assumed of the numbers.
+@triton.jit(do_not_specialize=("asked", "met", "fingerprint", "num_published", "num_awaited"))
+def signal_kernel(rows, asked, met, fingerprint, num_published, num_awaited, BLOCK: tl.constexpr):
     """Publishes the signals of the first rows, then awaits those of the others; up to BLOCK each."""
     low = fingerprint.to(tl.uint32).to(tl.int64)
-    publish(rows, stop, low, num_published, BLOCK)
+    publish(rows, met, low, num_published, BLOCK)
     # What one lane has counted another may await.
     tl.debug_barrier()
-    await_all(rows + num_published * ROW, stop, low, num_awaited, BLOCK)
+    await_all(rows + num_published * ROW, asked, met, low, num_awaited, BLOCK)
 
 
 @triton.jit
-def publish(rows, stop, low, count, BLOCK: tl.constexpr):
-    """Writes the next count of each row's counter to the counter and, above `low`, to the word; none where stopped.
+def publish(rows, met, low, count, BLOCK: tl.constexpr):
+    """Writes the next count of each row's counter to the counter and, above `low`, to the word.
+
+    None where a wait of this device has been stopped before, whose results would be told so.
 
     The release is at system scope, for peers on other devices: it covers what earlier launches of the stream wrote, as
     they had ended when this one began.
     """
     lanes = tl.arange(0, BLOCK)
-    stopped = _stop_word(stop, lanes, lanes == 0)  # under way while rows and counters are read
     inside = lanes < count
     words, counters, nexts = _row_of_lane(rows, lanes, inside)
-    inside &= tl.sum(stopped) == 0
+    inside &= tl.load(met) == 0
     tl.store(counters, nexts, mask=inside)
     tl.atomic_xchg(words, (nexts << 32) | low, mask=inside, sem="release", scope="sys")
 
 
 @triton.jit
-def await_all(rows, stop, low, count, BLOCK: tl.constexpr):
+def await_all(rows, asked, met, low, count, BLOCK: tl.constexpr):
     """Waits until each row's word is the next count of its counter, above `low`; then the counters go on by one step.
 
-    Where stopped, it ends within some turns, and the counters stay unless all had come.
+    Where a stop is asked for while one is missing, it ends within some turns, notes so, and the counters stay.
     """
     lanes = tl.arange(0, BLOCK)
     inside = lanes < count
@@ -137,8 +139,9 @@ def await_all(rows, stop, low, count, BLOCK: tl.constexpr):
         found = tl.atomic_add(words, 0, mask=inside, sem="acquire", scope="sys")
         missing = tl.sum((inside & (found != expected)).to(tl.int32))
         turn += 1
-        is_waiting = (missing > 0) & (tl.sum(_stop_word(stop, lanes, (lanes == 0) & (turn % TURNS == 0))) == 0)
+        is_waiting = (missing > 0) & (tl.sum(_asked(asked, lanes, turn)) == 0)
     tl.store(counters, nexts, mask=inside & (missing == 0))
+    tl.store(met + lanes * 0, (lanes + 1).to(tl.int64), mask=(lanes == 0) & (missing > 0))
 
 
 @triton.jit
@@ -152,6 +155,10 @@ def _row_of_lane(rows, lanes, inside):
 
 
 @triton.jit
-def _stop_word(stop, lanes, is_reader):
-    """The stop word in one lane, or in none, and zeros in others: they add it up, as no two may read it differently."""
-    return tl.load(stop + lanes * 0, mask=is_reader, other=0, volatile=True)
+def _asked(asked, lanes, turn):
+    """What one lane reads of whether a stop is asked for, at some turns, and zeros in the others.
+
+    They add it up: were each to read it, they could part from each other.
+    """
+    is_reader = (lanes == 0) & (turn % TURNS == 0)
+    return tl.load(asked + lanes * 0, mask=is_reader, other=0, volatile=True)

@@ -73,7 +73,6 @@ class SlotsOfRanks:
         self.memories = [Memory(slots.num_bytes) for _ in range(size)]
         by_place = dict(enumerate(self.memories))
         self.arenas = [DeviceArenas(range(size), place, slots, by_place, CPU) for place in range(size)]
-        self.beside_compute = False
         self._plans: dict[Any, list[PlacedTransfer]] = {}
 
     def redistribute(self, source: str, target: str, whole: torch.Tensor) -> list[torch.Tensor]:
@@ -108,7 +107,6 @@ class SlotsOfRanks:
             (Reduction("sum", 1) if is_sum else None,),
             fingerprint,
             f"{before} -> {after}",
-            beside_compute=self.beside_compute,
         )
         found = placed_transfer(transfer, self.arenas[rank], rank)
         assert found is not None, "every message fits a slot"

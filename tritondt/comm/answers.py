@@ -46,7 +46,7 @@ class Answers:
             if now >= self._deadline:
                 raise self._late(keys)
             if now >= next_look:
-                self._look()
+                self.look()
                 next_look = now + INTERVAL_S
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -56,8 +56,8 @@ class Answers:
     def _call(self, function: Callable[[dist.Store], Result]) -> Result:
         return self._context.client.call(function, max(self._deadline - time.monotonic(), PATIENCE_S))
 
-    def _look(self) -> None:
-        """Raises PeerError where a rank that shares an arena with this one has failed."""
+    def look(self) -> None:
+        """Raises PeerError where another rank of the communicator has failed."""
         found = self._context.watch.failure(self._context.key)
         if found is not None:
             raise PeerError(

@@ -37,8 +37,7 @@ class Transfer:
     where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
     exchange and differs between exchanges; `description` is what error messages say. All tensors are on `device`.
     With `wire_dtype` messages hold that dtype, a narrower one than all tensors have, and what stays is rounded alike.
-    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor. `beside_compute` is
-    that the device computes meanwhile: runs of memory are better copied by what does not.
+    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor.
     """
 
     exchange: Exchange
@@ -51,7 +50,6 @@ class Transfer:
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
     collective: Collective | None = None
-    beside_compute: bool = False
     result_bytes: int = 0  # of this rank, where this writes a part of a tensor, or is one of a list of transfers
     # What each communicator that has exchanged it made of it.
     compiled: dict[object, Any] = field(default_factory=dict, init=False, repr=False)

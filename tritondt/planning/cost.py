@@ -76,7 +76,7 @@ class CostTable:
     one_shot_bytes: int = 0
     arena_bytes: int = 0
     device_arena_bytes: int = 0
-    direct: Link = Link(0.2e-6, 300e9)
+    direct: Link = Link(0.2e-6, 300e9, busy_share=0.25)
     direct_launch_s: float = 0.0
     collectives: int = 0
     collective_launch_s: float = 0.0

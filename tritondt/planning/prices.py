@@ -33,9 +33,8 @@ CUDA = CostTable(
     # A pack, a group of messages and an unpack, each some 5 us from launch to end, a guess.
     launch_s=15e-6,
     one_shot_bytes=1 << 18,
-    # The same NVLink, over which one kernel packs for all peers; its signals are in the launch below. Chunks of
-    # overlapped matmuls are runs of memory, which copy engines move.
-    direct=Link(0.2e-6, 300e9),
+    # The same NVLink, over which one kernel packs for all peers; its signals are in the launch below.
+    direct=Link(0.2e-6, 300e9, busy_share=0.25),
     # A pack, an unpack and two signals, some 3 us each, a guess.
     direct_launch_s=12e-6,
     # Sums of 16 bits stay as they are everywhere: added in fp32 and rounded once.

@@ -162,7 +162,6 @@ def _chunk(
         fingerprint=exchange_fingerprint(text),
         description=f"chunk {number + 1} of {num_chunks} of {transfer.description}",
         device=transfer.device,
-        beside_compute=True,
     )
     return Chunk(made, _only_part(exchange, "sends"), _only_part(exchange, "receives"))
 

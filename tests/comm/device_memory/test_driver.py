@@ -26,8 +26,9 @@ ALLOCATE = [
     ("cuMemAddressReserve", 1),
     ("cuMemMap", 1),
     ("cuMemSetAccess", 1),
-    ("cuMemsetD8_v2", 1),
-    ("cuCtxSynchronize", 1),
+    ("cuStreamCreate", 1),
+    ("cuMemsetD8Async", 1),
+    ("cuStreamSynchronize", 1),
     ("cuMemExportToShareableHandle", 1),
 ]
 MAP = [
@@ -165,11 +166,11 @@ def test_what_a_failure_says(cuda: FakeCuda, driver: CudaDriver) -> None:
 
 def test_a_failure_that_cannot_be_given_back_says_both(cuda: FakeCuda, driver: CudaDriver) -> None:
     """Without the mapping's end, which the test brings about, the double frees no addresses."""
-    cuda.fail("cuMemsetD8_v2", 1, OUT_OF_MEMORY)
+    cuda.fail("cuMemsetD8Async", 1, OUT_OF_MEMORY)
     cuda.fail("cuMemRelease", 1, 1)
     before = cuda.live()
     with pytest.raises(
-        TransportError, match=r"^cuMemsetD8_v2 was called .*; cuMemRelease was called .* \(invalid argum"
+        TransportError, match=r"^cuMemsetD8Async was called .*; cuMemRelease was called .* \(invalid argum"
     ):
         driver.allocate(0, PAGE)
     assert cuda.live() == before + 1
@@ -197,9 +198,16 @@ def test_the_wrong_size_is_refused(driver: CudaDriver) -> None:
 
 @pytest.mark.parametrize(
     ("constant", "value"),
-    [("_PINNED", 2), ("_FILE_DESCRIPTOR", 2), ("_DEVICE", 2), ("_READ_WRITE", 1), ("_MINIMUM", 2)],
+    [
+        ("_PINNED", 2),
+        ("_FILE_DESCRIPTOR", 2),
+        ("_DEVICE", 2),
+        ("_READ_WRITE", 1),
+        ("_MINIMUM", 2),
+        ("_NON_BLOCKING", 0),
+    ],
 )
-@pytest.mark.in_core(5)
+@pytest.mark.in_core(6)
 def test_a_wrong_constant_is_found_out(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, constant: str, value: int
 ) -> None:
@@ -209,12 +217,23 @@ def test_a_wrong_constant_is_found_out(
         driver.allocate(2, PAGE)
 
 
+def clear(cuda: FakeCuda, address: c_uint64, size: c_uint64) -> int:
+    """What cuMemsetD8Async returns in a stream of its own."""
+    stream = ctypes.c_void_p()
+    assert cuda.call("cuStreamCreate", ctypes.byref(stream), 1) == 0
+    result = cuda.call("cuMemsetD8Async", address, ctypes.c_ubyte(0), size, stream)
+    assert cuda.call("cuStreamSynchronize", stream) == 0
+    assert cuda.call("cuStreamDestroy_v2", stream) == 0
+    assert cuda.call("cuStreamDestroy_v2", stream) == 400
+    return result
+
+
 def test_what_is_not_there_cannot_be_given_back(cuda: FakeCuda) -> None:
     nothing, size = c_uint64(PAGE), c_uint64(PAGE)
     assert cuda.call("cuMemUnmap", nothing, size) == 1
     assert cuda.call("cuMemAddressFree", nothing, size) == 1
     assert cuda.call("cuMemRelease", c_uint64(1)) == 1
-    assert cuda.call("cuMemsetD8_v2", nothing, ctypes.c_ubyte(0), size) == 1
+    assert clear(cuda, nothing, size) == 1
 
 
 def test_memory_is_out_of_reach_until_it_is_opened(cuda: FakeCuda, driver: CudaDriver) -> None:
@@ -224,7 +243,7 @@ def test_memory_is_out_of_reach_until_it_is_opened(cuda: FakeCuda, driver: CudaD
     assert cuda.call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(descriptor), 1) == 0
     assert cuda.call("cuMemAddressReserve", ctypes.byref(address), size, c_uint64(0), c_uint64(0), c_uint64(0)) == 0
     assert cuda.call("cuMemMap", address, size, c_uint64(0), handle, c_uint64(0)) == 0
-    assert cuda.call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), size) == 1
+    assert clear(cuda, address, size) == 1
     assert cuda.call("cuMemAddressFree", address, size) == 1, "it is mapped"
     assert cuda.call("cuMemUnmap", address, size) == 0
     assert cuda.call("cuMemAddressFree", address, size) == 0
@@ -270,13 +289,11 @@ def test_devices_without_atomics_between_them_share_nothing(cuda: FakeCuda, driv
     cuda.set_atomics(0, 1, True)
 
 
-def test_a_hidden_device_may_be_within_reach(cuda: FakeCuda, driver: CudaDriver) -> None:
+def test_of_a_hidden_device_nothing_is_known(cuda: FakeCuda, driver: CudaDriver) -> None:
     hidden = driver.identity(2)
-    cuda.set_peer(0, 2, False)
-    assert not driver.can_access(0, hidden)
-    cuda.set_devices(2)
     assert driver.can_access(0, hidden)
-    cuda.set_peer(0, 2, True)
+    cuda.set_devices(2)
+    assert not driver.can_access(0, hidden)
 
 
 @pytest.mark.parametrize("attribute", [102, 103])

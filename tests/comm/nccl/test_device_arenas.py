@@ -4,6 +4,7 @@ What is shown is that memory is shared between processes, that signals keep pack
 are told; nothing of a GPU. The kernels of the signals are in tests/kernels.
 """
 
+import ctypes
 import os
 import time
 import warnings
@@ -190,6 +191,58 @@ def send_before_it_is_read(rank: int) -> list[bool]:
 
 def test_a_slot_is_packed_again_when_it_has_been_read(two_ranks: GlooRanks) -> None:
     assert two_ranks.run(send_before_it_is_read) == [[False] * 3] * 2
+
+
+def stop_before_it_is_read(rank: int) -> str:
+    """Rank 0 sends twice and gives up, before rank 1 has read the first: what that reads, and whether it was told."""
+    mesh = T.Mesh((2,))
+    both = T.distribute_tensor(whole_tensor(4, 4), mesh, [T.Shard(0)])
+    plans = plans_of(mesh)
+
+    def send(value: float, width: int, is_async: bool) -> Any:
+        local = torch.full((1 - rank, width), value)
+        x = T.DTensor.from_local(local, mesh, [T.Shard(0)], shape=(1, width), stride=(width, 1))
+        return x.redistribute(placements=[T.Replicate()], async_op=is_async)
+
+    for width in range(8, 40):
+        send(0.0, width, False)
+        own = slot_number(plans[-1], mesh)
+        both.redistribute(placements=[T.Shard(1)])  # says that the one before has been read
+        if own != slot_number(plans[-1], mesh):
+            break
+    gate = Gate(communicator_of(mesh)._queue.stream._stream) if rank else None
+    first, second = send(10.0, width, True), send(20.0, width, True)
+    if rank == 0:
+        first.to_local()
+        communicator_of(mesh).begin_abort()
+        time.sleep(0.3)  # the second would be packed now
+    dist.barrier()
+    if gate is None:
+        T.abort()
+        return "aborted"
+    gate.open()
+    try:
+        found = str(first.to_local().unique().tolist())
+    except T.PeerError:
+        found = "[10.0]"  # told in time
+    with pytest.raises((T.PeerError, T.WorldError)):
+        second.to_local()
+    T.abort()
+    return found
+
+
+def slot_number(plan: Any, mesh: T.Mesh) -> int:
+    """The slot of an exchange, by the word that its signals wait for or write."""
+    arenas = communicator_of(mesh)._arenas
+    cells = plan.meet._published or plan.meet._awaited
+    address = ctypes.addressof(cells[0].counter) - arenas._counters.data_ptr()
+    return address // 8 % 2
+
+
+@pytest.mark.extended
+def test_a_rank_that_gives_up_overwrites_nothing() -> None:
+    with placed_ranks(2, TRITONDT_TIMEOUT="5") as ranks:
+        assert ranks.run(stop_before_it_is_read)[1] == "[10.0]"
 
 
 PAIRS = (("S0", "R"), ("S0", "S1"), ("P", "R"), ("P", "S1"), ("R", "S0"))

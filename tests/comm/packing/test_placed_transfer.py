@@ -1,18 +1,14 @@
 """Exchanges through slots of other ranks' memory, all ranks in one process, phase by phase; exact."""
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from tests.harness.doubled import doubled
 from tests.harness.slots_of_ranks import SlotsOfRanks, phased
-from tritondt.kernels.boxes import CopyBox
-from tritondt.kernels.runs import Run
 from tritondt.kernels.signals import HostSignals
-from tritondt.kernels.tables import CppMaker, Table
 
 PAIRS = (("S0", "S1"), ("S1", "S0"), ("S0", "R"), ("S1", "R"), ("P", "S0"), ("P", "R"))
 
@@ -54,27 +50,3 @@ def test_that_a_slot_has_been_read_is_said_with_the_next_exchange(ranks: SlotsOf
     next_of_reader.publish.run()
     assert word.value == 1 << 32
     assert arenas._counters.sum() == 2  # a message each way
-
-
-class Noting(CppMaker):
-    """The CPU's tables, which note how many runs they were asked for."""
-
-    def __init__(self) -> None:
-        self.num_runs: list[int] = []
-
-    def run_table(self, runs: Sequence[Run], boxes: Sequence[CopyBox], device: torch.device) -> Table:
-        self.num_runs.append(len(runs))
-        return super().run_table(runs, boxes, device)
-
-
-@pytest.mark.parametrize("ranks", [3], indirect=True)
-def test_runs_beside_a_computation_are_not_copied_by_kernels(ranks: SlotsOfRanks) -> None:
-    """Of rows all are runs, of columns those that leave: they are all that a rank has."""
-    maker, whole = Noting(), torch.arange(42.0).reshape(7, 6)
-    with doubled("cpu", table_maker=maker):
-        ranks.beside_compute = True
-        for source in ("S0", "S1"):
-            for found in ranks.redistribute(source, "R", whole):
-                torch.testing.assert_close(found, whole, rtol=0, atol=0)
-    # On each rank a pack for two peers, and an unpack of what they have packed beside the own rows.
-    assert maker.num_runs == [2, 3] * 3 + [2] * 3

@@ -13,7 +13,8 @@ extern "C" {
 // What a test asks for.
 int fakeCudaLive() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return static_cast<int>(allocations.size() + reservations.size() + mappings.size());
+  return static_cast<int>(allocations.size() + reservations.size() + mappings.size() +
+                          streams.size());
 }
 void fakeCudaFail(const char* name, int n, int result) {  // n = 0: no more
   const std::lock_guard<std::mutex> lock(mutex);
@@ -114,11 +115,6 @@ CUresult cuDeviceGetP2PAttribute(int* value, CUdevice_P2PAttribute attribute, CU
     return CUDA_ERROR_INVALID_VALUE;
   *value = without_atomics.count({source, target}) == 0;
   return CUDA_SUCCESS;
-}
-
-CUresult cuCtxSynchronize() {
-  const Call call(__func__);
-  return call.result;
 }
 
 }  // extern "C"

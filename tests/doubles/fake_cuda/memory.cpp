@@ -23,6 +23,8 @@ void* host(CUdeviceptr address) {
   return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
 }
 
+std::uintptr_t number_of(CUstream stream) { return reinterpret_cast<std::uintptr_t>(stream); }
+
 bool is_size(std::size_t size) { return size > 0 && size % kGranularity == 0; }
 
 bool are_sound(const CUmemAllocationProp* properties) {
@@ -213,23 +215,37 @@ CUresult cuMemSetAccess(CUdeviceptr address, std::size_t size, const CUmemAccess
   return CUDA_SUCCESS;
 }
 
-CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, std::size_t count) {
+CUresult cuStreamCreate(CUstream* stream, unsigned int flags) {
+  const Call call(__func__);
+  if (call.result != CUDA_SUCCESS) return call.result;
+  if (flags != CU_STREAM_NON_BLOCKING) return CUDA_ERROR_INVALID_VALUE;
+  *stream = reinterpret_cast<CUstream>(++last_stream);
+  streams.insert(last_stream);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, std::size_t count,
+                         CUstream stream) {
   const Call call(__func__);
   if (call.result != CUDA_SUCCESS) return call.result;
   const auto found = mappings.find(address);
-  if (found == mappings.end() || !found->second.is_accessible || count > found->second.size)
+  if (found == mappings.end() || !found->second.is_accessible || count > found->second.size ||
+      streams.count(number_of(stream)) == 0)
     return CUDA_ERROR_INVALID_VALUE;
   std::memset(host(address), value, count);
   return CUDA_SUCCESS;
 }
 
-// Copies at once, and any memory of the process: tensors of the CPU stand for a GPU's.
-CUresult cuMemcpyDtoDAsync(CUdeviceptr target, CUdeviceptr source, std::size_t count, CUstream) {
+CUresult cuStreamSynchronize(CUstream stream) {
   const Call call(__func__);
   if (call.result != CUDA_SUCCESS) return call.result;
-  if (target == 0 || source == 0 || count == 0) return CUDA_ERROR_INVALID_VALUE;
-  std::memmove(host(target), host(source), count);
-  return CUDA_SUCCESS;
+  return streams.count(number_of(stream)) == 0 ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS;
+}
+
+CUresult cuStreamDestroy(CUstream stream) {
+  const Call call(__func__);
+  if (call.result != CUDA_SUCCESS) return call.result;
+  return streams.erase(number_of(stream)) == 0 ? CUDA_ERROR_INVALID_HANDLE : CUDA_SUCCESS;
 }
 
 }  // extern "C"

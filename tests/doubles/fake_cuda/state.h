@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <set>
@@ -37,6 +38,8 @@ inline CUmemGenericAllocationHandle last_handle = 0x1000;  // handles are never 
 inline std::map<CUmemGenericAllocationHandle, Allocation> allocations;
 inline std::map<CUdeviceptr, std::size_t> reservations;
 inline std::map<CUdeviceptr, Mapping> mappings;
+inline std::uintptr_t last_stream = 0x100;  // no number is used twice
+inline std::set<std::uintptr_t> streams;
 
 inline bool is_device(int device) { return device >= 0 && device < num_devices; }
 

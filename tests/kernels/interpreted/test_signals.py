@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tritondt.kernels.gpu.signals import DeviceSignals
-from tritondt.kernels.signals import HostSignals, Signal, signal_makers, signal_table
+from tritondt.kernels.signals import HostSignals, Signal, Stop, signal_makers, signal_table
 
 # Only a signal that never comes meets it.
 LIMIT_S = 60.0
@@ -19,8 +19,8 @@ TABLES = (HostSignals, DeviceSignals)
 CPU = torch.device("cpu")
 
 
-def stop_word(value=0):
-    return torch.tensor([value], dtype=torch.int32)
+def stop_words(asked=0, met=0):
+    return Stop(torch.tensor([asked], dtype=torch.int32), torch.tensor([met]))
 
 
 def word_of(count, fingerprint):
@@ -64,7 +64,8 @@ def random_case(seed):
     is_stopped = draw.random() < 0.4
     if is_stopped and awaited and draw.random() < 0.7:
         sides[1].words[draw.randrange(awaited)] ^= 1 << draw.randrange(63)
-    return sides, fingerprint, stop_word(draw.choice((1, -1, 2**31 - 1)) if is_stopped else 0)
+    asked = draw.choice((1, -1, 2**31 - 1)) if is_stopped else 0
+    return sides, fingerprint, stop_words(asked, int(draw.random() < 0.2))
 
 
 @pytest.mark.in_core(CASES)
@@ -75,13 +76,13 @@ def test_random_signals(seed):
         sides, fingerprint, stop = random_case(seed)
         published, awaited = (side.signals for side in sides)
         table(published, awaited, fingerprint, stop, CPU).run()
-        found.append([side.numbers() for side in sides])
+        found.append([*(side.numbers() for side in sides), stop.met.item()])
     assert found[0] == found[1]
 
 
 def test_cases_are_of_every_kind():
     cases = [random_case(seed) for seed in range(CASES)]
-    assert {(bool(stop), len(sides[1].words) > 32, number >= 2**31) for sides, number, stop in cases} == {
+    assert {(bool(stop.asked), len(sides[1].words) > 32, number >= 2**31) for sides, number, stop in cases} == {
         (is_stopped, is_wide, is_high)
         for is_stopped in (False, True)
         for is_wide in (False, True)
@@ -94,7 +95,7 @@ def test_what_is_published_counts_before_what_is_awaited():
     for table in TABLES:
         side = Side(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64), (1, 1, 1))
         again = [signal._replace(step=0) for signal in reversed(side.signals)]
-        table(side.signals, again, 5, stop_word(), CPU).run()
+        table(side.signals, again, 5, stop_words(), CPU).run()
         assert side.numbers() == ([1 << 32 | 5] * 3, [1] * 3)
 
 
@@ -114,7 +115,7 @@ class Running:
 
 @pytest.mark.parametrize("fingerprint", [7, 2**31, 2**32 - 1])
 def test_a_peer_publishes_while_the_kernel_looks(fingerprint):
-    count, stop = 40, stop_word()
+    count, stop = 40, stop_words()
     words, ours, theirs = (torch.zeros(count, dtype=torch.int64) for _ in range(3))
     awaited, published = Side(words, ours, [1] * count), Side(words, theirs, [1] * count)
     early = HostSignals(published.signals[:-1], [], fingerprint, stop)
@@ -131,7 +132,7 @@ def test_a_peer_publishes_while_the_kernel_looks(fingerprint):
 
 
 def test_ping_pong_with_the_reference():
-    rounds, stop = 10, stop_word()
+    rounds, stop = 10, stop_words()
     words, ours, theirs = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
     here, there = Side(words, ours, (1, 1)).signals, Side(words, theirs, (1, 1)).signals
     table = DeviceSignals(here[:1], here[1:], 2**32 - 1, stop, CPU)
@@ -152,7 +153,7 @@ def test_ping_pong_with_the_reference():
 
 
 def test_the_stop_word_ends_a_wait():
-    stop = stop_word()
+    stop = stop_words()
     published = Side(torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64), (1, 1))
     awaited = Side(word_of(1, 8).repeat(2), torch.zeros(2, dtype=torch.int64), (1, 1))
     awaited.words[1] = word_of(1, 9)  # another exchange's
@@ -160,22 +161,22 @@ def test_the_stop_word_ends_a_wait():
     running = Running(table)
     told = published.numbers()
     assert told == ([1 << 32 | 8] * 2, [1, 1])
-    stop[0] = -1
+    stop.asked[0] = -1
     running.end()
     table.run()
-    assert (published.numbers(), awaited.counters.tolist()) == (told, [0, 0])
+    assert (published.numbers(), awaited.counters.tolist(), stop.met.item()) == (told, [0, 0], 1)
 
 
 def test_nothing_to_signal():
-    DeviceSignals([], [], 0, stop_word(), CPU).run()
+    DeviceSignals([], [], 0, stop_words(), CPU).run()
 
 
 def test_what_the_reference_refuses():
     with pytest.raises(ValueError, match=r"^the word of awaited signal 0 is at address 4; an address is a positive"):
-        DeviceSignals([], [Signal(4, 8, 1)], 0, stop_word(), CPU)
+        DeviceSignals([], [Signal(4, 8, 1)], 0, stop_words(), CPU)
 
 
 def test_the_table_of_cuda_is_the_kernels():
     with signal_makers.replaced("cpu", signal_makers["cuda"]):
-        table = signal_table([], [], 0, stop_word(), CPU)
+        table = signal_table([], [], 0, stop_words(), CPU)
     assert type(table) is DeviceSignals

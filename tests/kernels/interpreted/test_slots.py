@@ -6,6 +6,8 @@ from torch.testing import assert_close
 from tests.comm.packing.test_placed_transfer import PAIRS, expected
 from tests.harness.doubled import doubled
 from tests.harness.slots_of_ranks import SlotsOfRanks, phased
+from tritondt.kernels.boxes import CopyBox
+from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable
 from tritondt.kernels.gpu.signals import DeviceSignals
 from tritondt.kernels.signals import HostSignals
 from tritondt.kernels.tables import CppMaker, TritonMaker
@@ -25,3 +27,12 @@ def test_all_phases_are_the_references():
     (kernels, counts), (references, reference_counts) = states
     for found, reference in zip([*kernels, *counts], [*references, *reference_counts], strict=True):
         assert torch.equal(found, reference)
+
+
+def test_nothing_is_copied_behind_a_closed_gate():
+    gate, source, target = torch.ones(1, dtype=torch.int64), torch.arange(6.0), torch.full((6,), -1.0)
+    table = DeviceCopyTable([CopyBox(0, 0, 0, 0, 4, (2, 3), (3, 1), (3, 1))], "cpu", gate=gate.data_ptr())
+    for is_open, wanted in ((False, torch.full((6,), -1.0)), (True, source)):
+        gate[0] = int(not is_open)
+        table.run([source.data_ptr()], [target.data_ptr()])
+        assert torch.equal(target, wanted)

@@ -20,9 +20,9 @@ from tritondt.kernels.gpu import device_table
 from tritondt.kernels.gpu import signals as module
 from tritondt.kernels.gpu.side_by_side import compiling_side_by_side
 from tritondt.kernels.gpu.signals import DeviceSignals, signal_kernel
-from tritondt.kernels.signals import Signal
+from tritondt.kernels.signals import Signal, Stop
 
-TYPES = {"rows": "*i64", "stop": "*i32", "BLOCK": "constexpr"}
+TYPES = {"rows": "*i64", "asked": "*i32", "met": "*i64", "BLOCK": "constexpr"}
 # Order and scope in either order, as versions of Triton and PTX have it.
 SYSTEM = r"(?:\.global)?(?:\.sys\.{0}|\.{0}\.sys)(?:\.global)?"
 RELEASE = r"\batom" + SYSTEM.format("release") + r"\.exch\.b64\b"
@@ -30,6 +30,10 @@ ACQUIRE = rf"\b(?:atom{SYSTEM.format('acquire')}\.(?:add|or)|ld{SYSTEM.format('a
 LOOK_AT_STOP = r"\bld\.volatile(?:\.global)?\.[bus]32\b"
 STORE = r"\bst\.global\.[bus]64\b"
 LABEL = r"^(\$L__BB\w+):"
+
+
+def stop_words():
+    return Stop(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
 
 
 def compiled_for(architecture, block):
@@ -63,16 +67,16 @@ def test_orders_and_scopes(block, architecture):
     lanes_of_thread = block // 32
     releases, acquires, looks = (places(pattern, ptx) for pattern in (RELEASE, ACQUIRE, LOOK_AT_STOP))
     start, end = loop_of(ptx)
-    # Each lane publishes once and before the loop; in it words are looked at, and then the stop word.
+    # Each lane publishes once and before the loop; in it words are looked at, and then whether a stop is asked for.
     assert len(releases) == len(acquires) == lanes_of_thread
     assert max(releases) < start < min(acquires)
     inside = [place for place in looks if start < place < end]
     assert max(acquires) < min(inside)
-    assert min(looks) < min(releases)
+    assert inside == looks
     # Nothing else orders memory, and no word is written but by the release.
     assert len(places(r"\b(?:atom|red|fence|membar)\.", ptx)) == 2 * lanes_of_thread
-    assert len(places(STORE, ptx)) == 2 * lanes_of_thread
-    # Counters go to memory before their count is published, and after the loop once it has come.
+    assert len(places(STORE, ptx)) == 3 * lanes_of_thread
+    # Counters go to memory before their count is published, and after the loop once it has come, or else the stop.
     stores = places(STORE, ptx)
     assert max(stores[:lanes_of_thread]) < min(releases)
     assert min(stores[lanes_of_thread:]) > end
@@ -121,14 +125,14 @@ def table_on_device(monkeypatch, fingerprint, stop, num_awaited=2):
     table = DeviceSignals([Signal(80, 88, 0)], awaited, fingerprint, stop, "cpu")
     table._number = 0
     rows = table._rows.values
-    table._arguments = (rows.data_ptr(), stop.data_ptr(), *table._arguments[2:])
+    table._arguments = (rows.data_ptr(), stop.asked.data_ptr(), stop.met.data_ptr(), *table._arguments[3:])
     table._rows._streams.add(STREAM)
     return table, rows
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_a_run_is_one_launch_of_one_program(recording, monkeypatch, side_by_side):
-    stop = torch.zeros(1, dtype=torch.int32)
+    stop = stop_words()
     if side_by_side:
         with compiling_side_by_side():
             table, rows = table_on_device(monkeypatch, 7, stop)
@@ -144,7 +148,8 @@ def test_a_run_is_one_launch_of_one_program(recording, monkeypatch, side_by_side
                 "grid": (1, 1, 1),
                 "stream": STREAM,
                 "rows": rows.data_ptr(),
-                "stop": stop.data_ptr(),
+                "asked": stop.asked.data_ptr(),
+                "met": stop.met.data_ptr(),
                 "fingerprint": 7,
                 "num_published": 1,
                 "num_awaited": 2,
@@ -163,28 +168,29 @@ def compiled_kernels():
 
 def test_a_kernel_serves_all_signals_of_as_many_lanes(recording, monkeypatch):
     """Whatever the fingerprint, the numbers of signals, and how the stop word is aligned."""
-    stops = torch.zeros(8, dtype=torch.int32)
+    asked, met = torch.zeros(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int64)
+    stops = [Stop(asked[place : place + 1], met[place : place + 1]) for place in range(8)]
     for place, (fingerprint, num_awaited) in enumerate([(0, 0), (1, 1), (16, 16), (2**31, 32), (2**32 - 1, 3)]):
-        table_on_device(monkeypatch, fingerprint, stops[place : place + 1], num_awaited)[0].run()
+        table_on_device(monkeypatch, fingerprint, stops[place], num_awaited)[0].run()
     (kernel,) = compiled_kernels()
     assert kernel.metadata.num_warps == 1
     # Of no other argument than the rows is it known by what it can be divided; BLOCK is a constant.
     assert {place for (place,) in kernel.src.attrs} <= {0, signal_kernel.arg_names.index("BLOCK")}
     assert [launch["fingerprint"] for launch in recording.launches] == [0, 1, 16, -(2**31), -1]
     assert [launch["num_awaited"] for launch in recording.launches] == [0, 1, 16, 32, 3]
-    table_on_device(monkeypatch, 0, stops[:1], 33)[0].run()
+    table_on_device(monkeypatch, 0, stops[0], 33)[0].run()
     assert len(compiled_kernels()) == 2
     assert recording.launches[-1]["BLOCK"] == 64
 
 
 def test_what_a_captured_graph_reads_outlives_its_table(recording, monkeypatch):
     """A replay reads the stop word, too."""
-    stop = torch.zeros(1, dtype=torch.int32)
+    stop = stop_words()
     table, rows = table_on_device(monkeypatch, 0, stop)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
     monkeypatch.setattr(device_table, "_IN_GRAPHS", set())
     table.run()
-    seen = [weakref.ref(rows), weakref.ref(stop)]
+    seen = [weakref.ref(rows), *map(weakref.ref, stop)]
     recording.launches.clear()
     del table, rows, stop
     gc.collect()
@@ -194,4 +200,4 @@ def test_what_a_captured_graph_reads_outlives_its_table(recording, monkeypatch):
 def test_signals_on_the_cpu_are_refused_where_nothing_is_interpreted():
     sentence = r"^a device table on cpu; Triton's kernels run on cuda, and on cpu only in Triton's interpreter$"
     with pytest.raises(ValueError, match=sentence):
-        DeviceSignals([], [], 0, torch.zeros(1, dtype=torch.int32), "cpu")
+        DeviceSignals([], [], 0, stop_words(), "cpu")

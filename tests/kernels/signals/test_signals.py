@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from tritondt.kernels.signals import HostSignals, Signal, signal_table
+from tritondt.kernels.signals import HostSignals, Signal, Stop, signal_table
 
 CPU = torch.device("cpu")
 # Only a signal that never comes meets it.
@@ -23,7 +23,7 @@ def zeros(count):
 
 
 def no_stop():
-    return torch.zeros(1, dtype=torch.int32)
+    return Stop(torch.zeros(1, dtype=torch.int32), zeros(1))
 
 
 def signals(words, counters, step=1):
@@ -142,11 +142,12 @@ def test_the_stop_word_ends_a_wait_and_leaves_the_counters(reason):
     running = Running(table)
     words[1] = word_of(1, 6)
     assert running.is_waiting()
-    stop[0] = reason
+    stop.asked[0] = reason
     running.end()
+    assert stop.met.item() == 1
     assert counters.tolist() == [1, 0, 0]
     assert words.tolist() == [word_of(1, 6), word_of(1, 6), 0]
-    # Later ones publish nothing, and do not wait.
+    # Later ones publish nothing, and wait for nothing.
     table.run()
     assert counters.tolist() == [1, 0, 0]
     assert words.tolist() == [word_of(1, 6), word_of(1, 6), 0]
@@ -156,14 +157,21 @@ def test_the_stop_word_ends_a_wait_and_leaves_the_counters(reason):
     assert counters.tolist() == [1, 1, 1]
 
 
+def test_a_stop_that_met_no_wait_holds_nothing_back():
+    words, counters, stop = zeros(1), zeros(1), no_stop()
+    stop.asked[0] = 1
+    HostSignals(signals(words, counters), [], 6, stop).run()
+    assert (words.tolist(), counters.tolist(), stop.met.item()) == ([word_of(1, 6)], [1], 0)
+
+
 def test_a_table_keeps_the_stop_word():
     stop = no_stop()
-    seen = weakref.ref(stop)
+    seen = [weakref.ref(word) for word in stop]
     table = HostSignals([], [], 6, stop)
     del stop
-    assert seen() is not None
+    assert all(word() is not None for word in seen)
     del table
-    assert seen() is None
+    assert [word() for word in seen] == [None, None]
 
 
 GOOD = Signal(64, 128, 1)
@@ -209,15 +217,15 @@ def test_addresses_that_are_refused(published, awaited, fingerprint, stop, sente
             [],
             [],
             0,
-            zeros(1),
-            "the stop word is torch.int64 of shape (1,); it is torch.int32 and has one element",
+            Stop(zeros(1), zeros(1)),
+            "the stop word 'asked' is torch.int64 of shape (1,); it is torch.int32 and has one element",
         ),
         (
             [],
             [],
             0,
-            torch.zeros(2, dtype=torch.int32),
-            "the stop word is torch.int32 of shape (2,); it is torch.int32 and has one element",
+            no_stop()._replace(met=zeros(2)),
+            "the stop word 'met' is torch.int64 of shape (2,); it is torch.int64 and has one element",
         ),
     ],
 )
@@ -237,8 +245,9 @@ def test_triton_is_left_alone_until_a_device_needs_it():
     code = (
         "import sys, torch\n"
         "came_with_torch = 'triton' in sys.modules\n"
-        "from tritondt.kernels.signals import signal_table\n"
-        "signal_table([], [], 0, torch.zeros(1, dtype=torch.int32), torch.device('cpu')).run()\n"
+        "from tritondt.kernels.signals import Stop, signal_table\n"
+        "stop = Stop(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))\n"
+        "signal_table([], [], 0, stop, torch.device('cpu')).run()\n"
         "assert came_with_torch or 'triton' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=150)

@@ -14,7 +14,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -28,6 +28,10 @@ _DESCRIPTOR = struct.Struct("=i")
 _PATIENCE_S = 1.0
 # How soon a place is called again that could not be reached, or has hung up.
 _PAUSE_S = 0.05
+
+
+def _find_nothing() -> None:
+    """Nobody is known to have failed."""
 
 
 class DescriptorSwap:
@@ -73,15 +77,20 @@ class DescriptorSwap:
         self._listener.close()
 
     def swap(
-        self, descriptor: int, told_by_place: Mapping[int, Mapping[str, str]], place: int, timeout_s: float
+        self,
+        descriptor: int,
+        told_by_place: Mapping[int, Mapping[str, str]],
+        place: int,
+        timeout_s: float,
+        look: Callable[[], None] = _find_nothing,
     ) -> dict[int, int]:
         """Descriptors of all other places' files by place, which the caller closes; `descriptor` stays the caller's.
 
         A collective call of all places in `told_by_place`, among them the own one, `place`. Returns when this place has
         all descriptors, and all others have been sent this place's. Raises PeerError, with all of them closed, where
-        places are missing after `timeout_s` seconds.
+        places are missing after `timeout_s` seconds; `look` is called each second, and may raise what is known before.
         """
-        return _Swap(self._listener, self._token, descriptor, told_by_place, place).run(timeout_s)
+        return _Swap(self._listener, self._token, descriptor, told_by_place, place).run(timeout_s, look)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,15 +123,18 @@ class _Swap:
         self._waiting = dict.fromkeys(self._told, 0.0)  # places to call, from when on
         self._reasons = dict.fromkeys(self._told, "has not answered")
 
-    def run(self, timeout_s: float) -> dict[int, int]:
+    def run(self, timeout_s: float, look: Callable[[], None]) -> dict[int, int]:
         """The descriptors of all others; PeerError after `timeout_s`. Nothing else stays open."""
-        deadline = time.monotonic() + timeout_s
+        deadline, next_look = time.monotonic() + timeout_s, time.monotonic() + _PATIENCE_S
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
             while missing := self._missing():
                 now = time.monotonic()
                 if now >= deadline:
                     raise self._error(missing, timeout_s)
+                if now >= next_look:
+                    look()
+                    next_look = now + _PATIENCE_S
                 self._call_waiting(now)
                 self._drop_silent(now)
                 for key, _ in self._selector.select(min(deadline - now, _PAUSE_S)):

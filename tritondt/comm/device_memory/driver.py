@@ -19,6 +19,7 @@ _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _MINIMUM = 0  # CU_MEM_ALLOC_GRANULARITY_MINIMUM
 # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED and _HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
 _NEEDED_ATTRIBUTES = (102, 103)
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
@@ -63,8 +64,10 @@ _PARAMETERS: dict[str, tuple[Any, ...]] = {
     "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
     "cuMemUnmap": (c_uint64, c_size_t),
     "cuMemSetAccess": (c_uint64, c_size_t, POINTER(_Access), c_size_t),
-    "cuMemsetD8_v2": (c_uint64, c_ubyte, c_size_t),
-    "cuCtxSynchronize": (),
+    "cuStreamCreate": (POINTER(c_void_p), c_int),
+    "cuMemsetD8Async": (c_uint64, c_ubyte, c_size_t, c_void_p),
+    "cuStreamSynchronize": (c_void_p,),
+    "cuStreamDestroy_v2": (c_void_p,),
     "cuMemExportToShareableHandle": (c_void_p, c_uint64, c_int, c_uint64),
     "cuMemImportFromShareableHandle": (POINTER(c_uint64), c_void_p, c_int),
 }
@@ -170,8 +173,8 @@ class CudaDriver:
     def can_access(self, device: int, identity: str) -> bool:
         """Whether `device` may read, write and signal in memory of the GPU with a UUID, as `identity` gives it.
 
-        A signal is an atomic operation, which NVLink carries and PCIe may not. True for a GPU that CUDA_VISIBLE_DEVICES
-        hides from this process: only mapping its memory tells.
+        A signal is an atomic operation, which NVLink carries and PCIe may not. False for a GPU that is hidden from this
+        process by CUDA_VISIBLE_DEVICES: CUDA does not say what is between the two.
         """
         if self.identity(device) == identity:
             return True
@@ -182,12 +185,12 @@ class CudaDriver:
                     self._number("cuDeviceCanAccessPeer", subject, *pair)
                     and self._number("cuDeviceGetP2PAttribute", subject, _NATIVE_ATOMICS, *pair)
                 )
-        return True
+        return False
 
     def allocate(self, device: int, num_bytes: int) -> tuple[MappedMemory, int]:
         """New memory of the device, all zeros, mapped here, and a file descriptor by which others map it.
 
-        Not collective; waits for what the current context does. `num_bytes` is rounded up to the device's granularity,
+        Not collective. `num_bytes` is rounded up to the device's granularity,
         2 MiB. The caller closes both: the descriptor once the others have mapped it. Raises TransportError, with
         everything given back, where the driver refuses.
 
@@ -199,10 +202,22 @@ class CudaDriver:
         with self._mapping(device, num_bytes) as memory:
             memory._do("cuMemCreate", ctypes.byref(handle), memory.num_bytes, self._properties(device), 0)
             self._place(memory, handle.value, device)
-            memory._do("cuMemsetD8_v2", memory.address, 0, memory.num_bytes)
-            memory._do("cuCtxSynchronize")  # others must not see what was there before, nor lose what they write
+            self._clear(memory)
             memory._do("cuMemExportToShareableHandle", ctypes.byref(descriptor), handle, _FILE_DESCRIPTOR, 0)
         return memory, descriptor.value
+
+    def _clear(self, memory: MappedMemory) -> None:
+        """Sets memory to 0, and waits for that: others must not see what was there before, nor lose what they write.
+
+        In a stream of its own: in others something may wait for a rank that waits for this one.
+        """
+        stream = c_void_p()
+        memory._do("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+        try:
+            memory._do("cuMemsetD8Async", memory.address, 0, memory.num_bytes, stream)
+            memory._do("cuStreamSynchronize", stream)
+        finally:
+            memory._do("cuStreamDestroy_v2", stream)
 
     def map(self, device: int, descriptor: int, num_bytes: int) -> MappedMemory:
         """The memory behind a descriptor of `allocate`'s, of any process, mapped here for `device`.

@@ -235,6 +235,11 @@ class StreamQueue(IssueQueue):
             ended.event = self.target.record_event()
             self._order.note_end(self.target, ended.event)
 
+    def mark_break(self) -> None:
+        """Lets what ends the queue wait for what a broken call has put into another stream."""
+        if not self.is_own_thread() and not self.is_capturing:
+            self._order.note_end(self.target, self.target.record_event())
+
     def mark_step(self) -> None:
         """Ends here what was to end with the work: what is put into the stream next comes after it."""
         if self._ending:

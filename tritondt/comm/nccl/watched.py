@@ -72,6 +72,9 @@ def _is_over() -> bool:
     return True
 
 
+def _do_nothing() -> None: ...
+
+
 class TimeoutPolicy(NamedTuple):
     """Timeouts' name, rule and suspects for all operations of a communicator; see `Wait`."""
 
@@ -101,6 +104,8 @@ class MonitoredNccl:
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.num_captured = 0
+        # Called behind all that failed, before an abort begins: what runs then may come to a wrong end.
+        self.on_abort: Callable[[], object] = _do_nothing
         self.refusals = Refusals(context)
         self._registered: RegisteredMemory | None = None
         self.native: NcclCommunicator = join_nccl(context, library, streams)
@@ -213,6 +218,7 @@ class MonitoredNccl:
             if not answered(found.is_over):
                 found.fail(error)
                 self._recorder.end(found.record, FAILED, label)
+        self.on_abort()
         aborts.begin(self._abort, self._context.name, self.num_captured)
 
     def close(self, reason: BaseException) -> None:

@@ -23,7 +23,7 @@ from tritondt.comm.packing.packed_transfer import (
     unpacked,
 )
 from tritondt.kernels.signals import SignalTable
-from tritondt.kernels.tables import Table, copy_table, run_table
+from tritondt.kernels.tables import Table, copy_table, gated_copy_table
 from tritondt.planning.alignment import DENSE, Alignment
 from tritondt.planning.exchange import Message
 from tritondt.planning.slots import DeviceSlots, slot_of
@@ -40,6 +40,11 @@ class PeerMemory(Protocol):
     @property
     def slots(self) -> DeviceSlots:
         """Layout of every arena."""
+        ...
+
+    @property
+    def gate(self) -> int:
+        """Address of the word that signals set where they have been stopped: nothing is packed then."""
         ...
 
     def slot_at(self, place: int, slot: int) -> int:
@@ -116,7 +121,6 @@ def placed_transfer(
         box for found, buffer in arrived if moves(transfer, found.part) for box in unpacked(transfer, found, buffer)
     ]
     unpacks += [box._replace(source=box.source + 2) for box in kept(transfer)]
-    table = run_table if transfer.beside_compute else copy_table
     begin, meet = memory.signals(tuple(leaving.near), tuple(arriving.near), slot, transfer.fingerprint)
     return PlacedTransfer(
         leaving.all,
@@ -130,8 +134,8 @@ def placed_transfer(
         tuple(memory.slot_at(peer, slot) for peer in leaving.near),
         begin,
         meet,
-        table(packs, transfer.device) if packs else None,
-        table(unpacks, transfer.device) if unpacks else None,
+        gated_copy_table(packs, memory.gate, transfer.device) if packs else None,
+        copy_table(unpacks, transfer.device) if unpacks else None,
         reduce_tables(transfer, terms_of(transfer, arrived)),
     )
 

@@ -1,11 +1,12 @@
 """Arenas on GPUs that the ranks of a host map of each other, for messages that are packed where they are unpacked.
 
 Every rank says through the store on which host and GPU it is, passes a descriptor of its memory to the ranks of its
-host (`device_memory`), and says whether it has mapped theirs: either all ranks of a host that ask for it exchange
-through arenas, or none of them does. Ranks of other hosts, and messages longer than a slot, are NCCL's.
+host (`device_memory`), and says whether it has mapped theirs: all of a host that ask for it and have memory to share
+exchange through arenas, or none of them does. Ranks of other hosts, and messages longer than a slot, are NCCL's.
 """
 
 import contextlib
+import ctypes
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from tritondt.comm.device_memory.driver import CudaDriver, MappedMemory
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.interfaces import machine
 from tritondt.errors import TransportError
-from tritondt.kernels.signals import Signal, SignalTable, signal_table
+from tritondt.kernels.signals import Signal, SignalTable, Stop, signal_table
 from tritondt.planning.slots import NUM_SLOTS, DeviceSlots, device_slots
 
 _NETWORK = Path("/proc/self/ns/net")
@@ -61,9 +62,13 @@ class DeviceArenas:
         self.places, self.slots = tuple(places), slots
         self._number, self._place, self._device, self._memories = self.places.index(place), place, device, memories
         self.address = memories[place].address
-        is_gpu = device.type == "cuda"
-        # Read by kernels that wait, where the host can write to it whatever the device does.
-        self._stop = torch.zeros(1, dtype=torch.int32, pin_memory=is_gpu)
+        # The first is read by kernels that wait, where the host can write to it whatever the device does. It does so by
+        # its address, as who asks for a stop may be in any mode of torch.
+        self._stop = Stop(
+            torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"),
+            torch.zeros(1, dtype=torch.int64, device=device),
+        )
+        self._asked = ctypes.c_int32.from_address(self._stop.asked.data_ptr())
         self._counters = torch.zeros(2 * NUM_SLOTS * len(self.places), dtype=torch.int64, device=device)
         self._is_open = True
 
@@ -97,16 +102,30 @@ class DeviceArenas:
         )
         return begin, meet
 
+    @property
+    def gate(self) -> int:
+        """Address of the word that a wait sets which was stopped: nothing is packed then."""
+        return self._stop.met.data_ptr()
+
     def stop(self) -> None:
-        """Ends all waits that are in a stream, and those put there later; nothing is right in an arena any more."""
-        self._stop.fill_(1)
+        """Ends all waits that are in a stream, and those put there later; what they would have let pass is not done."""
+        self._asked.value = 1
 
     def close(self) -> None:
-        """Unmaps all arenas, when nothing that reads or writes them is in a stream; once."""
+        """Unmaps all arenas, when nothing that reads or writes them is in a stream; once.
+
+        TransportError where the driver refuses one; the others are unmapped.
+        """
         if self._is_open:
             self._is_open = False
-            for memory in self._memories.values():
-                memory.close()
+            _close_all(self._memories)
+
+    def abandon(self) -> None:
+        """Leaves all arenas mapped, and what signals count, to the end of the process: something may use them yet."""
+        if self._is_open:
+            self._is_open = False
+            self.stop()
+            _abandoned.append(self)
 
     def _packed_here(self, place: int, slot: int) -> Signal:
         """What this rank says in the arena of another one: so many messages are packed."""
@@ -134,6 +153,9 @@ class DeviceArenas:
         """Address of the count of messages for another rank, or from it."""
         row = 2 * self.places.index(place) + is_sent
         return self._counters.data_ptr() + _COUNTER_BYTES * (NUM_SLOTS * row + slot)
+
+
+_abandoned: list[DeviceArenas] = []
 
 
 def share_device_arenas(
@@ -165,12 +187,12 @@ class _Sharing:
 
     def run(self) -> DeviceArenas | None:
         """The arenas of all ranks of the host, where all of them have mapped all of them."""
-        made = self._made()
-        if made is None:
-            self._answers.tell("device-arena", {})
-            return None
-        own, descriptor = made
         with contextlib.ExitStack() as undone, DescriptorSwap() as swap:
+            made = self._made()
+            if made is None:
+                self._answers.tell("device-arena", {})
+                return None
+            own, descriptor = made
             undone.callback(own.close)
             undone.callback(os.close, descriptor)
             asked = environment.arena_bytes()
@@ -183,16 +205,17 @@ class _Sharing:
             if len(near) == 1 or not slots.slot_bytes:  # for all of them alike
                 return None
             told = {place: each["swap"] for place, each in near.items() if place != self._place}
-            descriptors = swap.swap(descriptor, told, self._place, self._answers.left_s)
+            descriptors = swap.swap(descriptor, told, self._place, self._answers.left_s, self._answers.look)
             memories = self._mapped(near, descriptors)
             undone.callback(_close_all, memories)
             self._answers.tell("device-mapped", memories is not None)
             others_have = all(self._answers.of_others("device-mapped", near).values())
             if memories is None or not others_have:
                 return None
+            arenas = DeviceArenas(tuple(near), self._place, slots, {self._place: own, **memories}, self._device)
             undone.pop_all()  # what was made stays, but for the descriptor
             os.close(descriptor)
-            return DeviceArenas(tuple(near), self._place, slots, {self._place: own, **memories}, self._device)
+            return arenas
 
     def _made(self) -> tuple[MappedMemory, int] | None:
         """Memory of this rank, and its descriptor; None where its device has none to share."""
@@ -212,12 +235,17 @@ class _Sharing:
         try:
             for place, descriptor in descriptors.items():
                 if not self._driver.can_access(self._number, near[place]["device"]):
-                    raise TransportError(f"its GPU does not reach that of rank {self._context.ranks[place]}")
+                    raise TransportError(
+                        f"its GPU does not reach that of rank {self._context.ranks[place]} with atomic operations, or "
+                        "CUDA_VISIBLE_DEVICES hides it"
+                    )
                 memories[place] = self._driver.map(self._number, descriptor, near[place]["mapped_bytes"])
-        except TransportError as error:
-            self._warn(error)
+        except BaseException as error:
             _close_all(memories)
-            return None
+            if isinstance(error, TransportError):
+                self._warn(error)
+                return None
+            raise
         finally:
             for descriptor in descriptors.values():
                 os.close(descriptor)
@@ -226,15 +254,22 @@ class _Sharing:
     def _warn(self, error: TransportError) -> None:
         warnings.warn(
             f"rank {self._context.rank} cannot share memory of its GPU with ranks {list(self._context.ranks)} "
-            f"({error}); all their messages go through NCCL",
+            f"({error}); its messages go through NCCL",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
-def _close_all(memories: Mapping[int, MappedMemory] | None) -> None:
+def _close_all(memories: Mapping[int, Memory] | None) -> None:
+    """Unmaps all; TransportError afterwards where the driver refused some."""
+    refusals = []
     for memory in (memories or {}).values():
-        memory.close()
+        try:
+            memory.close()
+        except TransportError as error:
+            refusals.append(str(error))
+    if refusals:
+        raise TransportError("; ".join(refusals))
 
 
 def _are_alike(other: Mapping[str, Any], own: Mapping[str, Any]) -> bool:

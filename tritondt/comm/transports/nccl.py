@@ -101,7 +101,14 @@ class NcclCommunicator(PackedCommunicator):
         super().__init__(context, StreamQueue(streams), streams.launch)
         self._timeout_s, self._is_told = context.timeout.total_seconds(), False
         self._latest: InFlightExchange | None = None
-        self._watched = MonitoredNccl(context, library, streams, self._on_failure, TimeoutPolicy())
+        try:
+            self._watched = MonitoredNccl(context, library, streams, self._on_failure, TimeoutPolicy())
+        except BaseException:
+            if arenas is not None:
+                arenas.close()
+            raise
+        if arenas is not None:
+            self._watched.on_abort = arenas.stop
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
@@ -161,6 +168,12 @@ class NcclCommunicator(PackedCommunicator):
             self.break_off(record, error)
             raise
 
+    def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> PackedTransfer:
+        plan: AnyTransfer = self._plan(transfer)[0]
+        if isinstance(plan, PlacedTransfer) and not plan.far_sends and not plan.far_receives:
+            return plan  # type: ignore[return-value]  # packs and unpacks are for any start
+        return super()._plan_at(transfer, sources, targets)
+
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
         if self._watched.refusals:
@@ -218,6 +231,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Ends everything where half of the exchange is in the stream; PeerError in place of NCCL's own error."""
+        self._queue.mark_break()
         found = self._latest
         if found is not None and found.record == record.entry:
             self._watched.break_off(found, error, "exchange in")
@@ -240,8 +254,6 @@ class NcclCommunicator(PackedCommunicator):
             self._watched.give_up(error)
 
     def _on_failure(self, error: BaseException) -> None:
-        if self._arenas is not None:
-            self._arenas.stop()
         self.failure = self.failure or error
         self._queue.fail(error)
 
@@ -286,8 +298,12 @@ class NcclCommunicator(PackedCommunicator):
         self._let_go()
 
     def _let_go(self) -> None:
-        if self._arenas is not None and self._queue.is_through:  # else they stay mapped: a kernel may read them yet
+        if self._arenas is None:
+            return
+        if self._queue.is_through and self._watched.num_captured == 0:
             self._arenas.close()
+        else:  # a kernel may use them yet, or a CUDA graph
+            self._arenas.abandon()
 
     def _interrupt(self, reason: BaseException) -> None:
         self._watched.fail(reason)
