@@ -256,8 +256,10 @@ def _live(place: _Place, rank: int, pipe: Connection, stacks: Path) -> None:
     """The life of one of the processes."""
     listen(stacks)
     gc.freeze()  # what the server has imported is shared memory until a collection looks at it, for 0.2 s
-    transport = "sockets" if place.transport == "nccl" else place.transport
+    is_double = place.transport in ("nccl", "slots")
+    transport = "sockets" if is_double else place.transport
     os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo")
+    os.environ["TRITONDT_DIRECT"] = str(int(place.transport == "slots"))
     torch.set_num_threads(1)  # the server may have imported torch with more, which wait for each other on busy cores
     try:
         _serve(place, rank, pipe)
@@ -271,7 +273,7 @@ def _live(place: _Place, rank: int, pipe: Connection, stacks: Path) -> None:
 
 def _serve(place: _Place, rank: int, pipe: Connection) -> None:
     place.join(1, rank, SIZE)
-    if place.transport == "nccl":
+    if place.transport in ("nccl", "slots"):
         use_fake_nccl()
     train(T.Mesh((SIZE,)))  # starts what starts once: autograd's threads, imports
     T.close()

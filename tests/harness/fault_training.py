@@ -185,6 +185,8 @@ def faulty_transport(communicator: Any, moment: Moment, act: Callable[[], None],
     """Lets `act` be called at a moment of the communicator's next exchange, by a double of what runs it."""
     if isinstance(communicator, DirectCommunicator):
         FaultyPlan(communicator, moment, act)
+    elif isinstance(communicator, NcclCommunicator) and communicator._arenas is not None:
+        FaultySlots(communicator, moment, act, is_raised=is_raised)
     else:
         FaultyTransport(communicator, moment, act, is_raised=is_raised)
 
@@ -200,6 +202,33 @@ class FaultyPlan:
         del self._communicator._plan
         plan, record = self._plan(transfer)
         return plan._replace(native=plan.native.observed(_NATIVE_STEPS[self._moment], self._act)), record
+
+
+class FaultySlots:
+    """A double of what launches a communicator's next exchange through slots, which calls `act` at a moment of it."""
+
+    def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool) -> None:
+        self._communicator, self._moment, self._act, self._in_order = communicator, moment, act, not is_raised
+        self._run, self._launch = communicator._run_plan, communicator._launch
+        communicator._run_plan = self._faulty
+
+    def _faulty(self, plan: Any, *arguments: Any) -> None:
+        del self._communicator._run_plan
+        struck = {"pack": plan.pack, "exchange": plan.meet, "unpack": plan.unpack or (*plan.reduces, None)[0]}
+
+        def launch(run: Callable[..., object], *given: Any) -> None:
+            if getattr(run, "__self__", None) is struck[self._moment]:
+                if self._in_order:
+                    self._launch(self._act)
+                else:
+                    self._act()
+            self._launch(run, *given)
+
+        self._communicator._launch = launch
+        try:
+            self._run(plan, *arguments)
+        finally:
+            self._communicator._launch = self._launch
 
 
 class FaultyTransport:

@@ -10,9 +10,10 @@ from typing import Literal, NamedTuple
 
 SIZE = 3
 Moment = Literal["pack", "exchange", "unpack"]
-Ranks = Literal["threads", "sockets", "direct", "gloo", "nccl"]
+Ranks = Literal["threads", "sockets", "direct", "gloo", "nccl", "slots"]
 Code = Literal["forward", "backward", "hook"]
 MOMENTS: tuple[Moment, ...] = ("pack", "exchange", "unpack")
+# Those of the table; slots on GPUs are NCCL's ranks that pack into each other's memory.
 RANKS: tuple[Ranks, ...] = ("threads", "sockets", "direct", "gloo", "nccl")
 
 
@@ -78,7 +79,7 @@ def cases_of(fault: Fault, ranks: Ranks) -> tuple[Case, ...]:
     """
     if ranks == "threads" and fault.not_on_threads:
         return ()
-    breaks_alike = fault.code is not None or fault.hosts_store or ranks == "nccl"
+    breaks_alike = fault.code is not None or fault.hosts_store or ranks in ("nccl", "slots")
     ways = (True,) if breaks_alike else (False, True)
     return tuple(Case(fault, moment, is_async) for moment in MOMENTS for is_async in ways)
 
@@ -109,8 +110,8 @@ _NEWS = {
     _RAISED: r"(?:PlantedError: the \w+ is broken|RuntimeError: .*can't allocate memory)",
     # By the rank, or by the store in its process: who has all of its messages waits for somebody that waits for it.
     _SILENT: r"(?:got no answer; the timeout is 2 s|which rank 0 holds, has not answered for 1 s)",
-    _ENDED: r"rank \d has ended",
-    _CLOSED: r"closed its connection|lost ranks? \d.*ncclRemoteError",
+    _ENDED: r"(?<!process of )rank \d has ended",
+    _CLOSED: r"closed its connection|lost ranks? \d.*(?:ncclRemoteError|process of rank \d has ended)",
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.fault_matrix import JOBS, Job, Observed, start, words_of
+from tests.harness.fault_ranks import FaultRanks
 from tests.harness.faults import FAULTS, MOMENTS, RANKS, SIZE, Case, Observation, Ranks, cases_of, news
 from tests.harness.stacks import listen, stacks_of
 
@@ -58,6 +59,27 @@ def test_a_fault(observed: dict[Job, "Future[Observed]"], job: Job) -> None:
         assert not observation.hung, "\n".join([str(case), *observation.hung])
         assert_told(case, job[1], observation)
         assert_trained_on(case, observation)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "killed",
+        pytest.param("raises in forward", marks=pytest.mark.soak),
+        pytest.param("stopped", marks=pytest.mark.soak),
+        pytest.param("returns early", marks=pytest.mark.soak),
+        pytest.param("out of memory", marks=pytest.mark.soak),
+    ],
+)
+def test_a_fault_of_ranks_that_pack_into_slots(name: str) -> None:
+    """Others hear of a death though no message of NCCL is under way."""
+    (fault,) = (each for each in FAULTS if each.name == name)
+    with FaultRanks("slots", fault) as processes:
+        for case in cases_of(fault, "slots"):
+            observation = processes.observe(case)
+            assert not observation.hung, "\n".join([str(case), *observation.hung])
+            assert_told(case, "slots", observation)
+            assert_trained_on(case, observation)
 
 
 def assert_told(case: Case, ranks: Ranks, observation: Observation) -> None:

@@ -4,7 +4,6 @@ What is shown is that memory is shared between processes, that signals keep pack
 are told; nothing of a GPU. The kernels of the signals are in tests/kernels.
 """
 
-import ctypes
 import os
 import time
 import warnings
@@ -22,23 +21,18 @@ import tritondt as T
 from tests.comm.transports.test_gloo_cases import check_on
 from tests.doubles.fake_cuda.library import FakeCuda, build
 from tests.doubles.fake_nccl.library import Gate
-from tests.harness.gloo_ranks import Failure, GlooRanks
+from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.nccl_on_host import use_fake_nccl
-from tritondt.comm import world
+from tests.harness.placed_ranks import (
+    communicator_of,
+    left_to_nccl,
+    placed_ranks,
+    plans_of,
+    use_two_hosts,
+    whole_tensor,
+)
 from tritondt.comm.packing.placed_transfer import PlacedTransfer
-from tritondt.comm.transports import device_arenas
 from tritondt.parallel import all_gather_matmul
-
-
-def placed_ranks(size: int, prepare: Any = use_fake_nccl, **variables: str) -> GlooRanks:
-    return GlooRanks(size, {"TRITONDT_DIRECT": "1", "TRITONDT_TIMEOUT": "30", **variables}, prepare=prepare)
-
-
-def use_two_hosts() -> None:
-    """Ranks 0 and 1 on a host, and 2 and 3 on another one."""
-    host = int(os.environ["RANK"]) // 2
-    device_arenas.machine = lambda: f"host {host}"  # type: ignore[attr-defined]  # the module's own name for it
-    use_fake_nccl()
 
 
 def use_a_memory_that_cannot_be_mapped() -> None:
@@ -67,14 +61,6 @@ def explained_ranks() -> Iterator[GlooRanks]:
         yield ranks
 
 
-def communicator_of(mesh: T.Mesh) -> Any:
-    return world.current().communicator(mesh.ranks)
-
-
-def whole_tensor(rows: int = 64, columns: int = 96) -> torch.Tensor:
-    return torch.arange(float(rows * columns)).reshape(rows, columns)
-
-
 @pytest.mark.parametrize("first_seed", [600_000, 600_060])
 def test_random_cases(four_ranks: GlooRanks, first_seed: int) -> None:
     check_on(four_ranks, first_seed)
@@ -85,25 +71,6 @@ def test_random_cases(four_ranks: GlooRanks, first_seed: int) -> None:
 def test_random_cases_between_two_hosts(first_seed: int) -> None:
     with placed_ranks(4, use_two_hosts) as ranks:
         check_on(ranks, first_seed)
-
-
-def plans_of(mesh: T.Mesh) -> list[Any]:
-    """A list of what this rank runs from now on."""
-    communicator = communicator_of(mesh)
-    plans = []
-    original = communicator._run_plan
-
-    def noted(plan: Any, *arguments: Any) -> None:
-        plans.append(plan)
-        original(plan, *arguments)
-
-    communicator._run_plan = noted
-    return plans
-
-
-def left_to_nccl(plans: list[Any]) -> list[Any]:
-    """How many messages of each exchange NCCL was asked to send; "all" where none went through a slot."""
-    return [len(plan.far_sends) if isinstance(plan, PlacedTransfer) else "all" for plan in plans]
 
 
 def move(rank: int, size: int, rows: int) -> tuple[list[Any], int]:
@@ -193,58 +160,6 @@ def test_a_slot_is_packed_again_when_it_has_been_read(two_ranks: GlooRanks) -> N
     assert two_ranks.run(send_before_it_is_read) == [[False] * 3] * 2
 
 
-def stop_before_it_is_read(rank: int) -> str:
-    """Rank 0 sends twice and gives up, before rank 1 has read the first: what that reads, and whether it was told."""
-    mesh = T.Mesh((2,))
-    both = T.distribute_tensor(whole_tensor(4, 4), mesh, [T.Shard(0)])
-    plans = plans_of(mesh)
-
-    def send(value: float, width: int, is_async: bool) -> Any:
-        local = torch.full((1 - rank, width), value)
-        x = T.DTensor.from_local(local, mesh, [T.Shard(0)], shape=(1, width), stride=(width, 1))
-        return x.redistribute(placements=[T.Replicate()], async_op=is_async)
-
-    for width in range(8, 40):
-        send(0.0, width, False)
-        own = slot_number(plans[-1], mesh)
-        both.redistribute(placements=[T.Shard(1)])  # says that the one before has been read
-        if own != slot_number(plans[-1], mesh):
-            break
-    gate = Gate(communicator_of(mesh)._queue.stream._stream) if rank else None
-    first, second = send(10.0, width, True), send(20.0, width, True)
-    if rank == 0:
-        first.to_local()
-        communicator_of(mesh).begin_abort()
-        time.sleep(0.3)  # the second would be packed now
-    dist.barrier()
-    if gate is None:
-        T.abort()
-        return "aborted"
-    gate.open()
-    try:
-        found = str(first.to_local().unique().tolist())
-    except T.PeerError:
-        found = "[10.0]"  # told in time
-    with pytest.raises((T.PeerError, T.WorldError)):
-        second.to_local()
-    T.abort()
-    return found
-
-
-def slot_number(plan: Any, mesh: T.Mesh) -> int:
-    """The slot of an exchange, by the word that its signals wait for or write."""
-    arenas = communicator_of(mesh)._arenas
-    cells = plan.meet._published or plan.meet._awaited
-    address = ctypes.addressof(cells[0].counter) - arenas._counters.data_ptr()
-    return address // 8 % 2
-
-
-@pytest.mark.extended
-def test_a_rank_that_gives_up_overwrites_nothing() -> None:
-    with placed_ranks(2, TRITONDT_TIMEOUT="5") as ranks:
-        assert ranks.run(stop_before_it_is_read)[1] == "[10.0]"
-
-
 PAIRS = (("S0", "R"), ("S0", "S1"), ("P", "R"), ("P", "S1"), ("R", "S0"))
 
 
@@ -316,50 +231,6 @@ def test_what_is_recorded_counts_on_the_device(two_ranks: GlooRanks) -> None:
     two_ranks.run(record)
 
 
-def stay_away(rank: int) -> tuple[str, str, float]:
-    """Rank 1 does not come to the second exchange, and its memory goes with its world; then all go on."""
-    mesh = T.Mesh((3,))
-    x = T.distribute_tensor(whole_tensor(), mesh, [T.Shard(0)])
-    x.redistribute(placements=[T.Replicate()])
-    told, kind, began = "", "", time.monotonic()
-    if rank != 1:
-        with pytest.raises(T.PeerError) as caught:
-            x.redistribute(placements=[T.Replicate()], async_op=rank == 2).to_local()
-        told, kind = str(caught.value), type(caught.value).__name__
-    took = time.monotonic() - began
-    os.environ["TRITONDT_TIMEOUT"] = "60"
-    T.abort()
-    whole = T.distribute_tensor(whole_tensor(), T.Mesh((3,)), [T.Shard(0)]).full_tensor()
-    torch.testing.assert_close(whole, whole_tensor(), rtol=0, atol=0)
-    return told, kind, took
-
-
-@pytest.mark.extended
-def test_a_rank_that_does_not_come_is_named_and_all_go_on() -> None:
-    with placed_ranks(3, TRITONDT_TIMEOUT="3") as ranks:
-        for rank, (told, kind, took) in enumerate(ranks.run(stay_away)):
-            if rank != 1:
-                assert "rank 1" in told
-                assert kind == "PeerError"
-                assert took < 20
-
-
-def disagree(rank: int) -> None:
-    mesh = T.Mesh((2,))
-    x = T.distribute_tensor(whole_tensor(), mesh, [T.Shard(0)])
-    x.redistribute(placements=[T.Replicate()])
-    x.redistribute(placements=[T.Shard(1) if rank else T.Replicate()])
-
-
-@pytest.mark.extended
-def test_ranks_that_disagree_are_told_so() -> None:
-    with placed_ranks(2, TRITONDT_TIMEOUT="10") as ranks:
-        for outcome in ranks.outcomes(disagree):
-            assert isinstance(outcome, Failure)
-            assert outcome.kind == "MismatchError", outcome.trace
-            assert "ranks disagree at exchange " in outcome.text
-
-
 def arenas_here(rank: int) -> tuple[list[str], Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -380,7 +251,7 @@ def test_where_one_rank_cannot_map_memory_all_go_through_nccl() -> None:
     text = found[1][0][0]
     assert text.startswith("rank 1 cannot share memory of its GPU with ranks [0, 1, 2] (")
     assert "cuMemMap" in text
-    assert text.endswith("); all their messages go through NCCL")
+    assert text.endswith("); its messages go through NCCL")
 
 
 def ask_for_none(rank: int) -> tuple[list[str], Any]:

@@ -75,6 +75,10 @@ def _is_over() -> bool:
 def _do_nothing() -> None: ...
 
 
+def _find_nothing() -> str | None:
+    return None
+
+
 class TimeoutPolicy(NamedTuple):
     """Timeouts' name, rule and suspects for all operations of a communicator; see `Wait`."""
 
@@ -106,6 +110,8 @@ class MonitoredNccl:
         self.num_captured = 0
         # Called behind all that failed, before an abort begins: what runs then may come to a wrong end.
         self.on_abort: Callable[[], object] = _do_nothing
+        # What else than NCCL has met in the background, if anything.
+        self.trouble: Callable[[], str | None] = _find_nothing
         self.refusals = Refusals(context)
         self._registered: RegisteredMemory | None = None
         self.native: NcclCommunicator = join_nccl(context, library, streams)
@@ -273,12 +279,12 @@ class MonitoredNccl:
         self.native.destroy()
 
     def _trouble(self) -> str | None:
-        """The error that NCCL has met in the background, if any."""
+        """The error that NCCL, or another way of messages, has met in the background, if any."""
         try:
             self.native.poll()
         except NcclError as error:
             return str(error)
-        return None
+        return self.trouble()
 
     def _break_off(self, wait: Wait) -> None:
         """Ends everything for the reason why `wait` will not end; called by the watch."""

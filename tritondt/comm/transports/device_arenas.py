@@ -19,6 +19,7 @@ from tritondt import environment
 from tritondt.comm.answers import Answers
 from tritondt.comm.device_memory.descriptors import DescriptorSwap
 from tritondt.comm.device_memory.driver import CudaDriver, MappedMemory
+from tritondt.comm.device_memory.processes import Processes, this_process
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.interfaces import machine
 from tritondt.errors import TransportError
@@ -58,7 +59,9 @@ class DeviceArenas:
         slots: DeviceSlots,
         memories: Mapping[int, Memory],
         device: torch.device,
+        processes: Processes | None = None,
     ) -> None:
+        self._processes = processes or Processes({})
         self.places, self.slots = tuple(places), slots
         self._number, self._place, self._device, self._memories = self.places.index(place), place, device, memories
         self.address = memories[place].address
@@ -118,12 +121,18 @@ class DeviceArenas:
         """
         if self._is_open:
             self._is_open = False
+            self._processes.close()
             _close_all(self._memories)
+
+    def ended(self) -> list[int]:
+        """Places of the ranks whose processes have ended, as far as this one can see."""
+        return self._processes.ended() if self._is_open else []
 
     def abandon(self) -> None:
         """Leaves all arenas mapped, and what signals count, to the end of the process: something may use them yet."""
         if self._is_open:
             self._is_open = False
+            self._processes.close()
             self.stop()
             _abandoned.append(self)
 
@@ -198,6 +207,7 @@ class _Sharing:
             asked = environment.arena_bytes()
             said: dict[str, Any] = {"here": _here(), "bytes": asked, "device": self._driver.identity(self._number)}
             said["mapped_bytes"] = own.num_bytes  # whole pages
+            said["process"] = this_process()
             self._answers.tell("device-arena", {**said, "swap": swap.told})
             found = {self._place: said, **self._answers.of_others("device-arena")}
             near = {place: found[place] for place in sorted(found) if _are_alike(found[place], said)}
@@ -212,7 +222,9 @@ class _Sharing:
             others_have = all(self._answers.of_others("device-mapped", near).values())
             if memories is None or not others_have:
                 return None
-            arenas = DeviceArenas(tuple(near), self._place, slots, {self._place: own, **memories}, self._device)
+            all_memories = {self._place: own, **memories}
+            processes = Processes({place: near[place]["process"] for place in memories})
+            arenas = DeviceArenas(tuple(near), self._place, slots, all_memories, self._device, processes)
             undone.pop_all()  # what was made stays, but for the descriptor
             os.close(descriptor)
             return arenas

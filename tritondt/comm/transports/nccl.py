@@ -108,7 +108,7 @@ class NcclCommunicator(PackedCommunicator):
                 arenas.close()
             raise
         if arenas is not None:
-            self._watched.on_abort = arenas.stop
+            self._watched.on_abort, self._watched.trouble = arenas.stop, self._ended_processes
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
@@ -167,6 +167,16 @@ class NcclCommunicator(PackedCommunicator):
         except BaseException as error:
             self.break_off(record, error)
             raise
+
+    def _ended_processes(self) -> str | None:
+        ended = [] if self._arenas is None else [f"{self._ranks[place]}" for place in self._arenas.ended()]
+        if not ended:
+            return None
+        return (
+            f"the process of rank {ended[0]} has ended"
+            if len(ended) == 1
+            else f"those of ranks {', '.join(ended)} have"
+        )
 
     def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> PackedTransfer:
         plan: AnyTransfer = self._plan(transfer)[0]
