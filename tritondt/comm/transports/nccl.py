@@ -172,11 +172,7 @@ class NcclCommunicator(PackedCommunicator):
         ended = [] if self._arenas is None else [f"{self._ranks[place]}" for place in self._arenas.ended()]
         if not ended:
             return None
-        return (
-            f"the process of rank {ended[0]} has ended"
-            if len(ended) == 1
-            else f"those of ranks {', '.join(ended)} have"
-        )
+        return f"the process of rank {' and that of rank '.join(ended)} has ended"
 
     def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> PackedTransfer:
         plan: AnyTransfer = self._plan(transfer)[0]
