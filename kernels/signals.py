@@ -16,7 +16,8 @@ from tritondt.kernels.device_types import ByDeviceType
 
 # Between two looks of the host at the words: less than a message takes, and enough for other threads to go on.
 _PAUSE_S = 20e-6
-_FINGERPRINT_BITS = 32
+# Of a word, beside the count.
+FINGERPRINT_BITS = 32
 
 
 class Signal(NamedTuple):
@@ -89,7 +90,7 @@ class HostSignals:
 
     def _content(self, count: int) -> int:
         """What a word of the count holds: of the count as many bits as there is room for."""
-        return ctypes.c_int64(count << _FINGERPRINT_BITS | self._fingerprint).value
+        return ctypes.c_int64(count << FINGERPRINT_BITS | self._fingerprint).value
 
 
 class _Cell(NamedTuple):
@@ -187,8 +188,8 @@ def check_signals(published: Sequence[Signal], awaited: Sequence[Signal], finger
                 raise ValueError(f"the step of {side} signal {number} is {signal.step}; a step is 0 or 1")
         _check_distinct(side, "word", [signal.word for signal in signals])
         _check_distinct(side, "counter", [signal.counter for signal in signals])
-    if not 0 <= fingerprint < 1 << _FINGERPRINT_BITS:
-        raise ValueError(f"the fingerprint is {fingerprint}; a fingerprint is 0 to {(1 << _FINGERPRINT_BITS) - 1}")
+    if not 0 <= fingerprint < 1 << FINGERPRINT_BITS:
+        raise ValueError(f"the fingerprint is {fingerprint}; a fingerprint is 0 to {(1 << FINGERPRINT_BITS) - 1}")
     for name, word, dtype in (("asked", stop.asked, torch.int32), ("met", stop.met, torch.int64)):
         if word.dtype != dtype or word.numel() != 1:
             found = f"{word.dtype} of shape {tuple(word.shape)}"

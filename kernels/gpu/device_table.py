@@ -7,19 +7,17 @@ bytes. For every such combination that occurs, usually one, a table has a varian
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial, reduce
+from functools import reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
 
 import torch
-from triton import FutureKernel
 
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.kernels.gpu.box_table import BoxTable, Pointer, box_table, by_pointers, chooser
-from tritondt.kernels.gpu.launcher import launcher
 from tritondt.kernels.gpu.loop_nest import LoopNest
 from tritondt.kernels.gpu.pieces import WIDEST, Piece
-from tritondt.kernels.gpu.side_by_side import LaterLauncher, Start
+from tritondt.kernels.gpu.side_by_side import Started
 from tritondt.kernels.gpu.specialization import DIMS, POINTERS, class_of, compiler_options, few_dims, rounded_up
 from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
 
@@ -120,7 +118,7 @@ class Shared:
         return handle
 
 
-class Launch:
+class Launch(Started):
     """One table on its device and the kernel compiled for it."""
 
     def __init__(
@@ -136,16 +134,8 @@ class Launch:
         self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
         compiled = compile_form(kernel, form, choice.num_warps, self._cells.values, counts, grid)
-        self._start: Start
-        if isinstance(compiled, FutureKernel):
-            self._start = partial(self._start_first, LaterLauncher(kernel.function, compiled, grid))
-        else:
-            self._start = launcher(kernel.function, compiled, grid)
+        self._prepare(kernel.function, compiled, grid)
         self._address = self._cells.values.data_ptr()
-
-    def _start_first(self, later: LaterLauncher, arguments: tuple[Any, ...], stream: int | None) -> None:
-        self._start = later.made()  # compiled beside others
-        self._start(arguments, stream)
 
     def run(self, addresses: tuple[int, ...]) -> None:
         """Launches on the device's current stream; `addresses` are multiples of 16, one per pointer of the table."""
@@ -173,7 +163,7 @@ class DeviceTable(ABC):
         choice: Choice | None,
         max_ctas: int | None,
     ) -> None:
-        self._device = _resolved(device, kernel)
+        self._device = resolved(device, kernel.function)
         self._number = self._device.index if self._device.type == "cuda" else None
         self._kernel, self.nests = kernel, tuple(nests)
         self._alignments = (*((WIDEST, WIDEST) if is_aligned else sides.alignments), SCALE_BYTES)
@@ -315,11 +305,11 @@ class DeviceTable(ABC):
         return choose(name, self._kernel.name, self._kernel.width, num_dims)
 
 
-def _resolved(device: torch.device, kernel: Kernel) -> torch.device:
-    """Device with its number."""
+def resolved(device: torch.device, function: Any) -> torch.device:
+    """Device with its number, on which a kernel runs; ValueError where it does not."""
     if device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-    if "interpreter" not in type(kernel.function).__module__:
+    if "interpreter" not in type(function).__module__:
         raise ValueError(
             f"a device table on {device}; Triton's kernels run on cuda, and on cpu only in Triton's interpreter"
         )

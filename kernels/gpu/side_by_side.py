@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from triton import AsyncCompileMode, FutureKernel
@@ -36,13 +37,25 @@ def compiling_side_by_side() -> Iterator[None]:
         _async_compile.active_mode.set(None)  # after an error Triton leaves it
 
 
-class LaterLauncher:
-    """What `launcher` returns, of a kernel that may still be compiled: made at the first launch."""
+class Started:
+    """What launches a kernel by `_start`, which may still be compiled when this is made: straight from then on."""
 
-    def __init__(self, kernel: Any, compiled: FutureKernel, grid: tuple[int, int, int]) -> None:
-        self._made = kernel, compiled, grid
+    _start: Start
 
-    def made(self) -> Start:
-        """The launcher, when the kernel is there."""
-        kernel, compiled, grid = self._made
-        return launcher(kernel, compiled.result(), grid)
+    def _prepare(self, kernel: Any, compiled: Any, grid: tuple[int, int, int]) -> None:
+        """Takes a kernel as it was compiled, or will have been at the first launch."""
+        if isinstance(compiled, FutureKernel):
+            self._start = partial(self._start_first, kernel, compiled, grid)
+        else:
+            self._start = launcher(kernel, compiled, grid)
+
+    def _start_first(
+        self,
+        kernel: Any,
+        compiled: FutureKernel,
+        grid: tuple[int, int, int],
+        arguments: tuple[Any, ...],
+        stream: int | None,
+    ) -> None:
+        self._start = launcher(kernel, compiled.result(), grid)  # compiled beside others
+        self._start(arguments, stream)

@@ -4,17 +4,14 @@ The counts are in device memory, so that a CUDA graph that has captured the laun
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton import FutureKernel
 
-from tritondt.kernels.gpu.device_table import Kernel, Shared, _resolved
-from tritondt.kernels.gpu.launcher import launcher
-from tritondt.kernels.gpu.side_by_side import LaterLauncher, Start
+from tritondt.kernels.gpu.device_table import Shared, resolved
+from tritondt.kernels.gpu.side_by_side import Started
 from tritondt.kernels.signals import Signal, Stop, check_signals
 
 # One program: who awaits must not wait for programs that have no place to run. One warp: nothing is to be shared.
@@ -28,7 +25,7 @@ TURNS = tl.constexpr(64)
 ROW = tl.constexpr(len(Signal._fields))
 
 
-class DeviceSignals:
+class DeviceSignals(Started):
     """Signals on a device, prepared once and run many times; the counterpart of HostSignals.
 
     Arguments and errors are those of `tritondt.kernels.signals.signal_table`; ValueError too for tensors on the CPU
@@ -48,17 +45,16 @@ class DeviceSignals:
         # Triton has 64 bits for an argument of 2**31, and a kernel of its own: it is given all as signed numbers.
         signed = fingerprint - (fingerprint >> 31 << 32)
         further = (signed, len(published), len(awaited), block)
-        self._device = _resolved(torch.device(device), Kernel(signal_kernel, "signals", (), {}, {}, ()))
+        self._device = resolved(torch.device(device), signal_kernel)
         self._number = self._device.index if self._device.type == "cuda" else None
         self._rows = _Rows([number for signal in (*published, *awaited) for number in signal], stop, self._device)
-        self._start: Start
         if self._number is None:
             self._arguments: tuple[Any, ...] = (self._rows.values, stop.asked, stop.met, *further)
-            self._prepare(further)
+            self._compile(further)
             return
         self._arguments = (self._rows.values.data_ptr(), stop.asked.data_ptr(), stop.met.data_ptr(), *further)
         with torch.cuda.device(self._device):
-            self._prepare(further)
+            self._compile(further)
         torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
 
     def run(self) -> None:
@@ -71,18 +67,11 @@ class DeviceSignals:
         else:
             self._start(self._arguments, self._rows.read_by_current_stream())
 
-    def _prepare(self, further: tuple[int, ...]) -> None:
-        """Compiles for the current device; None comes from Triton's interpreter."""
+    def _compile(self, further: tuple[int, ...]) -> None:
+        """Compiles for the current device."""
         tensors = self._rows.values, torch.int32, torch.int64
         compiled = signal_kernel.warmup(*tensors, *further, grid=_GRID, num_warps=_NUM_WARPS)
-        if isinstance(compiled, FutureKernel):
-            self._start = partial(self._start_first, LaterLauncher(signal_kernel, compiled, _GRID))
-        else:
-            self._start = launcher(signal_kernel, compiled, _GRID)
-
-    def _start_first(self, later: LaterLauncher, arguments: tuple[Any, ...], stream: int | None) -> None:
-        self._start = later.made()  # compiled beside others
-        self._start(arguments, stream)
+        self._prepare(signal_kernel, compiled, _GRID)
 
 
 class _Rows(Shared):
@@ -108,7 +97,7 @@ def signal_kernel(rows, asked, met, fingerprint, num_published, num_awaited, BLO
 def publish(rows, met, low, count, BLOCK: tl.constexpr):
     """Writes the next count of each row's counter to the counter and, above `low`, to the word.
 
-    None where a wait of this device has been stopped before, whose results would be told so.
+    Nothing where a wait of this rank was stopped before: what would be told of is not right.
 
     The release is at system scope, for peers on other devices: it covers what earlier launches of the stream wrote, as
     they had ended when this one began.

@@ -108,7 +108,7 @@ class SlotsOfRanks:
             fingerprint,
             f"{before} -> {after}",
         )
-        found = placed_transfer(transfer, self.arenas[rank], rank)
+        found = placed_transfer(transfer, self.arenas[rank])
         assert found is not None, "every message fits a slot"
         assert not found.far_sends
         assert not found.far_receives

@@ -57,7 +57,7 @@ class Compiler:
 @pytest.fixture
 def triton_driver(monkeypatch):
     """Triton for a GPU that is not there, whose kernels are forgotten; tables take the CPU for one."""
-    monkeypatch.setattr(device_table, "_resolved", lambda device, kernel: device)
+    monkeypatch.setattr(device_table, "resolved", lambda device, function: device)
     monkeypatch.setattr(driver, "_active", RecordingDriver())
     for kernel in KERNELS:
         kernel.device_caches.clear()

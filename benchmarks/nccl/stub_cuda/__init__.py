@@ -165,7 +165,7 @@ def carry_by_stub(costs_ns: Mapping[str, int]) -> Any:
         (torch.cuda.streams, "Event", event_class),
         (torch, "empty", cuda.empty),
         (memory._guards, "_empty_strided_cuda", cuda.empty_strided),
-        (device_table, "_resolved", lambda device, _: device),
+        (device_table, "resolved", lambda device, _: device),
         (device_table, "Launch", LaunchOnDevice),
         (knobs.nvidia, "libcuda_path", str(build().parent)),
     ):

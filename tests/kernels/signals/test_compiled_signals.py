@@ -106,7 +106,7 @@ def recording(monkeypatch):
     """Triton with a driver that records, for a GPU that is not there; tables take the CPU for one."""
     double = RecordingDriver()
     monkeypatch.setattr(driver, "_active", double)
-    monkeypatch.setattr(module, "_resolved", lambda device, kernel: device)
+    monkeypatch.setattr(module, "resolved", lambda device, function: device)
     signal_kernel.device_caches.clear()
     yield double
     signal_kernel.device_caches.clear()

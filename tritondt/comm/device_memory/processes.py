@@ -7,13 +7,25 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_NAMESPACE = Path("/proc/self/ns/pid")
+_NAMESPACES = Path("/proc/self/ns")
+
+
+def namespace(kind: str) -> str:
+    """Identity of this process's namespace of a kind, such as net or pid; "" where the system does not tell.
+
+    >>> namespace("none")
+    ''
+    """
+    path = _NAMESPACES / kind
+    if not path.exists():
+        return ""
+    found = path.stat()
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def this_process() -> dict[str, Any]:
     """This process as others of the host know it, fit for JSON: its number, and the namespace that it has it in."""
-    found = _NAMESPACE.stat() if _NAMESPACE.exists() else None
-    return {"number": os.getpid(), "namespace": None if found is None else f"{found.st_dev}:{found.st_ino}"}
+    return {"number": os.getpid(), "namespace": namespace("pid")}
 
 
 class Processes:
@@ -31,7 +43,7 @@ class Processes:
         here = this_process()["namespace"]
         self._held: dict[int, int] = {}
         for key, each in described.items():
-            if here is not None and each["namespace"] == here:
+            if here and each["namespace"] == here:
                 with suppress(OSError):  # it may have ended, of which the store will tell; or Linux is older than 5.3
                     self._held[key] = os.pidfd_open(each["number"])
 

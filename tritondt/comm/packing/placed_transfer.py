@@ -98,17 +98,16 @@ class _Side(NamedTuple):
 
 
 def placed_transfer(
-    transfer: Transfer, memory: PeerMemory, place: int, alignment: Alignment = DENSE, starts: TensorStarts = ALIGNED
+    transfer: Transfer, memory: PeerMemory, alignment: Alignment = DENSE, starts: TensorStarts = ALIGNED
 ) -> PlacedTransfer | None:
-    """A transfer compiled for the rank at `place`; None where none of its messages goes through a slot of `memory`.
+    """A transfer compiled for slots of `memory`; None where none of its messages goes through one.
 
     `alignment` and `starts` are those of the messages that do not.
     """
     exchange, slot = transfer.exchange, slot_of(transfer.fingerprint)
-    own = memory.places.index(place)
     # A rank packs into its own slot, in whichever arena that is; what arrives lies in the senders' slots of its own.
     leaving = _side(transfer, exchange.sends, memory, {}, alignment, starts.sources, landing=False)
-    begins = {peer: memory.slots.start(number, slot) for number, peer in enumerate(memory.places) if number != own}
+    begins = {peer: memory.slots.start(number, slot) for number, peer in enumerate(memory.places)}
     arriving = _side(transfer, exchange.receives, memory, begins, alignment, starts.targets, landing=True)
     if not leaving.near and not arriving.near:
         return None

@@ -8,16 +8,14 @@ whether they have succeeded, so that either all exchange through arenas or none 
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from tritondt import environment
 from tritondt._C import Arena
 from tritondt.comm.answers import Answers
+from tritondt.comm.device_memory.processes import namespace
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.interfaces import machine
-
-_PROCESSES = Path("/proc/self/ns/pid")
 
 
 def share_arenas(context: ProcessContext) -> list[Arena] | None:
@@ -113,5 +111,4 @@ class _Sharing:
 
 def _here() -> str:
     """Identity of machine, user and process namespace: equal for processes that may map each other's arenas."""
-    processes = f"{_PROCESSES.stat().st_dev}:{_PROCESSES.stat().st_ino}" if _PROCESSES.exists() else ""
-    return f"{machine()}/{os.geteuid()}/{processes}"
+    return f"{machine()}/{os.geteuid()}/{namespace('pid')}"

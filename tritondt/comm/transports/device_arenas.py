@@ -10,7 +10,6 @@ import ctypes
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -19,17 +18,14 @@ from tritondt import environment
 from tritondt.comm.answers import Answers
 from tritondt.comm.device_memory.descriptors import DescriptorSwap
 from tritondt.comm.device_memory.driver import CudaDriver, MappedMemory
-from tritondt.comm.device_memory.processes import Processes, this_process
+from tritondt.comm.device_memory.processes import Processes, namespace, this_process
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.interfaces import machine
 from tritondt.errors import TransportError
-from tritondt.kernels.signals import Signal, SignalTable, Stop, signal_table
+from tritondt.kernels.signals import FINGERPRINT_BITS, Signal, SignalTable, Stop, signal_table
 from tritondt.planning.slots import NUM_SLOTS, DeviceSlots, device_slots
 
-_NETWORK = Path("/proc/self/ns/net")
 _COUNTER_BYTES = 8
-# Of a fingerprint in a signal, beside the count.
-_FINGERPRINT_BITS = 32
 
 
 class Memory(Protocol):
@@ -99,7 +95,7 @@ class DeviceArenas:
         meet = signal_table(
             [self._packed_here(place, slot) for place in targets],
             [self._packed_there(place, slot) for place in sources],
-            fingerprint % (1 << _FINGERPRINT_BITS),
+            fingerprint % (1 << FINGERPRINT_BITS),
             self._stop,
             self._device,
         )
@@ -224,6 +220,7 @@ class _Sharing:
                 return None
             all_memories = {self._place: own, **memories}
             processes = Processes({place: near[place]["process"] for place in memories})
+            undone.callback(processes.close)
             arenas = DeviceArenas(tuple(near), self._place, slots, all_memories, self._device, processes)
             undone.pop_all()  # what was made stays, but for the descriptor
             os.close(descriptor)
@@ -291,5 +288,4 @@ def _are_alike(other: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
 
 def _here() -> str:
     """Identity of machine, user and network namespace: equal for processes that can pass each other descriptors."""
-    network = _NETWORK.stat() if _NETWORK.exists() else None
-    return f"{machine()}/{os.geteuid()}/{'' if network is None else f'{network.st_dev}:{network.st_ino}'}"
+    return f"{machine()}/{os.geteuid()}/{namespace('net')}"

@@ -129,7 +129,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:
         if self._arenas is not None and transfer.collective is None and transfer.wire_dtype is None:
-            placed = placed_transfer(transfer, self._arenas, self._place, self.alignment, starts)
+            placed = placed_transfer(transfer, self._arenas, self.alignment, starts)
             if placed is not None:
                 return placed  # type: ignore[return-value]  # `_run_plan` takes both
         return super()._compiled(transfer, starts)
