@@ -1,12 +1,30 @@
 #include "nccl/calls.h"
 
+#include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 namespace tritondt::nccl {
 namespace {
+
+// From this version on, NCCL makes messages of broadcasts that start together.
+constexpr int kJoinedBroadcasts = 22900;
+
+bool is_made_of_messages(CallKind kind) {
+  switch (kind) {
+    case CallKind::kAllToAll:
+    case CallKind::kGather:
+    case CallKind::kScatter:
+    case CallKind::kSend:
+    case CallKind::kRecv:
+      return true;
+    default:
+      return false;
+  }
+}
 
 constexpr std::int64_t itemsize(ncclDataType_t dtype) {
   switch (dtype) {
@@ -128,6 +146,17 @@ std::vector<Call> as_messages(const Call& call, Place place) {
     default:
       throw std::logic_error("an operation that is not made of messages");
   }
+}
+
+std::vector<Call> estimated_calls(const std::vector<Call>& calls, int version) {
+  const auto is_broadcast = [](const Call& call) { return call.kind == CallKind::kBroadcast; };
+  const bool joins =
+      version >= kJoinedBroadcasts && std::count_if(calls.begin(), calls.end(), is_broadcast) > 1;
+  std::vector<Call> found;
+  std::copy_if(calls.begin(), calls.end(), std::back_inserter(found), [&](const Call& call) {
+    return !is_made_of_messages(call.kind) && !(joins && is_broadcast(call));
+  });
+  return found;
 }
 
 std::vector<Call> all_gather_v(Place place, std::uintptr_t source, const Parts& targets,

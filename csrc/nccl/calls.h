@@ -67,6 +67,10 @@ void check_call(const Call& call, Place place);
 // All-to-all, gather or scatter, as the sends and recvs of one group.
 std::vector<Call> as_messages(const Call& call, Place place);
 
+// The calls that NCCL of a version estimates in a simulated group: its collectives. What it makes
+// of messages it keeps for the next group, whose own are then one behind.
+std::vector<Call> estimated_calls(const std::vector<Call>& calls, int version);
+
 // Some elements of a tensor, for operations whose parts differ from rank to rank.
 struct Part {
   std::uintptr_t address;

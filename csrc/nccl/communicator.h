@@ -82,8 +82,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Issues the calls, as one group where there is more than one. All are checked before the first.
   void issue_all(const std::vector<Call>& calls, cudaStream_t stream,
                  const CallConfiguration* configuration);
-  // What they would take, in microseconds, as far as NCCL tells; see Group::simulate_end. Blocking
-  // communicators only: on others NCCL would run them.
+  // Microseconds that NCCL expects them to take; see Group::simulate_end. Collective, unless
+  // estimated_calls leaves none: a group that is simulated stays queued in its communicator, so
+  // that is a child, which is aborted. Blocking communicators only: on others NCCL would run them.
   float simulate(const std::vector<Call>& calls, cudaStream_t stream);
 
   // The sum of terms times a factor, which is read now, or on the device whenever the op is used.
@@ -150,6 +151,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // With the turn.
   void made(bool is_done);
+  // The calls to simulate; all are checked first.
+  std::vector<Call> checked_estimated(const std::vector<Call>& calls);
+  float simulate_here(const std::vector<Call>& calls, cudaStream_t stream);
   bool look();
   void require_ready();
   Place known_place();

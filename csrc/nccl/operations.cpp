@@ -41,6 +41,23 @@ void Communicator::start(const std::vector<Call>& calls, cudaStream_t stream,
 }
 
 float Communicator::simulate(const std::vector<Call>& calls, cudaStream_t stream) {
+  const std::vector<Call> estimated = checked_estimated(calls);
+  if (estimated.empty()) return -1;
+  const Ptr child = split(0, place().rank, nullptr);
+  const float us = child->simulate_here(estimated, stream);
+  child->abort();
+  return us;
+}
+
+float Communicator::simulate_here(const std::vector<Call>& calls, cudaStream_t stream) {
+  const Turn turn(*this);
+  const Place place = known_place();
+  Group group(*api_);
+  for (const Call& call : calls) issue(*api_, comm(), place, call, stream, nullptr);
+  return group.simulate_end();
+}
+
+std::vector<Call> Communicator::checked_estimated(const std::vector<Call>& calls) {
   const Turn turn(*this);
   const Place place = known_place();
   api_->ncclGroupSimulateEnd.require();
@@ -50,9 +67,7 @@ float Communicator::simulate(const std::vector<Call>& calls, cudaStream_t stream
                       "calls, and simulates them on blocking ones only");
   }
   for (const Call& call : calls) check_call(call, place);
-  Group group(*api_);
-  for (const Call& call : calls) issue(*api_, comm(), place, call, stream, nullptr);
-  return group.simulate_end();
+  return estimated_calls(calls, api_->library().version());
 }
 
 ncclRedOp_t Communicator::create_pre_mul_sum(void* factor, ncclDataType_t dtype,

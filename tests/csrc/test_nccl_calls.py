@@ -295,14 +295,18 @@ def test_a_factor_is_a_number_of_its_dtype(recording, factor, dtype, sentence):
 
 def test_a_simulation_gives_microseconds(recording):
     comm = recording.init()
-    calls = [("send", 16, 0, 3, "float32", "sum", 1)]
-    assert comm.simulate(calls) is None
-    assert comm.simulate([*calls, ("all_reduce", 16, 16, 3, "float32", "sum", 0)]) == 12.5
-    assert [line.split()[0] for line in recording.take()][-4:] == [
+    recording.take()
+    messages = [(kind, 16, 16, 3, "float32", "sum", 1) for kind in ("send", "all_to_all", "gather", "scatter")]
+    assert comm.simulate(messages) is None
+    assert not {line.split()[0] for line in recording.take()} & {"ncclGroupStart", "ncclCommSplit"}
+    assert comm.simulate([*messages, ("all_reduce", 16, 16, 3, "float32", "sum", 0)]) == 12.5
+    lines = recording.take()
+    assert [line.split()[0] for line in lines][-5:] == [
+        "ncclCommSplit",
         "ncclGroupStart",
-        "ncclSend",
         "ncclAllReduce",
         "ncclGroupSimulateEnd",
+        "ncclCommAbort",
     ]
 
 

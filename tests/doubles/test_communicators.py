@@ -313,6 +313,23 @@ def test_a_simulated_group_runs_nothing(nccl: FakeNccl) -> None:
         ranks[0].stream.synchronize()
 
 
+def test_messages_of_a_simulated_group_stay_queued(nccl: FakeNccl) -> None:
+    """As NCCL's do (2.28.9, on an H200): those of each later group are one behind."""
+    with ranks_of_process(nccl, 1) as (rank,):
+        simulated = torch.ones(6)
+        nccl("ncclGroupStart")
+        rank.send(simulated, 0)
+        rank.receive(simulated, 0)
+        nccl("ncclGroupSimulateEnd", ctypes.byref(Simulation()))
+        sources, targets = [torch.arange(6.0) + number for number in range(3)], torch.zeros(3, 6)
+        for source, target in zip(sources, targets, strict=True):
+            with rank.group():
+                rank.send(source, 0)
+                rank.receive(target, 0)
+            rank.stream.synchronize()
+        assert_same(targets, torch.stack((*sources[:2], torch.zeros(6))), "one behind")
+
+
 def test_registered_buffers_are_counted(nccl: FakeNccl) -> None:
     with ranks_of_process(nccl, 1) as (rank,):
         tensor = torch.ones(4)

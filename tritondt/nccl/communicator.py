@@ -168,9 +168,11 @@ class Communicator(Collectives):
         self._issue(calls, stream, config)
 
     def simulate(self, calls: Sequence[Call]) -> float | None:
-        """Microseconds that NCCL estimates for a group, which is not run; None where NCCL has no estimate.
+        """Microseconds that NCCL estimates for the collectives of a group, which is not run; None without an estimate.
 
-        Not collective; blocking communicators only. Source: NCCL's documentation of ncclGroupSimulateEnd (2.22).
+        Collective where the group has any, as it is simulated on a child, which is ended: NCCL keeps what it has
+        simulated queued. Messages have no estimate. Blocking communicators only. Source: NCCL's documentation of
+        ncclGroupSimulateEnd (2.22).
         """
         return self._native.simulate([raw_call(call, self.num_ranks) for call in calls])
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,6 +14,7 @@
 #include "engine/config.h"
 #include "engine/exchange.h"
 #include "engine/stream.h"
+#include "engine/task.h"
 #include "shared/segment.h"
 
 namespace fake_nccl {
@@ -27,6 +29,9 @@ struct Possessions {
   std::map<ncclWindow_t, std::shared_ptr<Window>> windows;
   std::vector<std::uint64_t> num_signals_taken;  // by source
   ncclCollConfig_t call_config = {};             // of the last call that had one
+  // What simulated groups have left in the queues, by peer.
+  std::map<int, std::deque<Message>> simulated_sends;
+  std::map<int, std::deque<Message>> simulated_receives;
   int next_op = ncclNumOps;
   bool is_id_unused = false;  // made by ncclCommGetUniqueId
   bool has_failed_to_shrink = false;

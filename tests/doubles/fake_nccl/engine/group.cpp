@@ -94,7 +94,50 @@ bool goes_first(const Issued& call) {
   return !is_message && task.puts.empty() && task.awaited.empty();
 }
 
+bool is_of_messages(const Message& message) {
+  switch (message.tag.collective) {
+    case Collective::kMessage:
+    case Collective::kAlltoAll:
+    case Collective::kGather:
+    case Collective::kScatter:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// NCCL's queues of messages outlive a simulated group: each later one takes as many as it has from
+// their fronts, so that its own are behind those simulated.
+void keep_simulated(const Issued& call) {
+  call.communicator->with_possessions([&](Possessions* possessions) {
+    for (const Message& message : call.task.sends) {
+      if (is_of_messages(message)) possessions->simulated_sends[message.peer].push_back(message);
+    }
+    for (const Message& message : call.task.receives) {
+      if (is_of_messages(message)) possessions->simulated_receives[message.peer].push_back(message);
+    }
+  });
+}
+
+void take_turns(std::map<int, std::deque<Message>>* simulated, std::vector<Message>* own) {
+  for (Message& message : *own) {
+    const auto found = simulated->find(message.peer);
+    if (found == simulated->end() || !is_of_messages(message)) continue;
+    found->second.push_back(message);
+    message = found->second.front();
+    found->second.pop_front();
+  }
+}
+
+void queue_behind_simulated(Issued* call) {
+  call->communicator->with_possessions([&](Possessions* possessions) {
+    take_turns(&possessions->simulated_sends, &call->task.sends);
+    take_turns(&possessions->simulated_receives, &call->task.receives);
+  });
+}
+
 ncclResult_t run_calls(std::vector<Issued> calls) {
+  for (Issued& call : calls) queue_behind_simulated(&call);
   // One operation for each communicator, in the order in which they were first used.
   std::vector<std::vector<Issued>> operations;
   std::vector<std::shared_ptr<Communicator>> communicators;
@@ -181,6 +224,7 @@ ncclResult_t simulate_group(float* estimated_us) {
   *estimated_us = -1;
   for (const Issued& call : group_of_thread.calls) {
     if (call.estimated_us >= 0) *estimated_us = call.estimated_us;
+    keep_simulated(call);
   }
   if (--group_of_thread.depth > 0) return ncclSuccess;
   Group ended;

@@ -27,7 +27,8 @@ ncclResult_t note(ncclResult_t result);
 
 void start_group();
 ncclResult_t end_group();
-// Drops the group; what its last collective would have taken, in microseconds, -1 without any.
+// Ends the group without running it, and leaves its messages queued as NCCL does; what its last
+// collective would have taken, in microseconds, -1 without any.
 ncclResult_t simulate_group(float* estimated_us);
 
 }  // namespace fake_nccl
