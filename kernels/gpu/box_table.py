@@ -1,10 +1,12 @@
 """Tables of pieces: the numbers that a kernel reads, one table per launch.
 
-A table is int64: a row per walk over a piece, then a row per slot but the first of every one. A tile is what one
-program moves at a time. A row is padded to the most loops of any piece.
+A table is int64: how its tiles are divided into bands, a row per walk over a piece, then a row per slot but the first
+of every one. A tile is what one program moves at a time. A row is padded to the most loops of any piece.
 
-    walk    first tile; tensor and offset of the target; mode; rows; units in a run; slots, and the cell of
-            the second; then per loop: length, two numbers that divide by it, target stride; then the first slot
+    bands   places in a band; two numbers that divide by them, two that divide by the number of bands; then the
+            first place of every walk
+    walk    tiles; tensor and offset of the target; mode; rows; units in a run; slots, and the
+            cell of the second; then per loop: length, two numbers that divide by it, target stride; then the first slot
     slot    tensor and offset; then its stride per loop
 
 The source of a copy is its only slot. Tensors are positions among the pointers of the launch. A row of units is a
@@ -13,7 +15,7 @@ over blocks of 16 bytes, one over the places of what lies before the first and b
 everything in them counts bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -30,14 +32,27 @@ SLOT_HEAD_CELLS = 2
 GROUP_LANES = 16
 GROUP_STEPS = GROUP_UNITS // GROUP_LANES
 GROUPS_PER_BLOCK = 16
+# Cells before the first places of the walks.
+TABLE_CELLS = 5
+# Walks that are looked at together.
+SEARCHED = 32
 _KINDS = list(Kind)
 # A tile of shifted runs has BLOCK / 2 blocks of 16 bytes, each of which takes five registers.
 SHIFTED_SHARE = 2
+# One of gathered rows has BLOCK.
 # The mode of a walk numbers its kind and the power of 2 that is its width; these are the first numbers. Blocks of
 # shifted runs come from any byte, or from words.
-RUNS, GROUPS, SHIFTED, EDGES, TILES, WIDE_TILES, NUM_MODES = 0, 5, 8, 10, 13, 17, 21
+RUNS, GROUPS, SHIFTED, EDGES, GATHERED, JOINED, TILES, WIDE_TILES, NUM_MODES = 0, 5, 8, 10, 13, 16, 19, 23, 27
 _TILES = (Kind.TILES, Kind.WIDE_TILES)
-_FIRST_MODES = {Kind.RUNS: RUNS, Kind.GROUPS: GROUPS, Kind.TILES: TILES, Kind.WIDE_TILES: WIDE_TILES}
+_GATHERS = (Kind.GATHERED, Kind.JOINED)
+_FIRST_MODES = {
+    Kind.GATHERED: GATHERED,
+    Kind.JOINED: JOINED,
+    Kind.RUNS: RUNS,
+    Kind.GROUPS: GROUPS,
+    Kind.TILES: TILES,
+    Kind.WIDE_TILES: WIDE_TILES,
+}
 
 
 class Pointer(NamedTuple):
@@ -74,6 +89,15 @@ class BoxTable(NamedTuple):
     num_dims: int
     max_slots: int
     modes: int
+
+    @property
+    def num_bisections(self) -> int:
+        """Those to one walk of the as many that one in 32 stands for.
+
+        >>> [BoxTable((), (), num_walks, 0, 0, 0, 0).num_bisections for num_walks in (1, 32, 33, 65)]
+        [0, 0, 1, 2]
+        """
+        return (_ceiling(self.num_walks, SEARCHED) - 1).bit_length()
 
 
 def chooser(used: Sequence[Pointer]) -> Callable[[Sequence[int], Sequence[int]], tuple[int, ...]]:
@@ -125,7 +149,7 @@ def walks(piece: Piece, block: int) -> tuple[Walk, ...]:
     >>> [walk.lengths for walk in walks(Piece(Kind.SHIFTED, 4, (25, 2), operands), 1024)]
     [(7, 2), (8, 2)]
     """
-    kind, width, lengths, _ = piece
+    kind, width, lengths, *_ = piece
     run, *outer = lengths
     if kind is Kind.SHIFTED:
         # The first byte of a run is the last of its block that is a multiple of the width, at worst.
@@ -134,6 +158,11 @@ def walks(piece: Piece, block: int) -> tuple[Walk, ...]:
         whole = Walk(SHIFTED + (width == 4), blocks, 0, width, run * width, _tiles_of(blocks, block // SHIFTED_SHARE))
         edges = Walk(EDGES + width.bit_length() - 1, places, 0, width, run * width, _tiles_of(places, block))
         return whole, edges
+    if kind in _GATHERS:
+        start = piece.operands[0].offset
+        blocks = ((start + piece.num_bytes) // WIDEST - _ceiling(start, WIDEST),)
+        num_tiles = _tiles_of(blocks, block)
+        return (Walk(mode(kind, width), blocks, 0, width, run * width, num_tiles),)
     if kind is Kind.GROUPS:
         groups = (_ceiling(run, GROUP_UNITS), *outer)
         num_tiles = _tiles_of(groups, block // GROUPS_PER_BLOCK)
@@ -194,32 +223,146 @@ def box_table(
     place = {pointer: number for number, pointer in enumerate(pointers)}
     num_dims = num_dims or max(len(piece.lengths) for piece in pieces)
     walked = [(piece, walk) for piece in pieces for walk in walks(piece, block)]
-    ends = list(accumulate(walk.num_tiles for _, walk in walked))
+    num_bands = bands(walked)
+    ends = list(accumulate(_ceiling(walk.num_tiles, num_bands) for _, walk in walked))
+    start = TABLE_CELLS + len(walked)
     walk_cells = HEAD_CELLS + LOOP_CELLS * num_dims + SLOT_HEAD_CELLS + num_dims
-    cells: list[int] = []
-    slots: list[int] = []
-    for (piece, walk), first_tile in zip(walked, [0, *ends], strict=False):
-        target, *sources = piece.operands
-        padding = num_dims - len(walk.lengths)
-        second_slot = len(walked) * walk_cells + len(slots)
-        cells += [first_tile, place[Pointer(True, target.tensor)], target.offset, walk.mode]
-        cells += [prod(walk.lengths), walk.run, len(sources), second_slot]
-        for length, stride in zip(walk.lengths, _strides(walk, target), strict=True):
-            cells += [length, *division(length), stride]
-        cells += [1, *division(1), 0] * padding
-        for number, source in enumerate(sources):
-            strides = (*_strides(walk, source), *[0] * padding)
-            row = (place[Pointer(False, source.tensor)], source.offset, *strides)
-            (slots if number else cells).extend(row)
+    cells = [ends[-1], *division(ends[-1]), *division(num_bands), 0, *ends[:-1]]
+    later: list[int] = []
+    for piece, walk in walked:
+        target = piece.operands[0]
+        behind = start + len(walked) * walk_cells + len(later)
+        cells += [walk.num_tiles, place[Pointer(True, target.tensor)], _start(piece), walk.mode]
+        cells += [prod(walk.lengths), walk.run, len(piece.operands) - 1, behind]
+        fill = _gathered_cells if piece.kind in _GATHERS else _walked_cells
+        loops_and_slot, others = fill(piece, walk, num_dims, place)
+        cells += loops_and_slot
+        later += others
     return BoxTable(
         tuple(pointers),
-        (*cells, *slots),
+        (*cells, *later),
         len(walked),
-        ends[-1],
+        ends[-1] * num_bands,
         num_dims,
         max(len(piece.operands) - 1 for piece in pieces),
         _union(1 << walk.mode for _, walk in walked),
     )
+
+
+# What all walks together move of a band lies in the device's cache until the last of them comes to it.
+_BAND_BYTES = 4 << 20
+# Of longer rows few bytes are in lines that another walk touches too.
+_MAX_BANDED_BYTES = 2048
+# Places in all bands for each tile, at most: a walk has as many in every band.
+_MAX_PLACES = 1.125
+_MAX_PRODUCT = 2**30
+
+
+def bands(walked: Sequence[tuple[Piece, Walk]]) -> int:
+    """Number of bands, in each of which all walks take their turns for as great a part of their tiles.
+
+    Columns of one tensor share its lines: where one walk came behind the whole of the other, each line would go to
+    memory and back for both.
+    """
+    pieces = list(dict.fromkeys(piece for piece, _ in walked))
+    short = sum(_moved_bytes(piece) for piece in pieces if _row_bytes(piece) <= _MAX_BANDED_BYTES)
+    total = sum(map(_moved_bytes, pieces))
+    if len(walked) == 1 or 2 * short < total or any(piece.kind in _TILES for piece in pieces):
+        return 1
+    num_tiles = sum(walk.num_tiles for _, walk in walked)
+    # A kernel multiplies both in 31 bits.
+    num_bands = max(min(total // _BAND_BYTES, _MAX_PRODUCT // num_tiles), 1)
+    while sum(_ceiling(walk.num_tiles, num_bands) for _, walk in walked) * num_bands > _MAX_PLACES * num_tiles:
+        num_bands //= 2
+    return num_bands
+
+
+def _moved_bytes(piece: Piece) -> int:
+    return piece.num_bytes * (2 if piece.kind is Kind.JOINED else len(piece.operands))
+
+
+def _row_bytes(piece: Piece) -> int:
+    """Bytes that are adjacent on both sides."""
+    is_run = all(operand.strides[0] == 1 for operand in piece.operands)
+    return piece.width * piece.lengths[0] if is_run else piece.width
+
+
+def _start(piece: Piece) -> int:
+    """Byte at which the walks of a piece start in the target."""
+    start = piece.operands[0].offset
+    return _ceiling(start, WIDEST) * WIDEST if piece.kind in _GATHERS else start
+
+
+def _walked_cells(piece: Piece, walk: Walk, num_dims: int, place: Mapping[Pointer, int]) -> tuple[list[int], list[int]]:
+    """Loops of a walk and its first slot, and its later slots."""
+    target, *sources = piece.operands
+    padding = num_dims - len(walk.lengths)
+    cells, later = list[int](), list[int]()
+    for length, stride in zip(walk.lengths, _strides(walk, target), strict=True):
+        cells += [length, *division(length), stride]
+    cells += [1, *division(1), 0] * padding
+    for number, source in enumerate(sources):
+        row = (place[Pointer(False, source.tensor)], source.offset, *_strides(walk, source), *[0] * padding)
+        (later if number else cells).extend(row)
+    return cells, later
+
+
+def _gathered_cells(
+    piece: Piece, walk: Walk, num_dims: int, place: Mapping[Pointer, int]
+) -> tuple[list[int], list[int]]:
+    """Bytes in a row, the numbers that divide by them, and bytes of the target before the first whole block.
+
+    The slot of rows of one box has their stride. Joined rows have in its place the power of 2 that is the length of a
+    step, and the number of steps in a row; behind the slots lie a cell for each step and three for each part of a row.
+    """
+    target, *sources = piece.operands
+    padding = [0] * (num_dims - 2)
+    cells = [walk.run, *division(walk.run), -target.offset % WIDEST, *[0] * (LOOP_CELLS * (num_dims - 1))]
+    if piece.kind is Kind.GATHERED:
+        (source,) = sources
+        cells += [place[Pointer(False, source.tensor)], source.offset, 0, source.strides[1] * walk.scale, *padding]
+        return cells, []
+    starts: dict[int, int] = {}
+    for source in sources:
+        starts[source.tensor] = min(source.offset, starts.get(source.tensor, source.offset))
+    slots = [(place[Pointer(False, tensor)], start) for tensor, start in starts.items()]
+    ends = [end * walk.scale for end in piece.ends]
+    bits = min(end - start for start, end in zip([0, *ends], ends, strict=False)).bit_length() - 1
+    steps = _steps(ends, 1 << bits)
+    cells += [*slots[0], bits, len(steps), *padding]
+    parts = _parts(piece, walk, [source.offset - starts[source.tensor] for source in sources], list(starts))
+    return cells, [*slots[-1], *steps, *parts]
+
+
+def _steps(ends: Sequence[int], step: int) -> list[int]:
+    """For each step of a row the part in which it begins, behind the byte at which that ends."""
+    found, part = list[int](), 0
+    for start in range(0, ends[-1], step):
+        while ends[part] <= start:
+            part += 1
+        found.append(ends[part] << 32 | part)
+    return found
+
+
+def _parts(piece: Piece, walk: Walk, offsets: Sequence[int], tensors: Sequence[int]) -> list[int]:
+    """For each part of a row, and for what follows it, the byte before its first row, its stride, and its tensor."""
+    ends = [end * walk.scale for end in piece.ends]
+    strides = [source.strides[1] * walk.scale for source in piece.operands[1:]]
+    numbers = [tensors.index(source.tensor) for source in piece.operands[1:]]
+    befores = [offset - start for offset, start in zip(offsets, [0, *ends], strict=False)]
+    cells = list[int]()
+    for part, end in enumerate(ends):
+        later = (part + 1) % len(ends)
+        # Behind the last part comes the first one of the next row.
+        before = befores[later] + (strides[0] - walk.run if later == 0 else 0)
+        cells += [_halves(before, befores[part]), _halves(strides[later], strides[part])]
+        cells.append(_halves(end, numbers[later] << 1 | numbers[part]))
+    return cells
+
+
+def _halves(high: int, low: int) -> int:
+    """Two numbers of 32 bits in one of 64."""
+    return (high << 32) + (low & 0xFFFFFFFF)
 
 
 def _strides(walk: Walk, operand: Operand) -> tuple[int, ...]:

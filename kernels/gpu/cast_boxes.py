@@ -193,14 +193,13 @@ def cast_kernel(
     box.
     """
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
+        piece, own_tile, mode = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
         target = address_at(pointers, piece + 1, NUM_POINTERS)
         source = address_at(pointers, slot, NUM_POINTERS)
         factor = 1.0
         if SCALES:
             factor = _factor(address_at(pointers, table + tl.load(piece + 7), NUM_POINTERS), SCALES)
-        mode = tl.load(piece + 3)
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _cast_if(

@@ -10,6 +10,8 @@ from tritondt.kernels.arguments import check_tensors, common_device
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.gpu import box_table
 from tritondt.kernels.gpu.device_table import DeviceTable, Kernel, Sides
+from tritondt.kernels.gpu.gathered_rows import bits_from, copy_joined_rows, copy_rows
+from tritondt.kernels.gpu.gathers import gathers
 from tritondt.kernels.gpu.indexing import (
     HEAD,
     LOOP,
@@ -25,14 +27,18 @@ from tritondt.kernels.gpu.indexing import (
 )
 from tritondt.kernels.gpu.loop_nest import LoopNest, coalesce, copy_nest
 from tritondt.kernels.gpu.pieces import Piece, copy_pieces
-from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, WIDE_RUNS
+from tritondt.kernels.gpu.specialization import ALL_TILES, COPY_RUNS, SHORT_ROWS, WIDE_RUNS
 from tritondt.kernels.gpu.tuning import Choice
 
+TILES_BIT = tl.constexpr(1 << box_table.TILES)
+WIDE = tl.constexpr(WIDE_RUNS)
 SHIFTED = tl.constexpr(box_table.SHIFTED)
 EDGES = tl.constexpr(box_table.EDGES)
 TILES = tl.constexpr(box_table.TILES)
 WIDE_TILES = tl.constexpr(box_table.WIDE_TILES)
 NUM_MODES = tl.constexpr(box_table.NUM_MODES)
+GATHERED = tl.constexpr(box_table.GATHERED)
+JOINED = tl.constexpr(box_table.JOINED)
 SHIFTED_SHARE = tl.constexpr(box_table.SHIFTED_SHARE)
 
 
@@ -76,11 +82,16 @@ class DeviceCopyTable(DeviceTable):
         """Transposing tiles, and runs as wide as they can be."""
         return [piece for nest in nests for piece in copy_pieces(nest)]
 
+    def all_pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+        """Short rows that fill their target together, and the pieces of each nest that is left."""
+        gathered, left = gathers(nests)
+        return [*gathered, *super().all_pieces(left)]
+
 
 def copies(gate: int | None = None) -> Kernel:
     """The kernel of all copies, or the one of those behind a gate."""
     function, further = (copy_kernel, ()) if gate is None else (gated_copy_kernel, (gate,))
-    return Kernel(function, "copy", further, {}, {}, (WIDE_RUNS, COPY_RUNS, ALL_TILES))
+    return Kernel(function, "copy", further, {"IS_BOUNDED": True}, {}, (WIDE_RUNS, SHORT_ROWS, COPY_RUNS, ALL_TILES))
 
 
 def copy_boxes(
@@ -127,9 +138,13 @@ def copy_kernel(
     NUM_DIMS: tl.constexpr,
     MODES: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
 ):
     """Copies tile after tile of the pieces in `table`; has a branch for every mode in MODES, and no other."""
-    _copy_tiles(table, pointers, num_walks, num_bisections, num_tiles, NUM_POINTERS, NUM_DIMS, MODES, BLOCK)
+    _copy_tiles(
+        *(table, pointers, num_walks, num_bisections, num_tiles),
+        *(NUM_POINTERS, NUM_DIMS, MODES, BLOCK, IS_BOUNDED),
+    )
 
 
 @triton.jit(do_not_specialize=("gate", "num_walks", "num_bisections", "num_tiles"))
@@ -144,10 +159,14 @@ def gated_copy_kernel(
     NUM_DIMS: tl.constexpr,
     MODES: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
 ):
     """Does what `copy_kernel` does where the int64 at the address `gate` is 0, and nothing elsewhere."""
     if tl.load(gate.to(tl.int64).to(tl.pointer_type(tl.int64))) == 0:
-        _copy_tiles(table, pointers, num_walks, num_bisections, num_tiles, NUM_POINTERS, NUM_DIMS, MODES, BLOCK)
+        _copy_tiles(
+            *(table, pointers, num_walks, num_bisections, num_tiles),
+            *(NUM_POINTERS, NUM_DIMS, MODES, BLOCK, IS_BOUNDED),
+        )
 
 
 @triton.jit
@@ -161,39 +180,81 @@ def _copy_tiles(
     NUM_DIMS: tl.constexpr,
     MODES: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
 ):
-    """Copies tile after tile, each program every so many."""
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
-        slot = first_slot(piece, NUM_DIMS)
-        target = address_at(pointers, piece + 1, NUM_POINTERS)
-        source = address_at(pointers, slot, NUM_POINTERS)
-        mode = tl.load(piece + 3)
-        for candidate in tl.static_range(NUM_MODES):
-            if (MODES >> candidate) & 1:
-                _copy_if(mode, candidate, piece, slot + SLOT_HEAD, own_tile, source, target, NUM_DIMS, BLOCK)
+    """Copies tile after tile, each program every so many; one each where there are as many programs as tiles.
+
+    A loop keeps ten registers.
+    """
+    if IS_BOUNDED:
+        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _copy_one(table, pointers, num_walks, num_bisections, tile, NUM_POINTERS, NUM_DIMS, MODES, BLOCK)
+    else:
+        tile = tl.program_id(0)
+        _copy_one(table, pointers, num_walks, num_bisections, tile, NUM_POINTERS, NUM_DIMS, MODES, BLOCK)
+
+
+@triton.jit
+def _copy_one(
+    table,
+    pointers,
+    num_walks,
+    num_bisections,
+    tile,
+    NUM_POINTERS: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    MODES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies a tile, if it has a mode of those in MODES."""
+    piece, own_tile, mode = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
+    slot = first_slot(piece, NUM_DIMS)
+    target = address_at(pointers, piece + 1, NUM_POINTERS)
+    source = address_at(pointers, slot, NUM_POINTERS)
+    # Half a tile at a time where there are many modes: what they all read of a piece takes registers. Tables of many
+    # dims have smaller tiles.
+    PARTS: tl.constexpr = 1 if MODES == WIDE or MODES >= TILES_BIT or NUM_DIMS > 4 else 2
+    for candidate in tl.static_range(NUM_MODES):
+        if (MODES >> candidate) & 1:
+            _copy_if(
+                *(mode, candidate, table, pointers, piece, slot + SLOT_HEAD, own_tile, source, target),
+                *(NUM_POINTERS, NUM_DIMS, BLOCK, PARTS),
+            )
 
 
 @triton.jit
 def _copy_if(
     mode,
     MODE: tl.constexpr,
+    table,
+    pointers,
     piece,
     slot_strides,
     tile,
     source,
     target,
+    NUM_POINTERS: tl.constexpr,
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Copies a tile if it has the mode MODE."""
     if mode == MODE:
         if MODE < SHIFTED:
-            _copy_units(piece, slot_strides, tile, source, target, 2**MODE, NUM_DIMS, BLOCK)
+            _copy_units(piece, slot_strides, tile, source, target, 2**MODE, NUM_DIMS, BLOCK, PARTS)
         elif MODE < EDGES:
-            _copy_blocks(piece, slot_strides, tile, source, target, MODE == SHIFTED, NUM_DIMS, BLOCK // SHIFTED_SHARE)
+            _copy_blocks(
+                *(piece, slot_strides, tile, source, target, MODE == SHIFTED, NUM_DIMS, BLOCK // SHIFTED_SHARE, PARTS)
+            )
+        elif MODE < GATHERED:
+            _copy_edges(piece, slot_strides, tile, source, target, 2 ** (MODE - EDGES), NUM_DIMS, BLOCK, PARTS)
+        elif MODE < JOINED:
+            copy_rows(piece, slot_strides, tile, source, target, 2 ** (MODE - GATHERED), BLOCK)
         elif MODE < TILES:
-            _copy_edges(piece, slot_strides, tile, source, target, 2 ** (MODE - EDGES), NUM_DIMS, BLOCK)
+            copy_joined_rows(
+                *(table, pointers, piece, slot_strides, tile, source, target),
+                *(2 ** (MODE - JOINED), NUM_POINTERS, BLOCK),
+            )
         elif MODE < WIDE_TILES:
             _copy_tile(piece + HEAD, slot_strides, tile, source, target, 2 ** (MODE - TILES), False, NUM_DIMS)
         else:
@@ -210,13 +271,15 @@ def _copy_units(
     WIDTH: tl.constexpr,
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Copies units in the order of the target."""
     ELEMENT: tl.constexpr = tl.int32 if WIDTH >= 4 else (tl.int16 if WIDTH == 2 else tl.int8)
-    indices, before, inside = units_of_tile(piece, tile, ELEMENT, WIDTH, False, NUM_DIMS, BLOCK)
-    sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, False)
-    targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, False)
-    tl.store(targets, tl.load(sources, mask=inside), mask=inside)
+    for part in range(tile * PARTS, tile * PARTS + PARTS):
+        indices, before, inside = units_of_tile(piece, part, ELEMENT, WIDTH, False, NUM_DIMS, BLOCK // PARTS)
+        sources = elements_at(source, source_units(slot_strides, indices, before, NUM_DIMS), ELEMENT, WIDTH, False)
+        targets = elements_at(target, target_units(piece, indices, before, NUM_DIMS), ELEMENT, WIDTH, False)
+        tl.store(targets, tl.load(sources, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -238,46 +301,50 @@ def _copy_blocks(
     IS_SHIFTED: tl.constexpr,
     NUM_DIMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Copies blocks of 16 bytes that are aligned in the target, and lie whole in their runs, by words of the source.
 
     Where the words of the source lie otherwise, each of the target's is made of two. A word that is read has a byte in
     it that is copied, so that it lies in the same allocation, whose ends are multiples of 4.
     """
-    numbers = tile * BLOCK + tl.arange(0, BLOCK)
-    from_byte, to_byte, index = _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS)
-    block = (to_byte >> 4) + index
-    past = block * 16 - to_byte
-    run = tl.load(piece + 5).to(tl.int32)
-    inside = (numbers < tl.load(piece + 4).to(tl.int32)) & (past >= 0) & (past <= run - 16)
-    start = from_byte + past
-    words = (source & -16).to(tl.pointer_type(tl.int32)) + (start >> 2)
-    one = tl.load(words, mask=inside)
-    two = tl.load(words + 1, mask=inside)
-    three = tl.load(words + 2, mask=inside)
-    four = tl.load(words + 3, mask=inside)
-    if IS_SHIFTED:
-        bits = (start & 3) * 8
-        five = tl.load(words + 4, mask=inside & (bits != 0), other=0)
-        one = _bits_from(one, two, bits)
-        two = _bits_from(two, three, bits)
-        three = _bits_from(three, four, bits)
-        four = _bits_from(four, five, bits)
-    block_words = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), (BLOCK, 4))
-    targets = tl.multiple_of((target & -16).to(tl.pointer_type(tl.int32)), 16)
-    tl.store(targets + (block[:, None] * 4 + tl.arange(0, 4)[None, :]), block_words, mask=inside[:, None])
-
-
-@triton.jit
-def _bits_from(low, high, bits):
-    """32 bits of two words, from a bit of the lower on."""
-    both = (high.to(tl.uint64) << 32) | low.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return (both >> bits.to(tl.uint64)).to(tl.int32)
+    ROWS: tl.constexpr = BLOCK // PARTS
+    for part in range(tile * PARTS, tile * PARTS + PARTS):
+        numbers = part * ROWS + tl.arange(0, ROWS)
+        from_byte, to_byte, index = _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS)
+        block = (to_byte >> 4) + index
+        past = block * 16 - to_byte
+        run = tl.load(piece + 5).to(tl.int32)
+        inside = (numbers < tl.load(piece + 4).to(tl.int32)) & (past >= 0) & (past <= run - 16)
+        start = from_byte + past
+        words = (source & -16).to(tl.pointer_type(tl.int32)) + (start >> 2)
+        one = tl.load(words, mask=inside)
+        two = tl.load(words + 1, mask=inside)
+        three = tl.load(words + 2, mask=inside)
+        four = tl.load(words + 3, mask=inside)
+        if IS_SHIFTED:
+            bits = (start & 3) * 8
+            five = tl.load(words + 4, mask=inside & (bits != 0), other=0)
+            one = bits_from(one, two, bits)
+            two = bits_from(two, three, bits)
+            three = bits_from(three, four, bits)
+            four = bits_from(four, five, bits)
+        block_words = tl.reshape(tl.join(tl.join(one, three), tl.join(two, four)), (ROWS, 4))
+        targets = tl.multiple_of((target & -16).to(tl.pointer_type(tl.int32)), 16)
+        tl.store(targets + (block[:, None] * 4 + tl.arange(0, 4)[None, :]), block_words, mask=inside[:, None])
 
 
 @triton.jit
 def _copy_edges(
-    piece, slot_strides, tile, source, target, WIDTH: tl.constexpr, NUM_DIMS: tl.constexpr, BLOCK: tl.constexpr
+    piece,
+    slot_strides,
+    tile,
+    source,
+    target,
+    WIDTH: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Copies what of runs lies before their first and behind their last whole block of the target.
 
@@ -287,18 +354,20 @@ def _copy_edges(
     WORD: tl.constexpr = tl.int32 if WIDTH == 4 else (tl.int16 if WIDTH == 2 else tl.int8)
     PLACES: tl.constexpr = 16 // WIDTH
     BITS: tl.constexpr = WIDTH // 2  # of the width, as a power of 2
-    numbers = tile * BLOCK + tl.arange(0, BLOCK)
-    from_byte, to_byte, index = _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS)
-    run = tl.load(piece + 5).to(tl.int32)
-    first_block = tl.minimum(-to_byte & 15, run)
-    end_of_last = tl.maximum(((to_byte + run) & -16) - to_byte, first_block)
-    is_first = index < PLACES
-    position = tl.where(is_first, index * WIDTH, run - (index - PLACES + 1) * WIDTH)
-    inside = numbers < tl.load(piece + 4).to(tl.int32)
-    inside &= tl.where(is_first, position < first_block, position >= end_of_last)
-    sources = (source & -16).to(tl.pointer_type(WORD)) + ((from_byte + position) >> BITS)
-    targets = (target & -16).to(tl.pointer_type(WORD)) + ((to_byte + position) >> BITS)
-    tl.store(targets, tl.load(sources, mask=inside), mask=inside)
+    ROWS: tl.constexpr = BLOCK // PARTS
+    for part in range(tile * PARTS, tile * PARTS + PARTS):
+        numbers = part * ROWS + tl.arange(0, ROWS)
+        from_byte, to_byte, index = _run_starts(piece, slot_strides, numbers, source, target, NUM_DIMS)
+        run = tl.load(piece + 5).to(tl.int32)
+        first_block = tl.minimum(-to_byte & 15, run)
+        end_of_last = tl.maximum(((to_byte + run) & -16) - to_byte, first_block)
+        is_first = index < PLACES
+        position = tl.where(is_first, index * WIDTH, run - (index - PLACES + 1) * WIDTH)
+        inside = numbers < tl.load(piece + 4).to(tl.int32)
+        inside &= tl.where(is_first, position < first_block, position >= end_of_last)
+        sources = (source & -16).to(tl.pointer_type(WORD)) + ((from_byte + position) >> BITS)
+        targets = (target & -16).to(tl.pointer_type(WORD)) + ((to_byte + position) >> BITS)
+        tl.store(targets, tl.load(sources, mask=inside), mask=inside)
 
 
 @triton.jit

@@ -24,6 +24,8 @@ from tritondt.kernels.gpu.tuning import DEFAULT, Choice, choose
 # Stands for a pointer when a kernel is compiled: 64 bits wide, and of no alignment that could be assumed.
 _ANY_ADDRESS = (1 << 40) + 1
 _MAX_VARIANTS = 16
+# So many programs are no bound: nearly all tables have fewer tiles, and one form less is compiled.
+UNBOUNDED = 1 << 24
 
 
 class Kernel(NamedTuple):
@@ -54,12 +56,17 @@ class Sides(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for: a class of modes, room for loops and pointers, and units of a block."""
+    """What a kernel is compiled for: a class of modes, room for loops and pointers, and units of a block.
+
+    `is_bounded` where there may be fewer programs than tiles; kernels without IS_BOUNDED among their constants take
+    both.
+    """
 
     modes: int
     num_dims: int
     num_pointers: int
     block: int
+    is_bounded: bool = False
 
     def constants(self, kernel: Kernel) -> dict[str, Any]:
         """All constants of the kernel, in the order of its arguments."""
@@ -69,6 +76,7 @@ class Form(NamedTuple):
             "MODES": self.modes,
             "BLOCK": self.block,
             **kernel.constants,
+            **({"IS_BOUNDED": self.is_bounded} if "IS_BOUNDED" in kernel.constants else {}),
         }
 
 
@@ -128,9 +136,9 @@ class Launch(Started):
         self._device = device if device.type == "cuda" else None
         num_pointers = rounded_up(len(places), POINTERS)
         self._pointers_of = itemgetter(*places, *[places[0]] * (num_pointers - len(places)))
-        bisections = (table.num_walks - 1).bit_length()
-        counts = (table.num_walks, bisections, table.num_tiles)
-        form = Form(class_of(table.modes, kernel.modes), table.num_dims, num_pointers, choice.block)
+        counts = (table.num_walks, table.num_bisections, table.num_tiles)
+        is_bounded = choice.max_ctas < max(table.num_tiles, UNBOUNDED)
+        form = Form(class_of(table.modes, kernel.modes), table.num_dims, num_pointers, choice.block, is_bounded)
         self._arguments = (*kernel.arguments, *counts, *form.constants(kernel).values())
         grid = (min(table.num_tiles, choice.max_ctas), 1, 1)
         compiled = compile_form(kernel, form, choice.num_warps, self._cells.values, counts, grid)
@@ -274,7 +282,7 @@ class DeviceTable(ABC):
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             launches = tuple(
                 self._launch(pointers, pieces, [places[pointer] for pointer in pointers])
-                for pointers, pieces in by_pointers(self._pieces(shifted))
+                for pointers, pieces in by_pointers(self.all_pieces(shifted))
             )
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # other streams may run it next
@@ -283,7 +291,7 @@ class DeviceTable(ABC):
         self._variants[behind] = launches
         return launches
 
-    def _pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
+    def all_pieces(self, nests: Iterable[LoopNest]) -> list[Piece]:
         """Pieces of some nests, of few dims where that takes few pieces more."""
         found = list[Piece]()
         for nest in nests:

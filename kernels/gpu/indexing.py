@@ -13,22 +13,47 @@ LOOP = tl.constexpr(box_table.LOOP_CELLS)
 SLOT_HEAD = tl.constexpr(box_table.SLOT_HEAD_CELLS)
 GROUPS_PER_BLOCK = tl.constexpr(box_table.GROUPS_PER_BLOCK)
 LANES_IN_GROUP = tl.constexpr(box_table.GROUP_LANES)
+TABLE = tl.constexpr(box_table.TABLE_CELLS)
+SEARCHED = tl.constexpr(box_table.SEARCHED)
+MAX_PLACE = tl.constexpr(2**31 - 1)
 STEPS_IN_GROUP = tl.constexpr(box_table.GROUP_STEPS)
 
 
 @triton.jit
+def quotient(number, cells):
+    """A number divided by what box_table.division has made two cells of."""
+    number = number.to(tl.uint32)
+    factor = tl.load(cells).to(tl.uint32)
+    shift = tl.load(cells + 1).to(tl.uint32)
+    return ((tl.umulhi(number, factor) + number) >> shift).to(tl.int32)
+
+
+@triton.jit
 def find_piece(table, num_walks, num_bisections, tile, NUM_DIMS: tl.constexpr):
-    """Row of the piece that a tile belongs to, by bisection of the first tiles, and number of the tile in the piece."""
+    """Row of the piece that a tile belongs to, number of the tile in the piece, and mode, -1 where there is nothing.
+
+    32 walks are looked at together, each the first of as many as so many bisections tell apart.
+    """
     CELLS: tl.constexpr = HEAD + NUM_DIMS * (LOOP + 1) + SLOT_HEAD
-    low = 0
-    high = num_walks
-    for _ in range(num_bisections):
-        middle = (low + high) // 2
-        is_later = tl.load(table + middle * CELLS) <= tile
-        low = tl.where(is_later, middle, low)
-        high = tl.where(is_later, high, middle)
-    piece = table + low * CELLS
-    return piece, tile - tl.load(piece).to(tl.int32)
+    firsts = table + TABLE
+    numbers = tl.arange(0, SEARCHED) << num_bisections
+    places = tl.load(firsts + numbers, mask=numbers < num_walks, other=MAX_PLACE).to(tl.int32)
+    num_places = tl.load(table).to(tl.int32)
+    band = quotient(tl.cast(tile, tl.int32), table + 1)  # interpreted, it is an integer of Python's
+    place = tile - band * num_places
+    is_before = places <= place
+    low = (tl.sum(is_before.to(tl.int32)) - 1) << num_bisections
+    first = tl.max(tl.where(is_before, places, 0))
+    for bisection in range(num_bisections):
+        middle = low + (1 << (num_bisections - 1 - bisection))
+        begins = tl.load(firsts + middle, mask=middle < num_walks, other=MAX_PLACE).to(tl.int32)
+        low = tl.where(begins <= place, middle, low)
+        first = tl.where(begins <= place, begins, first)
+    piece = firsts + num_walks + low * CELLS
+    num_tiles = tl.load(piece).to(tl.int32)
+    own_tile = quotient(band * num_tiles, table + 3) + (place - first)
+    end = quotient((band + 1) * num_tiles, table + 3)
+    return piece, own_tile, tl.where(own_tile < end, tl.load(piece + 3).to(tl.int32), -1)
 
 
 @triton.jit

@@ -32,6 +32,8 @@ _MIN_SHIFTED_BYTES = 96
 class Kind(Enum):
     """Walk over the units of a piece."""
 
+    GATHERED = "gathered"  # dense in the target: blocks of 16 bytes there, of rows that lie anywhere in the source
+    JOINED = "joined"  # so too, where the rows of the target are made of those of several boxes
     RUNS = "runs"  # one by one in the order of the target
     GROUPS = "groups"  # so too, but narrow ones of long runs share the arithmetic of 64
     SHIFTED = "shifted"  # long runs of narrow ones, in blocks that are aligned in the target, whatever the source is
@@ -62,13 +64,15 @@ class Grain(NamedTuple):
 class Piece(NamedTuple):
     """Loops over units, innermost first, the first two of tiles being the target's and the source's dense ones.
 
-    Offsets of operands are in bytes, strides in units.
+    Offsets of operands are in bytes, strides in units. `ends` are of joined rows alone: the unit behind each source's
+    part of a row.
     """
 
     kind: Kind
     width: int
     lengths: tuple[int, ...]
     operands: tuple[Operand, ...]
+    ends: tuple[int, ...] = ()
 
     @property
     def num_units(self) -> int:

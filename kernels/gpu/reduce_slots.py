@@ -173,9 +173,8 @@ def reduce_kernel(
 ):
     """Reduces tile after tile of the pieces in `table`, elements of DTYPE that are read as ELEMENT, one or two each."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
+        piece, own_tile, mode = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         later_slots = table + tl.load(piece + 7)
-        mode = tl.load(piece + 3)
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _reduce_if(

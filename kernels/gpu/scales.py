@@ -36,11 +36,10 @@ def scale_kernel(
 ):
     """Raises the scale of each piece's box to what tile after tile needs; a scale of zeros stays 0."""
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        piece, own_tile = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
+        piece, own_tile, mode = find_piece(table, num_walks, num_bisections, tile, NUM_DIMS)
         slot = first_slot(piece, NUM_DIMS)
         source = address_at(pointers, slot, NUM_POINTERS)
         scale = address_at(pointers, table + tl.load(piece + 7), NUM_POINTERS)
-        mode = tl.load(piece + 3)
         for candidate in tl.static_range(TILES):
             if (MODES >> candidate) & 1:
                 _scale_if(

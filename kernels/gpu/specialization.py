@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-from tritondt.kernels.gpu.box_table import GROUPS, MAX_POINTERS, NUM_MODES, SHIFTED, TILES, mode
+from tritondt.kernels.gpu.box_table import GATHERED, GROUPS, MAX_POINTERS, NUM_MODES, SHIFTED, TILES, mode
 from tritondt.kernels.gpu.loop_nest import MAX_DIMS, LoopNest, coalesce, cut
 from tritondt.kernels.gpu.pieces import WIDEST, Kind
 
@@ -29,8 +29,10 @@ def modes_between(first: int, end: int) -> int:
     return (1 << end) - (1 << first)
 
 
-# Classes of modes of copies: aligned runs alone, which take the fewest registers; all runs; tiles.
+# Classes of modes of copies: aligned runs alone, which take the fewest registers; runs beside gathered rows; all but
+# tiles; tiles.
 WIDE_RUNS = 1 << mode(Kind.RUNS, WIDEST)
+SHORT_ROWS = modes_between(0, GROUPS) | modes_between(GATHERED, TILES)
 COPY_RUNS = modes_between(0, TILES) & ~modes_between(GROUPS, SHIFTED)
 ALL_TILES = modes_between(TILES, NUM_MODES)
 

@@ -14,6 +14,7 @@ from tritondt.kernels.gpu.box_table import (
     NUM_MODES,
     SHIFTED,
     SLOT_HEAD_CELLS,
+    TABLE_CELLS,
     Pointer,
     box_table,
     by_pointers,
@@ -48,7 +49,7 @@ def test_division_is_exact_below_31_bits(divisor):
 
 def test_modes_differ():
     kinds = [(Kind.RUNS, (1, 2, 4, 8, 16)), (Kind.GROUPS, (1, 2, 4)), (Kind.TILES, (1, 2, 4, 8))]
-    kinds += [(Kind.WIDE_TILES, (1, 2, 4, 8))]
+    kinds += [(Kind.WIDE_TILES, (1, 2, 4, 8)), (Kind.GATHERED, (1, 2, 4)), (Kind.JOINED, (1, 2, 4))]
     modes = {mode(kind, width) for kind, widths in kinds for width in widths}
     operands = (Operand(0, 0, (1,)), Operand(0, 0, (1,)))
     shifted = [walks(Piece(Kind.SHIFTED, width, (200,), operands), 512) for width in (1, 2, 4)]
@@ -64,7 +65,10 @@ def test_one_odd_shard_does_not_narrow_the_others():
     table = box_table(pointers, members, 64)
     assert table.modes == 1 << mode(Kind.RUNS, 16) | 1 << mode(Kind.RUNS, 1)
     cells = HEAD_CELLS + LOOP_CELLS + SLOT_HEAD_CELLS + 1
-    assert [table.cells[number * cells] for number in range(4)] == [0, 2, 4, 5]
+    first_places = table.cells[TABLE_CELLS : TABLE_CELLS + 4]
+    assert table.cells[:TABLE_CELLS] == (6, *division(6), *division(1))
+    assert first_places == (0, 2, 4, 5)
+    assert [table.cells[TABLE_CELLS + 4 + number * cells] for number in range(4)] == [2, 2, 1, 1]
     assert (table.num_walks, table.num_tiles, table.num_dims) == (4, 6, 1)
 
 
@@ -73,15 +77,16 @@ def test_a_table_holds_what_the_pieces_say():
     ((pointers, members),) = by_pointers(copies(run(4, 9, 16, 2, 8), box))
     assert pointers == (Pointer(True, 9), Pointer(False, 4), Pointer(True, 3))
     table = box_table(pointers, members, 512)
-    wide, narrow = table.cells[:20], table.cells[20:]
+    assert table.cells[:7] == (2, *division(2), *division(1), 0, 1)  # places in the band, and the first of each walk
+    wide, narrow = table.cells[7:27], table.cells[27:]
     assert wide == (
-        *(0, 0, 32, mode(Kind.RUNS, 16), 8, 8, 1, 40),  # tile, target, offset, mode, rows, run, slots, next slot
+        *(1, 0, 32, mode(Kind.RUNS, 16), 8, 8, 1, 47),  # tiles, target, offset, mode, rows, run, slots, next slot
         *(8, *division(8), 1),
         *(1, *division(1), 0),
         *(1, 32, 1, 0),
     )
     assert narrow == (
-        *(1, 2, 24, mode(Kind.RUNS, 4), 15, 5, 1, 40),
+        *(1, 2, 24, mode(Kind.RUNS, 4), 15, 5, 1, 47),
         *(5, *division(5), 1),
         *(3, *division(3), 11),
         *(1, 20, 1, 7),
@@ -96,8 +101,9 @@ def test_groups_are_loops_over_64_units():
     table = box_table(pointers, members, 128)
     # A program takes 128 / 16 groups: 20 of them are 3 tiles.
     assert table.num_tiles == 3
-    assert table.cells[4:6] == (20, 120)
-    assert table.cells[8:12] == (2, *division(2), 64)
+    piece = table.cells[TABLE_CELLS + 1 :]
+    assert piece[4:6] == (20, 120)
+    assert piece[8:12] == (2, *division(2), 64)
     assert table.cells[-2:] == (64, 121)
 
 
@@ -105,13 +111,14 @@ def test_shifted_runs_are_walked_by_blocks_and_by_places_at_their_ends():
     ((pointers, members),) = by_pointers(copies(CopyBox(0, 0, 1, 4, 2, (10, 120), (121, 1), (125, 1))))
     table = box_table(pointers, members, 128)
     cells = HEAD_CELLS + 2 * LOOP_CELLS + SLOT_HEAD_CELLS + 2
-    whole, edges = table.cells[:cells], table.cells[cells:]
+    rows = table.cells[TABLE_CELLS + 2 :]
+    whole, edges = rows[:cells], rows[cells:]
     # Everything counts bytes. A run of 240 that starts 14 behind a multiple of 16 touches 16 blocks.
-    assert whole[:7] == (0, 0, 8, SHIFTED, 160, 240, 1)
+    assert whole[:7] == (3, 0, 8, SHIFTED, 160, 240, 1)
     assert whole[8:16] == (16, *division(16), 0, 10, *division(10), 250)
     assert whole[16:] == (1, 2, 0, 242)
     # 160 blocks, 64 to a tile; then 8 places of 2 bytes at either end.
-    assert edges[:7] == (3, 0, 8, EDGES + 1, 160, 240, 1)
+    assert edges[:7] == (2, 0, 8, EDGES + 1, 160, 240, 1)
     assert edges[8:12] == (16, *division(16), 0)
     assert (table.num_walks, table.num_tiles) == (2, 5)
 
@@ -123,9 +130,10 @@ def test_later_slots_lie_behind_the_pieces():
     table = box_table(pointers, members, 512)
     assert table.max_slots == 3
     cells = HEAD_CELLS + LOOP_CELLS + SLOT_HEAD_CELLS + 1
+    start = TABLE_CELLS + 2
     for number in range(2):
-        piece = table.cells[number * cells : (number + 1) * cells]
-        assert piece[6:8] == (3, 2 * cells + number * 6)
+        piece = table.cells[start + number * cells : start + (number + 1) * cells]
+        assert piece[6:8] == (3, start + 2 * cells + number * 6)
         assert piece[-3:] == (1, 0, 1)
         assert table.cells[piece[7] : piece[7] + 6] == (1, 320, 2, 2, 640, -1)
 
@@ -142,7 +150,8 @@ def test_tiles_of_random_tables_cover_all_units(seed):
     for pointers, members in groups:
         table = box_table(pointers, members, 256)
         assert table.num_tiles == sum(walk.num_tiles for piece in members for walk in walks(piece, 256))
-        assert len(table.cells) == table.num_walks * (HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims)
+        walk_cells = 1 + HEAD_CELLS + SLOT_HEAD_CELLS + (LOOP_CELLS + 1) * table.num_dims
+        assert len(table.cells) == TABLE_CELLS + table.num_walks * walk_cells
         assert len({piece.kind in (Kind.TILES, Kind.WIDE_TILES) for piece in members}) == 1
 
 

@@ -69,7 +69,7 @@ def test_a_copy_is_launched_with_its_arguments_in_order(recording):
         "grid": (3, 1, 1),
         "stream": STREAM,
         "num_walks": 3,
-        "num_bisections": 2,
+        "num_bisections": 0,
         "num_tiles": 3,
         "NUM_POINTERS": 8,
         "NUM_DIMS": 4,

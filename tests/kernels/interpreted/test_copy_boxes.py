@@ -12,7 +12,7 @@ from tests.kernels.random_boxes import behind_alignment, random_bytes, random_co
 from tritondt.kernels import reference
 from tritondt.kernels.boxes import CopyBox
 from tritondt.kernels.gpu import copy_boxes as module
-from tritondt.kernels.gpu.box_table import box_table, by_pointers, walks
+from tritondt.kernels.gpu.box_table import TABLE_CELLS, box_table, by_pointers, division, walks
 from tritondt.kernels.gpu.copy_boxes import DeviceCopyTable, copy_boxes
 from tritondt.kernels.gpu.loop_nest import copy_nest
 from tritondt.kernels.gpu.pieces import Kind, copy_pieces
@@ -105,9 +105,11 @@ def test_runs_that_lie_backwards_in_the_source():
 
 def last_tile(table, walk):
     """The table with the last blocks alone, of which the first program takes the last tile."""
-    cells = len(table.cells) // table.num_walks
-    first = (table.num_walks - 2) * cells  # behind it are the edges of its runs
-    return torch.tensor([1 - walk.num_tiles, *table.cells[first + 1 : first + cells]])
+    start = TABLE_CELLS + table.num_walks
+    cells = (len(table.cells) - start) // table.num_walks
+    first = start + (table.num_walks - 2) * cells  # behind it are the edges of its runs
+    header = (walk.num_tiles, *division(walk.num_tiles), *division(1), 1 - walk.num_tiles)
+    return torch.tensor([*header, *table.cells[first : first + cells]])
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_runs_of_nearly_31_bits_end_where_they_end(itemsize, num_bytes):
     addresses += [target.data_ptr()] * 6
     cells = last_tile(table, walks(piece, 1024)[0])
     module.copy_kernel[(1,)](
-        cells, tuple(addresses), 1, 0, 1, NUM_POINTERS=8, NUM_DIMS=4, MODES=table.modes, BLOCK=1024
+        cells, tuple(addresses), 1, 0, 1, NUM_POINTERS=8, NUM_DIMS=4, MODES=table.modes, BLOCK=1024, IS_BOUNDED=True
     )
     assert target[end - 64 : end - 16].tolist() == source[end - 64 + itemsize : end - 16 + itemsize].tolist()
     assert not target[end:].any()
