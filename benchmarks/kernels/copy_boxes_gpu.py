@@ -1,10 +1,13 @@
 """Packs and unpacks on a GPU: against the device's own copy, torch's split and cat, and what FSDP2 uses.
 
-python -m benchmarks.kernels.copy_boxes_gpu [--mebibytes N ...] [--rounds N] [--json FILE] [--dry]
+python -m benchmarks.kernels.copy_boxes_gpu [--mebibytes N ...] [--rounds N] [--only GLOB ...] [--json FILE] [--dry]
 
 A matrix is packed into one message per rank, cut by columns into parts that do not divide, and unpacked again. Every
 case is checked against torch before it is timed; then all sides run in turns, timed by the device's events. The file
 is written anew after each case. A dry run, with TRITON_INTERPRET=1, shows on the CPU that it runs, and misses no limit.
+
+`--only "columns float32 64" "gathered *"` runs what these match: columns, of a dtype and rows of about so many bytes,
+and scattered, gathered and transposed, of a dtype.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,6 +204,13 @@ def transposed_case(num_bytes: int, dtype: torch.dtype) -> Case:
     return Case(name, _num_bytes(matrix), dtype.itemsize, run, others, lambda: copied.copy_(matrix))
 
 
+_CASES: dict[str, Callable[[int, torch.dtype], Case]] = {
+    "scattered": scattered_case,
+    "gathered": gathered_case,
+    "transposed": transposed_case,
+}
+
+
 def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -245,15 +256,21 @@ def launch_us(calls: int) -> float:
     return statistics.median(batches)
 
 
-def cases(mebibytes: Sequence[float]) -> Iterator[Case]:
-    """Every case, made when its turn comes, so that only its own memory is held."""
+def cases(mebibytes: Sequence[float], only: Sequence[str] = ("*",)) -> Iterator[Case]:
+    """Every case whose name is matched, made when its turn comes, so that only its own memory is held."""
+
+    def is_chosen(name: str) -> bool:
+        return any(fnmatch(name, pattern) for pattern in only)
+
     for number in mebibytes:
         for dtype in _DTYPES:
+            name, num_bytes = str(dtype).removeprefix("torch."), int(number * 2**20)
             for run_bytes in _RUN_BYTES if not _IS_DRY else (256,):
-                yield from column_cases(int(number * 2**20), dtype, run_bytes)
-            yield scattered_case(int(number * 2**20), dtype)
-            yield gathered_case(int(number * 2**20), dtype)
-            yield transposed_case(int(number * 2**20), dtype)
+                if is_chosen(f"columns {name} {run_bytes}"):
+                    yield from column_cases(num_bytes, dtype, run_bytes)
+            for kind, make in _CASES.items():
+                if is_chosen(f"{kind} {name}"):
+                    yield make(num_bytes, dtype)
 
 
 def report(result: Result) -> str:
@@ -293,6 +310,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels.copy_boxes_gpu")
     parser.add_argument("--mebibytes", type=float, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="GLOB")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
@@ -307,12 +325,14 @@ def measure_all(options: argparse.Namespace) -> None:
     call_us = launch_us(20 if _IS_DRY else _CALLS)
     print(f"a call: {call_us:.1f} us (at most {_MOST_LAUNCH_US:.0f})", flush=True)
     results: list[Result] = []
-    for case in cases(options.mebibytes):
+    for case in cases(options.mebibytes, options.only):
         results.append(measure(case, options.rounds))
         print(report(results[-1]), flush=True)
         if options.json is not None:
             options.json.write_text(json.dumps(written(results, options.rounds, call_us)) + "\n", encoding="utf-8")
     slow, close = missed(results)
+    if not results:
+        raise SystemExit(f"no case is named as {', '.join(options.only)}")
     print(f"below {_LEAST_BANDWIDTH} of a copy: {len(slow)} (of rows from {_LEAST_RUN_BYTES} bytes)")
     print(f"below {_LEAST_SPEEDUP} (columns) or 1.0 of the fastest other's speed: {len(close)} of {len(results)}")
     if (slow or close or call_us > _MOST_LAUNCH_US) and not _IS_DRY:

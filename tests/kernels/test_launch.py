@@ -75,6 +75,7 @@ def test_a_copy_is_launched_with_its_arguments_in_order(recording):
         "NUM_DIMS": 4,
         "MODES": 16,
         "BLOCK": 512,
+        "IS_BOUNDED": True,
     }
 
 
