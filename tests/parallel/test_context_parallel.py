@@ -20,11 +20,20 @@ from tritondt.parallel.context.sequence_cut import SequenceCut
 
 
 def attended(
-    function: Any, heads: int, key_heads: int, length: int, num_ranks: int, *, is_causal: bool, balanced: bool = False
+    function: Any,
+    heads: int,
+    key_heads: int,
+    length: int,
+    num_ranks: int,
+    *,
+    is_causal: bool,
+    balanced: bool = False,
+    key_length: int | None = None,
 ) -> None:
     """Holds outputs and gradients against torch's own attention of the whole sequence."""
     generator = torch.Generator().manual_seed(length)
-    shapes = (2, heads, length, 4), (2, key_heads, length, 4), (2, key_heads, length, 3 if heads == key_heads else 4)
+    keys = length if key_length is None else key_length
+    shapes = (2, heads, length, 4), (2, key_heads, keys, 4), (2, key_heads, keys, 3 if heads == key_heads else 4)
     wholes = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     leaves = [whole.clone().requires_grad_() for whole in wholes]
     query, key, value = leaves
@@ -33,11 +42,12 @@ def attended(
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     expected.backward(upstream)
     options = {"balanced": True} if balanced else {}
+    lengths = {"length": length} if key_length is None else {"length": length, "key_length": key_length}
 
     def body(rank: int) -> None:
         mesh = T.Mesh((num_ranks,))
         parts = [context_parallel_shard(whole, mesh, 2, **options).requires_grad_() for whole in wholes]
-        found = function(*parts, mesh, length=length, is_causal=is_causal, **options)
+        found = function(*parts, mesh, **lengths, is_causal=is_causal, **options)
         torch.testing.assert_close(found, context_parallel_shard(expected.detach(), mesh, 2, **options))
         found.backward(context_parallel_shard(upstream, mesh, 2, **options))
         for part, leaf in zip(parts, leaves, strict=True):
@@ -62,6 +72,22 @@ def test_ring_attention(heads, key_heads, length, num_ranks, balanced, is_causal
 )
 def test_ulysses_attention(heads, key_heads, length, num_ranks, is_causal):
     attended(ulysses_attention, heads, key_heads, length, num_ranks, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    ("function", "heads", "key_heads", "length", "key_length", "balanced"),
+    [
+        (ring_attention, 4, 2, 7, 11, False),
+        (ring_attention, 2, 2, 13, 3, True),
+        (ring_attention, 2, 2, 5, 1, False),
+        (ring_attention, 2, 2, 2, 9, False),
+        (ulysses_attention, 4, 2, 7, 11, False),
+        (ulysses_attention, 6, 6, 5, 1, False),
+    ],
+)
+def test_queries_of_one_sequence_attend_to_another(function, heads, key_heads, length, key_length, balanced, is_causal):
+    attended(function, heads, key_heads, length, 4, is_causal=is_causal, balanced=balanced, key_length=key_length)
 
 
 def test_ulysses_is_two_exchanges():

@@ -10,7 +10,10 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
-from tritondt.dtensor import graph_ops  # noqa: F401  defines the operators that graphs keep
+from tritondt.dtensor import (
+    flex_attention,  # noqa: F401  has torch's operator take distributed tensors
+    graph_ops,  # noqa: F401  defines the operators that graphs keep
+)
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
 from tritondt.dtensor.dispatch import Dispatcher

@@ -9,6 +9,7 @@ With `overlap=True` a column- or row-wise nn.Linear between parts of a sequence 
 `all_gather_matmul` and `matmul_reduce_scatter` do by themselves. torch.compile makes graphs of what lies between.
 """
 
+from tritondt.parallel.context.flex_attention import context_parallel_block_mask, context_parallel_flex_attention
 from tritondt.parallel.context.ring_attention import ring_attention
 from tritondt.parallel.context.sequence_cut import context_parallel_shard, context_parallel_unshard
 from tritondt.parallel.context.ulysses import ulysses_attention
@@ -42,6 +43,8 @@ __all__ = [
     "SharedExpertOverlap",
     "TokensUnderWay",
     "all_gather_matmul",
+    "context_parallel_block_mask",
+    "context_parallel_flex_attention",
     "context_parallel_shard",
     "context_parallel_unshard",
     "input_reshard",

@@ -29,6 +29,7 @@ def ring_attention(
     device_mesh: "DeviceMesh | Mesh",
     *,
     length: int,
+    key_length: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
     balanced: bool = False,
@@ -37,10 +38,11 @@ def ring_attention(
 
     `query` is (batch, heads, positions, width), `key` and `value` (batch, key heads, positions, width), this rank's
     part of `length` positions, cut into runs of torch.chunk or `balanced`, as `context_parallel_shard` does, by which
-    ranks have equally much to do under a causal mask; parts may be uneven and empty. Key heads divide the heads
-    (grouped queries). The result is as `query`. Sums are in float32, or float64 of float64. A collective call of all
-    ranks of the mesh of one axis, forward and backward. Raises LocalTensorError for parts of other shapes, and
-    MeshError.
+    ranks have equally much to do under a causal mask; parts may be uneven and empty. In cross attention the keys are
+    this rank's part of `key_length` positions instead; a causal mask then hides key j from query i where i < j, as in
+    torch.nn.functional.scaled_dot_product_attention. Key heads divide the heads (grouped queries). The result is as
+    `query`. Sums are in float32, or float64 of float64. A collective call of all ranks of the mesh of one axis, forward
+    and backward. Raises LocalTensorError for parts of other shapes, and MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard
@@ -55,19 +57,20 @@ def ring_attention(
     """
     mesh, rank = axis_mesh(device_mesh, "ring_attention")
     cut = SequenceCut(length, mesh.shape[0], balanced)
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
+    for name, tensor, part in (("query", query, cut), ("key", key, key_cut), ("value", value, key_cut)):
         if tensor.ndim != 4:
             raise LocalTensorError(
                 f"ring_attention got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, "
                 "positions, width"
             )
-        check_length(name, tensor, _SEQUENCE, cut, rank)
+        check_length(name, tensor, _SEQUENCE, part, rank)
     if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise LocalTensorError(
             f"ring_attention got {query.shape[1]} heads, key {tuple(key.shape)} and value {tuple(value.shape)}; "
             "allowed are keys and values of one batch and number of heads that divides the heads"
         )
-    ring = _Ring(mesh, rank, cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    ring = _Ring(mesh, rank, cut, key_cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
     found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
     return found
 
@@ -78,14 +81,15 @@ class _Ring(NamedTuple):
     mesh: Mesh
     rank: int
     cut: SequenceCut
+    key_cut: SequenceCut
     is_causal: bool
     scale: float
 
     def spec(self, part: torch.Tensor, step: int) -> DTensorSpec:
-        """The spec of parts that have gone on by `step` ranks: rank r holds the part of rank r - step."""
-        shape = (*part.shape[:-2], self.cut.length, part.shape[-1])
+        """The spec of keys that have gone on by `step` ranks: rank r holds the part of rank r - step."""
+        shape = (*part.shape[:-2], self.key_cut.length, part.shape[-1])
         meta = TensorMeta.contiguous(shape, part.dtype)
-        return DTensorSpec(_rotated(self.mesh, step % self.mesh.shape[0]), [Shard(-2, sizes=self.cut.sizes)], meta)
+        return DTensorSpec(_rotated(self.mesh, step % self.mesh.shape[0]), [Shard(-2, sizes=self.key_cut.sizes)], meta)
 
     def owner(self, step: int) -> int:
         """The rank whose keys are here at a step."""
@@ -95,7 +99,7 @@ class _Ring(NamedTuple):
         """Pairs of own queries and of the keys at a step that the mask hides, if there is a mask."""
         if not self.is_causal:
             return None
-        queries, keys = self.cut.positions(self.rank), self.cut.positions(self.owner(step))
+        queries, keys = self.cut.positions(self.rank), self.key_cut.positions(self.owner(step))
         return (queries[:, None] < keys[None, :]).to(device)
 
 

@@ -21,15 +21,17 @@ def ulysses_attention(
     device_mesh: "DeviceMesh | Mesh",
     *,
     length: int,
+    key_length: int | None = None,
     is_causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
     """Scaled dot product attention of this rank's queries over all keys; every rank computes some heads of all of them.
 
-    Shapes are those of `ring_attention`, parts are runs of torch.chunk. Heads and key heads are cut evenly, whole
-    groups of queries together: 6 heads over 4 ranks are 2, 2, 1 and 1. With fewer key heads than ranks some ranks wait,
-    which `ring_attention` has not. A collective call of all ranks of the mesh of one axis, forward and backward: one
-    exchange before and one after. Raises LocalTensorError for parts of other lengths, and MeshError.
+    Shapes are those of `ring_attention`, parts are runs of torch.chunk; `key_length` is the keys' own in cross
+    attention. Heads and key heads are cut evenly, whole groups of queries together: 6 heads over 4 ranks are 2, 2, 1
+    and 1. With fewer key heads than ranks some ranks wait, which `ring_attention` has not. A collective call of all
+    ranks of the mesh of one axis, forward and backward: one exchange before and one after. Raises LocalTensorError for
+    parts of other lengths, and MeshError.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.parallel.context.sequence_cut import context_parallel_shard
@@ -44,11 +46,16 @@ def ulysses_attention(
     """
     mesh, rank = axis_mesh(device_mesh, "ulysses_attention")
     cut = SequenceCut(length, mesh.shape[0])
+    key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0])
     group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
     moves = []
-    for name, local, unit in (("query", query, group), ("key", key, 1), ("value", value, 1)):
-        check_length(name, local, _SEQUENCE, cut, rank)
-        shape = (*local.shape[:_SEQUENCE], length, local.shape[-1])
+    for name, local, unit, part_of in (
+        ("query", query, group, cut),
+        ("key", key, 1, key_cut),
+        ("value", value, 1, key_cut),
+    ):
+        check_length(name, local, _SEQUENCE, part_of, rank)
+        shape = (*local.shape[:_SEQUENCE], part_of.length, local.shape[-1])
         part = DTensor.from_local(
             local, mesh, [Shard(_SEQUENCE)], shape=shape, stride=torch.empty(shape, device="meta").stride()
         )
