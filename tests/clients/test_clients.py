@@ -1,0 +1,57 @@
+"""Programs of other libraries, unchanged, over the backend: the losses that they have over Gloo, number by number.
+
+    python -m pytest -m clients tests/clients
+
+Each is skipped where its package is not installed; none is a requirement of the tests.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.optional_packages import REPOSITORY
+
+# DeepSpeed compiles an operator at its first start.
+_MOST_SECONDS = 600
+_PROGRAMS = {
+    "lightning": "lightning_ddp",
+    "accelerate": "accelerate_ddp",
+    "trl": "trl_sft",
+    "deepspeed": "deepspeed_zero",
+    "torchtitan": "torchtitan_llama",
+}
+
+pytestmark = [pytest.mark.soak, pytest.mark.clients, pytest.mark.timeout(2 * _MOST_SECONDS + 60)]
+
+
+def losses(program: str, backend: str) -> list[float]:
+    """The losses that two ranks of a program print."""
+    path = Path(__file__).with_name(f"{program}.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
+    variables = {
+        **os.environ,
+        "BACKEND": backend,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    ran = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=_MOST_SECONDS, check=False)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    (line,) = (line for line in ran.stdout.splitlines() if line.startswith("LOSSES "))
+    found: list[float] = json.loads(line.removeprefix("LOSSES "))
+    return found
+
+
+@pytest.mark.parametrize("package", _PROGRAMS)
+def test_losses_are_those_over_gloo(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    expected = losses(_PROGRAMS[package], "gloo")
+    assert len(set(expected)) > 1
+    assert losses(_PROGRAMS[package], "tritondt") == expected
