@@ -31,13 +31,14 @@ pytestmark = [pytest.mark.soak, pytest.mark.clients, pytest.mark.timeout(2 * _MO
 
 def losses(program: str, backend: str) -> list[float]:
     """The losses that two ranks of a program print."""
-    path = Path(__file__).with_name(f"{program}.py")
+    path = Path(__file__).parent / "programs" / f"{program}.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
     variables = {
         **os.environ,
         "BACKEND": backend,
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }

@@ -58,4 +58,5 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-main()
+if __name__ == "__main__":
+    main()

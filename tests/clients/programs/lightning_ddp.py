@@ -57,4 +57,5 @@ def main() -> None:
         sys.stdout.write(f"LOSSES {json.dumps(classifier.losses)}\n")
 
 
-main()
+if __name__ == "__main__":
+    main()
