@@ -4,8 +4,6 @@
 
 #include <array>
 #include <cstdint>
-#include <optional>
-#include <system_error>
 
 namespace py = pybind11;
 
@@ -212,19 +210,8 @@ std::string text_of(const RecorderHandle& handle, std::int32_t number) {
 }
 
 void dump(const RecorderHandle& handle, const std::string& path, const std::string& reason) {
-  std::optional<int> error;
-  {
-    const py::gil_scoped_release released;
-    try {
-      handle.recorder->dump(path, reason);
-    } catch (const std::system_error& failed) {
-      error = failed.code().value();
-    }
-  }
-  if (!error) return;
-  errno = *error;
-  PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
-  throw py::error_already_set();
+  const py::gil_scoped_release released;
+  handle.recorder->dump(path, reason);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
 #include "bindings/sockets.h"
+#include "bindings/system_errors.h"
 #include "boxes/strided_cast.h"
 #include "boxes/strided_copy.h"
 #include "boxes/strided_reduce.h"
@@ -177,6 +178,7 @@ void write_words_at(const std::vector<std::vector<Interval>>& region, const Inte
 PYBIND11_MODULE(_C, module) {
   module.doc() =
       "Data movement on the CPU and by NCCL, by raw address; and keys of operator calls.";
+  tritondt::translate_system_errors();
   tritondt::bind_copy_table(&module);
   tritondt::bind_cast_tables(&module);
   tritondt::bind_reduce_table(&module);

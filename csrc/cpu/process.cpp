@@ -4,9 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstring>
-#include <stdexcept>
-#include <string>
+#include <system_error>
 
 namespace tritondt {
 namespace {
@@ -17,7 +15,7 @@ class ProcessNumber {
     number_ = getpid();
     const int error = pthread_atfork(nullptr, nullptr, [] { number_ = getpid(); });
     if (error != 0) {
-      throw std::runtime_error(std::string("pthread_atfork: ") + std::strerror(error));
+      throw std::system_error(error, std::generic_category(), "pthread_atfork");
     }
   }
 

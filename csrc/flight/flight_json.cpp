@@ -1,6 +1,7 @@
 // What a flight recorder writes: its JSON, and the file that it goes to.
 #include <fcntl.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -153,6 +154,24 @@ int make_draft(const std::string& path, std::string* draft) {
   return -1;
 }
 
+// What lies at `path`, where it is nothing that a record may replace; nullptr for a file, or
+// nothing.
+const char* obstacle_at(const std::string& path) {
+  struct stat found = {};
+  if (lstat(path.c_str(), &found) != 0 || S_ISREG(found.st_mode)) return nullptr;
+  if (S_ISLNK(found.st_mode)) return "a link";
+  if (S_ISFIFO(found.st_mode)) return "a FIFO";
+  if (S_ISDIR(found.st_mode)) return "a folder";
+  return S_ISSOCK(found.st_mode) ? "a socket" : "a device";
+}
+
+// A rename would take the place of anything but a folder.
+void check_replaceable(const std::string& path) {
+  const char* const obstacle = obstacle_at(path);
+  if (obstacle != nullptr)
+    throw_errno(EEXIST, path + " is " + obstacle + ", not a file to replace");
+}
+
 }  // namespace
 
 std::string FlightRecorder::to_json(std::string_view reason) const {
@@ -180,6 +199,7 @@ std::string FlightRecorder::to_json(std::string_view reason) const {
 }
 
 void write_atomically(const std::string& path, std::string_view content) {
+  check_replaceable(path);
   std::string draft;
   const int file = make_draft(path, &draft);
   if (file < 0) throw_errno(errno, path);

@@ -111,7 +111,8 @@ class FlightRecorder {
   std::atomic<std::int64_t> num_records_{0};
 };
 
-// Replaces the file at `path` by `content` in one step. Throws std::system_error.
+// Replaces the file at `path` by `content` in one step, never what is no file: a link, a FIFO, a
+// device. Throws std::system_error.
 void write_atomically(const std::string& path, std::string_view content);
 
 }  // namespace tritondt

@@ -7,6 +7,7 @@ would deadlock otherwise, for a second step starts only when somebody drives it.
 import copy
 import threading
 import traceback
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -255,7 +256,8 @@ def versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 class ThreadQueue(IssueQueue):
     """The queue of a process that is one rank; a thread of its own starts with the first work.
 
-    A thread that waits for work which nothing runs yet may run it, after all that was issued before.
+    A thread that waits for work which nothing runs yet may run it, after all that was issued before. Where the system
+    gives no thread, whoever issues work runs it at once.
     """
 
     def __init__(self) -> None:
@@ -266,6 +268,7 @@ class ThreadQueue(IssueQueue):
         self._serving = threading.Lock()  # while the oldest item is taken and run
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._has_no_thread = False
 
     def wait_for(self, work: Work) -> None:
         """Returns when `work` has run; signals are handled meanwhile."""
@@ -297,10 +300,25 @@ class ThreadQueue(IssueQueue):
             self._thread = None
 
     def _enqueue(self, work: Work, run: Run) -> None:
-        if self._thread is None:
-            self._thread = start_daemon(self._serve, QUEUE_THREAD)
+        if self._thread is None and not self._has_no_thread:
+            self._start_thread(work)
         self._items.append((work, run))
-        self._tokens.put(True)
+        if self._has_no_thread:
+            self.run_until(work)
+        else:
+            self._tokens.put(True)
+
+    def _start_thread(self, work: Work) -> None:
+        try:
+            self._thread = start_daemon(self._serve, QUEUE_THREAD)
+        except WorldError as error:
+            self._has_no_thread = True
+            warnings.warn(
+                f"rank {self.issuer.rank} runs {work.description}, and what follows on its communicator, when it is "
+                f"issued and not beside the program: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _serve(self) -> None:
         while self._tokens.get():

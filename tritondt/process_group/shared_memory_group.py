@@ -147,7 +147,7 @@ class SharedMemoryGroup:
             if not isinstance(found, ProcessWorld):
                 raise WorldError("a process group was used by a rank that is a thread; it connects processes")
             context = found.join(f"{self._name} in shared memory", tuple(sorted(self._ranks)), self.timeout)
-            arenas = map_arenas(context, _ARENA_BYTES)
+            arenas = map_arenas(context, "collectives go over Gloo", _ARENA_BYTES)
             self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
             self._world, self._timeout_s = found, self.timeout.total_seconds()
             self._made.clear()

@@ -99,10 +99,10 @@ class Watch:
         self._starting = threading.Lock()
 
     def begin(self, wait: Wait) -> None:
-        """Watches `wait` from now on."""
-        self._waits[id(wait)] = wait
+        """Watches `wait` from now on; WorldError where the system gives no thread for that."""
         if self._thread is None:
             self._start()
+        self._waits[id(wait)] = wait
 
     def attend(self, find: Callable[[], Iterable[Wait]]) -> None:
         """Watches the waits that `find` returns at each look, until they are over: most are before the first look."""

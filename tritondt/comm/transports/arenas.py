@@ -17,6 +17,9 @@ from tritondt.comm.device_memory.processes import namespace
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.interfaces import machine
 
+# What connects ranks takes a listener, an event and a selector; of a connection to each other rank one too many.
+_DESCRIPTORS_OF_SOCKETS = 3
+
 
 def share_arenas(context: ProcessContext) -> list[Arena] | None:
     """Arenas of all ranks of the communicator, by place, mapped here; None where sockets alone carry its messages.
@@ -26,20 +29,21 @@ def share_arenas(context: ProcessContext) -> list[Arena] | None:
     if len(context.ranks) > 1 and (environment.transport() != "direct" or _are_elsewhere(len(context.ranks))):
         Answers(context).tell("arena", {})
         return None
-    return map_arenas(context)
+    return map_arenas(context, "messages go over sockets")
 
 
-def map_arenas(context: ProcessContext, most_bytes: int | None = None) -> list[Arena] | None:
+def map_arenas(context: ProcessContext, otherwise: str, most_bytes: int | None = None) -> list[Arena] | None:
     """Arenas of all ranks, as `share_arenas` gives them, where this rank asks for them whatever the environment says.
 
-    Each has TRITONDT_ARENA_MB, or `most_bytes` where that is less.
-    A collective call; None where a rank is alone, or some share no memory. Raises PeerError where some do not come.
+    Each has TRITONDT_ARENA_MB, or `most_bytes` where that is less. `otherwise` says in a warning how messages go where
+    there are none. A collective call; None where a rank is alone, or some share no memory. Raises PeerError where some
+    do not come.
     """
     if len(context.ranks) == 1:
         return None
     try:
         num_bytes = environment.arena_bytes()
-        return _Sharing(context).run(num_bytes if most_bytes is None else min(num_bytes, most_bytes))
+        return _Sharing(context, otherwise).run(num_bytes if most_bytes is None else min(num_bytes, most_bytes))
     except BaseException as error:
         context.watch.report(context.key, None, error)
         raise
@@ -57,16 +61,13 @@ def _are_elsewhere(num_ranks: int) -> bool:
 class _Sharing:
     """One rank's part in sharing arenas, within the communicator's timeout."""
 
-    def __init__(self, context: ProcessContext) -> None:
-        self._context, self._answers = context, Answers(context)
+    def __init__(self, context: ProcessContext, otherwise: str) -> None:
+        self._context, self._answers, self._otherwise = context, Answers(context), otherwise
 
     def run(self, num_bytes: int) -> list[Arena] | None:
         """The arenas of all ranks, `num_bytes` each, where all ranks have mapped all of them."""
-        own = self._made(num_bytes)
+        own, said = self._made(num_bytes)
         try:
-            said: dict[str, Any] = {}
-            if own is not None:
-                said = {"here": _here(), "path": f"/proc/{os.getpid()}/fd/{own.descriptor}", "bytes": own.num_bytes}
             self._answers.tell("arena", said)
             # Who asks for none, is elsewhere, or has another length, differs for all: they decide alike.
             found = {self._context.place: said, **self._answers.of_others("arena")}
@@ -82,20 +83,24 @@ class _Sharing:
             if own is not None:
                 own.close_descriptor()
 
-    def _made(self, num_bytes: int) -> Arena | None:
+    def _made(self, num_bytes: int) -> tuple[Arena | None, dict[str, Any]]:
+        """This rank's arena, and what others need to know to map it: nothing where there is none."""
         try:
-            return Arena(num_bytes)
+            here, own = _here(), Arena(num_bytes)
         except OSError as error:
             self._warn(error)
-            return None
+            return None, {}
+        return own, {"here": here, "path": f"/proc/{os.getpid()}/fd/{own.descriptor}", "bytes": own.num_bytes}
 
     def _mapped(self, own: Arena, found: Mapping[int, Mapping[str, Any]]) -> list[Arena] | None:
         """The arenas of all ranks; None where one cannot be mapped."""
         try:
-            return [
+            arenas = [
                 own if place == self._context.place else Arena(found[place]["path"], found[place]["bytes"])
                 for place in range(len(found))
             ]
+            _check_spare_descriptors(own, len(found) + _DESCRIPTORS_OF_SOCKETS)
+            return arenas
         except (OSError, ValueError) as error:
             self._warn(error)
             return None
@@ -103,10 +108,24 @@ class _Sharing:
     def _warn(self, error: Exception) -> None:
         warnings.warn(
             f"rank {self._context.rank} cannot share memory with ranks {list(self._context.ranks)} ({error}); their "
-            "messages go over sockets",
+            f"{self._otherwise}",
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def _check_spare_descriptors(arena: Arena, count: int) -> None:
+    """OSError where this process may not open so many more descriptors.
+
+    Exchanges through arenas begin with connections, for which it is too late to choose another way.
+    """
+    spare: list[int] = []
+    try:
+        for _ in range(count):
+            spare.append(os.dup(arena.descriptor))
+    finally:
+        for descriptor in spare:
+            os.close(descriptor)
 
 
 def _here() -> str:

@@ -8,6 +8,7 @@ has left, and they carry messages of a narrower dtype, notes and barriers.
 import os
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch.autograd import profiler
@@ -35,8 +36,11 @@ class DirectCommunicator(SocketCommunicator):
         self._chunk_bytes = chunk_bytes(num_ranks, self.slot_bytes)
         self.num_cores = len(os.sched_getaffinity(0))
         num_spins = _NUM_SPINS if num_ranks <= self.num_cores else 0
-        self._direct = DirectGroup(self._place, list(arenas), self._group, [-1] * num_ranks, num_spins)
-        self._watchdog.watch(self._direct, self._timeout_s, self._recorder, self._flight.path_text)
+        with self._told_of_failure(), ExitStack() as undone:
+            undone.callback(super()._close_sockets)
+            self._direct = DirectGroup(self._place, list(arenas), self._group, [-1] * num_ranks, num_spins)
+            self._watchdog.watch(self._direct, self._timeout_s, self._recorder, self._flight.path_text)
+            undone.pop_all()
 
     def _note_connection(self, place: int, descriptor: int) -> None:
         super()._note_connection(place, descriptor)

@@ -10,7 +10,7 @@ length, so ranks that disagree find out on arrival.
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from tritondt._C import DirectGroup, SocketGroup
 from tritondt.comm.communicator import tag_of
@@ -35,13 +35,27 @@ class SocketCommunicator(PackedCommunicator):
         self._watch, self._watchdog, self._timeout_s = context.watch, context.watchdog, context.timeout.total_seconds()
         self._started = 0.0  # when the exchange under way was started; 0 where none is
         coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
-        try:
+        with self._told_of_failure(), ExitStack() as undone:
             self._connections = Connections(context.client, context.key, self._ranks, self._place, coming)
+            undone.callback(self._connections.close)
+            self._group = SocketGroup([-1] * len(self._ranks))
+            self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
+            undone.pop_all()
+
+    @contextmanager
+    def _told_of_failure(self) -> Iterator[None]:
+        """Tells the other ranks of what this one raises while it makes its part of the communicator."""
+        try:
+            try:
+                yield
+            except OSError as error:  # of the extension: connections name their own
+                raise PeerError(
+                    f"rank {self._rank} could not make its part of the communicator of ranks {list(self._ranks)}: "
+                    f"{error}"
+                ) from error
         except BaseException as error:
             self._watch.report(self._key, None, error)
             raise
-        self._group = SocketGroup([-1] * len(self._ranks))
-        self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)
 
     def _raise_failure_of_others(self, missing: Sequence[int]) -> None:
         """Raises PeerError where a rank that this one is about to connect to has failed."""

@@ -111,9 +111,9 @@ class Connections:
         addresses = {other: self._addresses[other] for other in wanted if other < self._place}
         callers = {other for other in self._lacking if other > self._place}
         listeners = list(self._listeners.values())
-        self._handshakes = Handshakes(self._place, addresses, listeners, self._own, wanted & callers, callers)
         try:
             with self._named_errors():
+                self._handshakes = Handshakes(self._place, addresses, listeners, self._own, wanted & callers, callers)
                 found = self._shake_hands(self._handshakes, attempt)
         finally:
             self._handshakes = None
@@ -259,4 +259,7 @@ def _guessed_address() -> str:
     """The address of the route to the job's master, empty where that says nothing: it is on this host, or unknown."""
     master = environment.master_address()
     names = (socket.gethostname(),) if master is None else (master,)
-    return address_towards(names, outer_addresses()) or ""
+    try:
+        return address_towards(names, outer_addresses()) or ""
+    except OSError:  # the system lists no interfaces: who has ranks on other machines is told so when it asks again
+        return ""

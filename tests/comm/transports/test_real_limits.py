@@ -1,0 +1,222 @@
+"""Ranks that the system refuses shared memory, by real limits: one warning, then sockets or Gloo on all ranks alike.
+
+Everything happens in the middle of a program whose communicators so far share memory, and in a new world.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.harness.gloo_ranks import GlooRanks
+from tests.harness.limits import become_ordinary, in_thread, limited
+from tritondt.comm import world
+from tritondt.process_group import shared_memory_group
+
+RANKS = 3
+# What the system says.
+REASONS = {
+    "memory files are forbidden": "[Errno 1] memfd_create: Operation not permitted",
+    "memory files are unknown": "[Errno 38] memfd_create: Function not implemented",
+    "no length can be set": "[Errno 28] ftruncate: No space left on device",
+    "seals are refused": "[Errno 1] F_ADD_SEALS: Operation not permitted",
+    "mappings are refused": "[Errno 12] mmap: Cannot allocate memory",
+    "MADV_DONTFORK is refused": "[Errno 22] MADV_DONTFORK: Invalid argument",
+    "files of others are refused": "Permission denied",
+    "short files": "[Errno 27] ftruncate: File too large",
+    "little address space": "[Errno 12] mmap: Cannot allocate memory",
+}
+
+
+class Seen(NamedTuple):
+    """A rank's communicator and values, and what it warned of, in each part of a program."""
+
+    communicators: list[str]
+    values: list[list[float]]
+    warned: list[str]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[GlooRanks]:
+    with GlooRanks(RANKS, {"TRITONDT_TIMEOUT": "60"}, backend="tritondt") as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def ordinary_ranks() -> Iterator[GlooRanks]:
+    with GlooRanks(RANKS, {"TRITONDT_TIMEOUT": "60"}, backend="tritondt", prepare=become_ordinary) as started:
+        yield started
+
+
+@pytest.mark.in_core(3)
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one", "all"])
+@pytest.mark.parametrize("kind", REASONS)
+def test_what_the_system_refuses_is_said_once_and_sockets_are_taken(
+    ranks: GlooRanks, kind: str, who: tuple[int, ...]
+) -> None:
+    check_fallback(ranks.run(under_limit, kind, who), REASONS[kind], who)
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_a_process_whose_descriptors_others_may_not_open(ordinary_ranks: GlooRanks, who: tuple[int, ...]) -> None:
+    seen = ordinary_ranks.run(under_limit, "not dumpable", who)
+    # The others cannot map what is rank 1's; it maps theirs.
+    check_fallback(seen, "Permission denied", (0, 2) if who == (1,) else who)
+
+
+def check_fallback(seen: list[Seen], reason: str, warning: tuple[int, ...]) -> None:
+    for rank, (communicators, values, warned) in enumerate(seen):
+        assert communicators == [
+            "memory",  # before
+            *("SocketCommunicator", "Gloo"),  # in the middle of the program
+            "memory",  # the group of before
+            *("SocketCommunicator", "Gloo"),  # in a world of its own
+            *("DirectCommunicator", "memory"),  # when the limit has gone
+        ], (rank, communicators)
+        assert all(value == [10.0, 11.0, 12.0] for value in values), (rank, values)
+        if rank not in warning:
+            assert warned == [], (rank, warned)
+            continue
+        for text, otherwise in zip(warned, ("messages go over sockets", "collectives go over Gloo") * 2, strict=True):
+            assert text.startswith(f"rank {rank} cannot share memory with ranks [0, 1, 2] ("), text
+            assert text.endswith(f"{reason}); their {otherwise}"), text
+
+
+def under_limit(rank: int, kind: str, who: tuple[int, ...]) -> Seen:
+    T.close()
+    seen = Seen([], [], [])
+    groups = [dist.new_group(list(range(RANKS)), backend="tritondt") for _ in range(3)]
+
+    def limited_run(run: Callable[..., None], *arguments: Any) -> None:
+        # Each anew: of a limit on memory, threads that have ended leave room.
+        with limited(kind if rank in who else None):
+            run(seen, *arguments)
+
+    def part() -> None:
+        limited_run(moved)
+        limited_run(gathered, groups[1])
+        limited_run(gathered, groups[0])
+        T.close()
+        limited_run(moved)
+        limited_run(gathered, groups[1])
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        gathered(seen, groups[0])
+        in_thread(part)
+        T.close()
+        moved(seen)
+        gathered(seen, groups[2])
+    T.close()
+    for group in groups:
+        dist.destroy_process_group(group)
+    seen.warned.extend(str(each.message) for each in said if "share memory" in str(each.message))
+    return seen
+
+
+def moved(seen: Seen) -> None:
+    """Redistributes, and notes the class of the communicator."""
+    own = torch.full((1,), 10.0 + dist.get_rank())
+    seen.values.append(T.DTensor.from_local(own, T.Mesh((RANKS,)), [T.Shard(0)]).full_tensor().tolist())
+    seen.communicators.append(type(world.current().communicator(range(RANKS))).__name__)
+
+
+def gathered(seen: Seen, group: Any) -> None:
+    """Gathers by the backend, and notes what carries the group's collectives."""
+    found = torch.zeros(RANKS)
+    dist.all_gather_into_tensor(found, torch.full((1,), 10.0 + dist.get_rank()), group=group)
+    seen.values.append(found.tolist())
+    name = f"process group {group.group_name}"
+    (made,) = [each for each in shared_memory_group._groups if each._name == name]
+    seen.communicators.append("Gloo" if made._communicator is None else "memory")
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_a_process_without_descriptors_gathers_over_gloo(ranks: GlooRanks, who: tuple[int, ...]) -> None:
+    """A group of the backend, whose Gloo is connected, needs none; one that has few does not begin what fails later."""
+    for num_spare in (0, 1, 4):
+        for rank, (communicators, values, warned) in enumerate(ranks.run(gather_with_few_descriptors, num_spare, who)):
+            assert (communicators, values) == (["Gloo"], [[10.0, 11.0, 12.0]]), (num_spare, communicators)
+            assert len(warned) == (rank in who), (num_spare, warned)
+            assert all("[Errno 24] " in text and text.endswith("; their collectives go over Gloo") for text in warned)
+
+
+def gather_with_few_descriptors(rank: int, num_spare: int, who: tuple[int, ...]) -> Seen:
+    T.close()
+    seen, group = Seen([], [], []), dist.new_group(list(range(RANKS)), backend="tritondt")
+    world.current()
+    with warnings.catch_warnings(record=True) as said, limited("no descriptors" if rank in who else None, num_spare):
+        warnings.simplefilter("always")
+        gathered(seen, group)
+    T.close()
+    dist.destroy_process_group(group)
+    seen.warned.extend(str(each.message) for each in said if "share memory" in str(each.message))
+    return seen
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("num_spare", [0, 1, 2, 3])
+def test_a_rank_without_descriptors_for_sockets_is_named_on_all_ranks(ranks: GlooRanks, num_spare: int) -> None:
+    """Sockets need them, too: nothing is left to fall back to."""
+    texts = ranks.run(redistribute_with_few_descriptors, num_spare)
+    assert texts[1].startswith("rank 1 could not "), texts
+    assert "Too many open files" in texts[1], texts
+    assert all(text.startswith(("rank 1 failed while", "rank 1 closed its connection")) for text in texts[::2]), texts
+
+
+def redistribute_with_few_descriptors(rank: int, num_spare: int) -> str:
+    T.close()
+    world.current()
+    seen = Seen([], [], [])
+    with warnings.catch_warnings(), limited("no descriptors" if rank == 1 else None, num_spare):
+        warnings.simplefilter("ignore")
+        with pytest.raises(T.PeerError) as caught:
+            moved(seen)
+    T.abort()
+    return str(caught.value)
+
+
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_a_process_without_threads_runs_at_once_what_is_issued(ordinary_ranks: GlooRanks, who: tuple[int, ...]) -> None:
+    for rank, (_, values, warned) in enumerate(ordinary_ranks.run(issue_without_threads, who)):
+        assert all(value == [10.0, 11.0, 12.0] for value in values), values
+        assert len(values) == 3, values
+        if rank not in who:
+            assert warned == []
+            continue
+        assert len(warned) == 2, warned  # of a communicator of redistributions, and of one of the backend
+        for text in warned:
+            assert text.startswith(f"rank {rank} runs "), text
+            assert "and what follows on its communicator, when it is issued and not beside the program: " in text, text
+            assert "the thread tritondt-queue could not be started (can't start new thread): " in text, text
+
+
+def issue_without_threads(rank: int, who: tuple[int, ...]) -> Seen:
+    T.close()
+    seen, group = Seen([], [], []), dist.new_group(list(range(RANKS)), backend="tritondt")
+    mesh, own = T.Mesh((RANKS,)), torch.full((1,), 10.0 + rank)
+    x = T.DTensor.from_local(own, mesh, [T.Shard(0)])
+    x.full_tensor()  # the world, its watch and its store have their threads
+    time.sleep(1.5 if rank == 0 else 0)
+    dist.barrier(group)
+    x.full_tensor()
+    with warnings.catch_warnings(record=True) as said, limited("no threads" if rank in who else None):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            seen.values.append(x.redistribute(placements=[T.Replicate()], async_op=True).to_local().tolist())
+        found = torch.zeros(RANKS)
+        work = dist.all_gather_into_tensor(found, own, group=group, async_op=True)
+        work.wait()
+        seen.values.append(found.tolist())
+    T.close()
+    dist.destroy_process_group(group)
+    seen.warned.extend(str(each.message) for each in said if "runs" in str(each.message))
+    return seen
