@@ -80,6 +80,72 @@ def test_a_value_that_is_not_allowed(
     assert str(told.value) == f"{variable}={value!r} is set; {allowed}"
 
 
+def test_the_secret_of_a_job_is_in_a_variable_or_in_a_file_of_its_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "secret"
+    file.write_text("  0123456789abcdef in a file\n")
+    file.chmod(0o400)
+    for name in ("TRITONDT_SECRET", "TRITONDT_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.secret() is None
+    monkeypatch.setenv("TRITONDT_SECRET_FILE", str(file))
+    assert environment.secret() == b"0123456789abcdef in a file"
+    monkeypatch.setenv("TRITONDT_SECRET", "0123456789abcdef")
+    with pytest.raises(T.WorldError, match=r"^TRITONDT_SECRET and TRITONDT_SECRET_FILE are both set; allowed is one of"):
+        environment.secret()
+    monkeypatch.delenv("TRITONDT_SECRET_FILE")
+    assert environment.secret() == b"0123456789abcdef"
+
+
+@pytest.mark.parametrize("value", ["", "0123456789abcde", "x" * 4097])
+def test_no_part_of_a_secret_that_is_refused_is_shown(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TRITONDT_SECRET", value)
+    with pytest.raises(T.WorldError) as told:
+        environment.secret()
+    assert str(told.value) == (
+        f"TRITONDT_SECRET is set to a secret of {len(value)} bytes; allowed are 16 to 4096, such as openssl rand -hex "
+        "32 prints"
+    )
+
+
+@pytest.mark.in_core(7)
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("mode 0644", "mode 0644: others may know the secret; allowed is a file of user"),
+        ("mode 0620", "mode 0620: others may know the secret; allowed is a file of user"),
+        ("of another user", "a file of user 65534 with mode 0600: others may know"),
+        ("missing", "which cannot be read: No such file or directory"),
+        ("a folder", "which is no file but drwx"),
+        ("a FIFO", "which is no file but prw-"),
+        ("short", "is set to a secret of 5 bytes; allowed are 16 to 4096"),
+    ],
+)
+def test_a_file_that_others_may_know_holds_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str, why: str
+) -> None:
+    file = tmp_path / "secret"
+    if what == "a folder":
+        file.mkdir()
+    elif what == "a FIFO":
+        os.mkfifo(file)
+    elif what != "missing":
+        file.write_text("short" if what == "short" else "a secret that others know")
+        file.chmod(int(what[5:], 8) if what.startswith("mode") else 0o600)
+    if what == "of another user":
+        if os.geteuid() != 0:
+            pytest.skip("root alone gives files away")
+        os.chown(file, 65534, 65534)
+    monkeypatch.delenv("TRITONDT_SECRET", raising=False)
+    monkeypatch.setenv("TRITONDT_SECRET_FILE", str(file))
+    with pytest.raises(T.WorldError) as told:
+        environment.secret()
+    assert str(told.value).startswith(f"TRITONDT_SECRET_FILE={str(file)!r} is set")
+    assert why in str(told.value)
+    assert "others know" not in str(told.value)
+
+
 def test_prices_that_are_none_name_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONDT_COSTS", '{"host": {"bandwidth": NaN}}')
     with pytest.raises(T.WorldError, match=r"^TRITONDT_COSTS='.*NaN.*' is set, but nan is given for 'bandwidth'; all"):

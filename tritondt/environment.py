@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import stat
 from datetime import timedelta
 from typing import Literal, NamedTuple, cast
 
@@ -13,6 +14,9 @@ from tritondt.errors import WorldError
 _MAX_TIMEOUT_S = 1e8
 # Ports below those that systems give to whoever asks for any.
 _FIRST_PORT, _NUM_PORTS = 15_000, 10_000
+# A shorter one could be found by trying.
+_MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 # Launchers that say who a process is, but not in the words of torch.distributed: the variable that tells so, and how to
 # start a program that they start. The host of rank 0 is MASTER_ADDR. MPI's go first: Slurm starts MPI's own daemons.
 _LAUNCHERS = {
@@ -222,6 +226,47 @@ def socket_interfaces() -> list[tuple[str, str]]:
     """Variables set to interfaces for sockets between hosts, with their values; the first one counts."""
     names = ("TRITONDT_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return [(name, os.environ[name]) for name in names if os.environ.get(name)]
+
+
+def secret() -> bytes | None:
+    """The job's secret, TRITONDT_SECRET or the content of the file TRITONDT_SECRET_FILE; None where neither is set.
+
+    The space around it is no part of it. WorldError for a short one, and for a file that others may read. No error
+    shows any of it.
+    """
+    text, path = os.environ.get("TRITONDT_SECRET"), os.environ.get("TRITONDT_SECRET_FILE")
+    if text is None and path is None:
+        return None
+    if text is not None and path is not None:
+        raise WorldError("TRITONDT_SECRET and TRITONDT_SECRET_FILE are both set; allowed is one of them")
+    name = "TRITONDT_SECRET" if path is None else f"TRITONDT_SECRET_FILE={path!r}"
+    found = (os.fsencode(text or "") if path is None else _private_content(path, name)).strip()
+    if not _MIN_SECRET_BYTES <= len(found) <= _MAX_SECRET_BYTES:
+        raise WorldError(
+            f"{name} is set to a secret of {len(found)} bytes; allowed are {_MIN_SECRET_BYTES} to "
+            f"{_MAX_SECRET_BYTES}, such as openssl rand -hex 32 prints"
+        )
+    return found
+
+
+def _private_content(path: str, name: str) -> bytes:
+    """Content of a file that this user, or root, has and nobody else may read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise WorldError(f"{name} is set, which cannot be read: {error.strerror}") from error
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise WorldError(f"{name} is set, which is no file but {stat.filemode(found.st_mode)}")
+        if found.st_mode & _OTHERS or found.st_uid not in (0, os.geteuid()):
+            raise WorldError(
+                f"{name} is set, a file of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):04o}: others "
+                f"may know the secret; allowed is a file of user {os.geteuid()} with mode 0600, and a new secret"
+            )
+        return os.read(descriptor, _MAX_SECRET_BYTES + 1)
+    finally:
+        os.close(descriptor)
 
 
 def costs() -> str | None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from tritondt._C import Watchdog
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.watch import Watch
+from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 
 
@@ -35,7 +36,7 @@ class CommunicatorContext:
 class ProcessContext(CommunicatorContext):
     """The part of a rank that is a process: the store that connects the ranks, and what watches over its waits.
 
-    `client` calls the store with a bound.
+    `client` calls the store with a bound. `secret` is what all ranks prove on their connections that they know.
     """
 
     store: dist.Store
@@ -43,3 +44,4 @@ class ProcessContext(CommunicatorContext):
     timeout: timedelta
     watch: Watch
     watchdog: Watchdog
+    secret: Secret | None = None

@@ -31,6 +31,7 @@ from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
+from tritondt.comm.secret import Secret
 from tritondt.comm.store import starts
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
@@ -144,11 +145,22 @@ class ProcessWorld:
         return make(self.join(name, ranks, self._timeout))
 
     def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
-        """This rank's part in a communicator of `ranks`, when all have come; PeerError where some do not."""
+        """This rank's part in a communicator of `ranks`, when all have come; PeerError where some do not.
+
+        WorldError where this rank has no secret, or another one than the rank that came first.
+        """
         if self._closed:
             raise _ended()
         rendezvous = Rendezvous(self._store_client, name, ranks, timeout.total_seconds())
+        rendezvous.raise_missed(self.identity.rank)
         self._rendezvous.append(rendezvous)
+        try:
+            content = environment.secret()
+            secret = None if content is None else Secret(content)
+            rendezvous.agree(self.identity.rank, "" if secret is None else secret.mark(rendezvous.key))
+        except WorldError as error:
+            rendezvous.refuse(self.identity.rank, error)
+            raise
         rendezvous.gather(self.identity.rank)
         self._store_client.call(self._store_host.look_up, timeout.total_seconds())
         return ProcessContext(
@@ -163,6 +175,7 @@ class ProcessWorld:
             flight=self.flight,
             watch=self._watch,
             watchdog=self._watchdog,
+            secret=secret,
         )
 
     def keep(self, name: str, part: Part) -> None:

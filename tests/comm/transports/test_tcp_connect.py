@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import tritondt as T
 from tritondt import environment
+from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.transports.interfaces import machine
@@ -29,7 +30,8 @@ class Places:
     look: Callable[[Sequence[int]], object] = staticmethod(lambda _: None)
     wanted: Mapping[int, Sequence[int]] = {place: range(3) for place in range(3)}
 
-    def __init__(self, timeout_s: float = 20.0) -> None:
+    def __init__(self, timeout_s: float = 20.0, secret: Secret | None = None) -> None:
+        self.secret = secret
         self.whole_store: dist.Store = dist.HashStore()
         self.store = dist.PrefixStore(KEY, self.whole_store)
         self._timeout_s = timeout_s
@@ -52,7 +54,7 @@ class Places:
         try:
             attempt = Attempt.of(self._timeout_s, self.look)
             if place not in self.made:
-                self.made[place] = Connections(client, KEY, RANKS, place, attempt)
+                self.made[place] = Connections(client, KEY, RANKS, place, attempt, self.secret)
             self.made[place].reach(self.wanted[place], attempt)
             self.found[place] = self.made[place].sockets
         except (T.PeerError, T.WorldError) as error:
@@ -73,8 +75,8 @@ class Places:
 
 
 @contextmanager
-def places(timeout_s: float = 20.0) -> Iterator[Places]:
-    made = Places(timeout_s)
+def places(timeout_s: float = 20.0, secret: Secret | None = None) -> Iterator[Places]:
+    made = Places(timeout_s, secret)
     try:
         yield made
     finally:

@@ -4,6 +4,7 @@ A rank that failed before its first exchange, or was in no mesh so far, has made
 count for themselves. The store counts how many communicators of a name have ended: whoever ends one ends it for all.
 """
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -11,8 +12,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from tritondt.comm.store.client import StoreClient
-from tritondt.comm.store.notices import Notices
-from tritondt.errors import PeerError
+from tritondt.comm.store.notices import Failed, Notices
+from tritondt.errors import PeerError, WorldError
 
 Result = TypeVar("Result")
 
@@ -38,6 +39,44 @@ class Rendezvous:
     @property
     def _ended(self) -> str:
         return f"{self._name}/ended"
+
+    def agree(self, rank: int, mark: str) -> None:
+        """Shows the mark of this rank's secret, "" without one; WorldError where the rank that came first has another.
+
+        Before `gather`: the others, who wait there for this rank, hear of its error.
+        """
+        shown = json.dumps([rank, mark])
+        first, theirs = json.loads(self._asked(lambda store: store.compare_set(f"{self.key}/secret", "", shown)))
+        if theirs == mark:
+            return
+        if not mark:
+            what = f"rank {rank} has no secret, and rank {first} has one"
+        elif not theirs:
+            what = f"rank {rank} has a secret, and rank {first} has none"
+        else:
+            what = f"rank {rank} has another secret than rank {first}"
+        raise WorldError(f"{what}; set TRITONDT_SECRET or TRITONDT_SECRET_FILE to the same on all ranks, or on none")
+
+    def refuse(self, rank: int, error: BaseException) -> None:
+        """Tells the others, those that come later too, why this rank takes no part."""
+        Notices(self._client, rank, self._timeout_s).report_for_good(self.key, error)
+        refusal = json.dumps(Failed(rank, f"{type(error).__name__}: {error}"))
+        self._asked(lambda store: store.compare_set(f"{self.key}/refusal", "", refusal))
+
+    def raise_missed(self, rank: int) -> None:
+        """Raises PeerError, once, where the making before this one has ended by a refusal before this rank came.
+
+        The others have left it and wait for nobody.
+        """
+        before = f"{self._name}/{self._number - 1}"
+        refusal, here = f"{before}/refusal", f"{before}/here/{rank}"
+        if self._number == 1 or not self._asked(lambda store: store.check([refusal])):
+            return
+        failed = Failed(*json.loads(self._asked(lambda store: store.get(refusal))))
+        if failed.rank == rank or self._asked(lambda store: store.check([here])):
+            return
+        self._asked(lambda store: store.set(here, ""))
+        raise PeerError(f"rank {failed.rank} had refused to connect when rank {rank} came: {failed.error}")
 
     def gather(self, rank: int) -> None:
         """Returns when all ranks have come.

@@ -36,7 +36,9 @@ class SocketCommunicator(PackedCommunicator):
         self._started = 0.0  # when the exchange under way was started; 0 where none is
         coming = Attempt.of(self._timeout_s, self._raise_failure_of_others)
         with self._told_of_failure(), ExitStack() as undone:
-            self._connections = Connections(context.client, context.key, self._ranks, self._place, coming)
+            self._connections = Connections(
+                context.client, context.key, self._ranks, self._place, coming, context.secret
+            )
             undone.callback(self._connections.close)
             self._group = SocketGroup([-1] * len(self._ranks))
             self._watchdog.watch(self._group, self._timeout_s, self._recorder, self._flight.path_text)

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from tritondt import environment
+from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import PATIENCE_S, SilentStoreError, StoreClient, values
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
 from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
@@ -54,13 +55,22 @@ class Connections:
     `sockets` are connected and non-blocking, by place; None where there is none so far, and at this rank's own.
     """
 
-    def __init__(self, client: StoreClient, key: str, ranks: Sequence[int], place: int, attempt: Attempt) -> None:
+    def __init__(
+        self,
+        client: StoreClient,
+        key: str,
+        ranks: Sequence[int],
+        place: int,
+        attempt: Attempt,
+        secret: Secret | None = None,
+    ) -> None:
         """Says in the store, under `key`, where the others reach this rank; a collective call.
 
+        With a `secret`, which all ranks have then, both ends of each connection prove that they know it.
         Raises PeerError for ranks that do not come, WorldError where no address can be given to others.
         """
         self.sockets: list[socket.socket | None] = [None] * len(ranks)
-        self._ranks, self._place = ranks, place
+        self._ranks, self._place, self._secret = ranks, place, secret
         self._told = _Told(client, key, ranks, place)
         self._own = Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
         self._listeners: dict[str, socket.socket] = {}
@@ -113,7 +123,9 @@ class Connections:
         listeners = list(self._listeners.values())
         try:
             with self._named_errors():
-                self._handshakes = Handshakes(self._place, addresses, listeners, self._own, wanted & callers, callers)
+                self._handshakes = Handshakes(
+                    self._place, addresses, listeners, self._own, wanted & callers, callers, self._secret
+                )
                 found = self._shake_hands(self._handshakes, attempt)
         finally:
             self._handshakes = None
