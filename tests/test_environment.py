@@ -92,7 +92,7 @@ def test_the_secret_of_a_job_is_in_a_variable_or_in_a_file_of_its_user(
     monkeypatch.setenv("TRITONDT_SECRET_FILE", str(file))
     assert environment.secret() == b"0123456789abcdef in a file"
     monkeypatch.setenv("TRITONDT_SECRET", "0123456789abcdef")
-    with pytest.raises(T.WorldError, match=r"^TRITONDT_SECRET and TRITONDT_SECRET_FILE are both set; allowed is one of"):
+    with pytest.raises(T.WorldError, match=r"^TRITONDT_SECRET and TRITONDT_SECRET_FILE are both set; allowed is one"):
         environment.secret()
     monkeypatch.delenv("TRITONDT_SECRET_FILE")
     assert environment.secret() == b"0123456789abcdef"

@@ -1,7 +1,9 @@
 """The flight recorder: what is kept, what is overwritten, where calls came from, and the file."""
 
 import json
+import os
 import socket
+import stat
 import threading
 import timeit
 
@@ -201,3 +203,26 @@ def test_recording_an_operation_costs_less_than_a_microsecond():
 
     # 0.24 us here alone; the fastest of many rounds, so that a busy machine does not fail it.
     assert min(timeit.repeat(record, number=2000, repeat=50)) / 2000 < 0.8e-6
+
+
+@pytest.mark.parametrize("what", ["a link", "a broken link", "a FIFO", "a folder", "a device"])
+def test_a_record_takes_the_place_of_a_file_alone(tmp_path, what):
+    path, elsewhere = tmp_path / "rank-0.json", tmp_path / "elsewhere"
+    elsewhere.write_text("kept")
+    if what.endswith("link"):
+        path.symlink_to(elsewhere if what == "a link" else tmp_path / "nowhere")
+    elif what == "a FIFO":
+        os.mkfifo(path)
+    elif what == "a folder":
+        path.mkdir()
+    else:
+        try:
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        except PermissionError:
+            pytest.skip("only root makes devices")
+    kind = stat.S_IFMT(path.lstat().st_mode)
+    with pytest.raises(FileExistsError, match=f"is {what.replace('broken ', '')}, not a file to replace: File exists"):
+        FlightRecorder(0, 1).dump(str(path))
+    assert stat.S_IFMT(path.lstat().st_mode) == kind
+    assert elsewhere.read_text() == "kept"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["elsewhere", "rank-0.json"]

@@ -122,7 +122,7 @@ def test_foreign_files_are_refused(tmp_path, content, text):
 
 def test_files_that_are_no_text_and_files_of_two_worlds_are_refused(tmp_path):
     (tmp_path / "rank-0.json").write_bytes(b"\xff\xfe")
-    assert "rank-0.json cannot be read: " in refusal(tmp_path)
+    assert "rank-0.json is refused: it cannot be read: " in refusal(tmp_path)
     (tmp_path / "rank-0.json").write_text(as_file(flight(0, done(1))))
     (tmp_path / "rank-1.json").write_text(as_file(flight(1, done(1), world_size=2)))
     assert "files of different worlds: rank 0 is of 4 ranks, rank 1 of 2" in refusal(tmp_path)
@@ -137,7 +137,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(tmp_path):
 def test_a_file_without_end_is_refused(tmp_path):
     with (tmp_path / "rank-0.json").open("wb") as file:
         file.truncate(1 << 40)
-    assert "it has 1099511627776 bytes; a flight record has at most 268435456" in refusal(tmp_path)
+    assert "it has 1099511627776 bytes; allowed are 268435456" in refusal(tmp_path)
 
 
 def test_help_says_what_it_reads_and_how_it_ends():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,10 @@ import click
 from tritondt.cli.bench.bootstrap import Ratio, ratio_of
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
+from tritondt.cli.foreign_files import ForeignFileError, parse, printable, read_text
 
+# What reading an object raises that is no result.
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError)
 _PLACES = ("out_of_place", "in_place")
 _TOP = ("benchmark", "ranks", "threads", "dtype")
 _RATIO_COLUMNS = "   ratio  95 % interval   verdict"
@@ -32,17 +34,17 @@ class Entry:
 def read(path: Path) -> tuple[list[Entry], Mapping[str, Any]]:
     """Entries of a file that `--json` wrote, and the object in it; BenchmarkError for anything else."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse(read_text(path))
         entries = list(_entries(found))
-    except (OSError, ValueError) as error:
-        raise BenchmarkError(f"cannot read {path}: {error}") from error
-    except (KeyError, TypeError, AttributeError) as error:
-        entries, missing = [], repr(error)
+    except ForeignFileError as error:
+        raise BenchmarkError(printable(f"cannot read {path}: {error}")) from error
+    except MALFORMED as error:
+        entries, missing = [], f"{error!r:.200}"
     else:
         missing = "no results"
     if not entries:
         raise BenchmarkError(
-            f"{path} is no result of `bench COLLECTIVE --json` or `bench redistribute --json`: {missing}"
+            printable(f"{path} is no result of `bench COLLECTIVE --json` or `bench redistribute --json`: {missing}")
         )
     return entries, found
 
@@ -124,21 +126,38 @@ def compare(before: Path, after: Path, json_to: str | None) -> None:
     (old, old_file), (new, new_file) = read(before), read(after)
     pairs = pair(old, new)
     right = [each for each in pairs if each.before.is_right and each.after.is_right]
-    means = {side: _ratio([each for each in right if each.after.side == side]) for side in _sides(right)}
-    result = {
-        "before": str(before),
-        "after": str(after),
-        "differences": differences(old_file, new_file),
-        "left_out": [each.name for each in pairs if each not in right],
-        "cases": [_case(each) for each in right],
-        "only_in_one": len(old) + len(new) - 2 * len(pairs),
-        "geometric_means": {side: _ratio_json(ratio) for side, ratio in means.items()},
-    }
-    for line in [*lines(result), *(f"geometric mean of time after / before, {s}: {m}" for s, m in means.items())]:
-        click.echo(line, err=is_printed(json_to))
+    _check_times(before, after, right)
+    try:
+        means = {side: _ratio([each for each in right if each.after.side == side]) for side in _sides(right)}
+        result = {
+            "before": str(before),
+            "after": str(after),
+            "differences": differences(old_file, new_file),
+            "left_out": [each.name for each in pairs if each not in right],
+            "cases": [_case(each) for each in right],
+            "only_in_one": len(old) + len(new) - 2 * len(pairs),
+            "geometric_means": {side: _ratio_json(ratio) for side, ratio in means.items()},
+        }
+        told = [*lines(result), *(f"geometric mean of time after / before, {s}: {m}" for s, m in means.items())]
+    except MALFORMED as error:
+        raise BenchmarkError(printable(f"cannot compare {before} and {after}: {error!r:.200}")) from error
+    for line in told:
+        click.echo(printable(line), err=is_printed(json_to))
     write_json(result, json_to)
     if not right:
         raise click.ClickException("no case has right results in both files: there is no ratio to report")
+
+
+def _check_times(before: Path, after: Path, pairs: list[Pair]) -> None:
+    """BenchmarkError where a ratio cannot be made of what is there."""
+    for path, times in ((before, [p.before.times for p in pairs]), (after, [p.after.times for p in pairs])):
+        for seconds in times:
+            if not seconds or not all(type(each) in (int, float) and each >= 0 for each in seconds):
+                raise BenchmarkError(
+                    printable(
+                        f"{path} has times {list(seconds)!r:.100}; allowed are one or more numbers that are not below 0"
+                    )
+                )
 
 
 def _sides(pairs: list[Pair]) -> list[str]:

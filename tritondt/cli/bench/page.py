@@ -12,12 +12,13 @@ from typing import Any
 
 import click
 
-from tritondt.cli.bench.compare import read, seconds_of
+from tritondt.cli.bench.compare import MALFORMED, read, seconds_of
 from tritondt.cli.bench.errors import BenchmarkError
 from tritondt.cli.bench.harness import percentile
 from tritondt.cli.bench.inputs import DTYPES
+from tritondt.cli.foreign_files import printable
 from tritondt.cli.html_page import charts, legend, page, table
-from tritondt.cli.outputs import refuse_unwritable
+from tritondt.cli.outputs import refuse_obstacle, refuse_unwritable, replace_file
 from tritondt.cli.svg import COLOURS, Series, histogram, line_chart
 
 _PLACES = ("out_of_place", "in_place")
@@ -80,15 +81,15 @@ def _of_collectives(found: Mapping[str, Any]) -> Iterator[Point]:
                 )
 
 
-def _count(results: Mapping[str, Any]) -> str:
+def _count(results: Mapping[str, object]) -> str:
     return "1 result" if len(results) == 1 else f"{len(results)} results"
 
 
-def report_page(results: Mapping[str, Mapping[str, Any]], skipped: Mapping[str, str]) -> str:
-    """The page of results by the name of their files; `skipped` says why other files are not in it."""
-    body = [f"<p>{_count(results)}. GB/s are nccl-tests' bus bandwidth; only right results are drawn.</p>"]
-    for name, found in results.items():
-        body += _section(name, found)
+def report_page(sections: Mapping[str, Sequence[str]], skipped: Mapping[str, str]) -> str:
+    """The page of sections by the name of their files; `skipped` says why other files are not in it."""
+    body = [f"<p>{_count(sections)}. GB/s are nccl-tests' bus bandwidth; only right results are drawn.</p>"]
+    for section in sections.values():
+        body += section
     if skipped:
         body.append("<h2>Not in this report</h2><ul>")
         body += [f"<li>{escape(name)}: {escape(why)}</li>" for name, why in skipped.items()]
@@ -100,7 +101,7 @@ def _section(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     points = points_of(found)
     styles = {side: place for place, side in enumerate(dict.fromkeys(point.side for point in points))}
     ranks = found.get("ranks", found.get("config", {}).get("ranks"))
-    yield f"<h2>{escape(str(found['benchmark']))} on {ranks} ranks ({escape(name)})</h2>"
+    yield f"<h2>{escape(str(found['benchmark']))} on {escape(str(ranks))} ranks ({escape(name)})</h2>"
     around = {"date": found.get("date", "?"), **found.get("machine", {}), **found.get("versions", {})}
     yield f"<p>{escape(', '.join(f'{key} {value}' for key, value in around.items()))}</p>"
     if not found.get("complete", True):
@@ -196,26 +197,31 @@ def report(folder: Path, out: Path | None) -> None:
     if not folder.is_dir():
         raise click.UsageError(f"{folder} is no folder; allowed is one with results of bench --json")
     path = folder / "report.html" if out is None else out
+    if out is None:
+        refuse_obstacle(path)
     refuse_unwritable(str(path))
-    results, skipped = {}, {}
+    sections, skipped = {}, {}
     for file in sorted(folder.glob("*.json")):
         try:
-            results[file.name] = _checked(file)
+            sections[file.name] = _read_section(file)
         except BenchmarkError as error:
             skipped[file.name] = str(error)
-    if not results:
+    if not sections:
         raise click.ClickException(
             f"{folder} has no result of bench --json among {len(skipped)} files that end in .json; nothing is written"
         )
-    path.write_text(report_page(results, skipped), encoding="utf-8")
-    click.echo(f"{path}: {_count(results)}" + (f", {len(skipped)} files left out" if skipped else ""))
+    page_text = report_page(sections, skipped).encode("utf-8", "backslashreplace")
+    if out is None:
+        replace_file(path, page_text)
+    else:
+        path.write_bytes(page_text)
+    click.echo(f"{path}: {_count(sections)}" + (f", {len(skipped)} files left out" if skipped else ""))
 
 
-def _checked(file: Path) -> Mapping[str, Any]:
-    """The object in a file whose results all can be read; BenchmarkError otherwise."""
+def _read_section(file: Path) -> list[str]:
+    """What the page says of a file; BenchmarkError where it cannot be drawn, of which the others are none the worse."""
     _, found = read(file)
     try:
-        points_of(found)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise BenchmarkError(f"cannot read {file}: {type(error).__name__}: {error}") from error
-    return found
+        return list(_section(file.name, found))
+    except MALFORMED as error:
+        raise BenchmarkError(printable(f"cannot read {file}: {type(error).__name__}: {error!s:.200}")) from error

@@ -10,6 +10,7 @@ import click
 from tritondt.cli.flight.findings import examine
 from tritondt.cli.flight.reading import FlightFileError, read_flights
 from tritondt.cli.flight.telling import as_json, tell
+from tritondt.cli.foreign_files import printable
 
 
 @click.command(short_help="Say who waits for whom, from the ranks' flight recorders.")
@@ -39,11 +40,11 @@ def flight(folder: Path, patience_s: float, to_json: bool) -> None:
     try:
         findings = examine(read_flights(folder), patience_s)
     except FlightFileError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
     if to_json:
         click.echo(json.dumps(as_json(findings), indent=2))
     else:
         for line in tell(findings):
-            click.echo(line)
+            click.echo(printable(line))
     if not findings.is_clean:
         raise click.exceptions.Exit(1)

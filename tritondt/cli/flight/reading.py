@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import stat
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from tritondt.cli.flight.entry import STATES, Entry, Flight
+from tritondt.cli.foreign_files import ForeignFileError, parse, read_text
 
 VERSION = 1
-# A recorder's 2,000 entries are 1 MB; texts of errors may be longer.
-_MAX_BYTES = 256 << 20
 _MAX_RANKS = 1 << 20  # ranks without a file are listed
 _NUMBER = (int, float)
 _ENTRY_KINDS: dict[str, tuple[type, ...]] = {
@@ -67,13 +63,13 @@ def read_flights(folder: Path) -> tuple[Flight, ...]:
 def parse_flight(text: str) -> Flight:
     """Content of one file; FlightFileError says what is wrong in it."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FlightFileError(f"it is no JSON: {error}") from error
+        found = parse(text)
+    except ForeignFileError as error:
+        raise FlightFileError(str(error)) from error
     if not isinstance(found, dict) or "version" not in found:
         raise FlightFileError("it is no flight recorder's: it has no version")
     if found["version"] != VERSION:
-        raise FlightFileError(f"it has version {found['version']!r}; this program reads version {VERSION}")
+        raise FlightFileError(f"it has version {found['version']!r:.100}; this program reads version {VERSION}")
     _check(found, _FILE_KINDS, "the file")
     rank, world_size = found["rank"], found["world_size"]
     if not 0 <= rank < world_size:
@@ -82,7 +78,7 @@ def parse_flight(text: str) -> Flight:
         raise FlightFileError(f"its world has {world_size} ranks; at most {_MAX_RANKS} are allowed")
     try:
         written_at = datetime.fromisoformat(found["written_at"]).timestamp()
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise FlightFileError(f"its written_at is no time: {error}") from error
     entries = tuple(_entry(place, item) for place, item in enumerate(found["entries"]))
     return Flight(rank, world_size, found["host"], found["pid"], written_at, found["reason"], entries)
@@ -90,10 +86,8 @@ def parse_flight(text: str) -> Flight:
 
 def _read(path: Path) -> Flight:
     try:
-        flight = parse_flight(_text(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise FlightFileError(f"{path} cannot be read: {error}") from error
-    except FlightFileError as error:
+        flight = parse_flight(read_text(path))
+    except (FlightFileError, ForeignFileError) as error:
         raise FlightFileError(f"{path} is refused: {error}") from error
     named = re.fullmatch(r"rank-(\d+)\.json", path.name)
     if named is None or int(named[1]) != flight.rank:
@@ -101,23 +95,12 @@ def _read(path: Path) -> Flight:
     return flight
 
 
-def _text(path: Path) -> str:
-    """Content of a regular file; in a folder of others it may be a pipe, which nobody ends, or have no end."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), encoding="utf-8") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise FlightFileError(f"it is no regular file but {stat.filemode(found.st_mode)}")
-        if found.st_size > _MAX_BYTES:
-            raise FlightFileError(f"it has {found.st_size} bytes; a flight record has at most {_MAX_BYTES}")
-        return file.read(_MAX_BYTES)
-
-
 def _entry(place: int, found: Any) -> Entry:
     if not isinstance(found, dict):
-        raise FlightFileError(f"entry {place} is {found!r}; it must be an object")
+        raise FlightFileError(f"entry {place} is {found!r:.100}; it must be an object")
     _check(found, _ENTRY_KINDS, f"entry {place}")
     if found["state"] not in STATES:
-        raise FlightFileError(f"entry {place} has state {found['state']!r}; allowed are {', '.join(STATES)}")
+        raise FlightFileError(f"entry {place} has state {found['state']!r:.100}; allowed are {', '.join(STATES)}")
     return Entry(**{name: found[name] for name in _ENTRY_KINDS})
 
 
@@ -127,4 +110,4 @@ def _check(found: Mapping[str, Any], kinds: Mapping[str, tuple[type, ...]], wher
             raise FlightFileError(f"{where} has no {name}")
         if not isinstance(found[name], allowed) or isinstance(found[name], bool):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-            raise FlightFileError(f"{where} has {name} {found[name]!r}; it must be {names}")
+            raise FlightFileError(f"{where} has {name} {found[name]!r:.100}; it must be {names}")

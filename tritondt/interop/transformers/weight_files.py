@@ -138,7 +138,7 @@ def weights_in(folder: Path) -> dict[str, tuple[Weight, Path]]:
 def _read_index(index: Path) -> Mapping[str, str]:
     try:
         places = json.loads(index.read_bytes())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index of weights: {type(error).__name__}: {error}") from error
     is_map = isinstance(places, dict) and all(isinstance(file, str) for file in places.values())
     if not is_map or any(Path(file).name != file for file in places.values()):
@@ -165,7 +165,7 @@ def read_header(path: Path) -> list[Weight]:
         entries.pop("__metadata__", None)
         found = [Weight(name, tuple(entry["shape"]), DTYPES[entry["dtype"]]) for name, entry in entries.items()]
         ends = [entry["data_offsets"][1] for entry in entries.values()]
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise CheckpointError(f"the header of {path} cannot be read: {type(error).__name__}: {error}") from error
     expected = 8 + length + max(ends, default=0)
     if size != expected:
