@@ -297,10 +297,19 @@ def _name_of(ranks: tuple[int, ...]) -> str:
 
 
 def _watching(flight: Flight) -> Watchdog:
-    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program handles that signal."""
-    made = Watchdog()
+    """The watchdog of a world; on SIGUSR1 it writes the flight record, unless the program handles that signal.
+
+    WorldError where the system gives it no descriptor or no thread: exchanges would have no timeout.
+    """
     flight.prepare()
-    made.dump_on_signal(signal.SIGUSR1, flight.recorder, flight.path_text)
+    try:
+        made = Watchdog()
+        made.dump_on_signal(signal.SIGUSR1, flight.recorder, flight.path_text)
+    except OSError as error:
+        raise WorldError(
+            f"rank {flight.recorder.rank} cannot watch over its exchanges: {error}; `ulimit -n` and `ulimit -u` say "
+            "how many descriptors and processes this user may have"
+        ) from error
     return made
 
 

@@ -5,12 +5,13 @@ called: it is of use for no other connection, and in no other direction. Whoever
 is found out. What follows on the connection is neither signed nor encrypted.
 """
 
+import hashlib
 import hmac
 import secrets
 from dataclasses import dataclass, field
 from typing import Literal
 
-NONCE_BYTES, PROOF_BYTES = 32, 32
+NONCE_BYTES, PROOF_BYTES, SIGNATURE_BYTES = 32, 32, 32
 
 Role = Literal["caller", "called"]
 
@@ -66,6 +67,14 @@ class Secret:
     def is_proof(self, shown: bytes, role: Role, connecting: Connecting) -> bool:
         """Whether that is the proof of such a role."""
         return hmac.compare_digest(shown, self.proof(role, connecting))
+
+    def signature(self, place: int, content: bytes) -> bytes:
+        """What shows that `content` is of the rank at `place` of a group whose ranks share the secret.
+
+        >>> len(Secret(b"sixteen bytes or more").signature(0, b"content")) == SIGNATURE_BYTES
+        True
+        """
+        return self._digest("content", str(place), hashlib.sha256(content).hexdigest())
 
     def _digest(self, *words: str) -> bytes:
         """HMAC over words, each with its length, so that no two lists of words are alike."""
