@@ -117,7 +117,7 @@ def test_a_named_folder_is_made_and_left_there(temporary: Path) -> None:
 
 
 def test_a_planted_link_is_not_followed(temporary: Path) -> None:
-    """Neither at the name of the file, which is replaced, nor at that of its draft, which cannot be guessed."""
+    """Neither at the name of the file, which is left as it is, nor at that of its draft, which cannot be guessed."""
     folder, victim = temporary / "shared", temporary / "victim"
     victim.write_text("mine")
     folder.mkdir()
@@ -126,9 +126,14 @@ def test_a_planted_link_is_not_followed(temporary: Path) -> None:
         (folder / f"rank-0.json.draft-{os.getpid()}-{number}").symlink_to(victim)
     flight, told = prepared(FlightFolder(folder))
     assert told == []
+    assert flight.write("a test") == (
+        f"; the flight record could not be written ([Errno 17] {folder}/rank-0.json is a link, not a file to replace: "
+        "File exists)"
+    )
+    assert (folder / "rank-0.json").is_symlink()
+    (folder / "rank-0.json").unlink()
     assert flight.write("a test") == f"; flight records: {folder}"
     assert victim.read_text() == "mine"
-    assert not (folder / "rank-0.json").is_symlink()
 
 
 def old_world(number: int, age_s: float) -> Path:

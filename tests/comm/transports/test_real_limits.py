@@ -152,6 +152,7 @@ def gather_with_few_descriptors(rank: int, num_spare: int, who: tuple[int, ...])
     T.close()
     seen, group = Seen([], [], []), dist.new_group(list(range(RANKS)), backend="tritondt")
     world.current()
+    dist.barrier()  # the store is rank 0's, and takes connections of those that make their worlds
     with warnings.catch_warnings(record=True) as said, limited("no descriptors" if rank in who else None, num_spare):
         warnings.simplefilter("always")
         gathered(seen, group)
@@ -174,6 +175,7 @@ def test_a_rank_without_descriptors_for_sockets_is_named_on_all_ranks(ranks: Glo
 def redistribute_with_few_descriptors(rank: int, num_spare: int) -> str:
     T.close()
     world.current()
+    dist.barrier()
     seen = Seen([], [], [])
     with warnings.catch_warnings(), limited("no descriptors" if rank == 1 else None, num_spare):
         warnings.simplefilter("ignore")
