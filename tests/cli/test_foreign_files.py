@@ -106,8 +106,8 @@ def test_a_harmful_value_anywhere_costs_no_other_result(tmp_path: Path, made: Ca
     assert ended.exit_code == 0, ended.output
     page = (tmp_path / "report.html").read_text()
     assert "(good.json)" in page
-    for path in sorted(tmp_path.glob("[0-9]*.json"))[::3]:
-        ended = invoke("bench", "compare", path, tmp_path / "good.json")
+    for harmful in sorted(tmp_path.glob("[0-9]*.json"))[::3]:
+        ended = invoke("bench", "compare", harmful, tmp_path / "good.json")
         assert not SEEN_BY_TERMINALS.search(ended.output), ended.output
 
 

@@ -111,6 +111,9 @@ def _interfaces() -> Finding:
         addresses, asked = outer_addresses(), asked_filter()
     except WorldError as error:
         return Finding("interfaces", str(error), "problem", "unset the variable, or name interfaces that are there")
+    except OSError as error:
+        advice = "ranks of this host reach each other; ranks of several need what lists interfaces (netlink sockets)"
+        return Finding("interfaces", f"the system lists none ({error})", "problem", advice)
     if not addresses:
         level: Literal["note", "problem"] = "note" if asked is None else "problem"
         advice = "ranks of this host reach each other; for several hosts, set TRITONDT_SOCKET_IFNAME to their network"

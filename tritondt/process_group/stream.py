@@ -211,8 +211,8 @@ class P2PStream:
 
     def _connect_once(self) -> None:
         if not self._is_connecting:
+            start_daemon(self._connect, f"tritondt-{self._name}")  # raises where there is no thread to be had
             self._is_connecting = True
-            start_daemon(self._connect, f"tritondt-{self._name}")
 
     def _connect(self) -> None:
         try:

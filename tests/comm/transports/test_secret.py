@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def proof_by_another_secret(_: bytes, connecting: Connecting) -> bytes:
 
 def proof_of_another_call(_: bytes, connecting: Connecting) -> bytes:
     """What the rank itself would have shown, had it been asked with other numbers."""
-    return SECRET.proof("caller", Connecting(*list(vars(connecting).values())[:4], draw(), draw()))
+    return SECRET.proof("caller", replace(connecting, caller_nonce=draw(), called_nonce=draw()))
 
 
 @pytest.mark.parametrize("shown", [nothing, proof_of_the_other_end, proof_by_another_secret, proof_of_another_call])

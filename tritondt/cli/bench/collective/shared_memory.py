@@ -55,7 +55,7 @@ def redistribution(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensor
 def _communicator(of: ProcessWorld) -> DirectCommunicator | None:
     """The communicator of all ranks of a world through arenas, made at the first call, which is collective."""
     context = of.join(_NAME, tuple(range(of.identity.size)), of.timeout)
-    arenas = map_arenas(context)
+    arenas = map_arenas(context, "shared memory is not measured")
     if arenas is None:
         return None
     made = DirectCommunicator(context, arenas)
