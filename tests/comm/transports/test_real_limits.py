@@ -201,6 +201,45 @@ def test_a_process_without_threads_runs_at_once_what_is_issued(ordinary_ranks: G
             assert "the thread tritondt-queue could not be started (can't start new thread): " in text, text
 
 
+@pytest.mark.in_core(1)
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one", "all"])
+def test_a_process_without_a_thread_for_its_watch_looks_itself(ordinary_ranks: GlooRanks, who: tuple[int, ...]) -> None:
+    """It exchanges, and hears at once of a rank that fails."""
+    for rank, (texts, values, warned) in enumerate(ordinary_ranks.run(exchange_and_fail_without_threads, who)):
+        assert values == [[10.0, 11.0, 12.0]]
+        assert len(warned) == (rank in who), warned
+        for text in warned:
+            assert text.startswith(
+                f"rank {rank} looks between its own messages what others have said, not beside them: "
+            )
+        if rank < 2:
+            assert texts[0].startswith(f"rank 2 failed while rank {rank} waited for "), texts
+            assert "LocalTensorError" in texts[0], texts
+            assert float(texts[1]) < 30, "it waited for the timeout"
+
+
+def exchange_and_fail_without_threads(rank: int, who: tuple[int, ...]) -> Seen:
+    T.close()
+    made: Any = world.current()
+    made._store_client.call(lambda store: store.check(["anything"]))  # the store has its thread, the watch has none
+    seen, texts, mesh = Seen([], [], []), [], T.Mesh((RANKS,))
+    with warnings.catch_warnings(record=True) as said, limited("no threads" if rank in who else None):
+        warnings.simplefilter("always")
+        time.sleep(0.5 * rank)  # so that others wait, and watch
+        x = T.DTensor.from_local(torch.full((1,), 10.0 + rank), mesh, [T.Shard(0)])
+        seen.values.append(x.full_tensor().tolist())
+        time.sleep(1.0 * (rank == 2))
+        spec = T.DTensorSpec(mesh, (T.Shard(0),), T.TensorMeta.contiguous((3,)))
+        whole = T.DTensorSpec(mesh, (T.Replicate(),), T.TensorMeta.contiguous((3,)))
+        started = time.monotonic()
+        try:
+            T.redistribute(torch.ones(2 if rank == 2 else 1), spec, whole)
+        except T.TritondtError as error:
+            texts += [str(error), str(time.monotonic() - started)]
+    T.abort()
+    return Seen(texts, seen.values, [str(each.message) for each in said if "looks" in str(each.message)])
+
+
 def issue_without_threads(rank: int, who: tuple[int, ...]) -> Seen:
     T.close()
     seen, group = Seen([], [], []), dist.new_group(list(range(RANKS)), backend="tritondt")

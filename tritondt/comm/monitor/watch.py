@@ -7,6 +7,7 @@ the wait interrupted; without a reason that happens at the timeout.
 
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.store.client import SilentStoreError, StoreClient
 from tritondt.comm.store.notices import Failed, Notices, Waiting
-from tritondt.errors import MismatchError, PeerError
+from tritondt.errors import MismatchError, PeerError, WorldError
 
 INTERVAL_S = 1.0
 # How much longer a rank waits for one that waits itself, whose own timeout names the rank at fault.
@@ -97,12 +98,31 @@ class Watch:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._has_said, self._next_look = False, 0.0  # of a rank without a thread for the watch
 
     def begin(self, wait: Wait) -> None:
-        """Watches `wait` from now on; WorldError where the system gives no thread for that."""
+        """Watches `wait` from now on; a warning says once where the system gives no thread for that."""
         if self._thread is None:
-            self._start()
+            try:
+                self._start()
+            except WorldError as error:
+                self._say_once(error)
         self._waits[id(wait)] = wait
+
+    def look(self, wait: Wait) -> None:
+        """Looks once a second why `wait` does not end, where there is no thread for that; by the thread that waits."""
+        if self._thread is None and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + INTERVAL_S
+            self._look(wait)
+
+    def _say_once(self, error: WorldError) -> None:
+        if not self._has_said:
+            self._has_said = True
+            warnings.warn(
+                f"rank {self._rank} looks between its own messages what others have said, not beside them: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def attend(self, find: Callable[[], Iterable[Wait]]) -> None:
         """Watches the waits that `find` returns at each look, until they are over: most are before the first look."""

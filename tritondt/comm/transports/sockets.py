@@ -99,6 +99,7 @@ class SocketCommunicator(PackedCommunicator):
             wait.suspects = tuple(self._ranks[place] for place in sorted(missing))
             self._recorder.state(record.entry, EXCHANGING, wait.suspects[0])
             self._check_usable(record.description)  # another thread may have aborted
+            self._watch.look(wait)
             if wait.reason is not None:
                 raise wait.reason
 
@@ -156,6 +157,7 @@ class SocketCommunicator(PackedCommunicator):
             while outcome == "pending":
                 wait.peer = self._ranks[peer]
                 self._recorder.state(record.entry, EXCHANGING, wait.peer)
+                self._watch.look(wait)
                 outcome, peer = group.finish()
         finally:
             self._watch.end(wait)
