@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import Work
 from tritondt.comm.work import Work as QueuedWork
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
+from tritondt.process_group.futures import fail, is_list_of_cpp_asked_for, list_of_cpp, succeed
 
 _NO_TIMEOUT = timedelta(0)  # as torch says it
 
@@ -60,8 +61,10 @@ class FinishedWork(_WorkOfTensors):
 
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of tensors that are written."""
+        if is_list_of_cpp_asked_for(self._results):
+            return list_of_cpp(self._results)
         future = torch.futures.Future[Any]()
-        future.set_result(list(self._results))
+        succeed(future, self._results)
         return future
 
 
@@ -97,11 +100,11 @@ class SharedMemoryWork(_WorkOfTensors):
         if future is None:
             return
         if self._error is None:
-            future.set_result(self._results)
+            succeed(future, self._results)
         elif isinstance(self._error, Exception):
-            future.set_exception(self._error)
+            fail(future, self._results, self._error)
         else:
-            future.set_exception(PeerError(f"{self._text} was ended by {type(self._error).__name__}"))
+            fail(future, self._results, PeerError(f"{self._text} was ended by {type(self._error).__name__}"))
 
     def is_completed(self) -> bool:
         """Whether the collective has run, well or not."""
@@ -135,7 +138,10 @@ class SharedMemoryWork(_WorkOfTensors):
         self.wait()
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of tensors that are written."""
+        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
+        if is_list_of_cpp_asked_for(self._results):
+            self.wait()
+            return list_of_cpp(self._results)
         with self._future_lock:
             if self._future is None:
                 self._future = self._unsettled = torch.futures.Future[Any]()
