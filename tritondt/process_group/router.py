@@ -17,6 +17,8 @@ from tritondt.comm import world
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.errors import TransportError, TritondtError, WorldError
+from tritondt.process_group.checks import check_plain_dtypes
+from tritondt.process_group.cpu_works import StagedWork
 from tritondt.process_group.debug_compare import Agreement, Parts
 from tritondt.process_group.kinds import Kind
 from tritondt.process_group.naming import text_of
@@ -24,6 +26,7 @@ from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
 from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.shared_memory_group import SharedMemoryGroup
+from tritondt.process_group.staging import NewCopies, as_real, staged, tensors_of
 from tritondt.process_group.stream import nccl_devices
 
 CPU = torch.device("cpu")
@@ -166,6 +169,7 @@ class Router:
         self.num_operations += 1
         if not tensors:
             raise WorldError(f"{kind.describe(*arguments)} was given no tensors")
+        check_plain_dtypes(tensors, kind.describe, *arguments)
         device = tensors[0].device
         nccl_group, timeout_s = self.nccl_group(device, kind.describe, *arguments), self._timeout_s_of(arguments[-1])
         if nccl_group is None:
@@ -197,13 +201,34 @@ class Router:
         work = None
         if self._shared_memory is not None:
             work = self._shared_memory.run(kind, describe, arguments, timeout_s)
-        return getattr(self.over_gloo, kind)(*arguments) if work is None else work
+        return self._on_gloo(kind, arguments) if work is None else work
+
+    def _on_gloo(self, kind: str, arguments: tuple[Any, ...]) -> Any:
+        """The Work of an operation on Gloo, which looks at the memory of tensors and not at their strides."""
+        copies: NewCopies = []
+        root, own = getattr(arguments[-1], "rootRank", -1), self.group_rank.rank
+        is_only_read = (kind == "reduce" and own != root) or (kind == "broadcast" and own == root) or kind == "send"
+        run = getattr(self.over_gloo, kind)
+        if kind == "barrier":
+            return run(*arguments)
+        memory = staged(arguments, None if is_only_read else copies)
+        if kind == "gather":  # torch takes complex numbers apart beforehand for others, and Gloo knows none
+            memory = as_real(memory)
+        if not copies:
+            return run(*memory)
+        return StagedWork(run(*memory), tensors_of(arguments[0]), copies)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
+        """The Work of a receive from any rank, on Gloo."""
+        check_plain_dtypes(tensors, lambda: "a receive from any rank")
+        return self._on_gloo("recv_anysource", (tensors, tag))
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """The Work of tensors to a rank of the group ("send") or from one ("recv"); Gloo alone looks at the tag."""
+        check_plain_dtypes(tensors, self._message_text, kind, tensors, peer)
         nccl_group = self.nccl_group(tensors[0].device, self._message_text, kind, tensors, peer)
         if nccl_group is None:
-            return getattr(self.over_gloo, kind)(tensors, peer, tag)
+            return self._on_gloo(kind, (tensors, peer, tag))
         own = self.group_rank.rank
         source, target = (own, peer) if kind == "send" else (peer, own)
         number = nccl_group.peer_of_message(source, target) if 0 <= peer < self.group_rank.size else peer

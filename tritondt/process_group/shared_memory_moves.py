@@ -11,21 +11,8 @@ import torch
 
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.process_group.shared_memory_programs import Members, Span, byte_moves
-from tritondt.process_group.shared_memory_steps import (
-    Call,
-    Find,
-    Lists,
-    NewCopies,
-    Step,
-    Tensors,
-    all_readable,
-    all_writable,
-    call_of,
-    in_place,
-    meet,
-    readable,
-    writable,
-)
+from tritondt.process_group.shared_memory_steps import Call, Find, Lists, Step, Tensors, call_of, meet
+from tritondt.process_group.staging import NewCopies, all_readable, all_writable, in_place, readable, writable
 
 PeerSpans = tuple[tuple[int, Span], ...]
 

@@ -12,20 +12,8 @@ import torch
 from tritondt.process_group import shared_memory_programs as programs
 from tritondt.process_group.naming import number_of, op_name, text_of
 from tritondt.process_group.shared_memory_programs import Reduction
-from tritondt.process_group.shared_memory_steps import (
-    Call,
-    Find,
-    Lists,
-    NewCopies,
-    Step,
-    Tensors,
-    all_readable,
-    call_of,
-    in_place,
-    meet,
-    readable,
-    writable,
-)
+from tritondt.process_group.shared_memory_steps import Call, Find, Lists, Step, Tensors, call_of, meet
+from tritondt.process_group.staging import NewCopies, all_readable, in_place, readable, writable
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
