@@ -240,6 +240,14 @@ class DTensor(torch.Tensor):
         """Raises PropagationError: no array holds a distributed tensor."""
         raise PropagationError(f"numpy() of a distributed tensor {self._spec}; use {_PLAIN.format('numpy')}")
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Raises PropagationError: a capsule has the memory of one rank."""
+        raise PropagationError(f"DLPack's export of a distributed tensor {self._spec}; use {_PLAIN_DLPACK}")
+
+    def __dlpack_device__(self) -> Any:
+        """Raises PropagationError, as `__dlpack__`, which is called after it."""
+        return self.__dlpack__()
+
     def __format__(self, format_spec: str) -> str:
         """The number of a tensor without dims as `format_spec` says; the tensor's text where that says nothing.
 
@@ -340,6 +348,10 @@ _GRAD: Any = torch.Tensor.grad
 _get_item: Any = torch.Tensor.__getitem__
 _set_item: Any = torch.Tensor.__setitem__
 _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local().{0}() for the part of this rank"
+_PLAIN_DLPACK = (
+    "torch.from_dlpack(x.full_tensor()) for all of it, a collective call, or torch.from_dlpack(x.to_local()) for the "
+    "part of this rank"
+)
 
 
 def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
