@@ -18,18 +18,28 @@ from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.errors import TransportError, TritondtError, WorldError
 from tritondt.process_group.checks import check_plain_dtypes
-from tritondt.process_group.cpu_works import StagedWork
+from tritondt.process_group.cpu_works import FinishedWork, StagedWork
 from tritondt.process_group.debug_compare import Agreement, Parts
 from tritondt.process_group.kinds import Kind
 from tritondt.process_group.naming import text_of
 from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
+from tritondt.process_group.one_rank import is_empty, run_alone
 from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.shared_memory_group import SharedMemoryGroup
-from tritondt.process_group.staging import NewCopies, as_real, staged, tensors_of
+from tritondt.process_group.staging import NewCopies, as_real, flattened, staged, tensors_of
 from tritondt.process_group.stream import nccl_devices
 
 CPU = torch.device("cpu")
+# Collectives whose complex tensors torch does not take apart beforehand, as others', and of which Gloo knows none.
+_NOT_TAKEN_APART = frozenset({"gather", "allgather_into_tensor_coalesced"})
+# Collectives whose tensors may have any shapes of so many elements, which Gloo compares.
+_BY_ELEMENTS = frozenset(
+    {
+        *("_allgather_base", "_reduce_scatter_base"),
+        *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+    }
+)
 _NO_TIMEOUT = timedelta(0)  # torch's options say this, or less, where the group's timeout holds
 
 # How often groups of a name have been made, since the default group was.
@@ -198,6 +208,8 @@ class Router:
 
     def _on_cpu(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of an operation on the CPU: through shared memory where that has the operation, else on Gloo."""
+        if is_empty(kind, arguments) or (len(self.ranks) == 1 and run_alone(kind, arguments)):
+            return FinishedWork(tensors_of(arguments[0]))
         work = None
         if self._shared_memory is not None:
             work = self._shared_memory.run(kind, describe, arguments, timeout_s)
@@ -212,8 +224,10 @@ class Router:
         if kind == "barrier":
             return run(*arguments)
         memory = staged(arguments, None if is_only_read else copies)
-        if kind == "gather":  # torch takes complex numbers apart beforehand for others, and Gloo knows none
+        if kind in _NOT_TAKEN_APART:
             memory = as_real(memory)
+        if kind in _BY_ELEMENTS:
+            memory = flattened(memory)
         if not copies:
             return run(*memory)
         return StagedWork(run(*memory), tensors_of(arguments[0]), copies)

@@ -25,7 +25,8 @@ def _all_gather_base(own: int, size: int, output: torch.Tensor, given: torch.Ten
 def _all_gather_into_coalesced(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: Any) -> Call | None:
     if len(outputs) != len(inputs):
         return None
-    return call_of([_gathered_into(own, size, *pair) for pair in zip(outputs, inputs, strict=True)], outputs)
+    pairs = [pair for pair in zip(outputs, inputs, strict=True) if any(each.numel() for each in pair)]
+    return call_of([_gathered_into(own, size, *pair) for pair in pairs], outputs)
 
 
 def _gathered_into(own: int, size: int, output: torch.Tensor, given: torch.Tensor) -> Step | None:

@@ -52,7 +52,8 @@ def _all_reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None
 
 
 def _all_reduce_coalesced(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
-    return call_of([_reduced(size, tensor, opts.reduceOp) for tensor in tensors], tensors)
+    # Those without elements are so on all ranks, and have no step.
+    return call_of([_reduced(size, tensor, opts.reduceOp) for tensor in tensors if tensor.numel()], tensors)
 
 
 def _reduced(size: int, tensor: torch.Tensor, op: Any) -> Step | None:
@@ -86,7 +87,7 @@ def _reduce_scatter_base(own: int, size: int, output: torch.Tensor, given: torch
 def _reduce_scatter_coalesced(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: Any) -> Call | None:
     if len(outputs) != len(inputs):
         return None
-    pairs = zip(outputs, inputs, strict=True)
+    pairs = [pair for pair in zip(outputs, inputs, strict=True) if any(each.numel() for each in pair)]
     return call_of([_scattered(own, size, *pair, opts.reduceOp) for pair in pairs], outputs)
 
 

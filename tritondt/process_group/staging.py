@@ -105,6 +105,15 @@ def as_real(arguments: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(_mapped(lambda each: torch.view_as_real(each.detach()) if each.is_complex() else each, arguments))
 
 
+def flattened(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of a call of torch.distributed, their tensors, without gaps, as ones of one dim.
+
+    >>> flattened((torch.ones(2, 3), 3))[0].shape
+    torch.Size([6])
+    """
+    return tuple(_mapped(lambda each: each.detach().view(-1), arguments))
+
+
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], found: Any) -> Any:
     """An argument with other tensors: one, a list or a list of lists; others as they are."""
     if isinstance(found, torch.Tensor):
