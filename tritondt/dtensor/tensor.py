@@ -113,7 +113,8 @@ class DTensor(torch.Tensor):
 
         `grad_placements` are the placements that the part's gradient will have (default: those of this tensor, with
         Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a view that
-        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first.
+        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first. A write
+        to the part of such a view does not reach x, and the view refuses to be used afterwards.
         """
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
