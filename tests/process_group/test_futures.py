@@ -252,7 +252,7 @@ def readers_in_python(rank: int) -> None:
     assert torch.futures.wait_all(again)[1][0] is sums[1]
     asked = getattr(works[0], "_".join(("get", "future")))()  # as C++ does
     assert asked.value()[0] is sums[0]
-    found = functional.all_reduce(own(rank), "sum", dist.group.WORLD)
+    found = functional.all_reduce(own(rank), "sum", dist.distributed_c10d._get_default_group())
     torch.testing.assert_close(functional.wait_tensor(found), own(0) + own(1), rtol=0, atol=0)
 
 

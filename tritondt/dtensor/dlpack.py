@@ -8,7 +8,7 @@ from torch.utils import dlpack
 
 from tritondt.dtensor.tensor import DTensor
 
-_export: Any = dlpack.to_dlpack  # type: ignore[attr-defined]
+_export: Any = dlpack.to_dlpack
 
 
 @wraps(_export)
@@ -19,4 +19,4 @@ def to_dlpack(tensor: torch.Tensor, **options: Any) -> Any:
 
 def refuse_distributed_tensors() -> None:
     """Puts `to_dlpack` in the place of torch's, by both names: that one asks no class of tensors."""
-    dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[attr-defined]
+    dlpack.to_dlpack = torch.to_dlpack = to_dlpack  # type: ignore[assignment]

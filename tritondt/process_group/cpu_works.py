@@ -210,5 +210,5 @@ class StagedWork(_WorkOfTensors):
 
     def source_rank(self) -> int:
         """The rank of the group that a message comes from; -1 for other operations."""
-        rank: int = self._work._source_rank()  # type: ignore[attr-defined]
+        rank: int = self._work._source_rank()
         return rank

@@ -22,7 +22,7 @@ class FailedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls: type["FailedTensor"], result: torch.Tensor, error: BaseException) -> "FailedTensor":
         """One in place of a result, of its shape, dtype and device."""
-        made: FailedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: FailedTensor = torch.Tensor._make_wrapper_subclass(
             cls, result.shape, dtype=result.dtype, device=result.device
         )
         made._error = error
@@ -34,7 +34,7 @@ class FailedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Raises the error of the first failed tensor among the arguments."""
@@ -59,7 +59,7 @@ def fail(future: "torch.futures.Future[Any]", results: Sequence[torch.Tensor], e
     def raise_error(_: object) -> None:
         raise again(error) from error
 
-    future._set_unwrap_func(raise_error)  # type: ignore[attr-defined]
+    future._set_unwrap_func(raise_error)
     future.set_result([FailedTensor(result, error) for result in results or [torch.empty(0)]])
 
 
@@ -80,5 +80,5 @@ def list_of_cpp(results: Sequence[torch.Tensor]) -> "torch.futures.Future[Any]":
     >>> list_of_cpp([torch.ones(2)]).value()
     [tensor([1., 1.])]
     """
-    made: torch.futures.Future[Any] = torch._C.fork(lambda: list(results))  # type: ignore[attr-defined]
+    made: torch.futures.Future[Any] = torch._C.fork(lambda: list(results))  # type: ignore[assignment]
     return made
