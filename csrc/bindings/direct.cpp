@@ -84,6 +84,34 @@ std::unique_ptr<DirectPlan> observed(const DirectPlan& plan, const std::string& 
   return made;
 }
 
+// Keeps a Python object, which is let go of with the GIL held, from wherever that happens.
+std::shared_ptr<const void> kept(const py::object& object) {
+  return std::shared_ptr<py::object>(new py::object(object), [](py::object* it) {
+    const py::gil_scoped_acquire acquired;
+    delete it;
+  });
+}
+
+// How a part of an exchange ended, which runs without the GIL. While the exchange is under way the
+// group keeps its `plan`, with all that this keeps alive, and lets go of it afterwards.
+template <typename Run>
+auto ended(DirectGroup* group, const py::object* plan, const Run& run) {
+  Ending ending = {};
+  try {
+    const py::gil_scoped_release released;
+    ending = run();
+  } catch (...) {
+    if (plan != nullptr && group->is_under_way()) group->keep(kept(*plan));
+    throw;
+  }
+  if (ending.outcome != Outcome::kPending) {
+    group->keep(nullptr);
+  } else if (plan != nullptr) {
+    group->keep(kept(*plan));
+  }
+  return ending_of(ending);
+}
+
 void bind_arena(py::module_* module) {
   py::class_<Arena, std::shared_ptr<Arena>>(
       *module, "Arena", "Shared memory without a name, made by one rank and mapped by others.")
@@ -132,12 +160,15 @@ void bind_direct_group(py::module_* module) {
                   py::arg("num_ranks"), "Bytes of a slot in an arena of so many bytes.")
       .def(
           "run",
-          [](DirectGroup& group, const DirectProgram& plan, Addresses sources, Addresses targets,
+          [](DirectGroup& group, const py::object& plan, Addresses sources, Addresses targets,
              int num_threads, std::uint64_t sequence, std::uint64_t tag, std::uintptr_t staging) {
-            const py::gil_scoped_release released;
-            return ending_of(
-                group.run(&plan, {std::move(sources), std::move(targets), num_threads, staging},
-                          sequence, tag));
+            const auto* const program = plan.cast<const DirectProgram*>();
+            if (program == nullptr) throw py::type_error("the plan of an exchange is None");
+            return ended(&group, &plan, [&] {
+              return group.run(program,
+                               {std::move(sources), std::move(targets), num_threads, staging},
+                               sequence, tag);
+            });
           },
           py::arg("plan"), py::arg("sources"), py::arg("targets"), py::arg("num_threads"),
           py::arg("sequence"), py::arg("tag"), py::arg("staging"),
@@ -145,8 +176,7 @@ void bind_direct_group(py::module_* module) {
       .def(
           "finish",
           [](DirectGroup& group) {
-            const py::gil_scoped_release released;
-            return ending_of(group.finish());
+            return ended(&group, nullptr, [&group] { return group.finish(); });
           },
           "Carries on until all messages are read; PENDING means call again.")
       .def("skip", &DirectGroup::skip, py::arg("sequence"),

@@ -165,6 +165,21 @@ void bind_reduce_table(py::module_* module) {
   bind_run(&table);
 }
 
+// Objects that `cls.__new__(cls)` makes have no C++ object: pybind11 gives methods memory that
+// nobody has initialised in its place, by this function where a class has one.
+void* refuse_uninitialised(std::size_t /*num_bytes*/) {
+  throw py::type_error("__init__ was not called on an object of tritondt._C; make it by its class");
+}
+
+void refuse_uninitialised_objects(const py::module_& module) {
+  for (const auto& [name, value] : py::reinterpret_borrow<py::dict>(module.attr("__dict__"))) {
+    if (PyType_Check(value.ptr()) == 0) continue;
+    auto* const type = reinterpret_cast<PyTypeObject*>(value.ptr());
+    const std::vector<py::detail::type_info*>& known = py::detail::all_type_info(type);
+    for (py::detail::type_info* const info : known) info->operator_new = refuse_uninitialised;
+  }
+}
+
 void write_words_at(const std::vector<std::vector<Interval>>& region, const Integers& shape,
                     std::uint64_t key, int lane, std::uintptr_t address, int num_threads) {
   const py::gil_scoped_release released;
@@ -213,4 +228,5 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("tensor_class"),
       "split(args, static_argnum) for calls with tensors that have _spec and _local_tensor slots.");
+  tritondt::refuse_uninitialised_objects(module);
 }

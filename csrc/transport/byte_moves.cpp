@@ -24,6 +24,20 @@ void check_chunk(std::uint64_t chunk_bytes) {
   }
 }
 
+void check_span(const Span& span, std::size_t num_tensors) {
+  if (span.num_bytes > 0 && span.tensor >= num_tensors) {
+    throw std::invalid_argument("bytes of tensor " + std::to_string(span.tensor) + " of " +
+                                std::to_string(num_tensors));
+  }
+}
+
+void check_lengths(const Span& source, const Span& target) {
+  if (source.num_bytes != target.num_bytes) {
+    throw std::invalid_argument(std::to_string(source.num_bytes) + " bytes are to go where " +
+                                std::to_string(target.num_bytes) + " bytes are to lie");
+  }
+}
+
 ByteMoves::ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends,
                      std::vector<PeerSpan> receives, std::vector<Kept> keeps, bool is_past_cache)
     : chunk_bytes_(chunk_bytes),
@@ -32,6 +46,7 @@ ByteMoves::ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends,
       keeps_(std::move(keeps)),
       is_past_cache_(is_past_cache) {
   check_chunk(chunk_bytes);
+  for (const auto& [from, to] : keeps_) check_lengths(from, to);
   const auto count = [this](const Span& span) {
     const std::size_t needed = (span.num_bytes + chunk_bytes_ - 1) / chunk_bytes_;
     num_rounds_ = std::max({num_rounds_, needed, std::size_t{1}});
@@ -48,6 +63,15 @@ ByteMoves::ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends,
 
 bool ByteMoves::is_moved(const Span& span, std::size_t round) const {
   return round == 0 || chunk_of(span, round, chunk_bytes_) > 0;
+}
+
+void ByteMoves::check(const Operands& operands) const {
+  for (const Span& span : packed_) check_span(span, operands.sources.size());
+  for (const auto& [peer, span] : receives_) check_span(span, operands.targets.size());
+  for (const auto& [from, to] : keeps_) {
+    check_span(from, operands.sources.size());
+    check_span(to, operands.targets.size());
+  }
 }
 
 void ByteMoves::list(std::size_t round, std::vector<SlotMessage>* sends,
@@ -76,6 +100,7 @@ void ByteMoves::pack(std::size_t round, const Operands& operands, std::uintptr_t
 void ByteMoves::keep(std::size_t round, const Operands& operands) const {
   if (round > 0) return;
   for (const auto& [from, to] : keeps_) {
+    if (from.num_bytes == 0) continue;
     char* const target = address_of(operands.targets, to, 0);
     const char* const source = address_of(operands.sources, from, 0);
     if (target != source) copy_result(target, source, from.num_bytes, is_past_cache_);

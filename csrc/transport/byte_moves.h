@@ -31,6 +31,12 @@ inline char* address_of(const Addresses& tensors, const Span& span, std::uint64_
   return reinterpret_cast<char*>(tensors[span.tensor]) + span.start + offset;
 }
 
+// Throws std::invalid_argument where a span of bytes is of a tensor that is not among
+// `num_tensors`.
+void check_span(const Span& span, std::size_t num_tensors);
+// Throws std::invalid_argument where a source and its target are of two lengths.
+void check_lengths(const Span& source, const Span& target);
+
 // Bytes that go from tensors of some ranks to tensors of others, `chunk_bytes` of each message in a
 // round: gathers, scatters, broadcasts and all-to-alls, and, of no bytes at all, barriers.
 //
@@ -42,11 +48,12 @@ class ByteMoves : public DirectProgram {
 
   // `sends` are of sources and `receives` of targets, by place of the peer. `chunk_bytes` is alike
   // on all ranks; targets are written past the cache where `is_past_cache`. Throws
-  // std::invalid_argument for one that is no multiple of 64.
+  // std::invalid_argument for one that is no multiple of 64, and for kept spans of two lengths.
   ByteMoves(std::uint64_t chunk_bytes, std::vector<PeerSpan> sends, std::vector<PeerSpan> receives,
             std::vector<Kept> keeps, bool is_past_cache);
 
   std::size_t num_rounds() const override { return num_rounds_; }
+  void check(const Operands& operands) const override;
   void list(std::size_t round, std::vector<SlotMessage>* sends,
             std::vector<SlotMessage>* receives) const override;
   void pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const override;

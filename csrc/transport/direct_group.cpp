@@ -36,13 +36,18 @@ DirectGroup::DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> 
       sockets_(std::move(sockets)),
       num_spins_(num_spins),
       board_bytes_(DirectBoard::num_bytes(arenas_.size())),
-      slot_bytes_(arenas_.empty() ? 0 : slot_bytes(arenas_[0]->num_bytes(), arenas_.size())) {
+      slot_bytes_(arenas_.empty() || arenas_[0] == nullptr
+                      ? 0
+                      : slot_bytes(arenas_[0]->num_bytes(), arenas_.size())) {
   if (place_ >= arenas_.size() || sockets_.size() != arenas_.size()) {
     throw std::invalid_argument("a rank at place " + std::to_string(place_) + " was given " +
                                 std::to_string(arenas_.size()) + " arenas and " +
                                 std::to_string(sockets_.size()) + " sockets");
   }
   for (const std::shared_ptr<Arena>& arena : arenas_) {
+    if (arena == nullptr || arena->base() == nullptr) {
+      throw std::invalid_argument("an arena is none, or is released");
+    }
     if (arena->num_bytes() != arenas_[0]->num_bytes() || slot_bytes_ == 0) {
       throw std::invalid_argument("arenas are of one length, and longer than " +
                                   std::to_string(board_bytes_) + " bytes; one has " +
@@ -73,6 +78,7 @@ Ending DirectGroup::run(const DirectProgram* program, Operands operands, std::ui
     throw std::invalid_argument("exchange " + std::to_string(sequence) +
                                 " within another one, which is under way");
   }
+  program->check(operands);
   program_ = program;
   operands_ = std::move(operands);
   operands_.targets.push_back(operands_.staging);
@@ -128,7 +134,16 @@ auto DirectGroup::timed(const char* kind, const Run& run) {
   }
 }
 
+void DirectGroup::connect(std::size_t peer, int socket) {
+  if (peer >= sockets_.size()) {
+    throw std::out_of_range("a connection to place " + std::to_string(peer) + " of " +
+                            std::to_string(sockets_.size()));
+  }
+  sockets_[peer] = socket;
+}
+
 Ending DirectGroup::finish() {
+  if (boards_.empty()) throw std::invalid_argument("the arenas are released");
   slice_end_ns_ = coarse_ns() + kPatienceNs;
   const Ending ending = end_exchange(advance());
   if (ending.outcome != Outcome::kPending) step_ = Step::kDone;

@@ -40,20 +40,26 @@ class DirectGroup : public TimedExchange {
 
   // The connection to a peer, before the first exchange with it; by the thread that exchanges.
   // Throws std::out_of_range.
-  void connect(std::size_t peer, int socket) { sockets_.at(peer) = socket; }
+  void connect(std::size_t peer, int socket);
 
   // Bytes of a slot in arenas of `arena_bytes`.
   static std::uint64_t slot_bytes(std::size_t arena_bytes, std::size_t num_ranks);
 
   // Runs exchange number `sequence`, higher than that of the call before, to its end, or comes back
-  // as `finish` does. `program` must live until then. Throws std::invalid_argument for messages
-  // that do not fit.
+  // as `finish` does. `program` must live until then, which is what `keep` is for. Throws
+  // std::invalid_argument for messages that do not fit, and for tensors that there are not.
   Ending run(const DirectProgram* program, Operands operands, std::uint64_t sequence,
              std::uint64_t tag);
 
   // Carries on. Comes back with kPending, and a peer that it waits for, when a fifth of a second
-  // passed: call it again.
+  // passed: call it again. Throws std::invalid_argument where the arenas are released.
   Ending finish();
+
+  // Whether an exchange has begun that has not ended.
+  bool is_under_way() const { return step_ != Step::kDone; }
+
+  // Holds on to what the exchange under way needs, in place of what was held before.
+  void keep(std::shared_ptr<const void> kept) { kept_ = std::move(kept); }
 
   // Tells all that this rank reads no message of exchange `sequence`, nor of any before.
   void skip(std::uint64_t sequence);
@@ -113,6 +119,7 @@ class DirectGroup : public TimedExchange {
   // The exchange under way: its round, and the round's number among all of this group's.
   Step step_ = Step::kDone;
   const DirectProgram* program_ = nullptr;
+  std::shared_ptr<const void> kept_;
   std::size_t round_ = 0;
   std::uint64_t sequence_ = 0, tag_ = 0;
   Operands operands_;

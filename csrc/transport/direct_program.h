@@ -34,6 +34,9 @@ class DirectProgram {
   virtual ~DirectProgram() = default;
 
   virtual std::size_t num_rounds() const = 0;
+  // Throws std::invalid_argument where a tensor of the program is not among the operands, before
+  // anything of it runs.
+  virtual void check(const Operands& operands) const = 0;
   // The messages of a round, put into empty lists; those of peers come without offsets.
   virtual void list(std::size_t round, std::vector<SlotMessage>* sends,
                     std::vector<SlotMessage>* receives) const = 0;
@@ -64,6 +67,7 @@ class DirectPlan : public DirectProgram {
   explicit DirectPlan(std::vector<DirectRound> rounds) : rounds(std::move(rounds)) {}
 
   std::size_t num_rounds() const override { return rounds.size(); }
+  void check(const Operands&) const override {}  // tables check what they are run on
   void list(std::size_t round, std::vector<SlotMessage>* sends,
             std::vector<SlotMessage>* receives) const override;
   void pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const override;

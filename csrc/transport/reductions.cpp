@@ -9,7 +9,7 @@
 namespace tritondt {
 namespace {
 
-void check(const Reducer& reducer) {
+void check_reducer(const Reducer& reducer) {
   check_chunk(reducer.chunk_bytes);
   if (reducer.own >= reducer.places.size()) {
     throw std::invalid_argument("position " + std::to_string(reducer.own) + " of " +
@@ -48,7 +48,13 @@ void Reducer::run(const char* own_term, const Addresses& arrived, char* target,
 
 OneShotReduction::OneShotReduction(Reducer reducer, Span source, Span target, std::int64_t root)
     : reducer_(std::move(reducer)), source_(source), target_(target), root_(root) {
-  check(reducer_);
+  check_reducer(reducer_);
+  check_lengths(source_, target_);
+}
+
+void OneShotReduction::check(const Operands& operands) const {
+  check_span(source_, operands.sources.size());
+  check_span(target_, operands.targets.size());
 }
 
 std::size_t OneShotReduction::num_rounds() const {
@@ -88,17 +94,25 @@ PiecewiseReduction::PiecewiseReduction(Reducer reducer, std::vector<Span> pieces
       pieces_(std::move(pieces)),
       results_(std::move(results)),
       is_past_cache_(is_past_cache) {
-  check(reducer_);
+  check_reducer(reducer_);
   const std::size_t num_ranks = reducer_.places.size();
   if (pieces_.size() != num_ranks || (results_.size() != 1 && results_.size() != num_ranks)) {
     throw std::invalid_argument("a reduction among " + std::to_string(num_ranks) + " ranks of " +
                                 std::to_string(pieces_.size()) + " pieces to " +
                                 std::to_string(results_.size()));
   }
+  for (std::size_t i = 0; i < results_.size(); ++i) {
+    check_lengths(pieces_[gathers() ? i : reducer_.own], results_[i]);
+  }
   for (const Span& piece : pieces_) {
     num_chunks_ = std::max<std::size_t>(
         num_chunks_, (piece.num_bytes + reducer_.chunk_bytes - 1) / reducer_.chunk_bytes);
   }
+}
+
+void PiecewiseReduction::check(const Operands& operands) const {
+  for (const Span& piece : pieces_) check_span(piece, operands.sources.size());
+  for (const Span& result : results_) check_span(result, operands.targets.size());
 }
 
 std::uint64_t PiecewiseReduction::chunk(std::size_t position, std::size_t round) const {

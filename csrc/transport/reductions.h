@@ -34,6 +34,7 @@ class OneShotReduction : public DirectProgram {
   OneShotReduction(Reducer reducer, Span source, Span target, std::int64_t root);
 
   std::size_t num_rounds() const override;
+  void check(const Operands& operands) const override;
   void list(std::size_t round, std::vector<SlotMessage>* sends,
             std::vector<SlotMessage>* receives) const override;
   void pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const override;
@@ -61,6 +62,7 @@ class PiecewiseReduction : public DirectProgram {
                      bool is_past_cache);
 
   std::size_t num_rounds() const override { return num_chunks_ * (gathers() ? 2 : 1); }
+  void check(const Operands& operands) const override;
   void list(std::size_t round, std::vector<SlotMessage>* sends,
             std::vector<SlotMessage>* receives) const override;
   void pack(std::size_t round, const Operands& operands, std::uintptr_t slot) const override;

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -41,8 +43,28 @@ SocketGroup::SocketGroup(std::vector<int> sockets)
 
 SocketGroup::~SocketGroup() { close(wake_); }
 
+void SocketGroup::connect(std::size_t peer, int socket) {
+  if (peer >= sockets_.size()) {
+    throw std::out_of_range("a connection to peer " + std::to_string(peer) + " of " +
+                            std::to_string(sockets_.size()));
+  }
+  sockets_[peer] = socket;
+}
+
+void SocketGroup::check(const Message& message) const {
+  const bool is_there =
+      message.peer >= 0 && static_cast<std::size_t>(message.peer) < sockets_.size();
+  if (is_there && message.num_bytes >= 0) return;
+  throw std::invalid_argument("a message of " + std::to_string(message.num_bytes) +
+                              " bytes with peer " + std::to_string(message.peer) +
+                              "; allowed are 0 bytes or more, and peers from 0 to " +
+                              std::to_string(sockets_.size()) + " - 1");
+}
+
 void SocketGroup::start(const std::vector<Message>& sends, const std::vector<Message>& receives,
                         std::uint64_t tag) {
+  for (const Message& message : sends) check(message);
+  for (const Message& message : receives) check(message);
   if (!begin_exchange()) {
     early_ = {Outcome::kExpired, -1};
     return;

@@ -32,9 +32,10 @@ class SocketGroup : public TimedExchange {
 
   // The connection to a peer, before the first exchange with it; by the thread that exchanges.
   // Throws std::out_of_range.
-  void connect(std::size_t peer, int socket) { sockets_.at(peer) = socket; }
+  void connect(std::size_t peer, int socket);
 
   // Begins an exchange, at most one message each way per peer, and sends what can be sent at once.
+  // Throws std::invalid_argument for a peer that there is not, and for less than 0 bytes.
   void start(const std::vector<Message>& sends, const std::vector<Message>& receives,
              std::uint64_t tag);
 
@@ -61,6 +62,7 @@ class SocketGroup : public TimedExchange {
     }
   };
 
+  void check(const Message& message) const;
   Ending advance();
   void wake() override;
   Outcome send(Transit* transit) const;

@@ -126,6 +126,36 @@ def test_what_one_rank_writes_to_its_part_is_refused_where_it_is_found():
     run_ranks(4, body)
 
 
+@pytest.mark.parametrize("take", [lambda x: x[5], torch.Tensor.diagonal], ids=["row", "diagonal"])
+def test_what_is_written_to_the_part_of_a_view_is_refused_where_it_is_found(take):
+    def body(rank):
+        x = distribute(numbers(12, 12), T.Mesh((4,)), "S0")
+        view, other = take(x), take(x)
+        view.mul_(2)  # an operator's write is the base's too
+        view[:3].add_(1)  # a view of the copy
+        expected = take(numbers(12, 12)) * 2
+        expected[:3] += 1
+        torch.testing.assert_close(view.full_tensor(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(take(x).full_tensor(), expected, rtol=0, atol=0)
+        view.to_local().fill_(7.0)
+        refusal = (
+            r"local tensor of a view by .* was written to without an operator on the view.*write to the view itself"
+        )
+        for use in (
+            view.to_local,
+            view.full_tensor,
+            lambda: view + 1,
+            lambda: view.redistribute(placements=[T.Shard(0)]),
+        ):
+            with pytest.raises(T.PropagationError, match=refusal):
+                use()
+        torch.testing.assert_close(other.full_tensor(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(copy.deepcopy(other).full_tensor(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(take(x).full_tensor(), expected, rtol=0, atol=0)
+
+    run_ranks(4, body)
+
+
 def both(x):
     torch._foreach_add_([x[3]], 1)
     x.diagonal().mul_(3)

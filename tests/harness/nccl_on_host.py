@@ -28,6 +28,7 @@ from tritondt.comm.device_memory.driver import CudaDriver
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.device_arenas import share_device_arenas
 from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.process_group.futures import fail, succeed
 from tritondt.process_group.stream import NcclDevice
 
 
@@ -241,9 +242,9 @@ class FakeStreams:
             event.synchronize()
             met = error()
             if met is None:
-                made.set_result(list(value))
+                succeed(made, value)
             else:
-                made.set_exception(met)
+                fail(made, value, met)
 
         threading.Thread(target=complete, name="fake-future", daemon=True).start()
         return made

@@ -113,7 +113,8 @@ class DTensor(torch.Tensor):
 
         `grad_placements` are the placements that the part's gradient will have (default: those of this tensor, with
         Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a view that
-        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first.
+        moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first. A write
+        to the part of such a view does not reach x, and the view refuses to be used afterwards.
         """
         if not is_grad_enabled() or not self.requires_grad:
             return self._local_tensor
@@ -240,6 +241,14 @@ class DTensor(torch.Tensor):
         """Raises PropagationError: no array holds a distributed tensor."""
         raise PropagationError(f"numpy() of a distributed tensor {self._spec}; use {_PLAIN.format('numpy')}")
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """Raises PropagationError: a capsule has the memory of one rank."""
+        raise PropagationError(f"DLPack's export of a distributed tensor {self._spec}; use {_PLAIN_DLPACK}")
+
+    def __dlpack_device__(self) -> Any:
+        """Raises PropagationError, as `__dlpack__`, which is called after it."""
+        return self.__dlpack__()
+
     def __format__(self, format_spec: str) -> str:
         """The number of a tensor without dims as `format_spec` says; the tensor's text where that says nothing.
 
@@ -340,6 +349,10 @@ _GRAD: Any = torch.Tensor.grad
 _get_item: Any = torch.Tensor.__getitem__
 _set_item: Any = torch.Tensor.__setitem__
 _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local().{0}() for the part of this rank"
+_PLAIN_DLPACK = (
+    "torch.from_dlpack(x.full_tensor()) for all of it, a collective call, or torch.from_dlpack(x.to_local()) for the "
+    "part of this rank"
+)
 
 
 def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:

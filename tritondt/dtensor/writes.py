@@ -72,10 +72,11 @@ class Watch:
 
     def local_count(self, distributed: Any) -> LocalCount:
         """Numbers of writes to the local tensors themselves, of which other ranks do not know."""
-        return tuple(map(_num_foreign_writes, (held_local(distributed), *self.memory)))
+        return tuple(map(num_foreign_writes, (held_local(distributed), *self.memory)))
 
 
-def _num_foreign_writes(local: torch.Tensor) -> int:
+def num_foreign_writes(local: torch.Tensor) -> int:
+    """Writes to a local tensor, as torch counts them, but for those that are known to be no one rank's own."""
     return -1 if local.is_inference() else local._version - getattr(local.untyped_storage(), _RENEWALS, 0)
 
 
@@ -88,9 +89,15 @@ def renew_elements(local: torch.Tensor, elements: torch.Tensor) -> None:
         with torch.inference_mode():
             local.copy_(elements)
         return
-    storage, before = local.untyped_storage(), local._version
+    before = local._version
     with torch.no_grad():
         local.copy_(elements)
+    note_known_writes(local, before)
+
+
+def note_known_writes(local: torch.Tensor, before: int) -> None:
+    """Notes that all writes to a local tensor since its version was `before` are no one rank's own."""
+    storage = local.untyped_storage()
     setattr(storage, _RENEWALS, getattr(storage, _RENEWALS, 0) + local._version - before)
 
 

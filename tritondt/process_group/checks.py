@@ -1,11 +1,13 @@
 """Checks of tensors, sizes and ranks, before anything is sent."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from tritondt.errors import LocalTensorError, TransportError, WorldError
+from tritondt.sharding.spec import check_not_quantised
 
 
 def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -32,6 +34,13 @@ def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.devi
                 f"{text} was given a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}, which is "
                 "not contiguous; pass .contiguous() to be sent, and a contiguous tensor to be written"
             )
+
+
+def check_plain_dtypes(tensors: Sequence[torch.Tensor], describe: Callable[..., str], *arguments: Any) -> None:
+    """Raises LocalTensorError for quantised tensors; `describe` says of `arguments` what was asked."""
+    for tensor in tensors:
+        if tensor.is_quantized:
+            check_not_quantised(describe(*arguments), tensor.dtype)
 
 
 def check_dense(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:

@@ -117,7 +117,7 @@ class TritondtProcessGroup(Group):
         text = "a receive from any rank"
         if self._router.nccl_group(tensors[0].device, str, text) is not None:
             raise TransportError(f"{text} was asked for; NCCL receives from a rank that is named")
-        return self._router.over_gloo.recv_anysource(tensors, tag)
+        return self._router.recv_anysource(tensors, tag)
 
     def barrier(self, opts: Any = BARRIER) -> Any:
         """A Work that is over when all ranks have come; on a GPU, with all that was put into its stream before."""

@@ -17,16 +17,29 @@ from tritondt.comm import world
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.errors import TransportError, TritondtError, WorldError
+from tritondt.process_group.checks import check_plain_dtypes
+from tritondt.process_group.cpu_works import FinishedWork, StagedWork
 from tritondt.process_group.debug_compare import Agreement, Parts
 from tritondt.process_group.kinds import Kind
 from tritondt.process_group.naming import text_of
 from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
+from tritondt.process_group.one_rank import is_empty, run_alone
 from tritondt.process_group.operations import OperationCache
 from tritondt.process_group.shared_memory_group import SharedMemoryGroup
+from tritondt.process_group.staging import NewCopies, as_real, flattened, staged, tensors_of
 from tritondt.process_group.stream import nccl_devices
 
 CPU = torch.device("cpu")
+# Collectives whose complex tensors torch does not take apart beforehand, as others', and of which Gloo knows none.
+_NOT_TAKEN_APART = frozenset({"gather", "allgather_into_tensor_coalesced"})
+# Collectives whose tensors may have any shapes of so many elements, which Gloo compares.
+_BY_ELEMENTS = frozenset(
+    {
+        *("_allgather_base", "_reduce_scatter_base"),
+        *("allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced"),
+    }
+)
 _NO_TIMEOUT = timedelta(0)  # torch's options say this, or less, where the group's timeout holds
 
 # How often groups of a name have been made, since the default group was.
@@ -166,6 +179,7 @@ class Router:
         self.num_operations += 1
         if not tensors:
             raise WorldError(f"{kind.describe(*arguments)} was given no tensors")
+        check_plain_dtypes(tensors, kind.describe, *arguments)
         device = tensors[0].device
         nccl_group, timeout_s = self.nccl_group(device, kind.describe, *arguments), self._timeout_s_of(arguments[-1])
         if nccl_group is None:
@@ -194,16 +208,41 @@ class Router:
 
     def _on_cpu(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of an operation on the CPU: through shared memory where that has the operation, else on Gloo."""
+        if is_empty(kind, arguments) or (len(self.ranks) == 1 and run_alone(kind, arguments)):
+            return FinishedWork(tensors_of(arguments[0]))
         work = None
         if self._shared_memory is not None:
             work = self._shared_memory.run(kind, describe, arguments, timeout_s)
-        return getattr(self.over_gloo, kind)(*arguments) if work is None else work
+        return self._on_gloo(kind, arguments) if work is None else work
+
+    def _on_gloo(self, kind: str, arguments: tuple[Any, ...]) -> Any:
+        """The Work of an operation on Gloo, which looks at the memory of tensors and not at their strides."""
+        copies: NewCopies = []
+        root, own = getattr(arguments[-1], "rootRank", -1), self.group_rank.rank
+        is_only_read = (kind == "reduce" and own != root) or (kind == "broadcast" and own == root) or kind == "send"
+        run = getattr(self.over_gloo, kind)
+        if kind == "barrier":
+            return run(*arguments)
+        memory = staged(arguments, None if is_only_read else copies)
+        if kind in _NOT_TAKEN_APART:
+            memory = as_real(memory)
+        if kind in _BY_ELEMENTS:
+            memory = flattened(memory)
+        if not copies:
+            return run(*memory)
+        return StagedWork(run(*memory), tensors_of(arguments[0]), copies)
+
+    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
+        """The Work of a receive from any rank, on Gloo."""
+        check_plain_dtypes(tensors, lambda: "a receive from any rank")
+        return self._on_gloo("recv_anysource", (tensors, tag))
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """The Work of tensors to a rank of the group ("send") or from one ("recv"); Gloo alone looks at the tag."""
+        check_plain_dtypes(tensors, self._message_text, kind, tensors, peer)
         nccl_group = self.nccl_group(tensors[0].device, self._message_text, kind, tensors, peer)
         if nccl_group is None:
-            return getattr(self.over_gloo, kind)(tensors, peer, tag)
+            return self._on_gloo(kind, (tensors, peer, tag))
         own = self.group_rank.rank
         source, target = (own, peer) if kind == "send" else (peer, own)
         number = nccl_group.peer_of_message(source, target) if 0 <= peer < self.group_rank.size else peer

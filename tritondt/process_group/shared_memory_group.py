@@ -8,8 +8,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
-import torch
-
 from tritondt.comm import world
 from tritondt.comm.packing.direct_transfer import ProgramTransfer
 from tritondt.comm.process_world import ProcessWorld
@@ -18,11 +16,12 @@ from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.errors import ForkedError, WorldError
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.fingerprint import exchange_fingerprint
+from tritondt.process_group.cpu_works import FinishedWork, SharedMemoryWork
 from tritondt.process_group.shared_memory_moves import MOVES
 from tritondt.process_group.shared_memory_programs import Members
 from tritondt.process_group.shared_memory_reductions import REDUCTIONS
 from tritondt.process_group.shared_memory_steps import Call, Step
-from tritondt.process_group.shared_memory_work import FinishedWork, SharedMemoryWork
+from tritondt.process_group.staging import copy_back
 
 # By the name of the method of torch's group over Gloo; what is not here runs on Gloo.
 _CALLS = {**MOVES, **REDUCTIONS}
@@ -182,13 +181,9 @@ class SharedMemoryGroup:
 
 
 def _copy(call: Call) -> None:
-    """Copies what is not written in place, after all exchanges.
-
-    Where one rank alone cannot write to a target, the others have met it in all of them.
-    """
-    for target, source in (copy for step in call.steps for copy in step.copies):
-        with torch.inference_mode(target.is_inference()), torch.no_grad():
-            target.copy_(source)
+    """Copies what is not written in place, after all exchanges."""
+    for step in call.steps:
+        copy_back(step.copies)
 
 
 class _Part:

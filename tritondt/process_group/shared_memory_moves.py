@@ -11,21 +11,8 @@ import torch
 
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.process_group.shared_memory_programs import Members, Span, byte_moves
-from tritondt.process_group.shared_memory_steps import (
-    Call,
-    Find,
-    Lists,
-    NewCopies,
-    Step,
-    Tensors,
-    all_readable,
-    all_writable,
-    call_of,
-    in_place,
-    meet,
-    readable,
-    writable,
-)
+from tritondt.process_group.shared_memory_steps import Call, Find, Lists, Step, Tensors, call_of, meet
+from tritondt.process_group.staging import NewCopies, all_readable, all_writable, in_place, readable, writable
 
 PeerSpans = tuple[tuple[int, Span], ...]
 
@@ -38,7 +25,8 @@ def _all_gather_base(own: int, size: int, output: torch.Tensor, given: torch.Ten
 def _all_gather_into_coalesced(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: Any) -> Call | None:
     if len(outputs) != len(inputs):
         return None
-    return call_of([_gathered_into(own, size, *pair) for pair in zip(outputs, inputs, strict=True)], outputs)
+    pairs = [pair for pair in zip(outputs, inputs, strict=True) if any(each.numel() for each in pair)]
+    return call_of([_gathered_into(own, size, *pair) for pair in pairs], outputs)
 
 
 def _gathered_into(own: int, size: int, output: torch.Tensor, given: torch.Tensor) -> Step | None:

@@ -12,20 +12,8 @@ import torch
 from tritondt.process_group import shared_memory_programs as programs
 from tritondt.process_group.naming import number_of, op_name, text_of
 from tritondt.process_group.shared_memory_programs import Reduction
-from tritondt.process_group.shared_memory_steps import (
-    Call,
-    Find,
-    Lists,
-    NewCopies,
-    Step,
-    Tensors,
-    all_readable,
-    call_of,
-    in_place,
-    meet,
-    readable,
-    writable,
-)
+from tritondt.process_group.shared_memory_steps import Call, Find, Lists, Step, Tensors, call_of, meet
+from tritondt.process_group.staging import NewCopies, all_readable, in_place, readable, writable
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -64,7 +52,8 @@ def _all_reduce(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None
 
 
 def _all_reduce_coalesced(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
-    return call_of([_reduced(size, tensor, opts.reduceOp) for tensor in tensors], tensors)
+    # Those without elements are so on all ranks, and have no step.
+    return call_of([_reduced(size, tensor, opts.reduceOp) for tensor in tensors if tensor.numel()], tensors)
 
 
 def _reduced(size: int, tensor: torch.Tensor, op: Any) -> Step | None:
@@ -98,7 +87,7 @@ def _reduce_scatter_base(own: int, size: int, output: torch.Tensor, given: torch
 def _reduce_scatter_coalesced(own: int, size: int, outputs: Tensors, inputs: Tensors, opts: Any) -> Call | None:
     if len(outputs) != len(inputs):
         return None
-    pairs = zip(outputs, inputs, strict=True)
+    pairs = [pair for pair in zip(outputs, inputs, strict=True) if any(each.numel() for each in pair)]
     return call_of([_scattered(own, size, *pair, opts.reduceOp) for pair in pairs], outputs)
 
 

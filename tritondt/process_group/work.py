@@ -15,6 +15,7 @@ from tritondt.comm.nccl.streams import Event, Stream, Streams
 from tritondt.comm.packing.messages import Slice
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
+from tritondt.process_group.futures import fail, is_list_of_cpp_asked_for, list_of_cpp
 from tritondt.process_group.operation import Operation
 
 _NO_TIMEOUT = timedelta(0)  # as torch says it
@@ -155,12 +156,16 @@ class NcclWork(Work):
         return list(self._results)
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of tensors that are written."""
+        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
+        if is_list_of_cpp_asked_for(self._results):
+            self.wait()
+            return list_of_cpp(self._results)
         if self._issued is not None:
             self._issued.wait()
         if self._event is None:
+            assert self._error is not None, "an operation that is in no stream has failed"
             made: torch.futures.Future[Any] = torch.futures.Future()
-            made.set_exception(self._error)
+            fail(made, self._results, self._error)
             return made
         return self._streams.future(self._stream, self._results, self.exception)
 

@@ -8,6 +8,7 @@ from torch.distributed import _remote_device as RemoteDevice
 
 from tritondt.errors import LayoutError
 from tritondt.sharding.intervals import Box
+from tritondt.sharding.spec import check_not_quantised
 
 # Memory formats cannot be pickled; their names can.
 _MEMORY_FORMATS = {
@@ -98,6 +99,9 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: torch.memory_format = torch.contiguous_format
     pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        check_not_quantised("a sharded tensor", self.dtype)
 
     def __getstate__(self) -> tuple[Any, ...]:
         names = {memory_format: name for name, memory_format in _MEMORY_FORMATS.items()}

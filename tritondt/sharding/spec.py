@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.errors import LayoutError, ReductionError
+from tritondt.errors import LayoutError, LocalTensorError, ReductionError
 from tritondt.sharding.dim_map import DimMaps, placements_of_map
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -66,7 +66,7 @@ class DTensorSpec(DimMaps):
     symbolic are compared by value and have no layout.
 
     Raises LayoutError for placements that do not fit the shape or the mesh, MeshError for a mesh of another world, and
-    ReductionError for a Partial whose op the dtype does not have.
+    ReductionError for a Partial whose op the dtype does not have. LocalTensorError for a quantised dtype.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.placement import Replicate, Shard
@@ -103,6 +103,7 @@ class DTensorSpec(DimMaps):
         shape, stride, dtype = tensor_meta
         meta = TensorMeta(tuple(shape), tuple(stride), dtype)
         if not all(isinstance(length, int) for length in (*meta.shape, *meta.stride)):
+            check_not_quantised("a distributed tensor", dtype)
             return cls._symbolic(canonical, tuple(placements), meta, axes)
         layout = Layout(canonical.shape, placements, meta.shape, axes)
         key = (canonical, layout, meta.stride, dtype)
@@ -110,6 +111,7 @@ class DTensorSpec(DimMaps):
             found = _interned.get(key)
             if found is not None:
                 return found
+            check_not_quantised("a distributed tensor", dtype)
             check_reductions(layout.placements, dtype)
             made = cls._make(canonical, layout.placements, meta, layout.order, layout)
             _interned[key] = made
@@ -251,6 +253,7 @@ _REDUCIBLE = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
 )
+_QUANTISED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
 
 
 def element_kind(dtype: torch.dtype) -> ElementKind:
@@ -285,6 +288,19 @@ def check_reductions(placements: Sequence[Placement], dtype: torch.dtype) -> Non
                 f"{placements_text(placements)} asks for {placement.reduce_op} of {dtype}; "
                 f"{element_kind(dtype)} elements have {', '.join(allowed)}"
             )
+
+
+def check_not_quantised(what: str, dtype: torch.dtype) -> None:
+    """Refuses the dtype of quantised tensors, whose scale and zero point are in no message, with a LocalTensorError.
+
+    >>> check_not_quantised("a distributed tensor", torch.int8)
+    """
+    if dtype in _QUANTISED:
+        raise LocalTensorError(
+            f"{what} was asked for with elements of {str(dtype).removeprefix('torch.')}; those of a quantised tensor "
+            "mean nothing without its scale and zero point, which do not travel: give x.dequantize(), or x.int_repr() "
+            "and keep x.q_scale() and x.q_zero_point() beside it"
+        )
 
 
 def compute_local_shape_and_global_offset(

@@ -19,7 +19,16 @@ from torch._ops import OpOverload
 
 from tritondt.dtensor.list_positions import run_by_position, share_memory
 from tritondt.dtensor.views.view_origins import Origin, can_write_back, write_back
-from tritondt.dtensor.writes import MEMORY, ORIGIN, Watch, held_local, memory_of, renew_elements
+from tritondt.dtensor.writes import (
+    MEMORY,
+    ORIGIN,
+    Watch,
+    held_local,
+    memory_of,
+    note_known_writes,
+    num_foreign_writes,
+    renew_elements,
+)
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import admitted
 from tritondt.ops.rules.views import VIEW_OF
@@ -49,6 +58,7 @@ def _freshness(
     def current_local(tensor: Any) -> torch.Tensor:
         """The local tensor; PropagationError where it is out of date, and copying it again would send."""
         origin: Origin = tensor.__dict__[ORIGIN]
+        origin.check_own(slot.__get__(tensor))
         if origin.is_local and origin.is_past_here() and not _is_past(origin.base):
             renew(tensor, origin)
         elif origin.is_past():
@@ -61,6 +71,7 @@ def _freshness(
     def copy_again(tensor: Any) -> None:
         """Copies the elements again where operators have written to the base: a collective call then."""
         origin: Origin = tensor.__dict__[ORIGIN]
+        origin.check_own(slot.__get__(tensor))
         if origin.is_past() or (origin.is_local and origin.is_past_here()):
             refresh(origin.base)
             renew(tensor, origin)
@@ -94,7 +105,10 @@ def copied_view_class(tensor_class: type[torch.Tensor]) -> type[torch.Tensor]:
         aliased = list(_aliased(op, args, given))
         written = [item for is_write, item in aliased if is_write]
         copies = _written_copies(op, written)
+        versions = [(local, local._version) for local in map(slot.__get__, copies) if not local.is_inference()]
         result = dispatch_any(op, types, args, given)
+        for local, version in versions:
+            note_known_writes(local, version)
         for view in copies:
             write_back(view, lambda it: wrap(slot.__get__(it), it._spec))
             view.__dict__[ORIGIN] = view.__dict__[ORIGIN].up_to_date(may_rise=True)
@@ -217,7 +231,8 @@ def _set_origin(tensor: Any, origin: Origin) -> None:
     if ORIGIN not in tensor.__dict__:  # outside the mesh a copied view that was changed in place is still one
         kind: Any = type(tensor)
         tensor.__class__ = copied_view_class(kind)
-    tensor.__dict__.update({ORIGIN: origin, MEMORY: origin.watch.memory})
+    seen_own = None if origin.is_alias else num_foreign_writes(held_local(tensor))
+    tensor.__dict__.update({ORIGIN: origin._replace(seen_own=seen_own), MEMORY: origin.watch.memory})
 
 
 def _as_it_is(tensor: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from tritondt.dtensor.writes import ORIGIN, Count, LocalCount, Watch, memory_of
+from tritondt.dtensor.writes import ORIGIN, Count, LocalCount, Watch, memory_of, num_foreign_writes
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.fallback import admitted
 
@@ -47,6 +47,8 @@ class Origin(NamedTuple):
     is_local: bool = False
     # Whether the last write came from the view: autograd raises its version, which the base shares, after the operator.
     may_rise: bool = False
+    # Writes to the copy itself that its base cannot see, when it was made; None where another tensor has the copy.
+    seen_own: int | None = None
 
     def is_past(self) -> bool:
         """Whether operators have written to the base since, which all ranks know; alike on all ranks."""
@@ -70,12 +72,23 @@ class Origin(NamedTuple):
                 f"{self.op} cannot see: its elements had to move; take the view again after writing"
             )
 
+    def check_own(self, local: torch.Tensor) -> None:
+        """Raises PropagationError where the copy was written to by other means than operators on the view."""
+        if self.seen_own is not None and num_foreign_writes(local) != self.seen_own:
+            raise PropagationError(
+                f"the local tensor of a view by {self.op} of {self.base._spec} was written to without an operator on "
+                "the view, which its base cannot see: its elements had to move; write to the view itself, as in "
+                "view.copy_(...), on all ranks, or to the local tensor of its base"
+            )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Origin":
         """The same view of the base's copy, which shares its memory with the copy of what was viewed."""
         base = copy.deepcopy(self.base, memo)
         counted, watch = memo.get(id(self.counted), base), Watch(memory_of(base))
         seen, local, args = watch.count(counted), watch.local_count(base), (base, *copy.deepcopy(self.args[1:], memo))
-        return self._replace(base=base, counted=counted, watch=watch, seen=seen, seen_local=local, args=args)
+        return self._replace(
+            base=base, counted=counted, watch=watch, seen=seen, seen_local=local, args=args, seen_own=None
+        )
 
     def past_text(self, what: str) -> str:
         """The sentence that refuses `what`, which would have to communicate, on a view that is out of date."""

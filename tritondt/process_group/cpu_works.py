@@ -1,4 +1,4 @@
-"""Works of collectives of tensors on the CPU: one that has run, and one that runs in a queue."""
+"""Works of operations on tensors of the CPU: one that has run, one in a queue, and one on Gloo that is copied from."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import Work
 from tritondt.comm.work import Work as QueuedWork
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
+from tritondt.process_group.futures import fail, is_list_of_cpp_asked_for, list_of_cpp, succeed
+from tritondt.process_group.staging import Copies, copy_back
 
 _NO_TIMEOUT = timedelta(0)  # as torch says it
 
@@ -60,8 +62,10 @@ class FinishedWork(_WorkOfTensors):
 
     def get_future(self) -> Any:
         """A torch.futures.Future of the list of tensors that are written."""
+        if is_list_of_cpp_asked_for(self._results):
+            return list_of_cpp(self._results)
         future = torch.futures.Future[Any]()
-        future.set_result(list(self._results))
+        succeed(future, self._results)
         return future
 
 
@@ -97,11 +101,11 @@ class SharedMemoryWork(_WorkOfTensors):
         if future is None:
             return
         if self._error is None:
-            future.set_result(self._results)
+            succeed(future, self._results)
         elif isinstance(self._error, Exception):
-            future.set_exception(self._error)
+            fail(future, self._results, self._error)
         else:
-            future.set_exception(PeerError(f"{self._text} was ended by {type(self._error).__name__}"))
+            fail(future, self._results, PeerError(f"{self._text} was ended by {type(self._error).__name__}"))
 
     def is_completed(self) -> bool:
         """Whether the collective has run, well or not."""
@@ -135,7 +139,10 @@ class SharedMemoryWork(_WorkOfTensors):
         self.wait()
 
     def get_future(self) -> Any:
-        """A torch.futures.Future of the list of tensors that are written."""
+        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
+        if is_list_of_cpp_asked_for(self._results):
+            self.wait()
+            return list_of_cpp(self._results)
         with self._future_lock:
             if self._future is None:
                 self._future = self._unsettled = torch.futures.Future[Any]()
@@ -143,3 +150,65 @@ class SharedMemoryWork(_WorkOfTensors):
         if self._has_run.is_set():
             self._settle()
         return future
+
+
+class StagedWork(_WorkOfTensors):
+    """An operation on Gloo that runs on other memory than the tensors that it writes, which are copied once it has."""
+
+    def __init__(self, work: Work, results: Sequence[torch.Tensor], copies: Copies) -> None:
+        super().__init__(results)
+        self._work, self._copies, self._copying = work, copies, threading.Lock()
+
+    def _finish(self) -> None:
+        with self._copying:
+            copies, self._copies = self._copies, ()
+            copy_back(copies)
+
+    def is_completed(self) -> bool:
+        """Whether the operation has run, well or not, and its tensors are written."""
+        is_completed: bool = self._work.is_completed()
+        if is_completed and self._work.is_success():
+            self._finish()
+        return is_completed
+
+    def is_success(self) -> bool:
+        """Whether the operation has run well."""
+        return self.is_completed() and self._work.is_success()
+
+    def exception(self) -> Any:
+        """The operation's error; None where it has none, or is under way."""
+        return self._work.exception()
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Returns when the operation has run and its tensors are written; raises its error."""
+        self._work.wait(timeout)
+        self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
+        if is_list_of_cpp_asked_for(self._results):
+            self.wait()
+            return list_of_cpp(self._results)
+        return self._work.get_future().then(self._value)
+
+    def _value(self, done: Any) -> list[torch.Tensor]:
+        done.value()  # raises its error
+        self._finish()
+        return list(self._results)
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def source_rank(self) -> int:
+        """The rank of the group that a message comes from; -1 for other operations."""
+        rank: int = self._work._source_rank()
+        return rank
