@@ -26,6 +26,7 @@ from tritondt.dtensor.compiled_call import (
     viewed_or_copied,
 )
 from tritondt.dtensor.decompose import decompose, outs_to_fit
+from tritondt.dtensor.list_kinds import clipping, number_on, run_by_kind
 from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
@@ -139,8 +140,9 @@ class Dispatcher:
             return self._run_any(op, *_with_values(args, kwargs))
         if found is None:
             mixed = self._keep_gradients(op, args, kwargs)
-            if self._are_replicated(op, args, kwargs):
-                return self._run_any(op, *self._all_distributed(args, kwargs))
+            result = self._run_otherwise(op, args, kwargs)
+            if result is not NotImplemented:
+                return result
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
                 check_from_others(op, args, kwargs)
@@ -159,12 +161,35 @@ class Dispatcher:
             return self._wrap(run(*local_args, **local_kwargs), spec)
         return run(local_args, local_kwargs, args, kwargs)
 
+    def _run_otherwise(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The results of a call with plain arguments by calls with other arguments; NotImplemented if there are none.
+
+        A list of both kinds runs kind by kind, a distributed number is a plain one to the plain tensor that it changes,
+        and plain tensors may count as replicated.
+        """
+        result = run_by_kind(op, args, kwargs, self._class)
+        if result is not NotImplemented:
+            return result
+        if self._are_numbers(args, kwargs) and self._writes(op, args, kwargs, self._is_plain):
+            named = {name: self._plain_number(op, argument) for name, argument in kwargs.items()}
+            return op(*(self._plain_number(op, argument) for argument in args), **named)
+        if self._are_replicated(op, args, kwargs):
+            return self._run_any(op, *self._all_distributed(args, kwargs))
+        return NotImplemented
+
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
         plain = [*filter(self._is_plain, _flat((*args, *kwargs.values())))]
         if not plain:
             return False
         return are_replicated(written=self._writes(op, args, kwargs, self._is_plain)) or are_alike(op, args, plain)
+
+    def _are_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the distributed arguments have no dims, as a factor of clip_grad_norm_ for plain gradients."""
+        return all(not item.ndim for item in _flat((*args, *kwargs.values())) if isinstance(item, self._class))
+
+    def _plain_number(self, op: OpOverload, argument: Any) -> Any:
+        return number_on(op, argument, None) if isinstance(argument, self._class) else argument
 
     def _may_need_gradient(self, argument: Any) -> bool:
         """Whether an argument that has gradients is plain, or empty: torch.cat gives such a one a plain gradient."""
@@ -283,6 +308,7 @@ class Dispatcher:
                 raise MeshError(
                     f"{op} got tensors on {spec.mesh} and on {other._spec.mesh}; "  # type: ignore[attr-defined]
                     "all must be on one mesh: redistribute to full tensors, or make them on one mesh"
+                    f"{clipping(op)}"
                 )
         # In declared order, whatever order the caller gave them in: signatures do not tell that apart.
         declared = (argument.name for argument in op._schema.arguments)
