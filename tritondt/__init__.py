@@ -22,6 +22,7 @@ with _importing.without_collections():
     from tritondt.dtensor.prefetch import prefetch
     from tritondt.dtensor.tensor import DTensor
     from tritondt.errors import (
+        ArgumentError,
         CheckpointError,
         ImplicitRedistributionError,
         LayoutError,
@@ -50,6 +51,7 @@ with _importing.without_collections():
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "DTensor",
     "DTensorSpec",

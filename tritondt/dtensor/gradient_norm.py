@@ -9,12 +9,14 @@ from torch.nn.utils import clip_grad
 from tritondt.dtensor.many import Move, redistribute_many
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import MixedTensorsError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.ops.propagation.replication import are_replicated
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 
 
 @torch.no_grad()
+@checked
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
+from tritondt.errors.arguments import checked
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from tritondt.interop.acceleration import Acceleration
 
 
+@checked
 def from_torch(tensor: torch.Tensor) -> DTensor:
     """The distributed tensor that shares the memory of a torch.distributed.tensor.DTensor; gradients go through.
 
@@ -33,6 +35,7 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
     return made
 
 
+@checked
 def to_torch(tensor: DTensor, device_mesh: DeviceMesh | None = None) -> "TorchDTensor":
     """The torch.distributed.tensor.DTensor that shares a tensor's memory; gradients go through. Also x.to_torch().
 

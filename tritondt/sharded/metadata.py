@@ -7,6 +7,7 @@ import torch
 from torch.distributed import _remote_device as RemoteDevice
 
 from tritondt.errors import LayoutError
+from tritondt.errors.arguments import checked, checked_class
 from tritondt.sharding.intervals import Box
 
 # Memory formats cannot be pickled; their names can.
@@ -43,6 +44,7 @@ class ShardMetadata:
     shard_sizes: list[int]
     placement: RemoteDevice | None = None
 
+    @checked
     def __init__(
         self, shard_offsets: list[int], shard_sizes: list[int], placement: "RemoteDevice | str | None" = None
     ) -> None:
@@ -85,6 +87,7 @@ class ShardMetadata:
         return ShardMetadata(self.shard_offsets, self.shard_sizes, self.placement)
 
 
+@checked_class
 @dataclass
 class TensorProperties:
     """Properties of a sharded tensor's elements and memory, alike on all ranks; pickled by value.
@@ -115,6 +118,7 @@ class TensorProperties:
         )
 
 
+@checked_class
 @dataclass
 class ShardedTensorMetadata:
     """Description of a whole sharded tensor, alike on all ranks: every shard's place, the size, the properties.
@@ -133,6 +137,7 @@ class ShardedTensorMetadata:
         return ShardedTensorMetadata([shard.copy() for shard in self.shards_metadata], self.size, properties)
 
 
+@checked_class
 @dataclass
 class Shard:
     """One shard of a ShardedTensor on this rank: a tensor, and its place in the whole.

@@ -1,6 +1,8 @@
 """Lists of plain and distributed tensors, and of tensors on several meshes, against one device."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ def _whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, T.DTensor) else tensor
 
 
-_FOREACH = {
+_FOREACH: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": lambda x, y: torch._foreach_add(x, y, alpha=2),
     "add_": lambda x, y: torch._foreach_add_(x, y),
     "mul_ numbers": lambda x, y: torch._foreach_mul_(x, [2.0, 3.0, 4.0, 5.0]),
@@ -50,7 +52,7 @@ _FOREACH = {
 def test_a_list_runs_position_by_position_each_of_its_kind(name):
     call = _FOREACH[name]
     expected = [_values(0), _values(1)]
-    results = call(*expected)
+    results: Any = call(*expected)
     writes = results is expected[0] or results is None
 
     def body(rank):
@@ -122,7 +124,7 @@ def _clip_ours(parameters, foreach):
         T.clip_grad_norm_(parameters, 0.05, foreach=foreach)
 
 
-_OPTIMIZERS = {
+_OPTIMIZERS: Mapping[str, Callable[[Any], Any]] = {
     "AdamW, foreach": lambda p: torch.optim.AdamW(p, lr=0.05, foreach=True),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
     "AdamW, fused, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True, amsgrad=True),
@@ -131,7 +133,7 @@ _OPTIMIZERS = {
     "SGD, fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
     "Adagrad, fused": lambda p: torch.optim.Adagrad(p, lr=0.5, fused=True),
 }
-_CLIPPINGS = {
+_CLIPPINGS: Mapping[str, Callable[[Any], Any]] = {
     "norm, foreach": lambda p: clip_grad_norm_(p, 0.05, foreach=True),
     "norm, loop": lambda p: clip_grad_norm_(p, 0.05, foreach=False),
     "norm of the largest": lambda p: clip_grad_norm_(p, 0.05, float("inf")),
@@ -189,7 +191,7 @@ def test_a_gradient_scaler_unscales_both_kinds_and_skips_a_step_on_all_ranks(bad
     def body(rank):
         mesh = T.Mesh((2,))
         gradients = _mixed(_values(1), mesh)
-        parameters = [torch.nn.Parameter(one) for one in _mixed(_values(0), mesh)]
+        parameters: list[Any] = [torch.nn.Parameter(one) for one in _mixed(_values(0), mesh)]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient * 1024.0
         if bad == "distributed" and rank == 1:
@@ -212,7 +214,7 @@ def test_a_gradient_scaler_unscales_both_kinds_and_skips_a_step_on_all_ranks(bad
 def test_a_list_on_two_meshes_runs_mesh_by_mesh():
     def body(rank):
         wide, narrow = T.Mesh((2,)), T.Mesh((1, 2))
-        x = [T.distribute_tensor(torch.arange(4.0), wide, [T.Shard(0)])]
+        x: list[Any] = [T.distribute_tensor(torch.arange(4.0), wide, [T.Shard(0)])]
         x.append(T.distribute_tensor(torch.arange(6.0), narrow, [T.Replicate(), T.Shard(0)]))
         torch._foreach_add_(x, 1)
         torch._foreach_mul_(x, T.full((), 2.0, device_mesh=wide))  # a number that all ranks of the other mesh hold
@@ -287,7 +289,7 @@ def test_parameters_become_one_vector_within_implicit_replication():
         with pytest.raises(T.MixedTensorsError, match=r"implicit_replication\(\)"):
             parameters_to_vector(parameters)
         with T.implicit_replication():
-            return parameters_to_vector(parameters).full_tensor()
+            return _whole(parameters_to_vector(parameters))
 
     for found in run_ranks(2, body):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
