@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from tritondt.interop.acceleration import Acceleration
+    from tritondt.interop.clients import Answers
 
 
 @checked
@@ -74,4 +75,20 @@ def accelerate_torch() -> "Acceleration":
     >>> dist.destroy_process_group()
     """
     found: Acceleration = importlib.import_module("tritondt.interop.acceleration").Acceleration()
+    return found
+
+
+@checked
+def answer_clients(*packages: str) -> "Answers":
+    """Lets the named packages find our tensors to be of torch.distributed.tensor.DTensor, in this process.
+
+    For packages that ask isinstance(x, DTensor) and go on by full_tensor, to_local, redistribute, placements or
+    device_mesh, which ours have as well; DTensor.from_local gives them tensors of ours. All other modules, torch's own
+    included, tell the classes apart. It holds until the end of a `with` block, or until `undo()` of the result. Not
+    collective. Raises ArgumentError for torch itself. docs/clients.md lists packages.
+
+    >>> with answer_clients("trl", "pytorch_optimizer") as answers:
+    ...     pass
+    """
+    found: Answers = importlib.import_module("tritondt.interop.clients").Answers(packages)
     return found
