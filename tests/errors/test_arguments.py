@@ -216,3 +216,12 @@ def test_an_error_of_another_cause_stays_as_it_is() -> None:
         assert isinstance(caught.value.__cause__, AttributeError)
 
     run_ranks(2, body)
+
+
+def test_a_warning_names_the_line_of_the_caller() -> None:
+    def body(rank: int) -> str:
+        with pytest.warns(UserWarning, match="no parallelize_plan") as told:
+            parallel.parallelize_module(nn.Linear(2, 2), pair())
+        return told[0].filename
+
+    assert run_ranks(2, body) == [__file__] * 2

@@ -239,7 +239,7 @@ def _checked_hook(name: str, function: Callable[..., Any], what: str) -> Callabl
         warnings.warn(
             f"{name} of two arguments ({what}, device_mesh) is deprecated; let it take (module, {what}, device_mesh)",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return lambda module, values, mesh: function(values, mesh)
     if taken != 3:

@@ -70,7 +70,7 @@ def parallelize_module(
     mesh = mesh_or_current(device_mesh)
     _check_mesh(mesh)
     if parallelize_plan is None:
-        warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=2)
+        warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=3)
         return module
     assignments = _assignments(module, parallelize_plan)
     ties = ties_of(module)

@@ -188,7 +188,7 @@ class ShardedTensor(torch.Tensor):
         where `dst` or `dtype` differ.
         """
         if enforce_dtype:
-            warnings.warn("enforce_dtype is deprecated; give dtype instead", FutureWarning, stacklevel=2)
+            warnings.warn("enforce_dtype is deprecated; give dtype instead", FutureWarning, stacklevel=3)
         gather_whole(self._held(), dst, out, dtype)
 
     def reshard(self, resharding_spec: ShardingSpec) -> "ShardedTensor":
