@@ -22,6 +22,7 @@ with _importing.without_collections():
     from tritondt.dtensor.prefetch import prefetch
     from tritondt.dtensor.tensor import DTensor
     from tritondt.errors import (
+        ArgumentError,
         CheckpointError,
         ImplicitRedistributionError,
         LayoutError,
@@ -36,7 +37,7 @@ with _importing.without_collections():
         TritondtError,
         WorldError,
     )
-    from tritondt.interop.with_torch import accelerate_torch, from_torch, to_torch
+    from tritondt.interop.with_torch import accelerate_torch, answer_clients, from_torch, to_torch
     from tritondt.kernels.memory import empty_cache
     from tritondt.ops.propagation.replication import implicit_replication
     from tritondt.redistribution.autograd import redistribute
@@ -50,6 +51,7 @@ with _importing.without_collections():
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "CheckpointError",
     "DTensor",
     "DTensorSpec",
@@ -76,6 +78,7 @@ __all__ = [
     "WorldError",
     "abort",
     "accelerate_torch",
+    "answer_clients",
     "clip_grad_norm_",
     "close",
     "compute_local_shape_and_global_offset",

@@ -4,11 +4,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import MeshError
+from tritondt.errors.arguments import checked
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 __all__ = ["is_rng_supported_mesh", "manual_seed"]
 
 
+@checked
 def is_rng_supported_mesh(device_mesh: "DeviceMesh | Mesh") -> bool:
     """Whether random operators run on a mesh: on any, for numbers follow from an element's place in the whole tensor.
 
@@ -20,6 +22,7 @@ def is_rng_supported_mesh(device_mesh: "DeviceMesh | Mesh") -> bool:
     return True
 
 
+@checked
 def manual_seed(seed: int, device_mesh: "DeviceMesh | Mesh") -> None:
     """Seeds the generators of this process, from which random operators on `device_mesh` draw.
 

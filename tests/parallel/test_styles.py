@@ -311,9 +311,12 @@ def test_styles_that_cannot_be(make, message):
         make()
 
 
-def test_torchs_placements_are_not_taken_for_ours():
-    with pytest.raises(ParallelizeError, match=r"output_layouts got Shard\(dim=1\), torch's Shard"):
-        RowwiseParallel(output_layouts=torch.distributed.tensor.Shard(1))  # type: ignore[arg-type]
+def test_torchs_placements_become_ours_where_they_say_as_much():
+    taken = RowwiseParallel(output_layouts=torch.distributed.tensor.Shard(1))  # type: ignore[arg-type]
+    assert taken.output_layouts == T.Shard(1)
+    strided = torch.distributed.tensor.placement_types._StridedShard(1, split_factor=2)
+    with pytest.raises(ParallelizeError, match=r"output_layouts: .* is torch's _StridedShard.*write tritondt's Shard"):
+        RowwiseParallel(output_layouts=strided)  # type: ignore[arg-type]
 
 
 def test_calls_that_do_not_fit():

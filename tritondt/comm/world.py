@@ -18,10 +18,12 @@ from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.registry import World
 from tritondt.errors import WorldError
+from tritondt.errors.arguments import checked
 from tritondt.identity import Identity
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
 
+@checked
 def set_timeout(mesh: "Mesh | DeviceMesh", seconds: float) -> None:
     """Time in seconds that this rank waits for others of `mesh` from now on; at first TRITONDT_TIMEOUT, or 300 s.
 

@@ -23,6 +23,7 @@ from tritondt.comm import world
 from tritondt.debug.functional_counts import CommCounts
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.wiring import dispatcher
+from tritondt.errors.arguments import checked
 from tritondt.events import ImplicitRedistribution, StepRan
 from tritondt.planning.explain import html_table
 from tritondt.sharding.placement import Placement, placements_text
@@ -281,6 +282,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+@checked
 def write_flight_record(path: str | Path) -> None:
     """Writes the last 2,000 exchanges of this rank, with their states and the lines that asked, to `path` as JSON.
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.comm.objects import bytes_of
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import DifferenceError, MeshError
+from tritondt.errors.arguments import checked
 from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 
@@ -17,6 +18,7 @@ _DIGEST_BYTES = 8
 _MAX_NAMES = 8
 
 
+@checked
 def check_plain_gradients(module: nn.Module, mesh: "DeviceMesh | Mesh | None" = None) -> None:
     """Comparison, bit by bit, of the gradients of a module's plain parameters among the ranks of `mesh`.
 

@@ -10,6 +10,7 @@ from itertools import groupby, pairwise
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError
+from tritondt.errors.arguments import checked, first
 from tritondt.planning.explain import CAPTION
 from tritondt.sharding.intervals import Interval
 from tritondt.sharding.layout import Layout
@@ -22,6 +23,7 @@ _LEGEND = {1: "cells: ranks", 2: "rows: indices of dim 0, columns: of dim 1, cel
 _STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
+@first("dtensor", "header")  # printed on one rank alone
 def visualize_sharding(dtensor: DTensor | DTensorSpec, header: str = "", use_rich: bool = False) -> None:
     """Prints `sharding_text` of a tensor or spec once, on the first rank of the mesh, under `header` if that is given.
 
@@ -68,6 +70,7 @@ def _print_rich(spec: DTensorSpec, header: str) -> None:
     console.print(table)
 
 
+@checked
 def sharding_text(tensor: DTensor | DTensorSpec) -> str:
     """Picture of which ranks hold which indices of a tensor of one or two dims, rows downwards, as text.
 
@@ -98,6 +101,7 @@ def sharding_text(tensor: DTensor | DTensorSpec) -> str:
     return f"{spec} on {spec.mesh}\n{body}"
 
 
+@checked
 def sharding_html(tensor: DTensor | DTensorSpec) -> str:
     """Picture of which ranks hold which indices of a tensor of one or two dims, as a table of HTML, for notebooks.
 
@@ -130,6 +134,7 @@ def sharding_html(tensor: DTensor | DTensorSpec) -> str:
     return f'<table><caption style="{CAPTION}">{caption}</caption>{"".join(lines)}</table>'
 
 
+@checked
 def write_sharding_image(tensor: DTensor | DTensorSpec, path: str | os.PathLike[str]) -> None:
     """Writes a picture of which ranks hold which indices of a tensor of one or two dims, to scale, as an image.
 

@@ -8,7 +8,7 @@ from torch._ops import OpOverload
 
 from tritondt.comm import read_guard
 from tritondt.dtensor.own_sources import run_apart, tensors_in
-from tritondt.dtensor.writes import MEMORY, count_writes, memory_of, take_memory, watched
+from tritondt.dtensor.writes import MEMORY, count_writes, leaves_counting, memory_of, take_memory, watched
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.placeholders import placeholder_numbers
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding, OutputSpecs
@@ -69,14 +69,6 @@ class _InputMove(NamedTuple):
     is_written: bool
 
 
-# Torch counts writes at this key, or in the kernels of plain tensors, which distributed ones do not reach: as those of
-# lists do, but not these.
-_COUNTING_KEY = torch._C.DispatchKey.ADInplaceOrView
-_UNCOUNTED = frozenset({
-    *(f"aten::_fused_{step}_" for step in ("adam", "adamw", "sgd", "adagrad")),
-    *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
-})  # fmt: skip
-
 # This rank's part of a written argument, the redistributed stand-in that the operator writes to, and the move.
 _Replaced = tuple[torch.Tensor, torch.Tensor, _InputMove]
 
@@ -112,7 +104,7 @@ class Signature:
         self._returns_arguments = bool(written) and all(result.alias_info for result in schema.op._schema.returns)
         self._reshapes = torch.Tag.inplace_view in schema.op.tags
         self._written_arguments = tuple(_written_arguments(schema.op)) if written else ()
-        self._raises_versions = bool(written) and _leaves_counting(schema.op)
+        self._raises_versions = bool(written) and leaves_counting(schema.op)
         self._returns = tuple(_returned_arguments(schema.op))
 
     def run(
@@ -249,11 +241,6 @@ def alias_of(spec: DTensorSpec, wrap: Wrap) -> Compiled:
         return made
 
     return detach
-
-
-def _leaves_counting(op: OpOverload) -> bool:
-    """Whether torch leaves it to the kernels of plain tensors to count what an operator writes, as of lists."""
-    return not op.has_kernel_for_dispatch_key(_COUNTING_KEY) and op._schema.name not in _UNCOUNTED
 
 
 def _written_arguments(op: OpOverload) -> Iterator[tuple[int, str]]:

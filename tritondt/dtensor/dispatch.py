@@ -6,8 +6,7 @@ this file knows of (local tensor, spec) pairs only.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, TypeAlias
 
@@ -15,6 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
+from tritondt.dtensor.call_keys import flat, is_symbolic, plain_key, with_values
 from tritondt.dtensor.compiled_call import (
     Compiled,
     KeepKinds,
@@ -26,7 +26,7 @@ from tritondt.dtensor.compiled_call import (
     viewed_or_copied,
 )
 from tritondt.dtensor.decompose import decompose, outs_to_fit
-from tritondt.dtensor.list_positions import in_order, written_lists
+from tritondt.dtensor.list_positions import clipping, in_order, number_on, run_by_kind, written_lists
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
@@ -42,10 +42,7 @@ from tritondt.sharding.spec import DTensorSpec, TensorMeta
 # Signatures kept per operator; the oldest goes first. 1,024 signatures of a binary operator take about 1 MB.
 MAX_SIGNATURES = 1024
 
-_NUMBERS = (int, float, complex)
 _NOTHING: Mapping[str, Any] = {}
-# Numbers that a graph leaves open have no hash; what they are where they are known.
-_SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 # A lone output has its spec and a function of the local arguments; else the function does it all.
 _CompiledCall: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
@@ -135,12 +132,13 @@ class Dispatcher:
             values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
             local_kwargs = dict(zip(names, values, strict=True))
         found, is_kept = _look_up(operator, key)
-        if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
-            return self._run_any(op, *_with_values(args, kwargs))
+        if not is_kept and is_symbolic(args, kwargs):
+            return self._run_any(op, *with_values(args, kwargs))
         if found is None:
             mixed = self._keep_gradients(op, args, kwargs)
-            if self._are_replicated(op, args, kwargs):
-                return self._run_any(op, *self._all_distributed(args, kwargs))
+            result = self._run_otherwise(op, args, kwargs)
+            if result is not NotImplemented:
+                return result
             schema = self._schema(op, args, kwargs)
             if not self._propagator.knows(op):
                 check_from_others(op, args, kwargs)
@@ -159,12 +157,35 @@ class Dispatcher:
             return self._wrap(run(*local_args, **local_kwargs), spec)
         return run(local_args, local_kwargs, args, kwargs)
 
+    def _run_otherwise(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The results of a call with plain arguments by calls with other arguments; NotImplemented if there are none.
+
+        A list of both kinds runs kind by kind, a distributed number is a plain one to the plain tensor that it changes,
+        and plain tensors may count as replicated.
+        """
+        result = run_by_kind(op, args, kwargs, self._class)
+        if result is not NotImplemented:
+            return result
+        if self._are_numbers(args, kwargs) and self._writes(op, args, kwargs, self._is_plain):
+            named = {name: self._plain_number(op, argument) for name, argument in kwargs.items()}
+            return op(*(self._plain_number(op, argument) for argument in args), **named)
+        if self._are_replicated(op, args, kwargs):
+            return self._run_any(op, *self._all_distributed(args, kwargs))
+        return NotImplemented
+
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
-        plain = [*filter(self._is_plain, _flat((*args, *kwargs.values())))]
+        plain = [*filter(self._is_plain, flat((*args, *kwargs.values())))]
         if not plain:
             return False
         return are_replicated(written=self._writes(op, args, kwargs, self._is_plain)) or are_alike(op, args, plain)
+
+    def _are_numbers(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the distributed arguments have no dims, as a factor of clip_grad_norm_ for plain gradients."""
+        return all(not item.ndim for item in flat((*args, *kwargs.values())) if isinstance(item, self._class))
+
+    def _plain_number(self, op: OpOverload, argument: Any) -> Any:
+        return number_on(op, argument, None) if isinstance(argument, self._class) else argument
 
     def _may_need_gradient(self, argument: Any) -> bool:
         """Whether an argument that has gradients is plain, or empty: torch.cat gives such a one a plain gradient."""
@@ -174,7 +195,7 @@ class Dispatcher:
 
     def _keep_gradients(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Lets plain arguments have plain gradients, and distributed ones distributed; whether there are plain ones."""
-        given = tuple(_flat((*args, *kwargs.values())))
+        given = tuple(flat((*args, *kwargs.values())))
         mixed = any(map(self._may_need_gradient, given))
         if mixed and torch.is_grad_enabled():
             writes = op._schema.is_mutable and self._writes(op, args, kwargs, self._may_need_gradient)
@@ -207,14 +228,14 @@ class Dispatcher:
         declared = op._schema.arguments
         given = {argument.name: found for argument, found in zip(declared, args, strict=False)} | dict(kwargs)
         return any(
-            any(map(is_such, _flat((given[argument.name],))))
+            any(map(is_such, flat((given[argument.name],))))
             for argument in declared
             if argument.alias_info is not None and argument.alias_info.is_write and argument.name in given
         )
 
     def _all_distributed(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
         """The arguments with replicated distributed tensors in place of plain ones."""
-        given = _flat((*args, *kwargs.values()))
+        given = flat((*args, *kwargs.values()))
         mesh = next(item._spec.mesh for item in given if isinstance(item, self._class))  # type: ignore[attr-defined]
         made = [self._distributed(argument, mesh) for argument in args]
         return made, {name: self._distributed(argument, mesh) for name, argument in kwargs.items()}
@@ -243,7 +264,7 @@ class Dispatcher:
                 local_args.append(distributed._local_tensor)
             else:
                 by_value = len(local_args) >= static_argnum
-                key.extend(_plain_key(argument, by_value))
+                key.extend(plain_key(argument, by_value))
                 local_args.append(argument)
         return local_args
 
@@ -276,13 +297,14 @@ class Dispatcher:
 
     def _schema(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         """The call with specs in place of tensors; MeshError or MixedTensorsError where tensors do not go together."""
-        distributed = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, self._class)]
+        distributed = [item for item in flat((*args, *kwargs.values())) if isinstance(item, self._class)]
         spec = distributed[0]._spec  # type: ignore[attr-defined]
         for other in distributed:
             if other._spec.mesh is not spec.mesh:  # type: ignore[attr-defined]
                 raise MeshError(
                     f"{op} got tensors on {spec.mesh} and on {other._spec.mesh}; "  # type: ignore[attr-defined]
                     "all must be on one mesh: redistribute to full tensors, or make them on one mesh"
+                    f"{clipping(op)}"
                 )
         # In declared order, whatever order the caller gave them in: signatures do not tell that apart.
         declared = (argument.name for argument in op._schema.arguments)
@@ -317,34 +339,3 @@ def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None
     if len(operator.signatures) >= MAX_SIGNATURES:
         del operator.signatures[next(iter(operator.signatures))]
     operator.signatures[tuple(key)] = found
-
-
-def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with values in place of numbers that a graph leaves open; the graph then holds for these values."""
-    return [*map(_with_value, args)], {name: _with_value(argument) for name, argument in kwargs.items()}
-
-
-def _with_value(argument: Any) -> Any:
-    if isinstance(argument, list | tuple):
-        return [_with_value(item) for item in argument]
-    for symbol, number in _SYMBOLS.items():
-        if isinstance(argument, symbol):
-            return number(argument)
-    return argument
-
-
-def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
-    """The part of a key for an argument that is no distributed tensor."""
-    if argument is None or isinstance(argument, bool):
-        return (argument,)
-    if isinstance(argument, torch.Tensor):
-        return torch.Tensor, argument.dtype, argument.shape
-    if isinstance(argument, _NUMBERS):
-        return (type(argument), argument) if by_value else (type(argument),)
-    return type(argument), argument
-
-
-def _flat(arguments: Sequence[Any]) -> Iterator[Any]:
-    return chain.from_iterable(
-        _flat(argument) if isinstance(argument, list | tuple) else (argument,) for argument in arguments
-    )

@@ -11,16 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.redistribution.agreement import check_agreed
 from tritondt.redistribution.run import redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
-from tritondt.sharding.placement import Placement, Replicate, placements_code, placements_text
+from tritondt.sharding.placement import Placement, Replicate, as_placements, placements_code, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import dense_strides
 
 
+@checked
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: "DeviceMesh | Mesh | None" = None,
@@ -47,7 +49,7 @@ def distribute_tensor(
     """
     check_not_of_torch(tensor, "distribute_tensor")
     mesh = canonical_mesh(mesh_or_current(device_mesh))
-    wanted = (Replicate(),) * mesh.ndim if placements is None else tuple(placements)
+    wanted = (Replicate(),) * mesh.ndim if placements is None else as_placements(placements)
     if isinstance(tensor, DTensor):
         return _check_layout(tensor, mesh, wanted, order)
     source_position = None if src_data_rank is None else _source_position(mesh, src_data_rank)
@@ -124,6 +126,7 @@ def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int |
 PartitionFunction = Callable[[str, nn.Module, Any], None]
 
 
+@checked
 def distribute_module(
     module: nn.Module,
     device_mesh: "DeviceMesh | Mesh | None" = None,
@@ -236,7 +239,7 @@ def _checked_hook(name: str, function: Callable[..., Any], what: str) -> Callabl
         warnings.warn(
             f"{name} of two arguments ({what}, device_mesh) is deprecated; let it take (module, {what}, device_mesh)",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return lambda module, values, mesh: function(values, mesh)
     if taken != 3:

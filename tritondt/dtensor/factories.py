@@ -8,17 +8,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError
+from tritondt.errors.arguments import checked
 from tritondt.ops.random.distributions import normal, uniform
 from tritondt.ops.random.generator import words_of
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
-from tritondt.sharding.placement import Partial, Placement, Replicate
+from tritondt.sharding.placement import Partial, Placement, Replicate, as_placements
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 # Makes a plain tensor of a shape, given as `size`, with `dtype` and `device`.
 _MakeLocal = Callable[..., torch.Tensor]
 
 
+@checked
 def empty(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -42,6 +44,7 @@ def empty(
     return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
+@checked
 def zeros(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -61,6 +64,7 @@ def zeros(
     return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
+@checked
 def ones(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -80,6 +84,7 @@ def ones(
     return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements, order)
 
 
+@checked
 def full(
     size: Sequence[int],
     fill_value: float | int | bool | complex,
@@ -105,9 +110,10 @@ def full(
     return _make(make, (size,), dtype, layout, requires_grad, device_mesh, placements, order)
 
 
+@checked
 def linspace(
-    start: Any,
-    end: Any,
+    start: float | complex | torch.Tensor,
+    end: float | complex | torch.Tensor,
     steps: int,
     *,
     dtype: torch.dtype | None = None,
@@ -136,9 +142,10 @@ def linspace(
     return _make(make, (steps,), dtype, layout, requires_grad, device_mesh, placements, order, whole=True)
 
 
+@checked
 def logspace(
-    start: Any,
-    end: Any,
+    start: float | complex | torch.Tensor,
+    end: float | complex | torch.Tensor,
     steps: int,
     base: float = 10.0,
     *,
@@ -165,6 +172,7 @@ def logspace(
     return _make(make, (steps,), dtype, layout, requires_grad, device_mesh, placements, order, whole=True)
 
 
+@checked
 def rand(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -189,6 +197,7 @@ def rand(
     return _make(torch.rand, size, dtype, layout, requires_grad, device_mesh, placements, order, uniform)
 
 
+@checked
 def randn(
     *size: int | Sequence[int],
     dtype: torch.dtype | None = None,
@@ -231,7 +240,7 @@ def _make(
     shape = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
     device = torch.device(mesh.device_type)
     dtype = make((), dtype=dtype, device="meta").dtype
-    wanted = [Replicate()] * mesh.ndim if placements is None else list(placements)
+    wanted = [Replicate()] * mesh.ndim if placements is None else as_placements(placements)
     # Terms are made of what is whole; the engine does it without a message.
     target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(shape, dtype), order)
     spec = target.with_placements([Replicate() if whole or isinstance(p, Partial) else p for p in target.placements])

@@ -9,11 +9,14 @@ from torch.nn.utils import clip_grad
 from tritondt.dtensor.many import Move, redistribute_many
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import MixedTensorsError, check_not_of_torch
+from tritondt.errors.arguments import checked
+from tritondt.ops.propagation.replication import are_replicated
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 
 
 @torch.no_grad()
+@checked
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
     max_norm: float,
@@ -25,8 +28,9 @@ def clip_grad_norm_(
 
     As torch.nn.utils.clip_grad_norm_, for distributed parameters on any number of meshes, of which every rank may be in
     some only: a gradient counts once, however many ranks hold it. A collective call of all ranks of all of the meshes,
-    with parameters in one order on all. Raises MixedTensorsError for a plain gradient and, on all ranks, RuntimeError
-    for a norm that is not finite, where `error_if_nonfinite`.
+    with parameters in one order on all. Within `implicit_replication()` plain gradients count once as well. Raises
+    MixedTensorsError for a plain gradient elsewhere and, on all ranks, RuntimeError for a norm that is not finite,
+    where `error_if_nonfinite`.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -39,24 +43,26 @@ def clip_grad_norm_(
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     of_mesh: dict[Mesh, list[torch.Tensor]] = {}
+    plain: list[torch.Tensor] = []
     for parameter in given:
         gradient = parameter.grad
         if gradient is None:
             continue
         check_not_of_torch(gradient, "clip_grad_norm_")
-        if not isinstance(gradient, DTensor):
+        if isinstance(gradient, DTensor):
+            of_mesh.setdefault(gradient._spec.mesh, []).append(parameter)
+        elif are_replicated():
+            plain.append(parameter)
+        else:
             raise MixedTensorsError(
                 f"clip_grad_norm_ was given a plain gradient of shape {tuple(gradient.shape)}; allowed are distributed "
-                "ones: make the parameter distributed, replicated where every rank holds all of it"
+                "ones: make the parameter distributed, replicated where every rank holds all of it, or call "
+                "clip_grad_norm_ within tritondt.implicit_replication() where plain gradients are alike on every rank"
             )
-        of_mesh.setdefault(gradient._spec.mesh, []).append(parameter)
-    if not of_mesh:
+    if not of_mesh and not plain:
         return torch.tensor(0.0)
-    norms = [
-        clip_grad._get_total_norm([cast(DTensor, x.grad) for x in found], norm_type, False, foreach)
-        for found in of_mesh.values()
-    ]
-    total = _combined([cast(DTensor, norm) for norm in norms], norm_type)
+    norms = [_norm(found, norm_type, foreach) for found in of_mesh.values()]
+    total = _combined(norms, [_norm(plain, norm_type, foreach)] if plain else [], norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the norm of order {norm_type} of gradients is {total.item()}, and cannot be clipped; pass "
@@ -65,20 +71,28 @@ def clip_grad_norm_(
     for mesh, found in of_mesh.items():
         on_mesh = total if mesh.coordinate is not None else total.new_empty(0)
         clip_grad._clip_grads_with_norm_(found, max_norm, _replicated(on_mesh, mesh), foreach)
+    clip_grad._clip_grads_with_norm_(plain, max_norm, total, foreach)
     return total
+
+
+def _norm(parameters: list[torch.Tensor], norm_type: float, foreach: bool | None) -> torch.Tensor:
+    return clip_grad._get_total_norm([cast(torch.Tensor, x.grad) for x in parameters], norm_type, False, foreach)
 
 
 def _replicated(total: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return DTensor.from_local(total, mesh, [Replicate()] * mesh.ndim, shape=(), stride=())
 
 
-def _combined(norms: list[DTensor], norm_type: float) -> torch.Tensor:
-    """The norm of norms on several meshes, on every rank of any of them."""
-    everywhere = sorted({rank for norm in norms for rank in norm._spec.mesh.ranks})
-    mesh = Mesh((len(everywhere),), ranks=everywhere, device_type=norms[0]._spec.mesh.device_type)
-    dtype = norms[0].dtype
-    for norm in norms:
+def _combined(norms: list[torch.Tensor], plain: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of norms on several meshes, and of plain ones, on every rank of any of the meshes."""
+    dtype = (norms + plain)[0].dtype
+    for norm in norms + plain:
         dtype = torch.promote_types(dtype, norm.dtype)
-    moves: list[Move] = [(cast(DTensor, norm.to(dtype)), mesh, [Replicate()]) for norm in norms]
-    found = [norm.to_local() for norm in redistribute_many(moves)]
+    found = [norm.to(dtype) for norm in plain]
+    if norms:
+        specs = [cast(DTensor, norm)._spec for norm in norms]
+        everywhere = sorted({rank for spec in specs for rank in spec.mesh.ranks})
+        mesh = Mesh((len(everywhere),), ranks=everywhere, device_type=specs[0].mesh.device_type)
+        moves: list[Move] = [(cast(DTensor, norm.to(dtype)), mesh, [Replicate()]) for norm in norms]
+        found += [norm.to_local() for norm in redistribute_many(moves)]
     return found[0] if len(found) == 1 else torch.linalg.vector_norm(torch.stack(found), norm_type)

@@ -10,16 +10,18 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.ops.rules.view_layouts import shard_of_sizes
 from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import Placement, Shard, placements_code, placements_text
+from tritondt.sharding.placement import Placement, Shard, as_placement, placements_code, placements_text
 from tritondt.sharding.strides import dense_strides
 
 Placements = Sequence[Placement] | None
 
 
+@checked
 def local_map(
     func: Callable[..., Any] | None = None,
     out_placements: Placements | tuple[Placements, ...] = None,
@@ -105,7 +107,7 @@ def _per_item(given: tuple[Placements, ...] | None, items: Sequence[Any], name: 
 
 def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
     """One entry of `given` per result; a lone entry may come without a tuple around it."""
-    entries = given if isinstance(given, tuple) and not all(isinstance(item, Placement) for item in given) else (given,)
+    entries = given if isinstance(given, tuple) and not _is_one_entry(given) else (given,)
     if len(entries) != len(results):
         raise LayoutError(f"local_map was given out_placements for {len(entries)} results, got {len(results)}")
     for entry, result in zip(entries, results, strict=True):
@@ -115,6 +117,10 @@ def _of_results(given: Any, results: Sequence[Any]) -> Sequence[Placements]:
                 "placements, and everything else None"
             )
     return entries
+
+
+def _is_one_entry(given: tuple[Any, ...]) -> bool:
+    return all(isinstance(as_placement(item), Placement) for item in given)
 
 
 def _input(tensor: DTensor, placements: Placements, mesh: Mesh, *, redistribute: bool) -> DTensor:

@@ -14,15 +14,17 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import held_local
 from tritondt.errors import LayoutError, MixedTensorsError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.redistribution.autograd import gradient_spec
 from tritondt.redistribution.many import redistribute_locals, redistribute_locals_async
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import Placement
+from tritondt.sharding.placement import Placement, as_placements
 from tritondt.sharding.spec import DTensorSpec, target_spec
 
 Move = tuple[DTensor, Sequence[Placement]] | tuple[DTensor, "DeviceMesh | Mesh", Sequence[Placement]]
 
 
+@checked
 def redistribute_many(
     moves: Sequence[Move], *, bucket_bytes: int | None = None, async_op: bool = False
 ) -> list[DTensor]:
@@ -66,7 +68,7 @@ def redistribute_many(
                 )
         tensors.append(tensor)
         target_mesh = canonical_mesh(cast("Mesh", move[1])) if len(move) == 3 else None
-        targets.append(target_spec(tensor._spec, tuple(placements), None, target_mesh))
+        targets.append(target_spec(tensor._spec, as_placements(placements), None, target_mesh))
     return redistribute_to(tensors, targets, bucket_bytes=bucket_bytes, async_op=async_op)
 
 

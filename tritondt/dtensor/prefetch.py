@@ -9,11 +9,13 @@ from tritondt.comm.packing.wire_dtype import narrower
 from tritondt.dtensor.pending import issue_prefetch
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import Placement
+from tritondt.sharding.placement import Placement, as_placements
 from tritondt.sharding.spec import target_spec
 
 
+@checked
 def prefetch(
     tensor: DTensor,
     placements: Sequence[Placement],
@@ -43,7 +45,7 @@ def prefetch(
         return
     check_not_of_torch(tensor, "prefetch")
     mesh = None if device_mesh is None else canonical_mesh(device_mesh)
-    target = target_spec(tensor._spec, tuple(placements), None if order is None else tuple(order), mesh)
+    target = target_spec(tensor._spec, as_placements(placements), None if order is None else tuple(order), mesh)
     if target is not tensor._spec:
         with torch.no_grad():
             issue_prefetch(tensor, DTensor, target, narrower(target.dtype, wire_dtype))

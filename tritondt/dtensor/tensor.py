@@ -19,12 +19,13 @@ from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import refresh, share_origin
 from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
-from tritondt.sharding.placement import Placement, Replicate
+from tritondt.sharding.placement import Placement, Replicate, as_placements
 from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
 from tritondt.sharding.spec_values import spec_values
 
@@ -65,6 +66,7 @@ class DTensor(torch.Tensor):
         return cast("DTensor", make(cls, local_tensor, spec, requires_grad=requires_grad))
 
     @classmethod
+    @checked
     def from_local(
         cls,
         local_tensor: torch.Tensor,
@@ -90,7 +92,7 @@ class DTensor(torch.Tensor):
         try:
             spec = spec_of_local(
                 mesh,
-                (Replicate(),) * mesh.ndim if placements is None else tuple(placements),
+                (Replicate(),) * mesh.ndim if placements is None else as_placements(placements),
                 tuple(local_tensor.shape),
                 local_tensor.stride(),
                 local_tensor.dtype,
@@ -121,6 +123,7 @@ class DTensor(torch.Tensor):
         gradient = wanted_gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
+    @checked
     def redistribute(
         self,
         device_mesh: "DeviceMesh | Mesh | None" = None,
@@ -148,7 +151,7 @@ class DTensor(torch.Tensor):
             raise MeshError("redistribute needs placements, one per mesh axis")
         source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
         spec = source._spec
-        target = target_spec(spec, tuple(placements), None if order is None else tuple(order), mesh)
+        target = target_spec(spec, as_placements(placements), None if order is None else tuple(order), mesh)
         wire = None
         if wire_dtype is not None or grad_wire_dtype is not None:
             wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
@@ -160,8 +163,7 @@ class DTensor(torch.Tensor):
             if ORIGIN in source.__dict__:
                 refresh(source)
             return source
-        forward = wire and wire.forward
-        return redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
+        return redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=wire and wire.forward)  # type: ignore[no-any-return]
 
     @property
     def work(self) -> Work | None:
@@ -173,13 +175,14 @@ class DTensor(torch.Tensor):
         _ = self._local_tensor
         return self
 
+    @checked
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The global tensor as a plain one on every rank: a collective call.
 
         `grad_placements` as in `to_local`. Raises TransportError, PeerError, MismatchError.
         """
-        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
-        return whole.to_local(grad_placements=grad_placements)
+        whole = [Replicate()] * self._spec.mesh.ndim
+        return self.redistribute(placements=whole).to_local(grad_placements=grad_placements)
 
     @property
     def device_mesh(self) -> "DeviceMesh | Mesh":
@@ -194,8 +197,7 @@ class DTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The tensor without its history; setting it takes over the local tensor and the layout of another one."""
-        found: torch.Tensor = _DATA.__get__(self)
-        return found
+        return cast(torch.Tensor, _DATA.__get__(self))
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -213,8 +215,7 @@ class DTensor(torch.Tensor):
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """The elements that the index picks; lists in it must be alike on every rank."""
-        found: torch.Tensor = _get_item(self, with_tensors(index, self._replicated, self.shape))
-        return found
+        return cast(torch.Tensor, _get_item(self, with_tensors(index, self._replicated, self.shape)))
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Writes to the elements that the index picks; lists in it must be alike on every rank."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 # A tensor's attributes: the local tensors that stand for its memory, by identity; those that it had before it was given
 # another's memory, which views that were made before still have; and how a copied view was made.
@@ -24,6 +25,13 @@ CHANGED = "_tritondt_changed_after_view"
 NOTES_OF_VIEWS = (RECORDED, CHANGED)
 # A storage's: how far its version was raised by copying a view again.
 _RENEWALS = "_tritondt_renewals"
+# Torch counts writes at this key, or in the kernels of plain tensors, which distributed ones do not reach: as those of
+# lists do, but not these.
+_COUNTING_KEY = torch._C.DispatchKey.ADInplaceOrView
+_UNCOUNTED = frozenset({
+    *(f"aten::_fused_{step}_" for step in ("adam", "adamw", "sgd", "adagrad")),
+    *("aten::_native_batch_norm_legit", "aten::_batch_norm_with_update"),
+})  # fmt: skip
 
 Memory = tuple[torch.Tensor, ...]
 Count = tuple[int, int]
@@ -115,6 +123,11 @@ def count_writes(tensors: Iterable[Any], *, reshapes: bool) -> None:
             for cell in watched.get(id(local), ()):
                 cell.num_reshapes += reshapes
                 cell.num_writes += not reshapes
+
+
+def leaves_counting(op: OpOverload) -> bool:
+    """Whether torch leaves it to the kernels of plain tensors to count what an operator writes, as of lists."""
+    return not op.has_kernel_for_dispatch_key(_COUNTING_KEY) and op._schema.name not in _UNCOUNTED
 
 
 def memory_of(distributed: Any) -> Memory:

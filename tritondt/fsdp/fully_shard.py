@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import FullyShardError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.fsdp.group import ParameterGroup
 from tritondt.fsdp.meshes import DataMesh, data_mesh
 from tritondt.fsdp.module import FSDPModule, sharded_class, state_of
@@ -28,7 +29,8 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 def fully_shard(module: AnyModule, **options: Any) -> AnyModule: ...
 @overload
 def fully_shard(module: list[nn.Module], **options: Any) -> list[nn.Module]: ...
-def fully_shard(  # type: ignore[misc]
+@checked  # type: ignore[misc]
+def fully_shard(
     module: Any,
     *,
     mesh: DeviceMesh | Mesh | None = None,

@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn, overload
 from torch import nn
 
 from tritondt.errors import FullyShardError
+from tritondt.errors.arguments import checked_class
 from tritondt.fsdp.state import ShardedState
 
 _STATE = "_tritondt_fully_sharded"
@@ -29,6 +30,7 @@ class UnshardHandle:
         self._state.wait()
 
 
+@checked_class
 class FSDPModule(nn.Module):
     """A module that `fully_shard` was called on. Source: torch.distributed.fsdp.FSDPModule."""
 

@@ -26,7 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
-from tritondt.errors import CheckpointError
+from tritondt.errors import ArgumentError, CheckpointError
+from tritondt.errors.arguments import checked_class
 from tritondt.interop import manifest, saves
 from tritondt.interop.checkpoint_plans import WholeLoadPlanner
 from tritondt.interop.together import Together
@@ -35,6 +36,7 @@ from tritondt.interop.together import Together
 _OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp")
 
 
+@checked_class
 class CheckpointFolder:
     """Checkpoints in the folder `path`, of which the newest `keep` are kept, all of them for None.
 
@@ -46,7 +48,7 @@ class CheckpointFolder:
         self, path: str | Path, *, keep: int | None = None, process_group: dist.ProcessGroup | None = None
     ) -> None:
         if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep} was given; allowed are a number of checkpoints above 0, and None for all")
+            raise ArgumentError(f"keep={keep} was given; allowed are a number of checkpoints above 0, and None for all")
         self.path, self._keep, self._group = Path(path), keep, process_group
         self._beside: dist.ProcessGroup | None = None
         self._under_way: Future[saves.Save] | None = None

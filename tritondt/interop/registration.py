@@ -4,6 +4,7 @@ import importlib
 from types import ModuleType
 
 from tritondt.dtensor.tensor import DTensor
+from tritondt.interop.data_parallel import guard_distributed_data_parallel, guard_fully_shard, guard_replicate
 from tritondt.interop.when_imported import when_imported
 from tritondt.interop.with_torch import to_torch
 
@@ -17,6 +18,14 @@ def _add_state_dicts(module: ModuleType) -> None:
     importlib.import_module("tritondt.interop.state_dicts").add_distributed_tensors(module)
 
 
+def _add_saving(module: ModuleType) -> None:
+    importlib.import_module("tritondt.interop.transformers.saving").save_laid_out_models(module)
+
+
 DTensor.to_torch = to_torch  # type: ignore[attr-defined]
 when_imported("torch.distributed.checkpoint.planner_helpers", _add_checkpoints)
 when_imported("torch.distributed._state_dict_utils", _add_state_dicts)
+when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", guard_fully_shard)
+when_imported("torch.distributed._composable.replicate", guard_replicate)
+guard_distributed_data_parallel()
+when_imported("transformers.modeling_utils", _add_saving)

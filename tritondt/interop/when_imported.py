@@ -32,11 +32,11 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.add)
+            spec.loader = LoaderThatAdds(spec.loader, self.add)
         return spec
 
 
-class _Loader(Loader):
+class LoaderThatAdds(Loader):
     """A module's own loader, and what is added once it has run."""
 
     def __init__(self, own: Loader, add: Callable[[ModuleType], None]) -> None:

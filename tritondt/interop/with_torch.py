@@ -7,13 +7,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
+from tritondt.errors.arguments import checked
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     from tritondt.interop.acceleration import Acceleration
+    from tritondt.interop.clients import Answers
 
 
+@checked
 def from_torch(tensor: torch.Tensor) -> DTensor:
     """The distributed tensor that shares the memory of a torch.distributed.tensor.DTensor; gradients go through.
 
@@ -33,6 +36,7 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
     return made
 
 
+@checked
 def to_torch(tensor: DTensor, device_mesh: DeviceMesh | None = None) -> "TorchDTensor":
     """The torch.distributed.tensor.DTensor that shares a tensor's memory; gradients go through. Also x.to_torch().
 
@@ -71,4 +75,20 @@ def accelerate_torch() -> "Acceleration":
     >>> dist.destroy_process_group()
     """
     found: Acceleration = importlib.import_module("tritondt.interop.acceleration").Acceleration()
+    return found
+
+
+@checked
+def answer_clients(*packages: str) -> "Answers":
+    """Lets the named packages find our tensors to be of torch.distributed.tensor.DTensor, in this process.
+
+    For packages that ask isinstance(x, DTensor) and go on by full_tensor, to_local, redistribute, placements or
+    device_mesh, which ours have as well; DTensor.from_local gives them tensors of ours. All other modules, torch's own
+    included, tell the classes apart. It holds until the end of a `with` block, or until `undo()` of the result. Not
+    collective. Raises ArgumentError for torch itself. docs/clients.md lists packages.
+
+    >>> with answer_clients("trl", "pytorch_optimizer") as answers:
+    ...     pass
+    """
+    found: Answers = importlib.import_module("tritondt.interop.clients").Answers(packages)
     return found

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from tritondt._C import NcclCommunicator, NcclLibrary
 from tritondt.comm.nccl.bootstrap import within
 from tritondt.comm.nccl.library import installed_path, nccl_library
-from tritondt.errors import PeerError, WorldError
+from tritondt.errors import ArgumentError, PeerError, WorldError
+from tritondt.errors.arguments import checked
 from tritondt.nccl.communicator import Communicator
 
 Options = Mapping[str, int | str]
@@ -19,6 +20,7 @@ _TIMEOUT = timedelta(seconds=300)
 _ID_BYTES = 128  # NCCL_UNIQUE_ID_BYTES
 
 
+@checked
 def library(path: str | None = None) -> NcclLibrary:
     """The NCCL of this process, or the one at `path`.
 
@@ -36,6 +38,7 @@ def library(path: str | None = None) -> NcclLibrary:
     return nccl_library() if path is None else NcclLibrary(path, installed_path())
 
 
+@checked
 def init(
     unique_ids: Sequence[bytes],
     num_ranks: int,
@@ -65,6 +68,7 @@ def init(
     return Communicator(found.init(list(unique_ids), num_ranks, rank, options), found)
 
 
+@checked
 def join(
     unique_id: bytes,
     num_ranks: int,
@@ -92,6 +96,7 @@ def join(
     return Communicator(found.join(unique_id, num_ranks, rank, options), found)
 
 
+@checked
 def bootstrap(
     over: Any = None,
     *,
@@ -124,11 +129,11 @@ def bootstrap(
     found = nccl_library() if library is None else library
     if isinstance(over, dist.Store):
         if rank is None or num_ranks is None:
-            raise ValueError(f"a store was given with rank {rank} of {num_ranks}; it needs rank and num_ranks")
+            raise ArgumentError(f"a store was given with rank {rank} of {num_ranks}; it needs rank and num_ranks")
         unique_id = _id_of_store(over, name, rank, timeout, found)
     else:
         if rank is not None or num_ranks is not None:
-            raise ValueError(f"rank {rank} of {num_ranks} was given with a process group, which knows both")
+            raise ArgumentError(f"rank {rank} of {num_ranks} was given with a process group, which knows both")
         rank, num_ranks, unique_id = _id_of_group(over, found)
     return Communicator(_joined(found, unique_id, num_ranks, rank, timeout, options), found)
 
@@ -138,7 +143,7 @@ def _id_of_store(store: dist.Store, name: str, rank: int, timeout: timedelta, fo
     if rank == 0:
         own = found.unique_id().hex()
         if store.compare_set(name, "", own).decode() != own:
-            raise ValueError(f"the store has {name!r} already; each communicator needs a name of its own")
+            raise ArgumentError(f"the store has {name!r} already; each communicator needs a name of its own")
         return bytes.fromhex(own)
     try:
         store.wait([name], timeout)

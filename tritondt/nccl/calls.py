@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tritondt.errors import ArgumentError
+
 # Elements that this rank reads and writes, in counts of the call: one, or one for each rank; None for neither.
 _ONE, _EACH, _NONE = "one", "each", None
 _SIZES: dict[str, tuple[str | None, str | None]] = {
@@ -58,9 +60,9 @@ def raw_call(call: Call, num_ranks: int) -> RawCall:
     operation, source, target, op, peer = call
     tensors = [tensor for tensor in (source, target) if tensor is not None]
     if operation not in _SIZES:
-        raise ValueError(f"the operation {operation!r} was asked for; NCCL has {', '.join(_SIZES)}")
+        raise ArgumentError(f"the operation {operation!r} was asked for; NCCL has {', '.join(_SIZES)}")
     if not tensors:
-        raise ValueError(f"{operation} was given neither a source nor a target; one of them says how much is moved")
+        raise ArgumentError(f"{operation} was given neither a source nor a target; one of them says how much is moved")
     _check_tensors(operation, tensors)
     count = _count(operation, source, target, num_ranks)
     return operation, _address(source), _address(target), count, dtype_name(tensors[0].dtype), op, peer
@@ -74,18 +76,18 @@ def _count(operation: str, source: torch.Tensor | None, target: torch.Tensor | N
             continue
         num_parts = num_ranks if size == _EACH else 1
         if tensor.numel() % num_parts:
-            raise ValueError(
+            raise ArgumentError(
                 f"{operation} among {num_ranks} ranks was given a {what} of {tensor.numel()} elements; "
                 f"{num_ranks} must divide them"
             )
         counts.append(tensor.numel() // num_parts)
     if not counts:
-        raise ValueError(f"{operation} was given no {'source' if operation == 'send' else 'target'}")
+        raise ArgumentError(f"{operation} was given no {'source' if operation == 'send' else 'target'}")
     if len(set(counts)) > 1:
         assert source is not None
         assert target is not None
         expected = counts[0] * (num_ranks if _SIZES[operation][1] == _EACH else 1)
-        raise ValueError(
+        raise ArgumentError(
             f"{operation} among {num_ranks} ranks was given a source of {source.numel()} and a target of "
             f"{target.numel()} elements; {source.numel()} make {expected}"
         )
@@ -102,7 +104,7 @@ def dtype_of(operation: str, tensors: Sequence[torch.Tensor]) -> str:
     """The name of the dtype of tensors; ValueError where there are several."""
     found = sorted({dtype_name(tensor.dtype) for tensor in tensors})
     if len(found) != 1:
-        raise ValueError(f"{operation} was given tensors of {' and '.join(found) or 'no dtype'}; it takes one dtype")
+        raise ArgumentError(f"{operation} was given tensors of {' and '.join(found) or 'no dtype'}; it takes one dtype")
     return found[0]
 
 
@@ -129,7 +131,7 @@ def stream_handle(stream: Any, tensor: torch.Tensor | None) -> int:
 def _check_tensors(operation: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            raise ValueError(
+            raise ArgumentError(
                 f"{operation} was given a tensor of shape {tuple(tensor.shape)} that is not contiguous; NCCL reads and "
                 "writes elements end to end"
             )

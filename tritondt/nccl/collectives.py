@@ -6,11 +6,14 @@ from typing import Any
 import torch
 
 from tritondt._C import NcclCallConfig, NcclCommunicator
+from tritondt.errors import ArgumentError
+from tritondt.errors.arguments import checked_class
 from tritondt.nccl.calls import Call, dtype_of, raw_call, raw_parts, stream_handle
 
 Tensors = Sequence[torch.Tensor]
 
 
+@checked_class
 class Collectives:
     """The collectives of a communicator, which all ranks call in one order, with tensors that fit each other.
 
@@ -135,7 +138,7 @@ class Collectives:
         dtype = dtype_of("all_gather_v", [source, *targets])
         own = self._own_of("all_gather_v", "targets", targets)
         if own.numel() != source.numel():
-            raise ValueError(
+            raise ArgumentError(
                 f"all_gather_v was given a source of {source.numel()} elements and a target of {own.numel()} for it"
             )
         parts = raw_parts("all_gather_v", targets)
@@ -152,7 +155,7 @@ class Collectives:
         dtype = dtype_of("reduce_scatter_v", [target, *sources])
         own = self._own_of("reduce_scatter_v", "sources", sources)
         if own.numel() != target.numel():
-            raise ValueError(
+            raise ArgumentError(
                 f"reduce_scatter_v was given a target of {target.numel()} elements and a source of {own.numel()} for it"
             )
         parts = raw_parts("reduce_scatter_v", sources)
@@ -182,7 +185,7 @@ class Collectives:
 
     def _own_of(self, operation: str, what: str, tensors: Tensors) -> torch.Tensor:
         if len(tensors) != self._native.num_ranks:
-            raise ValueError(
+            raise ArgumentError(
                 f"{operation} was given {len(tensors)} {what}; there must be {self._native.num_ranks}, one for a rank"
             )
         return tensors[self._native.rank]

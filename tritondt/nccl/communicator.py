@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tritondt._C import NcclCallConfig, NcclCommunicator, NcclLibrary
-from tritondt.errors import PeerError
+from tritondt.errors import ArgumentError, PeerError
+from tritondt.errors.arguments import checked_class
 from tritondt.nccl.calls import Call, dtype_name, raw_call
 from tritondt.nccl.collectives import Collectives
 from tritondt.nccl.memory import Buffer, Window
@@ -18,6 +19,7 @@ Options = Mapping[str, int | str]
 _SYMMETRIC, _NOT_SYMMETRIC = 1, 0
 
 
+@checked_class
 class Communicator(Collectives):
     """One rank of a communicator of NCCL; `init`, `join`, `bootstrap` and other communicators make one.
 
@@ -185,7 +187,7 @@ class Communicator(Collectives):
         """
         if isinstance(factor, torch.Tensor):
             if (factor.numel(), factor.dtype) != (1, dtype):
-                raise ValueError(f"a factor of {factor.numel()} {factor.dtype} was given; it must be one {dtype}")
+                raise ArgumentError(f"a factor of {factor.numel()} {factor.dtype} was given; it must be one {dtype}")
             number = self._native.pre_mul_sum_on_device(factor.data_ptr(), dtype_name(dtype))
         else:
             number = self._native.pre_mul_sum(factor, dtype_name(dtype))

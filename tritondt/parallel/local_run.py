@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
+from torch.nn.utils.parametrize import is_parametrized
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError, check_not_of_torch
@@ -57,11 +58,12 @@ class LocalRun(ABC):
     hands_out_as_is = False
 
     def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
+        self.mesh, self.name = mesh, ""
         self._input_plans: dict[object, InputPlan] = {}
         self._output_plans: dict[object, OutputPlan] = {}
         self._known: _Known | None = None
         self._names: tuple[str, ...] = ()
+        self._distributed: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_input_plans": {}, "_output_plans": {}, "_known": None}
@@ -88,6 +90,7 @@ class LocalRun(ABC):
         module.register_forward_hook(self._after, prepend=True, always_call=True)
         module.__dict__[_RUN] = self
         self._names = tuple(name for name, value in module._parameters.items() if value is not None)
+        self._distributed = tuple(name for name in self._names if isinstance(module._parameters[name], DTensor))
         LocalRun.num_installed += 1
 
     def _before(
@@ -128,6 +131,7 @@ class LocalRun(ABC):
         held: Mapping[str, Any] = module._parameters or self._shown(module)
         if self._known is None or not self._known.is_of(held):
             found: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
+            self._check_distributed(module, held)
             tensors, specs = list(found.values()), [value._spec for value in found.values()]
             everything = list(held.values())
             parameters = Parameters.of(
@@ -140,6 +144,26 @@ class LocalRun(ABC):
             )
             self._known = _Known(everything, [id(value) for value in everything], specs, list(found), parameters)
         return self._known
+
+    def _check_distributed(self, module: nn.Module, held: Mapping[str, Any]) -> None:
+        """Raises ParallelizeError where a parameter that was laid out is plain by now, or none any more."""
+        for name in self._distributed:
+            now = held.get(name)
+            if isinstance(now, torch.Tensor) and not isinstance(now, DTensor):
+                raise ParallelizeError(
+                    f"{self._full_name(module, name)} is plain now, of shape {tuple(now.shape)}, and was laid out as a "
+                    "distributed parameter; load_state_dict(assign=True), setattr and functional_call put a plain one "
+                    "in its place: load whole tensors by torch.distributed.checkpoint.state_dict.set_model_state_dict("
+                    "model, state_dict, options=StateDictOptions(full_state_dict=True)), which cuts them"
+                )
+            if now is None and is_parametrized(module, name):
+                raise ParallelizeError(
+                    f"{self._full_name(module, name)} is computed by a parametrization now, as weight_norm makes, and "
+                    "was laid out as a parameter; parametrize modules that the plan leaves plain"
+                )
+
+    def _full_name(self, module: nn.Module, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else f"the {name} of a {type(module).__name__}"
 
     def _shown(self, module: nn.Module) -> dict[str, Any]:
         """Parameters that are plain attributes, as those that FullyShardedDataParallel has flattened are in forward."""

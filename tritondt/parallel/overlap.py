@@ -19,6 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from tritondt.comm import registry, world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.parallel.chunked_matmul import AllGatherMatmul, ChunkSchedule, MatmulReduceScatter, rows_of
 from tritondt.planning.pipelining import best_shares
 from tritondt.redistribution.autograd import redistribute
@@ -27,6 +28,7 @@ from tritondt.sharding.placement import Partial, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 
+@checked
 def all_gather_matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -65,6 +67,7 @@ def all_gather_matmul(
     return result
 
 
+@checked
 def matmul_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, *, target: DTensorSpec, chunks_per_peer: int | None = None
 ) -> torch.Tensor:

@@ -9,16 +9,19 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LayoutError, MeshError, ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.parallel.forward_pass import APART, sum_together
+from tritondt.parallel.local_run import run_of
 from tritondt.parallel.plain_tensors import PlainTensors, check_plain_tensors, replicate_plain_tensors
 from tritondt.parallel.prepare import PREPARING
-from tritondt.parallel.style import ParallelStyle
+from tritondt.parallel.style import ParallelStyle, check_own_weights
 from tritondt.parallel.ties import User, check_applied, check_planned, ties_of
+from tritondt.parallel.torch_styles import as_style
 from tritondt.parallel.weights import WeightStyle
-from tritondt.sharding.mesh import Mesh, canonical_mesh
+from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement
 
 
@@ -30,6 +33,7 @@ class Assignment(NamedTuple):
     style: ParallelStyle
 
 
+@checked
 def parallelize_module(
     module: nn.Module,
     device_mesh: DeviceMesh | Mesh | None = None,
@@ -40,11 +44,12 @@ def parallelize_module(
 ) -> nn.Module:
     """The module, laid over a mesh of one axis in place, style by style, as `parallelize_plan` says.
 
-    The plan is a style for the module itself, or styles by dotted name, in which every part may hold the wildcards of
-    fnmatch ("layers.*.attention.w[qkv]"; "" is the module itself). Parameters take the values of rank `src_data_rank`
-    of the mesh, or every rank's own with None. With plain_tensors="replicated" plain tensors beside distributed ones
-    count within the module's forward as in `tritondt.implicit_replication()`: alike on every rank. The mesh defaults to
-    that of the `with mesh:` around the call. A collective call of all ranks of the mesh.
+    The plan is a style for the module itself, or styles by dotted name, in which every part may hold the wildcards
+    of fnmatch ("layers.*.attention.w[qkv]"; "" is the module itself); styles of torch's become ours. Parameters
+    take the values of rank `src_data_rank` of the mesh, or every rank's own with None. With
+    plain_tensors="replicated" plain tensors beside distributed ones count within the module's forward as in
+    `tritondt.implicit_replication()`: alike on every rank. The mesh defaults to that of the `with mesh:` around the
+    call. A collective call of all ranks of the mesh.
 
     Raises ParallelizeError, before anything is changed, for a name that matches nothing, a module that its style does
     not know and tied parameters that would be cut differently; also for a module that is parallelized already, and
@@ -62,10 +67,10 @@ def parallelize_module(
     """
     check_plain_tensors(plain_tensors)
     _check_not_sharded(module)
-    mesh = _mesh_resources.get_current_mesh() if device_mesh is None else device_mesh
+    mesh = mesh_or_current(device_mesh)
     _check_mesh(mesh)
     if parallelize_plan is None:
-        warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=2)
+        warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=3)
         return module
     assignments = _assignments(module, parallelize_plan)
     ties = ties_of(module)
@@ -74,6 +79,8 @@ def parallelize_module(
         style.src_data_rank = src_data_rank
         with _named(name, found):
             made = style._apply(found, mesh)
+        if (run := run_of(made)) is not None:
+            run.name = name
         if made is not found and name:
             parent, _, child = name.rpartition(".")
             setattr(module.get_submodule(parent), child, made)
@@ -118,14 +125,14 @@ def _check_mesh(mesh: DeviceMesh | Mesh) -> None:
 
 def _assignments(root: nn.Module, plan: ParallelStyle | Mapping[str, ParallelStyle]) -> list[Assignment]:
     """Assignments of all modules that the plan names, in the plan's order."""
-    if isinstance(plan, ParallelStyle):
-        return [Assignment("", root, plan)]
     if not isinstance(plan, Mapping):
-        raise ParallelizeError(f"a parallelize_plan is a ParallelStyle, or styles by module name; got {plan!r}")
+        style = as_style(plan, f"a parallelize_plan is a ParallelStyle, or styles by module name; got {plan!r}")
+        return [Assignment("", root, style)]
     found: list[Assignment] = []
-    for pattern, style in plan.items():
-        if not isinstance(style, ParallelStyle):
-            raise ParallelizeError(f"the plan has {style!r} for {pattern!r}; allowed is a ParallelStyle")
+    for pattern, given in plan.items():
+        if not isinstance(pattern, str):
+            raise ParallelizeError(f"the plan names a module by {pattern!r}; allowed is its dotted name, a str")
+        style = as_style(given, f"the plan has {given!r} for {pattern!r}; allowed is a ParallelStyle")
         # A module that has two names is one module.
         modules = {id(module): Assignment(name, module, style) for name, module in _matches(root, pattern)}
         found += modules.values()
@@ -169,6 +176,7 @@ def _check_ties(ties: Sequence[Sequence[User]], assignments: Sequence[Assignment
     for name, module, style in assignments:
         if isinstance(style, WeightStyle):
             with _named(name, module):
+                check_own_weights(module, style)
                 placements[id(module)] = style.parameter_placements(module, mesh)
         elif not isinstance(style, PREPARING):
             # What a style of somebody else does with parameters is seen when it is applied.

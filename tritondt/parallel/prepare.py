@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.style import ParallelStyle, Role, check_free, checked_layout, claim
 from tritondt.sharding.mesh import Mesh, canonical_mesh
@@ -93,6 +94,7 @@ class PrepareModuleInput(ParallelStyle):
     [[0, 1], [0, 1]]
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -168,6 +170,7 @@ class PrepareModuleOutput(ParallelStyle):
     [[1], [1]]
     """
 
+    @checked
     def __init__(
         self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
     ) -> None:
@@ -217,6 +220,7 @@ class PrepareModuleInputOutput(ParallelStyle):
     [[0], [1]]
     """
 
+    @checked
     def __init__(
         self,
         *,

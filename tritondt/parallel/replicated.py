@@ -5,6 +5,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.parallel.boundary import InputPlan, input_plan_of
 from tritondt.parallel.local_run import LocalRun, run_of
 from tritondt.parallel.parameters import distribute_parameter
@@ -35,6 +36,7 @@ class ReplicateParallel(WeightStyle):
     [((R,), [2.0, 2.0]), ((R,), [2.0, 2.0])]
     """
 
+    @checked
     def __init__(self, *, input_layouts: Placement | None = None, use_local_output: bool = True) -> None:
         self.input_layouts = checked_layout(input_layouts, "input_layouts") or Replicate()
         self.use_local_output = use_local_output

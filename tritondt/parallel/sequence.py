@@ -7,6 +7,7 @@ from torch import nn
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import first
 from tritondt.parallel.boundary import InputPlan, input_plan_of
 from tritondt.parallel.local_run import LocalRun, check_input
 from tritondt.parallel.weights import WeightStyle
@@ -39,6 +40,7 @@ class SequenceParallel(WeightStyle):
     ((S1,), (1, 8, 6))
     """
 
+    @first("sequence_dim")  # it is used in the first forward
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_dim, self.use_local_output = sequence_dim, use_local_output
 

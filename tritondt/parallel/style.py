@@ -1,14 +1,15 @@
 """Base of the parallel styles, each of which lays one module over one mesh axis, once."""
 
 from abc import ABC, abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils.parametrize import is_parametrized
 
-from tritondt.errors import ParallelizeError
+from tritondt.errors import LayoutError, ParallelizeError
 from tritondt.sharding.mesh import Mesh
-from tritondt.sharding.placement import Placement
+from tritondt.sharding.placement import Placement, as_placement
 
 # What a style takes care of; a module has one style for each, and one that runs it on local tensors takes all three.
 Role = Literal["input", "output", "weights"]
@@ -52,9 +53,31 @@ def claim(module: nn.Module, style: ParallelStyle, *roles: Role) -> None:
     module.__dict__.setdefault(_STYLES, {}).update(dict.fromkeys(roles, type(style).__name__))
 
 
-def checked_layout(layout: Placement | None, what: str) -> Placement | None:
-    """Layout, if it is a placement or None; ParallelizeError for anything else, such as torch's placements."""
+def checked_layout(layout: Any, what: str) -> Placement | None:
+    """Layout, if it is a placement, ours or torch's, or None; ParallelizeError for anything else."""
+    try:
+        layout = as_placement(layout)
+    except LayoutError as error:
+        raise ParallelizeError(f"{what}: {error}") from error
     if layout is None or isinstance(layout, Placement):
         return layout
     kind = f"{type(layout).__module__.split('.')[0]}'s {type(layout).__name__}"
     raise ParallelizeError(f"{what} got {layout!r}, {kind}; allowed are tritondt's Shard, Replicate and Partial")
+
+
+def check_own_weights(module: nn.Module, style: ParallelStyle) -> None:
+    """Raises ParallelizeError where a parametrization computes a parameter of the module, as weight_norm does."""
+    names = list(module.parametrizations) if is_parametrized(module) else []  # type: ignore[arg-type]
+    names += [getattr(hook, "name", "weight") for hook in module._forward_pre_hooks.values() if _parametrizes(hook)]
+    if names:
+        raise ParallelizeError(
+            f"{type(style).__name__} cuts parameters, and the module's {names[0]} is computed by a parametrization, as "
+            "weight_norm makes; make it a parameter again before parallelize_module: "
+            f"torch.nn.utils.parametrize.remove_parametrizations(module, {names[0]!r}), or "
+            "torch.nn.utils.remove_weight_norm(module) after torch.nn.utils.weight_norm"
+        )
+
+
+def _parametrizes(hook: Any) -> bool:
+    """Whether a forward pre-hook is one of torch's older parametrizations."""
+    return type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm")

@@ -8,12 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.parallel.embedding import ColumnEmbedding, RowEmbedding
 from tritondt.parallel.feature_cut import feature_cut
 from tritondt.parallel.linear import ColumnLinear, RowLinear, linear_features
 from tritondt.parallel.local_run import LocalRun
 from tritondt.parallel.parameters import distribute_parameter
-from tritondt.parallel.style import ParallelStyle, check_free, checked_layout, claim
+from tritondt.parallel.style import ParallelStyle, check_free, check_own_weights, checked_layout, claim
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Placement, Replicate
 
@@ -30,6 +31,7 @@ class WeightStyle(ParallelStyle):
         """Hooks around the module's forward."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh | Mesh) -> nn.Module:
+        check_own_weights(module, self)
         placements = self.parameter_placements(module, canonical_mesh(device_mesh))
         check_free(module, self, "input", "weights", "output")
         for name, placement in placements.items():
@@ -68,6 +70,7 @@ class ColwiseParallel(WeightStyle):
     [((3, 6), (3, 3)), ((2, 6), (3, 2))]
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -136,6 +139,7 @@ class RowwiseParallel(WeightStyle):
     [((5, 3), (2, 5)), ((5, 3), (2, 5))]
     """
 
+    @checked
     def __init__(
         self,
         *,

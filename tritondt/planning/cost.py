@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from math import inf, prod
 from typing import Any, TypeVar
 
+from tritondt.errors import ArgumentError
 from tritondt.planning.alignment import STAGING_ALIGNMENT
 from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
 from tritondt.planning.exchange import Route
@@ -168,11 +169,11 @@ class CostTable:
 def _with_prices(table: _Table, prices: Any) -> _Table:
     """A table, or a link in one, with some prices changed."""
     if not isinstance(prices, dict):
-        raise ValueError(f"{prices!r} is given for {type(table).__name__}; allowed is an object of prices by name")
+        raise ArgumentError(f"{prices!r} is given for {type(table).__name__}; allowed is an object of prices by name")
     known, changed = {field.name: getattr(table, field.name) for field in fields(table)}, dict[str, Any]()
     for name, price in prices.items():
         if name not in known:
-            raise ValueError(f"{name!r} is no price of {type(table).__name__}; allowed are {', '.join(known)}")
+            raise ArgumentError(f"{name!r} is no price of {type(table).__name__}; allowed are {', '.join(known)}")
         if isinstance(known[name], Link):
             changed[name] = _with_prices(known[name], price)
         else:
@@ -194,7 +195,7 @@ def _check_price(name: str, price: Any, of_kind: type) -> None:
         is_allowed = is_number and price > 0 and of_kind(price) == price
         allowed = "whole number above 0" if of_kind is int else "number above 0"
     if not is_allowed:
-        raise ValueError(f"{price!r} is given for {name!r}; allowed is a {allowed}")
+        raise ArgumentError(f"{price!r} is given for {name!r}; allowed is a {allowed}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,13 @@ import torch
 
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
 from tritondt.errors import LayoutError, ReductionError
+from tritondt.errors.arguments import checked
 from tritondt.redistribution.run import redistribute_local
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 from tritondt.sharding.spec import DTensorSpec
 
 
+@checked
 def redistribute(
     local: torch.Tensor,
     source: DTensorSpec,
@@ -88,7 +90,7 @@ def wanted_gradient_spec(spec: DTensorSpec, grad_placements: Sequence[Placement]
 
     LayoutError where the parts of the gradient are not those of the tensor: they could not be its gradient.
     """
-    return gradient_spec(spec) if grad_placements is None else _with_same_parts(spec, tuple(grad_placements))
+    return gradient_spec(spec) if grad_placements is None else _with_same_parts(spec, as_placements(grad_placements))
 
 
 @lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ from tritondt.comm import registry, world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
 from tritondt.errors import LocalTensorError, MeshError
+from tritondt.errors.arguments import checked
 from tritondt.kernels.boxes import SCALE_BYTES
 from tritondt.planning.across import PlanAcross
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
@@ -89,6 +90,7 @@ def _carrying_ranks(plan: Plan, spec: DTensorSpec) -> tuple[int, ...]:
     return tuple(sorted(spec.mesh.ranks[it] for it in group_of(spec.mesh.shape, collective.axes, coordinate)))
 
 
+@checked
 def explain(
     source: DTensorSpec | torch.Tensor,
     target: DTensorSpec | Sequence[Placement],

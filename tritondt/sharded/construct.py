@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tritondt.errors import LayoutError, LocalTensorError, TritondtError
+from tritondt.errors.arguments import checked
 from tritondt.sharded.agreement import ShardingMismatchError, agreed, values_on_all
 from tritondt.sharded.groups import Group, boxes_of, device_type_of, mesh_of, own_device
 from tritondt.sharded.metadata import Shard, ShardedTensorMetadata, ShardMetadata, TensorProperties
@@ -28,6 +29,7 @@ from tritondt.sharding.mesh import Mesh
 _PROPERTIES = ("dtype", "requires_grad", "pin_memory")
 
 
+@checked
 def shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Group = None
 ) -> ShardedTensor:
@@ -80,6 +82,7 @@ def _request(spec: ShardingSpec, metadata: ShardedTensorMetadata) -> str:
     return f"sharding_spec={which} for size {tuple(metadata.size)} {str(properties.dtype)[6:]}{grad}"
 
 
+@checked
 def init_from_local_shards(
     local_shards: list[Shard], *global_size: Any, process_group: Group = None, init_rrefs: bool = False
 ) -> ShardedTensor:
@@ -200,6 +203,7 @@ def _in_a_row(shards: Sequence[ShardMetadata]) -> list[int]:
     return [at, *shards[0].shard_sizes[1:]]
 
 
+@checked
 def init_from_local_shards_and_global_metadata(
     local_shards: list[Shard],
     sharded_tensor_metadata: ShardedTensorMetadata,
@@ -248,6 +252,7 @@ def init_from_local_shards_and_global_metadata(
     return ShardedTensor._assembled(spec, metadata, process_group, local_shards)
 
 
+@checked
 def init_from_local_tensor(
     local_tensor: torch.Tensor,
     sharding_spec: ShardingSpec,

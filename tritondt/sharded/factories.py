@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tritondt.errors.arguments import checked
 from tritondt.ops.random.distributions import normal, uniform
 from tritondt.ops.random.generator import shared_key
 from tritondt.ops.random.philox import random_words
@@ -12,6 +13,7 @@ from tritondt.sharded.specs import ShardingSpec
 from tritondt.sharded.tensor import ShardedTensor
 
 
+@checked
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A sharded tensor of undefined values. `options` are those of ShardedTensor, and so are errors.
 
@@ -26,6 +28,7 @@ def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTen
     return ShardedTensor(sharding_spec, *size, **options)
 
 
+@checked
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A sharded tensor of ones; options and errors as in `empty`.
 
@@ -38,6 +41,7 @@ def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTens
     return fill(ShardedTensor(sharding_spec, *size, **options), 1)
 
 
+@checked
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A sharded tensor of zeros; options and errors as in `empty`.
 
@@ -49,6 +53,7 @@ def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTen
     return fill(ShardedTensor(sharding_spec, *size, **options), 0)
 
 
+@checked
 def full(
     sharding_spec: ShardingSpec, size: Sequence[int], fill_value: float | int | bool | complex, **options: Any
 ) -> ShardedTensor:
@@ -64,6 +69,7 @@ def full(
     return fill(ShardedTensor(sharding_spec, *size, **options), fill_value)
 
 
+@checked
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A sharded tensor of numbers from [0, 1), the same whatever the spec; options and errors as in `empty`.
 
@@ -81,6 +87,7 @@ def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTens
     return fill_at_random(ShardedTensor(sharding_spec, *size, **options), uniform)
 
 
+@checked
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """A sharded tensor of numbers from the normal distribution; options and errors as in `rand`.
 

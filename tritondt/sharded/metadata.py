@@ -7,6 +7,7 @@ import torch
 from torch.distributed import _remote_device as RemoteDevice
 
 from tritondt.errors import LayoutError
+from tritondt.errors.arguments import checked, checked_class
 from tritondt.sharding.intervals import Box
 from tritondt.sharding.spec import check_not_quantised
 
@@ -44,6 +45,7 @@ class ShardMetadata:
     shard_sizes: list[int]
     placement: RemoteDevice | None = None
 
+    @checked
     def __init__(
         self, shard_offsets: list[int], shard_sizes: list[int], placement: "RemoteDevice | str | None" = None
     ) -> None:
@@ -86,6 +88,7 @@ class ShardMetadata:
         return ShardMetadata(self.shard_offsets, self.shard_sizes, self.placement)
 
 
+@checked_class
 @dataclass
 class TensorProperties:
     """Properties of a sharded tensor's elements and memory, alike on all ranks; pickled by value.
@@ -119,6 +122,7 @@ class TensorProperties:
         )
 
 
+@checked_class
 @dataclass
 class ShardedTensorMetadata:
     """Description of a whole sharded tensor, alike on all ranks: every shard's place, the size, the properties.
@@ -137,6 +141,7 @@ class ShardedTensorMetadata:
         return ShardedTensorMetadata([shard.copy() for shard in self.shards_metadata], self.size, properties)
 
 
+@checked_class
 @dataclass
 class Shard:
     """One shard of a ShardedTensor on this rank: a tensor, and its place in the whole.

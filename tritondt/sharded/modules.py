@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritondt.errors import ArgumentError
+from tritondt.errors.arguments import checked
 from tritondt.sharded.agreement import agreed
 from tritondt.sharded.construct import shard_tensor
 from tritondt.sharded.groups import Group, mesh_of
@@ -13,6 +15,7 @@ from tritondt.sharded.specs import ChunkShardingSpec, ShardingSpec, check_spec
 from tritondt.sharded.tensor import ShardedTensor
 
 
+@checked
 def shard_parameter(
     module: nn.Module,
     param_name: str,
@@ -44,9 +47,9 @@ def shard_parameter(
             )
         found = getattr(module, param_name)
         if not isinstance(found, torch.Tensor):
-            raise ValueError(f"{kind}.{param_name} is to be a tensor, found {type(found).__name__}")
+            raise ArgumentError(f"{kind}.{param_name} is to be a tensor, found {type(found).__name__}")
         if isinstance(found, ShardedTensor):
-            raise ValueError(f"{kind}.{param_name} is a sharded tensor already; reshard it")
+            raise ArgumentError(f"{kind}.{param_name} is a sharded tensor already; reshard it")
         return f"{param_name!r} of {kind}", found
 
     tensor = agreed(mesh_of(process_group), "shard_parameter", prepare)
@@ -58,6 +61,7 @@ def _own(module: nn.Module) -> Any:
     return module.named_parameters(recurse=False)
 
 
+@checked
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Group = None) -> None:
     """Shards a module in place as a plan says: parameters and submodules, then outputs. A collective call.
 
@@ -105,12 +109,12 @@ def _check_plan(module: nn.Module, plan: ShardingPlan) -> None:
         elif isinstance(found, ShardingSpec):
             _check_parameter(module, name, sharders)
         else:
-            raise TypeError(
+            raise ArgumentError(
                 f"the plan gives {name!r} a {type(found).__name__}; allowed are a ShardingSpec and a Sharder"
             )
     for name, spec in (plan.output_plan or {}).items():
         if not isinstance(spec, ShardingSpec):
-            raise TypeError(f"output_plan gives {name!r} a {type(spec).__name__}; allowed is a ShardingSpec")
+            raise ArgumentError(f"output_plan gives {name!r} a {type(spec).__name__}; allowed is a ShardingSpec")
         module.get_submodule(name)
     for name in plan.return_local_tensor or ():
         module.get_submodule(name)
@@ -129,6 +133,7 @@ def _check_parameter(module: nn.Module, name: str, sharders: list[str]) -> None:
         raise AttributeError(f"the plan shards {name!r}, which {type(module).__name__} does not have")
 
 
+@checked
 def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
     """The module, whose sharded output every forward reshards to a spec; other outputs stay.
 
@@ -152,6 +157,7 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
     return module
 
 
+@checked
 def collect_local_shard(module: nn.Module) -> nn.Module:
     """The module, of whose sharded output every forward gives this rank's shard, through which gradients pass.
 

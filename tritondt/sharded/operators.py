@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tritondt.errors import LayoutError, PropagationError
+from tritondt.errors import ArgumentError, LayoutError, PropagationError
 from tritondt.ops.random.distributions import normal, uniform
 from tritondt.sharded import factories
 from tritondt.sharded.agreement import all_ranks
@@ -85,7 +85,7 @@ def _compare(name: str, compare: Callable[..., bool]) -> Implementation:
         """Whether two tensors are cut alike and every shard compares so, alike on all ranks: a collective call."""
         left, right = args
         if not (isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor)):
-            raise TypeError(
+            raise ArgumentError(
                 f"torch.{name} takes two sharded tensors, got {type(left).__name__}, {type(right).__name__}"
             )
         if left._mesh is not right._mesh or left._metadata != right._metadata:

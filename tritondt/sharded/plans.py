@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tritondt.errors.arguments import checked_class
 from tritondt.sharded.specs import ShardingSpec
 
 
@@ -23,6 +24,7 @@ class Sharder(ABC):
         """The module that takes the place of `module`, which may be `module` itself."""
 
 
+@checked_class
 @dataclass
 class ShardingPlan:
     """Plan of a module, by paths within it, "" for the module itself.

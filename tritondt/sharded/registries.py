@@ -7,7 +7,8 @@ from typing import Any
 
 from torch.utils._pytree import tree_leaves
 
-from tritondt.errors import PropagationError
+from tritondt.errors import ArgumentError, PropagationError
+from tritondt.errors.arguments import checked
 from tritondt.sharded.specs import ShardingSpec
 from tritondt.sharded.tensor import ShardedTensor
 
@@ -20,6 +21,7 @@ _of_all: dict[Function, Implementation] = {}
 _of_specs: dict[tuple[type[ShardingSpec], Function], Implementation] = {}
 
 
+@checked
 def custom_sharded_op_impl(func: Function) -> Callable[[Implementation], Implementation]:
     """Decorator that makes a function `(types, args, kwargs, process_group)` run where `func` is called on sharded
     tensors; it takes the place of what is here.
@@ -39,6 +41,7 @@ def custom_sharded_op_impl(func: Function) -> Callable[[Implementation], Impleme
     return lambda function: _register(_of_all, func, func, function)
 
 
+@checked
 def custom_sharding_spec_op(
     sharding_spec_class: type[ShardingSpec], func: Function
 ) -> Callable[[Implementation], Implementation]:
@@ -61,7 +64,7 @@ def custom_sharding_spec_op(
 def _register(table: dict[Any, Implementation], key: Any, func: Function, function: Implementation) -> Implementation:
     parameters = inspect.signature(function).parameters
     if len(parameters) != 4:
-        raise TypeError(
+        raise ArgumentError(
             f"an operator of sharded tensors takes (types, args, kwargs, process_group), got a function of "
             f"({', '.join(parameters)})"
         )
@@ -91,7 +94,7 @@ def check_group(func: Function, args: Any, kwargs: Any) -> None:
     found = tensors_among(args, kwargs)
     name = name_of(func)
     if not found:
-        raise TypeError(f"{name} of sharded tensors was called without any; got {args} and {kwargs}")
+        raise ArgumentError(f"{name} of sharded tensors was called without any; got {args} and {kwargs}")
     for tensor in found[1:]:
         if tensor._mesh is not found[0]._mesh:
             raise PropagationError(

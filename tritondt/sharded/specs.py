@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed import _remote_device as RemoteDevice
 
-from tritondt.errors import LayoutError
+from tritondt.errors import ArgumentError, LayoutError
+from tritondt.errors.arguments import checked, checked_class
 from tritondt.planning.box_exchange import first_overlap
 from tritondt.sharded.metadata import (
     ShardedTensorMetadata,
@@ -23,6 +24,7 @@ class PlacementSpec(ABC):  # noqa: B024  as torch's: a base to derive from, with
     """Base of specs that place something on a device."""
 
 
+@checked_class
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
     """Placement of something on one rank's device, written as "rank:0/cpu".
@@ -77,6 +79,7 @@ class ChunkShardingSpec(ShardingSpec):
     dim: int
     placements: list[RemoteDevice]
 
+    @checked
     def __init__(self, dim: int, placements: "Sequence[RemoteDevice | str]") -> None:
         if isinstance(dim, str):
             raise NotImplementedError(f"ChunkShardingSpec takes a dim by its number, got the name {dim!r}")
@@ -104,6 +107,7 @@ class ChunkShardingSpec(ShardingSpec):
         return ShardedTensorMetadata(shards, torch.Size(tensor_sizes), tensor_properties)
 
 
+@checked_class
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
     """Shards listed one by one, of any sizes: several to a rank, none, or empty ones.
@@ -177,7 +181,7 @@ def infer_sharding_spec(metadata: ShardedTensorMetadata) -> ShardingSpec:
 def check_spec(spec: Any) -> None:
     """TypeError for what is no spec of this package."""
     if not isinstance(spec, ShardingSpec):
-        raise TypeError(
+        raise ArgumentError(
             f"a sharding spec is a tritondt.sharded.ShardingSpec, such as ChunkShardingSpec(0, ['rank:0/cpu', ...]), "
             f"got {type(spec).__module__}.{type(spec).__qualname__}"
         )
@@ -195,5 +199,5 @@ def flat_size(size: Sequence[Any]) -> torch.Size:
     """A size given as ints or as one sequence of them; TypeError for anything else."""
     dims = list(size[0]) if len(size) == 1 and isinstance(size[0], (list, tuple)) else list(size)
     if any(isinstance(dim, bool) or not isinstance(dim, int) for dim in dims):
-        raise TypeError(f"a size is ints, or one sequence of ints, got {dims}")
+        raise ArgumentError(f"a size is ints, or one sequence of ints, got {dims}")
     return torch.Size(dims)

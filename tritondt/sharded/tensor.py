@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, PropagationError, TransportError
+from tritondt.errors.arguments import checked_class
 from tritondt.planning.box_exchange import Boxes
 from tritondt.sharded.dtensor_layouts import laid_out, shards_of, shared_dtensor
 from tritondt.sharded.groups import Group, boxes_of, device_type_of, mesh_of, own_device
@@ -23,6 +24,7 @@ from tritondt.sharding.placement import Placement
 _FORMATS = (torch.preserve_format, torch.contiguous_format)
 
 
+@checked_class
 class ShardedTensor(torch.Tensor):
     """A tensor in shards, of which every rank of a group holds those that `sharding_spec` places on it.
 
@@ -186,7 +188,7 @@ class ShardedTensor(torch.Tensor):
         where `dst` or `dtype` differ.
         """
         if enforce_dtype:
-            warnings.warn("enforce_dtype is deprecated; give dtype instead", FutureWarning, stacklevel=2)
+            warnings.warn("enforce_dtype is deprecated; give dtype instead", FutureWarning, stacklevel=3)
         gather_whole(self._held(), dst, out, dtype)
 
     def reshard(self, resharding_spec: ShardingSpec) -> "ShardedTensor":

@@ -14,11 +14,12 @@ from math import lcm, prod
 from weakref import WeakValueDictionary
 
 from tritondt.errors import LayoutError
+from tritondt.errors.arguments import checked
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Box, Intervals, Region
-from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 
 Coordinate = tuple[int, ...]
 
@@ -55,6 +56,7 @@ class Layout:
     axes_of_dim: tuple[tuple[int, ...], ...]
     _cuts: tuple[Cut | None, ...]
 
+    @checked
     def __new__(
         cls,
         mesh_shape: Sequence[int],
@@ -64,7 +66,7 @@ class Layout:
     ) -> "Layout":
         """Interned layout of the given values."""
         mesh_shape, shape = tuple(mesh_shape), tuple(shape)
-        placements = _checked_placements(mesh_shape, tuple(placements), shape)
+        placements = _checked_placements(mesh_shape, as_placements(placements), shape)
         axes_of_dim = _axes_of_dims(placements, len(shape), order)
         key = (mesh_shape, placements, shape, axes_of_dim)
         with _interning:
@@ -238,7 +240,8 @@ def _checked_placements(
     checked: list[Placement] = []
     for axis, placement in enumerate(placements):
         if not isinstance(placement, Shard | Replicate | Partial):
-            raise LayoutError(f"axis {axis} got {placement!r}; allowed are Shard, Replicate and Partial")
+            hint = f": tritondt.parse_placements({placement!r}) reads a text" if isinstance(placement, str) else ""
+            raise LayoutError(f"axis {axis} got {placement!r}; allowed are Shard, Replicate and Partial{hint}")
         if isinstance(placement, Shard):
             if not -len(shape) <= placement.dim < len(shape):
                 dims = f"dims 0..{len(shape) - 1}" if shape else "no dims"

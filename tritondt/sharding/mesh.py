@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh as _torch_init_device
 
 from tritondt import identity
 from tritondt.errors import MeshError
+from tritondt.errors.arguments import checked
 from tritondt.identity import Identity
 from tritondt.sharding.coordinates import coordinate_at, ranks_text
 
@@ -53,6 +54,7 @@ class Mesh:
     coordinate: tuple[int, ...] | None
     device_mesh: DeviceMesh | None
 
+    @checked
     def __new__(
         cls,
         shape: Sequence[int],
@@ -148,12 +150,15 @@ def canonical_mesh(mesh: "Mesh | DeviceMesh") -> Mesh:
 
 
 def mesh_or_current(mesh: "DeviceMesh | Mesh | None") -> "DeviceMesh | Mesh":
-    """The given mesh, or that of the surrounding `with mesh:` where None is given."""
+    """The given mesh, or that of the surrounding `with mesh:` where None is given; MeshError where there is none."""
     if mesh is not None:
         return mesh
+    if not _mesh_resources.mesh_stack:
+        raise MeshError("no mesh was given, and there is no `with mesh:` around the call; give it a device_mesh")
     return _mesh_resources.get_current_mesh()
 
 
+@checked
 def init_device_mesh(
     device_type: str, mesh_shape: Sequence[int], *, mesh_dim_names: Sequence[str] | None = None, **options: Any
 ) -> DeviceMesh:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
 from tritondt.errors import LayoutError
+from tritondt.errors.arguments import checked, checked_class
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 ElementKind = Literal["float", "complex", "int", "bool"]
@@ -55,6 +56,7 @@ def _name_of(reduce_op: Any) -> Any:
     return name.lower() if isinstance(name, str) and hasattr(type(reduce_op), "__members__") else reduce_op
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
     """Placement that gives each coordinate of the axis one piece of tensor dim `dim`, cut as torch.chunk cuts.
@@ -113,6 +115,7 @@ class Replicate(Placement):
         return "R"
 
 
+@checked_class
 @dataclass(frozen=True, slots=True)
 class Partial(Placement):
     """Placement that gives each coordinate of the axis one term of the tensor, which is their reduction by `reduce_op`.
@@ -138,6 +141,51 @@ class Partial(Placement):
 
     def __repr__(self) -> str:
         return f"P({self.reduce_op})"
+
+
+def as_placement(given: Any) -> Any:
+    """The placement of a placement of torch.distributed.tensor; anything else as it is.
+
+    Torch's is known by the names of its class and module, so that torch is not imported to ask. Raises LayoutError for
+    one that has no such form, as torch's _StridedShard.
+    """
+    if isinstance(given, Placement) or not type(given).__module__.startswith("torch.distributed.tensor"):
+        return given
+    name = type(given).__name__
+    if name == "Shard":
+        return Shard(given.dim)
+    if name == "Replicate":
+        return Replicate()
+    if name == "Partial":
+        return Partial(given.reduce_op)
+    raise LayoutError(
+        f"{given!r} is torch's {name}, which says less than a layout; write tritondt's Shard, Replicate or Partial, "
+        "with order=... where axes cut a dim from right to left, or convert the tensor by tritondt.from_torch(x)"
+    )
+
+
+def as_placements(given: Any) -> tuple[Placement, ...]:
+    """Placements of all axes as a tuple, torch's as ours; LayoutError for a text, or a placement by itself.
+
+    >>> as_placements([Shard(0), Replicate()])
+    (S0, R)
+    """
+    if isinstance(given, list | tuple):  # nearly always: each redistribution passes here
+        return tuple([item if isinstance(item, Placement) else as_placement(item) for item in given])
+    if isinstance(given, str):
+        raise LayoutError(
+            f"placements were given as the text {given!r}; allowed are placements, one per mesh axis: "
+            f"tritondt.parse_placements({given!r}) reads a text"
+        )
+    given = as_placement(given)
+    if isinstance(given, Placement):
+        raise LayoutError(
+            f"placements were given as {given!r} by itself; allowed are placements, one per mesh axis: "
+            f"{placements_code([given])}"
+        )
+    if not isinstance(given, Iterable):
+        raise LayoutError(f"placements were given as {given!r}; allowed are placements, one per mesh axis: [Shard(0)]")
+    return tuple(map(as_placement, given))
 
 
 def placements_text(placements: Iterable[Placement]) -> str:
@@ -197,6 +245,7 @@ def _parse_placement(text: str) -> Placement:
     return Shard(int(match[1]), **found)
 
 
+@checked
 def parse_placements(text: str) -> tuple[Placement, ...]:
     """Placements that a text names: S0, R, P or P(op), separated by commas, in parentheses or not.
 

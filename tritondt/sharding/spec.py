@@ -12,10 +12,19 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LayoutError, LocalTensorError, ReductionError
+from tritondt.errors.arguments import checked
 from tritondt.sharding.dim_map import DimMaps, placements_of_map
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh
-from tritondt.sharding.placement import OPS_OF_KIND, ElementKind, Partial, Placement, ReduceOp, placements_text
+from tritondt.sharding.placement import (
+    OPS_OF_KIND,
+    ElementKind,
+    Partial,
+    Placement,
+    ReduceOp,
+    as_placements,
+    placements_text,
+)
 from tritondt.sharding.strides import dense_strides
 
 _interned: "WeakValueDictionary[object, DTensorSpec]" = WeakValueDictionary()
@@ -90,6 +99,7 @@ class DTensorSpec(DimMaps):
     local_shape: tuple[int, ...]
     _layout: Layout | None
 
+    @checked
     def __new__(
         cls,
         mesh: "Mesh | DeviceMesh",
@@ -104,7 +114,7 @@ class DTensorSpec(DimMaps):
         meta = TensorMeta(tuple(shape), tuple(stride), dtype)
         if not all(isinstance(length, int) for length in (*meta.shape, *meta.stride)):
             check_not_quantised("a distributed tensor", dtype)
-            return cls._symbolic(canonical, tuple(placements), meta, axes)
+            return cls._symbolic(canonical, as_placements(placements), meta, axes)
         layout = Layout(canonical.shape, placements, meta.shape, axes)
         key = (canonical, layout, meta.stride, dtype)
         with _interning:
@@ -201,7 +211,7 @@ class DTensorSpec(DimMaps):
         self, placements: Sequence[Placement], order: Sequence[int | str] | None = None
     ) -> "DTensorSpec":
         """Spec of this tensor on this mesh under other placements, in this spec's cut order unless `order` is given."""
-        return _under(self, tuple(placements), self.order if order is None else tuple(order))
+        return _under(self, as_placements(placements), self.order if order is None else tuple(order))
 
 
 @lru_cache(maxsize=4096)
@@ -303,6 +313,7 @@ def check_not_quantised(what: str, dtype: torch.dtype) -> None:
         )
 
 
+@checked
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int],
     mesh: "Mesh | DeviceMesh",

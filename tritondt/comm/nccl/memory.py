@@ -11,12 +11,14 @@ import torch
 
 from tritondt._C import NcclLibrary
 from tritondt.comm.nccl.library import nccl_library
+from tritondt.errors.arguments import checked
 
 # Windows begin at a multiple of 4096 bytes; a device maps memory in pages of 2 MiB, which torch's pool cuts otherwise.
 _PAGE_BYTES = 1 << 21
 _pools: dict[str, tuple[Any, Any]] = {}
 
 
+@checked
 def memory_pool(library: NcclLibrary | None = None) -> Any:
     """A torch.cuda.MemPool whose memory NCCL has allocated (ncclMemAlloc), fit for buffers and windows; NCCL 2.19.
 
@@ -37,6 +39,7 @@ def memory_pool(library: NcclLibrary | None = None) -> Any:
     return _pools[found.path][0]  # the allocator beside it must live as long
 
 
+@checked
 def empty(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str, library: NcclLibrary | None = None
 ) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.interop.transformers.adapter_saving import save_adapters_method
 from tritondt.interop.transformers.adapters import base_of, refuse_late_adapters
 from tritondt.interop.transformers.entries import Entry
@@ -22,6 +23,7 @@ from tritondt.sharding.mesh import Mesh, canonical_mesh
 Model = TypeVar("Model", bound=nn.Module)
 
 
+@checked
 def parallelize(
     model: Model, mesh: DeviceMesh | Mesh, tp_plan: Mapping[str, str] | None = None, *, src_data_rank: int | None = 0
 ) -> Model:

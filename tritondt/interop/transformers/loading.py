@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import CheckpointError
+from tritondt.errors.arguments import checked
 from tritondt.interop.checkpoint import chunks
 from tritondt.interop.transformers.apply import parallelize
 from tritondt.interop.transformers.pieces import Piece, Pieces, pieces_of
@@ -25,6 +26,7 @@ from tritondt.sharding.mesh import Mesh, canonical_mesh
 _Places = dict[str, Pieces]
 
 
+@checked
 def from_pretrained(
     folder: str | os.PathLike[str],
     mesh: DeviceMesh | Mesh,

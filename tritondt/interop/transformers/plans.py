@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.interop.transformers.adapters import adapter_styles, base_of
 from tritondt.interop.transformers.entries import Entry, check_names, entries_of, is_transposed, names_of
 from tritondt.interop.transformers.experts import experts_of
@@ -42,6 +43,7 @@ def _made(name: str, module: nn.Module) -> WeightStyle:
     return kind(**options)
 
 
+@checked
 def plan_of(model: nn.Module, tp_plan: Mapping[str, str] | None = None) -> dict[str, ParallelStyle]:
     """Styles of all modules of a model of transformers, by dotted name, as `parallelize_module` takes them.
 

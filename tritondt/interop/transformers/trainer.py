@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tritondt import identity
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ParallelizeError
+from tritondt.errors.arguments import checked
 from tritondt.sharding.mesh import Mesh
 
 # What of Trainer and accelerate is asked for here and no part of their interfaces.
@@ -22,6 +23,7 @@ _PRIVATE = "create_accelerator_and_postprocess", "_prepare_device_mesh"
 _SYNC = "_sync_replicated_trainable_parameters"
 
 
+@checked
 def make_trainer(model: Any, *, kind: Any = None, **options: Any) -> Any:
     """The Trainer of transformers for a parallelized model, in whose training a tensor-parallel group gets one batch.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from tritondt.errors.arguments import checked
 from tritondt.ops.propagation.propagator import propagator
 from tritondt.ops.propagation.schema import (
     AxisStrategy,
@@ -40,6 +41,7 @@ def strategy_of(
 Sharding = tuple[Sequence[Placement | None], Sequence[Any]]
 
 
+@checked
 def register_sharding(
     op: OpOverload | list[OpOverload],
 ) -> Callable[[Callable[..., Sequence[Sharding]]], Callable[..., Sequence[Sharding]]]:

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm import registry
 from tritondt.errors import LocalTensorError
-from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
+from tritondt.errors.arguments import checked
+from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
@@ -22,6 +23,7 @@ from tritondt.sharding.spec import DTensorSpec, TensorMeta
 _SEQUENCE = 2
 
 
+@checked
 def ring_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -59,11 +61,7 @@ def ring_attention(
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
     for name, tensor, part in (("query", query, cut), ("key", key, key_cut), ("value", value, key_cut)):
-        if tensor.ndim != 4:
-            raise LocalTensorError(
-                f"ring_attention got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, "
-                "positions, width"
-            )
+        check_heads("ring_attention", name, tensor)
         check_length(name, tensor, _SEQUENCE, part, rank)
     if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise LocalTensorError(

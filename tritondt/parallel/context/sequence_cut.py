@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.redistribution.autograd import redistribute
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate, Shard
@@ -63,6 +64,7 @@ def axis_mesh(device_mesh: "DeviceMesh | Mesh", what: str) -> tuple[Mesh, int]:
     return mesh, mesh.coordinate[0]
 
 
+@checked
 def context_parallel_shard(
     tensor: torch.Tensor, device_mesh: "DeviceMesh | Mesh", dim: int, *, balanced: bool = False
 ) -> torch.Tensor:
@@ -74,10 +76,12 @@ def context_parallel_shard(
     """
     check_not_of_torch(tensor, "context_parallel_shard")
     mesh, rank = axis_mesh(device_mesh, "context_parallel_shard")
+    _check_dim("context_parallel_shard", tensor, dim)
     cut = SequenceCut(tensor.shape[dim], mesh.shape[0], balanced)
     return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in cut.runs(rank)], dim)
 
 
+@checked
 def context_parallel_unshard(
     local: torch.Tensor, device_mesh: "DeviceMesh | Mesh", dim: int, *, length: int, balanced: bool = False
 ) -> torch.Tensor:
@@ -94,6 +98,7 @@ def context_parallel_unshard(
     [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
     """
     mesh, rank = axis_mesh(device_mesh, "context_parallel_unshard")
+    _check_dim("context_parallel_unshard", local, dim)
     cut, dim = SequenceCut(length, mesh.shape[0], balanced), dim % local.ndim
     check_length("local", local, dim, cut, rank)
     shape = (*local.shape[:dim], length, *local.shape[dim + 1 :])
@@ -101,6 +106,21 @@ def context_parallel_unshard(
     source, target = (DTensorSpec(mesh, [p], meta) for p in (Shard(dim, sizes=cut.sizes), Replicate()))
     whole = redistribute(local, source, target)
     return whole.index_select(dim, whole_order(cut).to(local.device)) if balanced else whole
+
+
+def _check_dim(taker: str, tensor: torch.Tensor, dim: int) -> None:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise LocalTensorError(
+            f"{taker} got dim {dim} of a tensor of shape {tuple(tensor.shape)}, which has no such dim"
+        )
+
+
+def check_heads(taker: str, name: str, tensor: torch.Tensor) -> None:
+    """Refuses a query, key or value of another number of dims than attention takes."""
+    if tensor.ndim != 4:
+        raise LocalTensorError(
+            f"{taker} got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, positions, width"
+        )
 
 
 def check_length(name: str, local: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> None:

@@ -6,7 +6,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.many import redistribute_many
 from tritondt.dtensor.tensor import DTensor
-from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
+from tritondt.errors.arguments import checked
+from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length
 from tritondt.parallel.feature_cut import FeatureCut
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
@@ -14,6 +15,7 @@ from tritondt.sharding.placement import Shard
 _HEADS, _SEQUENCE = 1, 2
 
 
+@checked
 def ulysses_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -45,6 +47,8 @@ def ulysses_attention(
     [True, True]
     """
     mesh, rank = axis_mesh(device_mesh, "ulysses_attention")
+    for name, local in (("query", query), ("key", key), ("value", value)):
+        check_heads("ulysses_attention", name, local)
     cut = SequenceCut(length, mesh.shape[0])
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0])
     group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))

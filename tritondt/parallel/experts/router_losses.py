@@ -4,12 +4,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LocalTensorError
+from tritondt.errors.arguments import checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.redistribution.autograd import redistribute
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Partial, Replicate
 
 
+@checked
 def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
     """Loss that is least where the tokens of all ranks go to all experts alike: experts * sum(share * probability).
 
@@ -44,6 +46,7 @@ def load_balancing_loss(logits: torch.Tensor, indices: torch.Tensor, device_mesh
     return loss
 
 
+@checked
 def router_z_loss(logits: torch.Tensor, device_mesh: "DeviceMesh | Mesh") -> torch.Tensor:
     """Mean over the tokens of all ranks of the square of the logits' logsumexp, which keeps a router's scores small.
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm import world
 from tritondt.errors import LocalTensorError, MeshError, check_not_of_torch
+from tritondt.errors.arguments import checked
 from tritondt.parallel.boundary import activation_spec
 from tritondt.parallel.feature_cut import evenly
 from tritondt.redistribution.rows import RowCounts, RowsUnderWay, exchange_rows, issue_rows
@@ -71,6 +72,7 @@ def token_dispatch(
     sizes: Sequence[int] | None = ...,
     async_op: Literal[True],
 ) -> TokensUnderWay[DispatchedTokens]: ...
+@checked
 def token_dispatch(
     tokens: torch.Tensor,
     num_tokens_per_expert: torch.Tensor,
@@ -133,6 +135,7 @@ def token_combine(
 def token_combine(
     tokens: torch.Tensor, dispatched: DispatchedTokens, *, async_op: Literal[True]
 ) -> TokensUnderWay[torch.Tensor]: ...
+@checked
 def token_combine(
     tokens: torch.Tensor, dispatched: DispatchedTokens, *, async_op: bool = False
 ) -> torch.Tensor | TokensUnderWay[torch.Tensor]:

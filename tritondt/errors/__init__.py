@@ -5,6 +5,10 @@ class TritondtError(Exception):
     """Base of all errors raised by tritondt."""
 
 
+class ArgumentError(TritondtError, TypeError, ValueError):
+    """An argument of a type or a value that a public function does not take; says what was given and is allowed."""
+
+
 class LayoutError(TritondtError, ValueError):
     """A placement, a layout or a spec that cannot exist."""
 
