@@ -4,11 +4,13 @@ The specs travel as text, so that a graph that another process has cached means 
 operators by name (`torch.ops.tritondt`) for tensors without memory.
 
 Every rank has a graph of its own, of local operators: what one rank has no use for, or finds twice, another may need.
-So no call is dropped from a graph, since both operators count as having an effect, nor merged with another: `call` is
-the number of the call, which no other has.
+So both operators count as having effects, in order: torch drops no call, keeps the calls of a graph in their order, and
+leaves those of forward in forward and those of backward in backward, whatever their arguments depend on. Nor is a call
+merged with another: `call` is the number of the call, which no other has.
 """
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from tritondt.ops.random.generator import words_of
 from tritondt.redistribution.run import redistribute_local
@@ -48,4 +50,6 @@ _library.impl("random_words", _random_words, "CompositeExplicitAutograd")
 _library.impl("redistribute", _redistribute_meta, "Meta")
 torch.library.register_fake("tritondt::random_words", _random_words_meta)
 for _op in (torch.ops.tritondt.redistribute.default, torch.ops.tritondt.random_words.default):
+    _register_effectful_op(_op, _EffectType.ORDERED)
+    # In graphs that are not made functional, as those of make_fx, effects do not count, and this does.
     torch.fx.node.has_side_effect(_op)

@@ -1,0 +1,37 @@
+"""Calls that a graph of torch.compile keeps as they are, in the pass in which they were traced."""
+
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.fx.traceback import get_current_meta
+from torch.utils.checkpoint import CheckpointPolicy
+
+# Numbers of calls in graphs, which are never merged into one.
+_calls = count(1)
+_RECOMPUTE = "recompute"
+
+
+class _KeptMeta(dict[str, Any]):
+    """What torch knows of a node whose result is kept for backward, whatever is said of it later."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key != _RECOMPUTE:
+            super().__setitem__(key, value)
+
+
+def call_in_graph(op: Any, *arguments: Any) -> torch.Tensor:
+    """The result of an operator of `dtensor/graph_ops.py` in a graph that torch traces; `call` gets a number.
+
+    What forward gives is kept for backward, within a checkpoint too: that marks all that has run to be run again, from
+    tensors of which ranks keep different ones, so that not all would run what the others wait for.
+    """
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None or get_current_meta().get("partitioner_tag") == "is_backward":
+        return op(*arguments, call=next(_calls))  # type: ignore[no-any-return]
+    graph = mode.tracer.graph
+    num_before = len(graph.nodes)
+    found: torch.Tensor = op(*arguments, call=next(_calls))
+    for node in islice(reversed(graph.nodes), len(graph.nodes) - num_before):
+        node.meta = _KeptMeta({**node.meta, _RECOMPUTE: CheckpointPolicy.MUST_SAVE})
+    return found
