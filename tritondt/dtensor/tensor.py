@@ -57,7 +57,8 @@ class DTensor(torch.Tensor):
         cls: type["DTensor"], local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
     ) -> "DTensor":
         """Wraps a local tensor that is this rank's part under `spec`; nothing is checked."""
-        make = construct if forward_ad._current_level < 0 else construct_at_start
+        at_start = local_tensor.storage_offset() or forward_ad._current_level >= 0
+        make = construct_at_start if at_start else construct
         if is_inference_mode_enabled():
             # Tensors made in inference mode have no version counter, which views of weights made outside need.
             with torch.inference_mode(False):
@@ -344,6 +345,6 @@ _PLAIN = "x.full_tensor().{0}() for all of it, a collective call, or x.to_local(
 
 def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
     """DTensor(local_tensor, spec), without the 0.4 us that calling a class takes."""
-    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled() or local_tensor.storage_offset():
         return DTensor(local_tensor, spec)
     return construct(DTensor, local_tensor, spec, requires_grad=False)

@@ -23,12 +23,14 @@ from tritondt.dtensor.views.recorded_views import requires_grad_
 from tritondt.ops import propagator
 from tritondt.sharding.spec import DTensorSpec
 
+_offset: Any = torch.Tensor.storage_offset
 _construct_plain = partial(construct, DTensor, requires_grad=False)
 
 
 def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[Any]:
     """Distributed tensors of many local ones, for which a frame each would take a fifth of the time."""
-    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
+    local_tensors = list(local_tensors)
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled() or any(map(_offset, local_tensors)):
         return list(map(DTensor, local_tensors, specs))
     return list(map(_construct_plain, local_tensors, specs))
 
