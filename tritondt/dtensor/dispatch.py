@@ -30,11 +30,14 @@ from tritondt.dtensor.list_positions import in_order, written_lists
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
-from tritondt.errors import MeshError, MixedTensorsError, check_not_of_torch
+from tritondt.errors import MeshError, MixedTensorsError, OpenLengthError, check_not_of_torch
+from tritondt.ops.propagation.open_lengths import check_open_lengths, takes_open_lengths
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
+from tritondt.redistribution.in_graphs import prefer_lengths_of_forward
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -44,8 +47,9 @@ MAX_SIGNATURES = 1024
 
 _NUMBERS = (int, float, complex)
 _NOTHING: Mapping[str, Any] = {}
-# Numbers that a graph leaves open have no hash; what they are where they are known.
+# Numbers that a graph leaves open; what they are where they are known.
 _SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_OPEN = tuple(_SYMBOLS)
 
 # A lone output has its spec and a function of the local arguments; else the function does it all.
 _CompiledCall: TypeAlias = tuple[LocalOp, DTensorSpec] | tuple[Compiled, None]
@@ -135,8 +139,11 @@ class Dispatcher:
             values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
             local_kwargs = dict(zip(names, values, strict=True))
         found, is_kept = _look_up(operator, key)
-        if not is_kept and any(isinstance(item, tuple(_SYMBOLS)) for item in _flat((*args, *kwargs.values()))):
-            return self._run_any(op, *_with_values(args, kwargs))
+        if found is None and self._leaves_open(args, kwargs):
+            found = self._compile_open(op, args, kwargs)
+            if found is None:
+                return self._run_any(op, *self._with_values(args, kwargs))
+            return self._run(found, local_args, local_kwargs, args, kwargs)
         if found is None:
             mixed = self._keep_gradients(op, args, kwargs)
             if self._are_replicated(op, args, kwargs):
@@ -154,10 +161,46 @@ class Dispatcher:
             found = self._with_gradients_kept(op, found) if mixed else found
             if is_kept:
                 _keep(operator, key, found)
+        return self._run(found, local_args, local_kwargs, args, kwargs)
+
+    def _run(
+        self,
+        found: _CompiledCall,
+        local_args: Sequence[Any],
+        local_kwargs: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         run, spec = found
         if spec is not None:
             return self._wrap(run(*local_args, **local_kwargs), spec)
         return run(local_args, local_kwargs, args, kwargs)
+
+    def _leaves_open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an argument has lengths, or is a number, that a graph leaves open."""
+        return any(
+            item._spec.is_open if isinstance(item, self._class) else isinstance(item, _OPEN)  # type: ignore[attr-defined]
+            for item in _flat((*args, *kwargs.values()))
+        )
+
+    def _compile_open(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _CompiledCall | None:
+        """The call for all lengths that guards let pass; None where it is decided by values.
+
+        TypeError is what anything says that looks such a length up: it has no hash.
+        """
+        given = [*_flat((*args, *kwargs.values()))]
+        distributed: list[Any] = [item for item in given if isinstance(item, self._class)]
+        has_values = any(has_memory(item._local_tensor) for item in distributed)
+        if has_values or not self._propagator.knows(op) or any(map(self._is_plain, given)):
+            return None
+        if not takes_open_lengths(op, distributed):
+            return None
+        prefer_lengths_of_forward()
+        schema = self._schema(op, args, kwargs)
+        try:
+            return noting_views(schema, self._compile(schema), self._wrap)
+        except (OpenLengthError, TypeError):
+            return None
 
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
@@ -195,6 +238,23 @@ class Dispatcher:
             return self._wrap(run(*local_args, **local_kwargs), spec)
 
         return kept, None
+
+    def _with_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with values in place of what a graph leaves open; the graph then holds for these values."""
+        return [*map(self._with_value, args)], {name: self._with_value(given) for name, given in kwargs.items()}
+
+    def _with_value(self, argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._with_value(item) for item in argument]
+        if isinstance(argument, self._class):
+            distributed: Any = argument
+            spec = distributed._spec
+            if spec.is_open:
+                shape, stride = (tuple(map(int, sizes)) for sizes in (spec.shape, spec.tensor_meta.stride))
+                distributed._spec = spec.placed.of_size(shape, stride)
+                _ = [*map(int, distributed._local_tensor.shape)]
+            return argument
+        return _SYMBOLS[type(argument)](argument) if isinstance(argument, _OPEN) else argument
 
     def _is_plain(self, argument: Any) -> bool:
         """Whether an argument is a tensor of this rank alone, with dims."""
@@ -259,6 +319,7 @@ class Dispatcher:
 
     def _compile(self, schema: OpSchema) -> _CompiledCall:
         decision = self._propagator.propagate(schema)
+        check_open_lengths(decision.output_spec)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
         runs_as_it_is = schema.mesh.coordinate is not None and not written
@@ -317,20 +378,6 @@ def _keep(operator: _Operator, key: Sequence[Any], found: _CompiledCall) -> None
     if len(operator.signatures) >= MAX_SIGNATURES:
         del operator.signatures[next(iter(operator.signatures))]
     operator.signatures[tuple(key)] = found
-
-
-def _with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with values in place of numbers that a graph leaves open; the graph then holds for these values."""
-    return [*map(_with_value, args)], {name: _with_value(argument) for name, argument in kwargs.items()}
-
-
-def _with_value(argument: Any) -> Any:
-    if isinstance(argument, list | tuple):
-        return [_with_value(item) for item in argument]
-    for symbol, number in _SYMBOLS.items():
-        if isinstance(argument, symbol):
-            return number(argument)
-    return argument
 
 
 def _plain_key(argument: Any, by_value: bool) -> Sequence[Any]:

@@ -10,10 +10,10 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
-from tritondt.dtensor import graph_ops  # noqa: F401  defines the operators that graphs keep
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
 from tritondt.dtensor.dispatch import Dispatcher
+from tritondt.dtensor.graph_ops import register_from_local
 from tritondt.dtensor.mixed_gradients import keep_kinds
 from tritondt.dtensor.pending import pending_class
 from tritondt.dtensor.serialization import rebuild_dtensor
@@ -40,6 +40,7 @@ dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, keep_kinds, propag
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 DTensor.requires_grad_ = requires_grad_  # type: ignore[method-assign,assignment]
 let_composites_make_tensors(DTensor, wrap)
+register_from_local(DTensor.from_local)
 
 # Where a graph breaks, torch.compile looks at every frame that runs, and would trace dispatch itself, operator by
 # operator. A mark on the code, which costs a call nothing, keeps it and what it calls out.

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 # Numbers of calls in graphs, which are never merged into one.
 _calls = count(1)
 _RECOMPUTE = "recompute"
+_SEEN = "_tritondt_lengths_of_forward"
 
 
 class _KeptMeta(dict[str, Any]):
@@ -35,3 +36,20 @@ def call_in_graph(op: Any, *arguments: Any) -> torch.Tensor:
     for node in islice(reversed(graph.nodes), len(graph.nodes) - num_before):
         node.meta = _KeptMeta({**node.meta, _RECOMPUTE: CheckpointPolicy.MUST_SAVE})
     return found
+
+
+def prefer_lengths_of_forward() -> None:
+    """Lets torch take a length that forward and backward are both given from what forward is given.
+
+    Lengths that are computed anew torch (2.13) looks up by their symbol, where the last argument that has it counts:
+    a gradient, so that forward would need what backward gets.
+    """
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if mode is None or _SEEN in mode.tracer.__dict__:
+        return
+    tracer = mode.tracer
+    tracer.__dict__[_SEEN] = True
+    by_symbol = tracer.sympy_expr_tracker
+    for node, proxy in reversed(tracer.symnode_tracker.sym_node_dict.items()):
+        if node.expr in by_symbol:
+            by_symbol[node.expr] = type(by_symbol[node.expr])(proxy, torch.SymInt(node))

@@ -25,7 +25,7 @@ from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
 from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec
-from tritondt.sharding.spec_values import spec_text
+from tritondt.sharding.spec_values import open_shape, spec_text
 
 # Name of a redistribution's range in torch.profiler, while one is on; its argument says from where to where.
 REDISTRIBUTE_RANGE = "tritondt::redistribute"
@@ -60,7 +60,7 @@ def redistribute_local(
         _check_one_mesh(source, target)
         # The operator is defined where graphs are known (dtensor/graph_ops.py).
         redistribute = torch.ops.tritondt.redistribute
-        return call_in_graph(redistribute, local, spec_text(source), spec_text(target), wire_dtype)
+        return call_in_graph(redistribute, local, spec_text(source), spec_text(target), wire_dtype, open_shape(source))
     if local.is_conj() or local.is_neg():
         local = with_memory(local)
     plan = compile_plan(source, target, local.stride(), local.device, wire_dtype)

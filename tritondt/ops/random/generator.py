@@ -20,7 +20,7 @@ from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec
-from tritondt.sharding.spec_values import spec_text
+from tritondt.sharding.spec_values import open_shape, spec_text
 from tritondt.sharding.strides import dense_strides
 
 _MASK = (1 << 64) - 1
@@ -54,7 +54,9 @@ def words_like(
     if has_memory(local):
         return words_of(spec, local.device, generator, num_words)
     # The operator is defined where graphs are known (dtensor/graph_ops.py).
-    return tuple(call_in_graph(torch.ops.tritondt.random_words, spec_text(spec), local.device, num_words).unbind())
+    random_words_of = torch.ops.tritondt.random_words
+    words = call_in_graph(random_words_of, spec_text(spec), local.device, num_words, open_shape(spec))
+    return tuple(words.unbind())
 
 
 def shard_seed(spec: DTensorSpec) -> int:
