@@ -152,13 +152,50 @@ def test_make_fx_refuses_to_lose_a_redistribution(mode):
             return gathered(T.DTensor.from_local(local, mesh, [T.Shard(0)])).to_local()
 
         of = "with real tensors" if mode == "real" else "for a distributed argument"
-        sentence = rf"a redistribution of \(S0\) of \(4, 6\) float32 to \(R\) cannot be traced by make_fx {of}: trace a"
+        shape = r"\(.*\)" if mode == "symbolic" else r"\(4, 6\)"
+        sentence = rf"a redistribution of \(S0\) of {shape} float32 to \(R\) cannot be traced by make_fx {of}: trace a"
         with pytest.raises(T.TransportError, match=sentence):
             make_fx(gathered, tracing_mode=mode)(x)
         if mode == "fake":
             graph = make_fx(of_local, tracing_mode=mode)(torch.zeros(2, 6))
             assert graph(x.to_local()) == X.sum()
 
+    run_ranks(2, body)
+
+
+def test_a_list_as_an_index_ends_the_graph():
+    def body(rank):
+        x = distribute(X, T.Mesh((2,)), "S0")
+        compiled = torch.compile(lambda x: x[:, [1, 3]] * 2, backend="aot_eager")
+        torch.testing.assert_close(whole(compiled(x)), X[:, [1, 3]] * 2, rtol=0, atol=0)
+
+    torch._dynamo.reset()
+    run_ranks(2, body)
+
+
+FROM_LOCAL: dict[str, Any] = {
+    "replicas": lambda a, mesh: T.DTensor.from_local(a, mesh).to_local() * a,
+    "rows": lambda a, mesh: T.DTensor.from_local(a, mesh, [T.Shard(0)]).redistribute(placements=[T.Replicate()]),
+    "terms": lambda a, mesh: T.DTensor.from_local(a, mesh, [T.Partial()], grad_placements=[T.Replicate()]).relu(),
+    "columns": lambda a, mesh: T.DTensor.from_local(a, mesh, (T.Shard(-1),), shape=(4, 12), order=["tp"]),
+    "units": lambda a, mesh: T.DTensor.from_local(a, mesh, [T.Shard(1, unit=3)]).sum(0).full_tensor(),
+}  # fmt: skip
+
+
+@needs_torch("2.12", GRAPHS)
+@pytest.mark.parametrize("case", FROM_LOCAL)
+def test_from_local_goes_into_a_graph(case):
+    def body(rank):
+        mesh, found = T.Mesh((2,), ("tp",)), []
+        compiled = torch.compile(FROM_LOCAL[case], backend="aot_eager", fullgraph=True)
+        for run in (FROM_LOCAL[case], compiled):
+            local = (X + rank).requires_grad_()
+            result: Any = run(local, mesh)
+            result.sum().backward()
+            found.append([result.to_local() if isinstance(result, T.DTensor) else result, local.grad])
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+    torch._dynamo.reset()
     run_ranks(2, body)
 
 

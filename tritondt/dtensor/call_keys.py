@@ -9,25 +9,12 @@ import torch
 _NUMBERS = (int, float, complex)
 # Numbers that a graph leaves open have no hash; what they are where they are known.
 _SYMBOLS: Mapping[type, Callable[[Any], Any]] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+OPEN_NUMBERS = tuple(_SYMBOLS)
 
 
-def is_symbolic(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a graph leaves a number among the arguments open."""
-    return any(isinstance(item, tuple(_SYMBOLS)) for item in flat((*args, *kwargs.values())))
-
-
-def with_values(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments with values in place of numbers that a graph leaves open; the graph then holds for these values."""
-    return [*map(_with_value, args)], {name: _with_value(argument) for name, argument in kwargs.items()}
-
-
-def _with_value(argument: Any) -> Any:
-    if isinstance(argument, list | tuple):
-        return [_with_value(item) for item in argument]
-    for symbol, number in _SYMBOLS.items():
-        if isinstance(argument, symbol):
-            return number(argument)
-    return argument
+def value_of(argument: Any) -> Any:
+    """A number in place of one that a graph leaves open, for which the graph then holds; others as they are."""
+    return _SYMBOLS[type(argument)](argument) if isinstance(argument, OPEN_NUMBERS) else argument
 
 
 def plain_key(argument: Any, by_value: bool) -> Sequence[Any]:

@@ -17,8 +17,9 @@ def construct_at_start(
 ) -> Any:
     """An outer tensor at offset 0, by the constructor that every supported torch has.
 
-    Torch's own constructor takes the offset of the local tensor, which is this rank's and this layout's alone: a view
-    and its forward derivative, which torch wants to lie alike, may be cut differently.
+    Torch's own constructor takes the offset of the local tensor, which is this rank's and this layout's alone. Of an
+    outer tensor behind its start, data_ptr() is no null pointer, so it looks as if it had memory; and a view and its
+    forward derivative, which torch wants to lie alike, may be cut differently.
     """
     meta = spec.tensor_meta
     made: Any = torch.Tensor._make_wrapper_subclass(

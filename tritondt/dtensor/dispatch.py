@@ -14,7 +14,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt._C import make_call_splitter
-from tritondt.dtensor.call_keys import flat, is_symbolic, plain_key, with_values
+from tritondt.dtensor.call_keys import OPEN_NUMBERS, flat, plain_key, value_of
 from tritondt.dtensor.compiled_call import (
     Compiled,
     KeepKinds,
@@ -30,11 +30,14 @@ from tritondt.dtensor.list_positions import clipping, in_order, number_on, run_b
 from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
-from tritondt.errors import MeshError, MixedTensorsError, check_not_of_torch
+from tritondt.errors import MeshError, MixedTensorsError, OpenLengthError, check_not_of_torch
+from tritondt.ops.propagation.open_lengths import check_open_lengths, takes_open_lengths
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
+from tritondt.redistribution.in_graphs import prefer_lengths_of_forward
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -132,8 +135,11 @@ class Dispatcher:
             values = self._local_arguments([kwargs[name] for name in names], key, 100 * (operator.static_argnum >= 100))
             local_kwargs = dict(zip(names, values, strict=True))
         found, is_kept = _look_up(operator, key)
-        if not is_kept and is_symbolic(args, kwargs):
-            return self._run_any(op, *with_values(args, kwargs))
+        if found is None and self._leaves_open(args, kwargs):
+            found = self._compile_open(op, args, kwargs)
+            if found is None:
+                return self._run_any(op, *self._with_values(args, kwargs))
+            return self._run(found, local_args, local_kwargs, args, kwargs)
         if found is None:
             mixed = self._keep_gradients(op, args, kwargs)
             result = self._run_otherwise(op, args, kwargs)
@@ -152,6 +158,16 @@ class Dispatcher:
             found = self._with_gradients_kept(op, found) if mixed else found
             if is_kept:
                 _keep(operator, key, found)
+        return self._run(found, local_args, local_kwargs, args, kwargs)
+
+    def _run(
+        self,
+        found: _CompiledCall,
+        local_args: Sequence[Any],
+        local_kwargs: Mapping[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
         run, spec = found
         if spec is not None:
             return self._wrap(run(*local_args, **local_kwargs), spec)
@@ -172,6 +188,32 @@ class Dispatcher:
         if self._are_replicated(op, args, kwargs):
             return self._run_any(op, *self._all_distributed(args, kwargs))
         return NotImplemented
+
+    def _leaves_open(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an argument has lengths, or is a number, that a graph leaves open."""
+        return any(
+            item._spec.is_open if isinstance(item, self._class) else isinstance(item, OPEN_NUMBERS)  # type: ignore[attr-defined]
+            for item in flat((*args, *kwargs.values()))
+        )
+
+    def _compile_open(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _CompiledCall | None:
+        """The call for all lengths that guards let pass; None where it is decided by values.
+
+        TypeError is what anything says that looks such a length up: it has no hash.
+        """
+        given = [*flat((*args, *kwargs.values()))]
+        distributed: list[Any] = [item for item in given if isinstance(item, self._class)]
+        has_values = any(has_memory(item._local_tensor) for item in distributed)
+        if has_values or not self._propagator.knows(op) or any(map(self._is_plain, given)):
+            return None
+        if not takes_open_lengths(op, distributed):
+            return None
+        prefer_lengths_of_forward()
+        schema = self._schema(op, args, kwargs)
+        try:
+            return noting_views(schema, self._compile(schema), self._wrap)
+        except (OpenLengthError, TypeError):
+            return None
 
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
@@ -216,6 +258,23 @@ class Dispatcher:
             return self._wrap(run(*local_args, **local_kwargs), spec)
 
         return kept, None
+
+    def _with_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """The arguments with values in place of what a graph leaves open; the graph then holds for these values."""
+        return [*map(self._with_value, args)], {name: self._with_value(given) for name, given in kwargs.items()}
+
+    def _with_value(self, argument: Any) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._with_value(item) for item in argument]
+        if isinstance(argument, self._class):
+            distributed: Any = argument
+            spec = distributed._spec
+            if spec.is_open:
+                shape, stride = (tuple(map(int, sizes)) for sizes in (spec.shape, spec.tensor_meta.stride))
+                distributed._spec = spec.placed.of_size(shape, stride)
+                _ = [*map(int, distributed._local_tensor.shape)]
+            return argument
+        return value_of(argument)
 
     def _is_plain(self, argument: Any) -> bool:
         """Whether an argument is a tensor of this rank alone, with dims."""
@@ -280,6 +339,7 @@ class Dispatcher:
 
     def _compile(self, schema: OpSchema) -> _CompiledCall:
         decision = self._propagator.propagate(schema)
+        check_open_lengths(decision.output_spec)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
         runs_as_it_is = schema.mesh.coordinate is not None and not written

@@ -6,6 +6,7 @@ from typing import Any, cast
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.comm.packing.wire_dtype import wire_of
@@ -13,6 +14,7 @@ from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
 from tritondt.dtensor.construct import construct, construct_at_start
 from tritondt.dtensor.copies import deep_copy, shallow_copy
+from tritondt.dtensor.graph_ops import from_local_in_graph
 from tritondt.dtensor.pending import redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
@@ -26,7 +28,7 @@ from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, as_placements
-from tritondt.sharding.spec import DTensorSpec, TensorMeta, target_spec
+from tritondt.sharding.spec import DTensorSpec, Placed, target_spec
 from tritondt.sharding.spec_values import spec_values
 
 
@@ -58,7 +60,8 @@ class DTensor(torch.Tensor):
         cls: type["DTensor"], local_tensor: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False
     ) -> "DTensor":
         """Wraps a local tensor that is this rank's part under `spec`; nothing is checked."""
-        make = construct if forward_ad._current_level < 0 else construct_at_start
+        at_start = local_tensor.storage_offset() or forward_ad._current_level >= 0
+        make = construct_at_start if at_start else construct
         if is_inference_mode_enabled():
             # Tensors made in inference mode have no version counter, which views of weights made outside need.
             with torch.inference_mode(False):
@@ -87,6 +90,9 @@ class DTensor(torch.Tensor):
         ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
         tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MeshError; with `run_check` MismatchError.
         """
+        if is_dynamo_compiling() and isinstance(device_mesh, Mesh) and not run_check:
+            given = shape, stride, grad_placements, order
+            return cast("DTensor", from_local_in_graph(local_tensor, device_mesh, placements, *given))
         check_not_of_torch(local_tensor, "DTensor.from_local")
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
@@ -287,23 +293,20 @@ class DTensor(torch.Tensor):
         attributes = lasting_attributes(self)
         return rebuild_dtensor, (type(self), local, values, self.requires_grad, attributes, self._spec.coordinate)
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[DTensorSpec, bool]]:
-        """The names of the inner tensors, and the context that rebuilds the tensor together with them."""
-        return ["_local_tensor"], (self._spec, self.requires_grad)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Placed, bool]]:
+        """The names of the inner tensors, and the context that rebuilds the tensor together with them and its sizes."""
+        return ["_local_tensor"], (self._spec.placed, self.requires_grad)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor],
-        context: tuple[DTensorSpec, bool],
+        context: tuple[Placed, bool],
         outer_size: Sequence[int],
         outer_stride: Sequence[int],
     ) -> "DTensor":
         """The tensor of the inner tensors and the context that `__tensor_flatten__` gave."""
-        spec, requires_grad = context
-        if tuple(outer_size) != spec.shape or tuple(outer_stride) != spec.tensor_meta.stride:
-            meta = TensorMeta(tuple(outer_size), tuple(outer_stride), spec.dtype)
-            spec = DTensorSpec(spec.mesh, spec.placements, meta, spec.order)
-        return DTensor(inner["_local_tensor"], spec, requires_grad=requires_grad)
+        placed, requires_grad = context
+        return DTensor(inner["_local_tensor"], placed.of_size(outer_size, outer_stride), requires_grad=requires_grad)
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """A gradient under the placements that torch.compile expects of a result's gradient: Replicate for Partial."""
@@ -311,7 +314,7 @@ class DTensor(torch.Tensor):
         return self if wanted is self._spec else self.redistribute(placements=wanted.placements)
 
     def __coerce_same_metadata_as_tangent__(
-        self, context: tuple[DTensorSpec, bool], expected_type: type | None = None
+        self, context: tuple[Placed, bool], expected_type: type | None = None
     ) -> "DTensor | None":
         """A gradient under the placements that a compiled graph expects; None where that expects a plain tensor."""
         if expected_type is not None:
@@ -358,6 +361,6 @@ _PLAIN_DLPACK = (
 
 def wrap(local_tensor: torch.Tensor, spec: DTensorSpec) -> Any:
     """DTensor(local_tensor, spec), without the 0.4 us that calling a class takes."""
-    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled() or local_tensor.storage_offset():
         return DTensor(local_tensor, spec)
     return construct(DTensor, local_tensor, spec, requires_grad=False)

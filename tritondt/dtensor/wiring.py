@@ -10,13 +10,11 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _foreach_supported_types as _optimizer_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as _utility_foreach_types
 
-from tritondt.dtensor import (
-    flex_attention,  # noqa: F401  has torch's operator take distributed tensors
-    graph_ops,  # noqa: F401  defines the operators that graphs keep
-)
+from tritondt.dtensor import flex_attention  # noqa: F401  has torch's operator take distributed tensors
 from tritondt.dtensor.composites import let_composites_make_tensors
 from tritondt.dtensor.construct import construct
 from tritondt.dtensor.dispatch import Dispatcher
+from tritondt.dtensor.graph_ops import register_from_local
 from tritondt.dtensor.mixed_gradients import keep_kinds
 from tritondt.dtensor.pending import pending_class
 from tritondt.dtensor.serialization import rebuild_dtensor
@@ -26,12 +24,14 @@ from tritondt.dtensor.views.recorded_views import requires_grad_
 from tritondt.ops import propagator
 from tritondt.sharding.spec import DTensorSpec
 
+_offset: Any = torch.Tensor.storage_offset
 _construct_plain = partial(construct, DTensor, requires_grad=False)
 
 
 def _wrap_all(local_tensors: Iterable[torch.Tensor], specs: Iterable[DTensorSpec]) -> list[Any]:
     """Distributed tensors of many local ones, for which a frame each would take a fifth of the time."""
-    if forward_ad._current_level >= 0 or is_inference_mode_enabled():
+    local_tensors = list(local_tensors)
+    if forward_ad._current_level >= 0 or is_inference_mode_enabled() or any(map(_offset, local_tensors)):
         return list(map(DTensor, local_tensors, specs))
     return list(map(_construct_plain, local_tensors, specs))
 
@@ -41,6 +41,7 @@ dispatcher = Dispatcher(DTensor, wrap, _wrap_all, track_base, keep_kinds, propag
 DTensor.__torch_dispatch__ = staticmethod(dispatcher.dispatch)
 DTensor.requires_grad_ = requires_grad_  # type: ignore[method-assign,assignment]
 let_composites_make_tensors(DTensor, wrap)
+register_from_local(DTensor.from_local)
 
 # Where a graph breaks, torch.compile looks at every frame that runs, and would trace dispatch itself, operator by
 # operator. A mark on the code, which costs a call nothing, keeps it and what it calls out.

@@ -13,6 +13,10 @@ class LayoutError(TritondtError, ValueError):
     """A placement, a layout or a spec that cannot exist."""
 
 
+class OpenLengthError(LayoutError):
+    """A question about a length that a graph of torch.compile leaves open; asked again, with a guard, of its value."""
+
+
 class MeshError(TritondtError, ValueError):
     """A mesh that does not fit the world, or two meshes that do not fit each other."""
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
@@ -13,6 +14,7 @@ from tritondt.fsdp.reduction import Policy
 from tritondt.fsdp.tree import ShardedModule, ShardedTree, is_in_backward
 from tritondt.parallel.forward_pass import terms_of
 from tritondt.parallel.gradients import begin_pass, end_pass
+from tritondt.parallel.graphs import outside_of_graphs
 
 
 class ShardedState:
@@ -47,6 +49,8 @@ class ShardedState:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_dynamo_compiling():
+            return outside_of_graphs(self._before)(module, args, kwargs)
         self.tree.forget_failure()
         self.tree.enter(self)
         if id(module) not in self._to_run:
@@ -89,6 +93,8 @@ class ShardedState:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Output hook; runs with None where the forward, or a hook before it, raised."""
+        if is_dynamo_compiling():
+            return outside_of_graphs(self._after)(module, args, output)
         self._to_run.discard(id(module))
         end_pass(self)
         if output is None:

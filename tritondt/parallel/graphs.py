@@ -18,7 +18,7 @@ def outside_of_graphs(run: Callable[P, R]) -> Callable[P, R]:
     With fullgraph=True torch raises, and says why.
     """
     torch._dynamo.graph_break(
-        msg="a module with a parallel style communicates at its boundary, outside of graphs: compile without "
-        "fullgraph=True, or compile the modules inside"
+        msg="a module with a parallel style or sharded parameters communicates at its boundary, outside of graphs: "
+        "compile without fullgraph=True, or compile the modules inside"
     )
     return torch.compiler.disable(run)  # type: ignore[no-any-return]

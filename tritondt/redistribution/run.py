@@ -6,7 +6,6 @@ call is one look-up, one allocation per step and the step itself.
 
 import time
 from collections.abc import Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,15 +22,13 @@ from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import compile_plan, exchanging_ranks
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
+from tritondt.redistribution.in_graphs import call_in_graph
 from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec
-from tritondt.sharding.spec_values import spec_text
+from tritondt.sharding.spec_values import open_shape, spec_text
 
 # Name of a redistribution's range in torch.profiler, while one is on; its argument says from where to where.
 REDISTRIBUTE_RANGE = "tritondt::redistribute"
-
-# Numbers of calls in graphs, which are never merged into one.
-_traced_calls = count(1)
 
 
 def redistribute_local(
@@ -61,11 +58,9 @@ def redistribute_local(
         return local.new_empty((0,))
     if type(local) is not torch.Tensor and not has_memory(local):
         _check_one_mesh(source, target)
-        # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
-        stand_in: torch.Tensor = torch.ops.tritondt.redistribute(
-            local, spec_text(source), spec_text(target), wire_dtype, next(_traced_calls)
-        )
-        return stand_in
+        # The operator is defined where graphs are known (dtensor/graph_ops.py).
+        redistribute = torch.ops.tritondt.redistribute
+        return call_in_graph(redistribute, local, spec_text(source), spec_text(target), wire_dtype, open_shape(source))
     if local.is_conj() or local.is_neg():
         local = with_memory(local)
     plan = compile_plan(source, target, local.stride(), local.device, wire_dtype)

@@ -18,6 +18,7 @@ from tritondt.sharding.intervals import (
     positions,
     total,
 )
+from tritondt.sharding.lengths import least
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Cut:
         if self.sizes is not None:
             return self._ends[index] - self.sizes[index], self._ends[index]
         step = self._step(held)
-        return min(index * step, held), min((index + 1) * step, held)
+        return least(index * step, held), least((index + 1) * step, held)
 
     def indices(self, held: int, start: int, stop: int) -> range:
         """Numbers of the pieces that meet positions [start, stop), which is not empty, of `held` positions."""
@@ -86,7 +87,9 @@ class Cut:
         return min(held, rounded, self.repeats * min(self._step(block), block))
 
     def _step(self, held: int) -> int:
-        return max(1, -(-(held // self.unit) // self.parts)) * self.unit
+        step = (held // self.unit + self.parts - 1) // self.parts * self.unit
+        # Of a length left open no piece is looked for by its place, for which a step of 0 would be none.
+        return max(self.unit, step) if isinstance(step, int) else step
 
     def _blocks(self, held: Intervals) -> Iterator[Intervals]:
         """Indices held of each block, for the blocks of which any are held."""

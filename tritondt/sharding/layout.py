@@ -13,12 +13,13 @@ from itertools import product
 from math import lcm, prod
 from weakref import WeakValueDictionary
 
-from tritondt.errors import LayoutError
+from tritondt.errors import LayoutError, OpenLengthError
 from tritondt.errors.arguments import checked
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.coordinates import coordinate_at, position_of
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.intervals import Box, Intervals, Region
+from tritondt.sharding.lengths import are_open, hint_of, settled
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 
 Coordinate = tuple[int, ...]
@@ -65,20 +66,32 @@ class Layout:
         order: Sequence[int] | None = None,
     ) -> "Layout":
         """Interned layout of the given values."""
-        mesh_shape, shape = tuple(mesh_shape), tuple(shape)
+        mesh_shape, shape = tuple(mesh_shape), tuple(map(settled, shape))
         placements = _checked_placements(mesh_shape, as_placements(placements), shape)
         axes_of_dim = _axes_of_dims(placements, len(shape), order)
+        if are_open(shape):
+            return cls._make(mesh_shape, placements, shape, axes_of_dim)
         key = (mesh_shape, placements, shape, axes_of_dim)
         with _interning:
             found = _interned.get(key)
         if found is not None:
             return found
-        cuts = _checked_cuts(mesh_shape, placements, shape, axes_of_dim)
+        made = cls._make(mesh_shape, placements, shape, axes_of_dim)
         with _interning:
-            made = object.__new__(cls)
-            made.mesh_shape, made.placements, made.shape = mesh_shape, placements, shape
-            made.axes_of_dim, made._cuts = axes_of_dim, cuts
             return _interned.setdefault(key, made)
+
+    @classmethod
+    def _make(
+        cls,
+        mesh_shape: tuple[int, ...],
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        axes_of_dim: tuple[tuple[int, ...], ...],
+    ) -> "Layout":
+        made = object.__new__(cls)
+        made.mesh_shape, made.placements, made.shape, made.axes_of_dim = mesh_shape, placements, shape, axes_of_dim
+        made._cuts = _checked_cuts(mesh_shape, placements, shape, axes_of_dim)
+        return made
 
     def __reduce__(self) -> tuple[object, ...]:
         return Layout, (self.mesh_shape, self.placements, self.shape, self.order)
@@ -125,7 +138,8 @@ class Layout:
         return product(*map(range, self.mesh_shape))
 
     def intervals(self, dim: int, coordinate: Coordinate) -> Intervals:
-        """Indices of `dim` that a coordinate holds."""
+        """Indices of `dim` that a coordinate holds; OpenLengthError where the dim's length is left open."""
+        self._check_known(dim)
         held: Intervals = regions.merge([(0, self.shape[dim])])
         for axis in self.axes_of_dim[dim]:
             held = self.cut(axis).piece(held, coordinate[axis])
@@ -144,8 +158,26 @@ class Layout:
         return tuple(regions.boxes(self.region(coordinate)))
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
-        """Shape of the local tensor at a coordinate."""
+        """Shape of the local tensor at a coordinate, with lengths left open where those of the tensor are."""
+        if are_open(self.shape):
+            return tuple(self._local_length(dim, coordinate) for dim in range(len(self.shape)))
         return tuple(regions.total(intervals) for intervals in self.region(coordinate))
+
+    def _local_length(self, dim: int, coordinate: Coordinate) -> int:
+        if isinstance(self.shape[dim], int):
+            return regions.total(self.intervals(dim, coordinate))
+        held = self.shape[dim]
+        for axis in self.axes_of_dim[dim]:
+            cut = self.cut(axis)
+            if cut.repeats != 1:
+                self._check_known(dim)
+            start, stop = cut.bounds(held, coordinate[axis])
+            held = stop - start
+        return held
+
+    def _check_known(self, dim: int) -> None:
+        if not isinstance(self.shape[dim], int):
+            raise OpenLengthError(f"{self!r} leaves open how long dim {dim} is; its indices are known for ints")
 
     def cut(self, axis: int) -> Cut:
         """Division of the dim that `axis` shards."""
@@ -185,6 +217,7 @@ class Layout:
         self, dim: int, wanted: Intervals, pinned: Mapping[int, int]
     ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:
         """Indices on the axes that cut `dim`, with the indices of `wanted` held there."""
+        self._check_known(dim)
 
         def descend(
             axes: tuple[int, ...], held: Intervals, indices: tuple[tuple[int, int], ...]
@@ -204,9 +237,9 @@ class Layout:
 
     @property
     def max_local_shape(self) -> tuple[int, ...]:
-        """Greatest length per dim that any coordinate holds."""
+        """Greatest length per dim that any coordinate holds; of lengths left open, that of the values at hand."""
         longest = []
-        for dim, length in enumerate(self.shape):
+        for dim, length in enumerate(map(hint_of, self.shape)):
             for axis in self.axes_of_dim[dim]:
                 length = self.cut(axis).largest(length)
             longest.append(length)

@@ -6,13 +6,13 @@ import torch
 
 from tritondt.errors import LocalTensorError
 from tritondt.sharding.layout import Layout
+from tritondt.sharding.lengths import are_open
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Placement, Shard, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 from tritondt.sharding.strides import strides_in_order_of
 
 
-@lru_cache(maxsize=4096)
 def spec_of_local(
     mesh: Mesh,
     placements: tuple[Placement, ...],
@@ -33,6 +33,21 @@ def spec_of_local(
             "torch.jit.trace was given a program that makes distributed tensors, whose collective calls it cannot "
             "record; compile the program by torch.compile, or export it by torch.export.export"
         )
+    is_open = are_open((*local_shape, *local_stride, *(shape or ()), *(stride or ())))
+    made = _made_spec if is_open else _spec_of_local
+    return made(mesh, placements, local_shape, local_stride, dtype, shape, stride, order)
+
+
+def _made_spec(
+    mesh: Mesh,
+    placements: tuple[Placement, ...],
+    local_shape: tuple[int, ...],
+    local_stride: tuple[int, ...],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None,
+    stride: tuple[int, ...] | None,
+    order: tuple[int | str, ...] | None,
+) -> DTensorSpec:
     known = shape if shape is not None else _global_shape(mesh, placements, local_shape)
     # A rank outside the mesh holds an empty tensor of any number of dims.
     of_local = local_stride if len(local_stride) == len(known) else (1,) * len(known)
@@ -45,6 +60,9 @@ def spec_of_local(
             f"{placements_text(placements)}; a tensor of shape {known}{guess} has {spec.local_shape} there"
         )
     return spec
+
+
+_spec_of_local = lru_cache(maxsize=4096)(_made_spec)
 
 
 def _global_shape(mesh: Mesh, placements: tuple[Placement, ...], local_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,10 +11,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.errors import LayoutError, LocalTensorError, ReductionError
+from tritondt.errors import LayoutError, LocalTensorError, OpenLengthError, ReductionError
 from tritondt.errors.arguments import checked
 from tritondt.sharding.dim_map import DimMaps, placements_of_map
 from tritondt.sharding.layout import Layout
+from tritondt.sharding.lengths import are_open, has_hint, settled
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import (
     OPS_OF_KIND,
@@ -71,8 +72,8 @@ class DTensorSpec(DimMaps):
     call.
 
     `local_shape` is the shape of this rank's tensor, `coordinate` its index on every axis, `layout` the pure layout. On
-    a rank outside the mesh `coordinate` is None and the local tensor empty, of shape (0,). Specs whose sizes are
-    symbolic are compared by value and have no layout.
+    a rank outside the mesh `coordinate` is None and the local tensor empty, of shape (0,). Sizes may be SymInts of a
+    graph; those of which nothing is known, as of results whose shape depends on data, have no layout.
 
     Raises LayoutError for placements that do not fit the shape or the mesh, MeshError for a mesh of another world, and
     ReductionError for a Partial whose op the dtype does not have. LocalTensorError for a quantised dtype.
@@ -88,7 +89,7 @@ class DTensorSpec(DimMaps):
     """
 
     __slots__ = (
-        "__weakref__", "_layout", "coordinate", "local_shape", "mesh", "order", "placements", "tensor_meta",
+        "__weakref__", "_layout", "coordinate", "is_open", "local_shape", "mesh", "order", "placements", "tensor_meta",
     )  # fmt: skip
 
     mesh: Mesh
@@ -97,6 +98,8 @@ class DTensorSpec(DimMaps):
     order: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     local_shape: tuple[int, ...]
+    # Whether a graph of torch.compile leaves lengths or strides open.
+    is_open: bool
     _layout: Layout | None
 
     @checked
@@ -111,11 +114,16 @@ class DTensorSpec(DimMaps):
         canonical = canonical_mesh(mesh)
         axes = None if order is None else tuple(canonical.axis(name) for name in order)
         shape, stride, dtype = tensor_meta
-        meta = TensorMeta(tuple(shape), tuple(stride), dtype)
-        if not all(isinstance(length, int) for length in (*meta.shape, *meta.stride)):
+        meta = TensorMeta(tuple(map(settled, shape)), tuple(map(settled, stride)), dtype)
+        if not all(map(has_hint, (*meta.shape, *meta.stride))):
             check_not_quantised("a distributed tensor", dtype)
             return cls._symbolic(canonical, as_placements(placements), meta, axes)
         layout = Layout(canonical.shape, placements, meta.shape, axes)
+        if are_open((*meta.shape, *meta.stride)):
+            # Equal ones of two passes are not one: each has lengths that come from the arguments of its own pass.
+            check_not_quantised("a distributed tensor", dtype)
+            check_reductions(layout.placements, dtype)
+            return cls._make(canonical, layout.placements, meta, layout.order, layout)
         key = (canonical, layout, meta.stride, dtype)
         with _interning:
             found = _interned.get(key)
@@ -139,7 +147,7 @@ class DTensorSpec(DimMaps):
         made = object.__new__(_SymbolicSpec if layout is None else DTensorSpec)
         made.mesh, made.placements, made.tensor_meta = mesh, placements, meta
         made.order, made._layout, made.coordinate = order, layout, mesh.coordinate
-        made.local_shape = (0,)
+        made.local_shape, made.is_open = (0,), are_open((*meta.shape, *meta.stride))
         if mesh.coordinate is not None and layout is not None:
             made.local_shape = layout.local_shape(mesh.coordinate)
         return made
@@ -163,10 +171,15 @@ class DTensorSpec(DimMaps):
 
     @property
     def layout(self) -> Layout:
-        """Pure layout of the spec; LayoutError where sizes are symbolic."""
+        """Pure layout of the spec; LayoutError where nothing is known of sizes."""
         if self._layout is None:
-            raise LayoutError(f"{self} has symbolic sizes and no layout; give it sizes as ints")
+            raise OpenLengthError(f"{self} has symbolic sizes and no layout; give it sizes as ints")
         return self._layout
+
+    @property
+    def placed(self) -> "Placed":
+        """The spec without its sizes."""
+        return Placed(self.mesh, self.placements, self.order, self.tensor_meta.dtype)
 
     @property
     def device_mesh(self) -> "DeviceMesh | Mesh":
@@ -211,12 +224,38 @@ class DTensorSpec(DimMaps):
         self, placements: Sequence[Placement], order: Sequence[int | str] | None = None
     ) -> "DTensorSpec":
         """Spec of this tensor on this mesh under other placements, in this spec's cut order unless `order` is given."""
-        return _under(self, as_placements(placements), self.order if order is None else tuple(order))
+        wanted, axes = as_placements(placements), self.order if order is None else tuple(order)
+        if self.is_open:  # no cache keeps what belongs to a graph
+            is_same = (wanted, axes) == (self.placements, self.order)
+            return self if is_same else DTensorSpec(self.mesh, wanted, self.tensor_meta, axes)
+        return _under(self, wanted, axes)
 
 
 @lru_cache(maxsize=4096)
 def _under(spec: DTensorSpec, placements: tuple[Placement, ...], order: tuple[int | str, ...]) -> DTensorSpec:
     return DTensorSpec(spec.mesh, placements, spec.tensor_meta, order)
+
+
+class Placed(NamedTuple):
+    """A spec without its sizes: mesh, placements, cut order and dtype."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of_size(self, shape: Sequence[int], stride: Sequence[int]) -> DTensorSpec:
+        """The spec of a tensor of these global sizes."""
+        if are_open((*shape, *stride)):
+            return DTensorSpec(
+                self.mesh, self.placements, TensorMeta(tuple(shape), tuple(stride), self.dtype), self.order
+            )
+        return _of_size(self, tuple(shape), tuple(stride))
+
+
+@lru_cache(maxsize=4096)
+def _of_size(placed: Placed, shape: tuple[int, ...], stride: tuple[int, ...]) -> DTensorSpec:
+    return DTensorSpec(placed.mesh, placed.placements, TensorMeta(shape, stride, placed.dtype), placed.order)
 
 
 @lru_cache(maxsize=4096)
@@ -245,7 +284,7 @@ def target_spec(
 
 
 class _SymbolicSpec(DTensorSpec):
-    """Spec with symbolic sizes, compared by value; specs of ints are interned and compared by identity."""
+    """Spec with sizes of which nothing is known, compared by value; other specs are interned, compared by identity."""
 
     __slots__ = ()
 

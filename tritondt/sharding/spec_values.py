@@ -4,15 +4,18 @@ Plain values are all that torch.load with weights_only takes; they also outlive 
 """
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from tritondt import identity
 from tritondt.identity import Identity
+from tritondt.sharding.lengths import are_open
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import parse_placements, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.strides import dense_strides
 
 # Mesh shape, axis names, ranks and device type; placements as text, global shape, strides and cut order.
 SpecValues = tuple[
@@ -38,18 +41,38 @@ def spec_from(values: SpecValues, dtype: torch.dtype) -> DTensorSpec:
 
 
 def spec_text(spec: DTensorSpec) -> str:
-    """The spec as text with its dtype, which an operator in a graph can take as an argument."""
-    return json.dumps([*spec_values(spec), str(spec.dtype).removeprefix("torch.")])
+    """The spec as text with its dtype, which an operator in a graph can take as an argument.
+
+    Without sizes where a graph leaves some open: `open_shape` has them.
+    """
+    values = list(spec_values(spec))
+    if spec.is_open:
+        values[1] = placements_text(spec.placements), None, None, spec.order  # type: ignore[call-overload]
+    return json.dumps([*values, str(spec.dtype).removeprefix("torch.")])
 
 
-def spec_from_text(text: str) -> DTensorSpec:
-    """The spec of a text by `spec_text` in the calling thread's world; MeshError where it has not enough ranks."""
-    return _spec_of_rank(identity.current(), text)
+def open_shape(spec: DTensorSpec) -> tuple[int, ...] | None:
+    """The global shape that goes with the text of a spec; None where the text has it."""
+    return spec.shape if spec.is_open else None
+
+
+def spec_from_text(text: str, shape: Sequence[int] | None = None) -> DTensorSpec:
+    """The spec of a text by `spec_text` in the calling thread's world; MeshError where it has not enough ranks.
+
+    With `shape`, by `open_shape`, that of a row-major tensor.
+    """
+    if shape is None:
+        return _spec_of_rank(identity.current(), text, None)
+    if are_open(shape):
+        return _spec_of_rank.__wrapped__(identity.current(), text, tuple(shape))
+    return _spec_of_rank(identity.current(), text, tuple(shape))
 
 
 @lru_cache(maxsize=4096)
-def _spec_of_rank(who: Identity, text: str) -> DTensorSpec:
-    (shape, names, ranks, device_type), (placements, *rest), dtype = json.loads(text)
-    of_mesh = tuple(shape), None if names is None else tuple(names), tuple(ranks), device_type
-    of_shape, stride, order = (tuple(item) for item in rest)
-    return spec_from((of_mesh, (placements, of_shape, stride, order)), getattr(torch, dtype))
+def _spec_of_rank(who: Identity, text: str, shape: tuple[int, ...] | None) -> DTensorSpec:
+    (mesh_shape, names, ranks, device_type), (placements, *sizes, order), dtype = json.loads(text)
+    if shape is not None:
+        sizes = [shape, dense_strides(shape)]
+    of_mesh = tuple(mesh_shape), None if names is None else tuple(names), tuple(ranks), device_type
+    of_shape, stride, axes = (tuple(item) for item in (*sizes, order))
+    return spec_from((of_mesh, (placements, of_shape, stride, axes)), getattr(torch, dtype))

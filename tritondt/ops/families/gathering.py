@@ -102,24 +102,25 @@ def _place_of_size(op: OpOverload) -> int:
 def _by_local_strides(op: OpOverload, spec: DTensorSpec) -> LocalOp:
     """The operator on a local tensor that lies otherwise than the global one, as the copy of a moved view does.
 
-    Its memory begins with its own elements: the one offset that it takes is its own, which `fill_diagonal_` gives.
+    The offset of a distributed tensor is 0, wherever its part begins, and `fill_diagonal_` gives that one: 0 is the
+    part's own. Any other counts from where the memory begins, which is known of a part that lies as one device has it.
     """
     first = _place_of_size(op)
 
     def run(*args: Any) -> Any:
-        local_strides = args[0].stride()
-        if local_strides == spec.stride:
-            return op(*args)
+        local_strides, own = args[0].stride(), args[0].storage_offset()
         sizes, strides, *offset = args[first:]
-        is_own = not offset or offset[0] in (None, args[0].storage_offset())
-        found = strides_in_copy(spec.shape, spec.stride, local_strides, sizes, strides) if is_own else None
+        if local_strides == spec.tensor_meta.stride:
+            return op(*args[:first], sizes, strides, *[given or own for given in offset])
+        is_own = not any(offset)
+        found = strides_in_copy(spec.shape, spec.tensor_meta.stride, local_strides, sizes, strides) if is_own else None
         if found is None:
             raise PropagationError(
                 f"{op} of {spec} reads by places in memory, and this is a view of which the elements had to move: "
                 f"size {tuple(sizes)}, stride {tuple(strides)}, offset {offset[0] if offset else None} are not places "
                 "of its own elements, alike for all steps: index it, or ask for x.clone() and use that"
             )
-        return op(*args[:first], sizes, found, *offset)
+        return op(*args[:first], sizes, found, *[own for _ in offset])
 
     return run
 

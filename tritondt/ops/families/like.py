@@ -16,7 +16,12 @@ from tritondt.sharding.strides import strides_in_order_of
 aten = torch.ops.aten
 
 
-@strategy_of([aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default])
+@strategy_of(
+    [
+        *(aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh.default),
+        aten._pin_memory.default,
+    ]
+)
 def unchanged(schema: OpSchema) -> list[AxisStrategy]:
     """The result has the placements of the argument."""
     return _unchanged(schema)
@@ -122,3 +127,11 @@ def _of_one_size(schema: OpSchema) -> OutputSharding:
 
 
 propagator.set_rule(aten._has_same_storage_numel.default, _of_one_size)
+
+
+def _of_part(schema: OpSchema) -> OutputSharding:
+    """The answer whether this rank's part is pinned: each rank's own, as where it lies in memory is."""
+    return OutputSharding(None, None, lambda local, *_, **__: bool(local.is_pinned()))
+
+
+propagator.set_rule(aten.is_pinned.default, _of_part)

@@ -76,8 +76,8 @@ def with_tensors(index: Any, make: Callable[[torch.Tensor], torch.Tensor], shape
     IndexError, on all ranks alike, for numbers beyond the tensor of `shape`: outside a mesh no kernel would look.
     """
     if type(index) is not tuple:
-        return with_tensors((index,), make, shape)[0] if type(index) is list else index
-    items = [_as_tensor(item) if type(item) is list and _are_numbers(item) else item for item in index]
+        return with_tensors((index,), make, shape)[0] if isinstance(index, list) else index
+    items = [_as_tensor(item) if isinstance(item, list) and _are_numbers(item) else item for item in index]
     lists = [place for place, item in enumerate(items) if item is not index[place]]
     if lists:
         dims = _first_dims(items, len(shape))

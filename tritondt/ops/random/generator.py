@@ -7,7 +7,6 @@ makes those of its part. What rewinds the default generator, as activation check
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,16 +15,15 @@ import torch
 from tritondt.errors import MismatchError
 from tritondt.ops.random.philox import random_words
 from tritondt.redistribution.agreement import lengths_on_all
+from tritondt.redistribution.in_graphs import call_in_graph
 from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec
-from tritondt.sharding.spec_values import spec_text
+from tritondt.sharding.spec_values import open_shape, spec_text
 from tritondt.sharding.strides import dense_strides
 
 _MASK = (1 << 64) - 1
-# Numbers of calls in graphs, which are never merged into one.
-_traced_calls = count(1)
 
 
 def words_of(
@@ -55,11 +53,10 @@ def words_like(
     """Random bits by `words_of` for a rank's part `local`, or an operator's result where torch traces a graph."""
     if has_memory(local):
         return words_of(spec, local.device, generator, num_words)
-    # In a graph that torch traces: the operator is defined where graphs are known (dtensor/graph_ops.py).
-    stand_in: torch.Tensor = torch.ops.tritondt.random_words(
-        spec_text(spec), local.device, num_words, next(_traced_calls)
-    )
-    return tuple(stand_in.unbind())
+    # The operator is defined where graphs are known (dtensor/graph_ops.py).
+    random_words_of = torch.ops.tritondt.random_words
+    words = call_in_graph(random_words_of, spec_text(spec), local.device, num_words, open_shape(spec))
+    return tuple(words.unbind())
 
 
 def shard_seed(spec: DTensorSpec) -> int:

@@ -162,8 +162,9 @@ class _Division(NamedTuple):
         whole: list[tuple[int, int]] = []
         innermost = max((dim for dim, (axis, _) in done if self.mesh_shape[axis] > 1), default=0)
         for dim in range(innermost, len(self.lengths)):
-            repeats, rest = divmod(shard.repeats, prod(self.lengths[:dim]))
-            if rest == 0 and self.lengths[dim] % repeats == 0:
+            outside = prod(self.lengths[:dim])
+            repeats = shard.repeats // outside if shard.repeats % outside == 0 else 0
+            if repeats and self.lengths[dim] % repeats == 0:
                 # Blocks of one index all go to the first coordinate: a dim that is really cut is the better guess.
                 (found if self.lengths[dim] > repeats else whole).append((dim, repeats))
             elif shard.repeats == 1 and self._most_outside(dim, done) <= 1:
