@@ -92,6 +92,7 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     >>> run_ranks(2, sine)
     ['(S0,)', '(S0,)']
     """
+    op_schema = op_schema.with_specs_alone()
     specs = op_schema.args_spec
     passing = [ADDITIVE.at(*range(len(specs)))] if linearity else elementwise_passing(op_schema)
     offered = [*elementwise_strategies(specs), *term_strategies(op_schema, passing)]
