@@ -13,11 +13,11 @@ from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
 from tritondt.dtensor.construct import construct, construct_at_start
 from tritondt.dtensor.copies import deep_copy, shallow_copy
-from tritondt.dtensor.pending import redistribute_dtensor, work_of
+from tritondt.dtensor.pending import convert_and_redistribute, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
-from tritondt.dtensor.views.copied_views import refresh, share_origin
-from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
+from tritondt.dtensor.views.copied_views import share_origin
+from tritondt.dtensor.writes import lasting_attributes, take_memory
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError, check_not_of_torch
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
@@ -115,8 +115,11 @@ class DTensor(torch.Tensor):
         Partial as Replicate): Partial where ranks use equal parts differently. Raises PropagationError for a view that
         moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first.
         """
-        if not is_grad_enabled() or not self.requires_grad:
+        if not is_grad_enabled():
             return self._local_tensor
+        if not self.requires_grad:
+            local = self._local_tensor
+            return local.view_as(local)  # a tensor of its own: requires_grad_ is of the part that is asked for alone
         gradient = wanted_gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
@@ -136,7 +139,8 @@ class DTensor(torch.Tensor):
 
         `placements`, one per mesh axis, are required. All ranks of the mesh call, or of either for another
         `device_mesh`; the others take part in nothing. `order` lists axes in the order in which they cut a dim. Values
-        become `forward_dtype` first, and the gradient `backward_dtype` before it comes back. With `async_op` the call
+        become `forward_dtype`, terms of a sum before they are added; the gradient, and its terms, `backward_dtype`, or
+        else this tensor's dtype, whatever `forward_dtype` is. With `async_op` the call
         returns at once, in forward and backward; the first use of the result waits, or `result.wait()`. Messages hold
         `wire_dtype`, to which values are rounded where anything moves, and those of the gradient `grad_wire_dtype`
         (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
@@ -145,22 +149,21 @@ class DTensor(torch.Tensor):
         mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
-        source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
-        spec = source._spec
+        spec, dtype = self._spec, forward_dtype or self._spec.dtype
         target = target_spec(spec, tuple(placements), None if order is None else tuple(order), mesh)
         wire = None
         if wire_dtype is not None or grad_wire_dtype is not None:
-            wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
-        if is_grad_enabled() and source.requires_grad:
-            if target is spec:
-                return cast(DTensor, alias_with_gradient(source, backward_dtype, async_op, wire))
-            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
-        if target is spec:
-            if ORIGIN in source.__dict__:
-                refresh(source)
-            return source
+            wire = wire_of(dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
+        stays = target is spec and dtype is spec.dtype
+        if is_grad_enabled() and self.requires_grad:
+            if stays:
+                return cast(DTensor, alias_with_gradient(self, backward_dtype, async_op, wire))
+            options = backward_dtype, async_op, wire
+            return cast("DTensor", Redistributed.apply(self, DTensor, target, dtype, *options))  # type: ignore[no-untyped-call]
+        if stays:
+            return cast(DTensor, self.detach())
         forward = wire and wire.forward
-        return redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
+        return convert_and_redistribute(self, wrap, target, dtype, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
 
     @property
     def work(self) -> Work | None:

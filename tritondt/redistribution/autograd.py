@@ -67,10 +67,11 @@ def redistribute(
     if wire_dtype is not None or grad_wire_dtype is not None:
         wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return redistribute_local(local, source, target, None if wire is None else wire.forward)
+        found = redistribute_local(local, source, target, None if wire is None else wire.forward)
+        return found.detach() if found is local else found  # a tensor of its own: requires_grad_ is of the result alone
     gradient = wanted_gradient_spec(target, grad_placements)
     if source is target and gradient is gradient_spec(source):
-        return local
+        return local.view_as(local)
     result: torch.Tensor = Redistribute.apply(local, source, target, gradient, wire)  # type: ignore[no-untyped-call]
     return result
 

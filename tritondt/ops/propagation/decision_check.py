@@ -141,7 +141,7 @@ def _check_local_results(decision: OutputSharding, schema: OpSchema) -> None:
     believed.
     """
     is_plain = decision.local is None or decision.use_val_from_redistribute_schema
-    if not is_plain or schema.op._schema.is_mutable:
+    if not is_plain or decision.output_spec is None or schema.op._schema.is_mutable:
         return
     first = (0,) * schema.mesh.ndim
     running = decision.redistribute_schema or schema
