@@ -18,10 +18,11 @@ from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import share_origin
 from tritondt.dtensor.writes import lasting_attributes, take_memory
-from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError, check_not_of_torch
+from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
+from tritondt.redistribution.given_local import given_local
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate
@@ -83,17 +84,18 @@ class DTensor(torch.Tensor):
         says otherwise); placements, one per mesh axis, default to Replicate. `order` lists the axes in the order in
         which they cut a dim. With `run_check` a collective call, else local: shapes and dtypes are compared among the
         ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
-        tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MeshError; with `run_check` MismatchError.
+        tensor's gradient is wanted. A result of torch's functional collectives is waited for. Raises LocalTensorError,
+        LayoutError, MeshError, and MixedTensorsError for a distributed tensor; with `run_check` MismatchError.
         """
-        check_not_of_torch(local_tensor, "DTensor.from_local")
+        arrived = given_local(local_tensor, "DTensor.from_local")
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
             spec = spec_of_local(
                 mesh,
                 (Replicate(),) * mesh.ndim if placements is None else tuple(placements),
-                tuple(local_tensor.shape),
-                local_tensor.stride(),
-                local_tensor.dtype,
+                tuple(arrived.shape),
+                arrived.stride(),
+                arrived.dtype,
                 None if shape is None else tuple(shape),
                 None if stride is None else tuple(stride),
                 None if order is None else tuple(order),
@@ -102,11 +104,12 @@ class DTensor(torch.Tensor):
             if run_check:
                 refuse_agreement(mesh, error)
             raise
-        values = agreed_local(local_tensor.detach(), spec) if run_check else local_tensor
+        values = agreed_local(arrived.detach(), spec) if run_check else arrived.detach()
         if not (local_tensor.requires_grad and is_grad_enabled()):
-            return cls(values.detach() if values.requires_grad else values, spec)
+            return cls(values, spec)
         gradient = wanted_gradient_spec(spec, grad_placements)
-        return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if run_check else None))  # type: ignore[no-untyped-call]
+        is_other = run_check or arrived is not local_tensor
+        return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if is_other else None))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; shares memory with the distributed tensor, and waits where that is pending. Not collective.

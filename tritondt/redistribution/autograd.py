@@ -9,6 +9,7 @@ import torch
 
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
 from tritondt.errors import LayoutError, ReductionError
+from tritondt.redistribution.given_local import given_local
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, placements_text
 from tritondt.sharding.spec import DTensorSpec
@@ -63,6 +64,7 @@ def redistribute(
     >>> run_ranks(2, columns_on)
     [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
     """
+    local = given_local(local, "redistribute")
     wire = None
     if wire_dtype is not None or grad_wire_dtype is not None:
         wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
