@@ -95,5 +95,6 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     op_schema = op_schema.with_specs_alone()
     specs = op_schema.args_spec
     passing = [ADDITIVE.at(*range(len(specs)))] if linearity else elementwise_passing(op_schema)
-    offered = [*elementwise_strategies(specs), *term_strategies(op_schema, passing)]
+    num_results = len(op_schema.op._schema.returns) or 1
+    offered = [*elementwise_strategies(specs, num_results), *term_strategies(op_schema, passing)]
     return decide([offered] * op_schema.mesh.ndim, op_schema)
