@@ -24,6 +24,7 @@ with _importing.without_collections():
     from tritondt.errors import (
         CheckpointError,
         ImplicitRedistributionError,
+        ImplicitRedistributionWarning,
         LayoutError,
         LocalTensorError,
         MeshError,
@@ -55,6 +56,7 @@ __all__ = [
     "DTensorSpec",
     "DeviceMesh",
     "ImplicitRedistributionError",
+    "ImplicitRedistributionWarning",
     "Layout",
     "LayoutError",
     "LocalTensorError",

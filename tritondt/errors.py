@@ -75,6 +75,10 @@ class ImplicitRedistributionError(PropagationError):
     """A redistribution that was not asked for, within `explicit_redistribution()`."""
 
 
+class ImplicitRedistributionWarning(UserWarning):
+    """A redistribution that was not asked for, within `explicit_redistribution(mode="warn")`."""
+
+
 class DifferenceError(TritondtError, AssertionError):
     """An operator that gives other values on distributed tensors than on one device."""
 
