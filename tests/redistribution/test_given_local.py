@@ -62,6 +62,18 @@ def test_what_still_arrives_is_waited_for(name: str) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("name", TAKERS)
+def test_no_tensor_is_refused(name: str) -> None:
+    def body(rank: int) -> None:
+        if name != "local_map":  # which asks for placements of tensors alone
+            with pytest.raises(
+                RuntimeError, match=r"got a list; allowed is a torch.Tensor: torch.tensor\(...\) makes one"
+            ):
+                TAKERS[name]([1.0, 2.0], T.Mesh((2,)))
+
+    run_ranks(2, body)
+
+
 def test_gradients_reach_what_arrived() -> None:
     def body(rank: int) -> None:
         arriving: Any = funcol.AsyncCollectiveTensor(FULL.chunk(2)[rank].clone()).requires_grad_()
