@@ -26,7 +26,7 @@ class TorchBytes(TorchDispatchMode):
     """Counts the bytes that this rank thread sends in torch's functional collectives."""
 
     def __init__(self, num_ranks: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.num_ranks, self.sent_bytes = num_ranks, 0.0
 
     def __torch_dispatch__(

@@ -1,5 +1,6 @@
 """Operators that torch calls by itself, in backward passes, in its modules and for its checks."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -134,3 +135,39 @@ def test_a_scaled_product_of_8_bit_floats(*, by_row: bool, of_x: str, of_y: str,
         torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("text", ["S0", "R"])
+def test_layers_in_evaluation(*, norm_first: bool, text: str) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first, activation="gelu").eval()
+    attention = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x, padding = torch.randn(4, 3, 8), torch.tensor([[False, False, True]] * 2 + [[False] * 3] * 2)
+    with torch.no_grad():
+        expected = [layer(x), layer(x, src_key_padding_mask=padding), *attention(x, x, x)]
+
+    def body(rank: int) -> list[torch.Tensor]:
+        mesh = T.Mesh((2,))
+        own, own_attention = copy.deepcopy(layer), copy.deepcopy(attention)
+        T.distribute_module(own, mesh)
+        T.distribute_module(own_attention, mesh)
+        given, mask = (T.distribute_tensor(full, mesh, list(T.parse_placements(text))) for full in (x, padding))
+        with torch.no_grad():
+            found = [own(given), own(given, src_key_padding_mask=mask), *own_attention(given, given, given)]
+        assert all(it.placements == given.placements for it in found)
+        return [it.full_tensor() for it in found]
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_number_among_ordered_ones() -> None:
+    ordered = torch.tensor([0, 2, 2, 5, 9, 11])
+
+    def body(rank: int) -> list[int]:
+        x = T.distribute_tensor(ordered, T.Mesh((2,)), [S0])
+        found: list[Any] = [torch.searchsorted(x, 2), torch.searchsorted(x, 2.5), torch.bucketize(2, x, right=True)]
+        return [it.item() for it in found]
+
+    assert run_ranks(2, body) == [[1, 3, 3]] * 2
