@@ -162,6 +162,18 @@ def test_layers_in_evaluation(*, norm_first: bool, text: str) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_bits_are_shifted_in_place() -> None:
+    def body(rank: int) -> None:
+        x: Any = T.distribute_tensor(torch.arange(24).view(6, 4), T.Mesh((2,)), [S0])
+        x >>= 1
+        x <<= T.distribute_tensor(torch.full((4,), 2), T.Mesh((2,)), [R])
+        x >>= T.distribute_tensor(torch.full((6, 1), 1), T.Mesh((2,)), [S0])
+        assert x.placements == (S0,)
+        torch.testing.assert_close(x.full_tensor(), torch.arange(24).view(6, 4) >> 1 << 1, rtol=0, atol=0)
+
+    run_ranks(2, body)
+
+
 def test_a_number_among_ordered_ones() -> None:
     ordered = torch.tensor([0, 2, 2, 5, 9, 11])
 
