@@ -26,7 +26,7 @@ def _operators() -> Iterator[OpOverload]:
 
 def _is_composite(op: OpOverload) -> bool:
     try:
-        return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+        return bool(op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
     except RuntimeError:  # only TorchScript has it
         return True
 
