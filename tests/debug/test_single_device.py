@@ -48,6 +48,8 @@ def forgetful():
     register_op_strategy(
         aten.sigmoid_backward.default,
         lambda schema: [AxisStrategy((T.Shard(0), T.Shard(0)), (T.Partial(),), exact=True)],
+        # A local function of its own is believed: without one the decision itself would be refused.
+        localize=lambda schema, outputs: aten.sigmoid_backward.default,
     )
     yield
     propagator.forget(aten.tanh.default)

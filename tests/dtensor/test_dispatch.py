@@ -12,6 +12,7 @@ from tests.ops.sharded import distribute, whole
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.dtensor import dispatch
 from tritondt.dtensor.wiring import dispatcher
+from tritondt.experimental import ExplicitRedistributionContext
 from tritondt.ops import (
     AxisStrategy,
     OpStrategy,
@@ -257,6 +258,37 @@ def test_explicit_redistribution_refuses_what_sends_bytes_and_says_what_to_write
             "x.redistribute(placements=[Shard(0)])"
         )
         assert (x + y).placements == (T.Shard(0),)
+
+    alone(body)
+
+
+def test_explicit_redistribution_may_be_strict_warn_or_be_off():
+    def body(mesh):
+        x, y, copy = sharded(mesh), sharded(mesh, text="S1"), sharded(mesh, text="R")
+        with ExplicitRedistributionContext(strict=True):
+            assert (x + x).placements == (T.Shard(0),)
+            with pytest.raises(
+                T.ImplicitRedistributionError, match=r"needs \(R\) .* as \(S0\), which moves up to 0 bytes"
+            ):
+                x + copy
+            with T.explicit_redistribution(enable=False):
+                x + y
+            with T.explicit_redistribution():
+                x + copy
+            with pytest.raises(RuntimeError, match="moves up to 24 bytes"):
+                x + y
+        with T.explicit_redistribution(mode="warn"):
+            x + copy
+            with pytest.warns(
+                T.ImplicitRedistributionWarning, match=r"needs \(S1\) .* as \(S0\), which moves up to 24"
+            ):
+                found = x + y
+        torch.testing.assert_close(whole(found), torch.arange(24.0).reshape(4, 6) * 2, rtol=0, atol=0)
+        with (
+            pytest.raises(T.PropagationError, match="got mode='log'; allowed are 'raise' and 'warn'"),
+            T.explicit_redistribution(mode="log"),  # type: ignore[arg-type]
+        ):
+            pass
 
     alone(body)
 

@@ -8,6 +8,7 @@ import torch
 import tritondt as T
 from tests.ops.sharded import compare, distribute
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.ops import pointwise_rule, propagator, register_sharding_prop_rule
 
 FULL = torch.arange(12.0).reshape(4, 3) - 5
 
@@ -123,5 +124,61 @@ def test_resize_goes_to_and_from_nothing():
         x.resize_(5, 2).fill_(3)
         assert x.to_local().shape == (3 - rank, 2)
         compare(x * 2, torch.full((5, 2), 6.0), exact=True)
+
+    run_ranks(2, body)
+
+
+LIBRARY = torch.library.Library("outs", "DEF")
+LIBRARY.define("doubled(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+LIBRARY.impl("doubled", lambda x, *, out: out.copy_(x * 2), "CompositeExplicitAutograd")
+LIBRARY.define("into(Tensor x, *, Tensor(a!) out) -> ()")
+LIBRARY.impl("into", lambda x, *, out: (out.copy_(x * 2), None)[1], "CPU")
+LIBRARY.impl("into", lambda x, *, out: None, "Meta")
+LIBRARY.define("both(Tensor x, *, Tensor(a!) first, Tensor(b!) second) -> (Tensor(a!), Tensor(b!))")
+LIBRARY.impl("both", lambda x, *, first, second: (first.copy_(x), second.copy_(-x)), "CompositeExplicitAutograd")
+LIBRARY.define("resizing(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
+LIBRARY.impl("resizing", lambda x, *, out: out.resize_(x.shape).copy_(x * 2), "CompositeExplicitAutograd")
+LIBRARY.define("placed(Tensor x, Tensor(a!) out) -> ()")
+LIBRARY.impl("placed", lambda x, out: (out.copy_(x * 2), None)[1], "CompositeExplicitAutograd")
+
+
+@pytest.fixture
+def _laid_out():
+    operators = [getattr(torch.ops.outs, name).default for name in ("doubled", "into", "both", "resizing", "placed")]
+    for op in operators:
+        register_sharding_prop_rule(op, pointwise_rule)
+    yield
+    for op in operators:
+        propagator.forget(op)
+
+
+@pytest.mark.usefixtures("_laid_out")
+@pytest.mark.in_core(6)
+@pytest.mark.parametrize("of_out", ["R", "S0", "S1"])
+@pytest.mark.parametrize("text", ["S0", "R", "P"])
+def test_operators_of_users_write_to_what_they_are_given(text, of_out):
+    def body(rank):
+        mesh = T.Mesh((2,))
+        x = distribute(FULL, mesh, text)
+
+        def outs():
+            return distribute(torch.zeros(FULL.shape), mesh, of_out)
+
+        out = outs()
+        assert torch.ops.outs.doubled(x, out=out) is out
+        compare(out, FULL * 2, exact=text != "P")
+        for write in (torch.ops.outs.into, torch.ops.outs.placed):
+            out = outs()
+            assert write(x, out=out) is None
+            compare(out, FULL * 2, exact=text != "P")
+        first, second = outs(), outs()
+        torch.ops.outs.both(x, first=first, second=second)
+        compare((first, second), (FULL, -FULL), exact=text != "P")
+        if of_out == "R":
+            out = T.empty(0, device_mesh=mesh)
+            compare(torch.ops.outs.resizing(x, out=out), FULL * 2, exact=text != "P")
+        with pytest.raises(RuntimeError, match="must match the"):
+            torch.ops.outs.doubled(x, out=distribute(torch.zeros(2, 7), mesh, of_out))
+        compare(x + 0, FULL, exact=text != "P")
 
     run_ranks(2, body)

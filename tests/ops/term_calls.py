@@ -35,6 +35,10 @@ def _each(text: str, make: Callable[[torch.dtype], Call], dtypes: Sequence[torch
     return {f"{text} {dtype}": make(dtype) for dtype in dtypes}
 
 
+def _named(*names: str) -> dict[str, Call]:
+    return {name: lambda x, w, name=name: getattr(x, name)() for name in names}
+
+
 CONVERSIONS: Mapping[str, Call] = {
     **_each("to", lambda dtype: lambda x, w: x.to(dtype), _DTYPES),
     **_each("copy_ to", lambda dtype: lambda x, w: w(4, 4, dtype=dtype).copy_(x), _FEW_DTYPES),
@@ -54,6 +58,15 @@ ELEMENTWISE: Mapping[str, Call] = {
     "relu": lambda x, w: x.relu(),
     "square": lambda x, w: x.square(),
     "sign": lambda x, w: x.sign(),
+    **_named("asinh", "atan", "ceil", "deg2rad", "erf", "erfc", "exp", "exp2", "expm1", "floor", "rad2deg", "round"),
+    **_named("sigmoid", "sinh", "tanh", "trunc", "nan_to_num", "log", "acos"),
+    "minimum": lambda x, w: torch.minimum(w(4, 4), x),
+    "maximum of terms": lambda x, w: torch.maximum(x, x.clone()),
+    "minimum of terms": lambda x, w: torch.minimum(x.clone(), x),
+    "fmax": lambda x, w: torch.fmax(x, w(4, 4)),
+    "clamp_min of a tensor": lambda x, w: x.clamp_min(w(4, 4)),
+    "clamp_max of a tensor": lambda x, w: x.clone().clamp_max_(w(4, 4)),
+    "logaddexp": lambda x, w: torch.logaddexp(x, w(4, 4)),
     "real": lambda x, w: x.real,
     "imag": lambda x, w: x.imag,
     "imag of conj": lambda x, w: x.conj().imag,

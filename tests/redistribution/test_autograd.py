@@ -203,6 +203,8 @@ def test_a_spec_to_itself_keeps_the_graph() -> None:
     def body(rank: int) -> None:
         source, _ = specs((2,), "S0", "S0")
         local = torch.ones(source.local_shape, dtype=torch.float64, requires_grad=True)
-        assert T.redistribute(local, source, source) is local
+        found = T.redistribute(local, source, source)
+        assert found.data_ptr() == local.data_ptr()
+        assert torch.autograd.grad(found.sum(), local)[0].tolist() == [[1.0] * 3]
 
     run_ranks(2, body)

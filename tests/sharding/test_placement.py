@@ -1,8 +1,10 @@
 """Placements as values and as text."""
 
 import pickle
+from itertools import product
 
 import pytest
+import torch.distributed.tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,3 +107,18 @@ def test_shards_that_cannot_be_are_refused(arguments: tuple[object, ...], senten
 def test_unknown_reductions_are_refused() -> None:
     with pytest.raises(T.LayoutError, match=r"reduce_op='mean'; allowed are sum, avg, max, min, product"):
         T.Partial("mean")  # type: ignore[arg-type]
+
+
+def test_pieces_of_a_plain_cut_are_those_of_torch() -> None:
+    for size, pieces in product((0, 1, 5, 6, 9), (1, 2, 4)):
+        for rank in range(pieces):
+            expected = torch.distributed.tensor.Shard.local_shard_size_and_offset(size, pieces, rank)
+            assert T.Shard.local_shard_size_and_offset(size, pieces, rank) == expected
+            assert T.Shard(1).local_shard_size_and_offset(size, pieces, rank) == expected
+
+
+def test_pieces_of_other_cuts() -> None:
+    assert [T.Shard(0, unit=3).local_shard_size_and_offset(9, 2, rank) for rank in (0, 1)] == [(6, 0), (3, 6)]
+    assert T.Shard(0, sizes=(2, 0, 5)).local_shard_size_and_offset(7, 3, 2) == (5, 2)
+    with pytest.raises(T.LayoutError, match=r"S0\(repeats=2\) gives piece 1 of 8 indices 2 blocks, at no one offset"):
+        T.Shard(0, repeats=2).local_shard_size_and_offset(8, 2, 1)

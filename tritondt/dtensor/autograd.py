@@ -7,7 +7,7 @@ import torch
 
 from tritondt.comm.packing.wire_dtype import Wire
 from tritondt.dtensor.compiled_call import Wrap
-from tritondt.dtensor.pending import redistribute_dtensor
+from tritondt.dtensor.pending import convert_and_redistribute
 from tritondt.redistribution.autograd import check_linear, cotangent_spec, gradient_spec, mean_size, num_terms_of
 from tritondt.sharding.spec import DTensorSpec
 
@@ -92,22 +92,24 @@ class Redistributed(torch.autograd.Function):
         distributed: Any,
         wrap: Wrap,
         target: DTensorSpec,
+        dtype: torch.dtype,
         backward_dtype: torch.dtype | None,
         async_op: bool = False,
         wire: Wire | None = None,
     ) -> torch.Tensor:
-        """The tensor under `target`; with `async_op` the result, and later its gradient, is pending."""
+        """The tensor under `target` in `dtype`; with `async_op` the result, and later its gradient, is pending."""
         ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire = distributed._spec, backward_dtype, async_op, wire
         ctx.set_materialize_grads(False)
-        result: torch.Tensor = redistribute_dtensor(
-            distributed, wrap, target, async_op=async_op, wire_dtype=None if wire is None else wire.forward
-        )
-        return result
+        wire_dtype = None if wire is None else wire.forward
+        result = convert_and_redistribute(distributed, wrap, target, dtype, async_op=async_op, wire_dtype=wire_dtype)
+        # Torch would take an argument that is returned for a view of all of it.
+        return wrap(result._local_tensor, result._spec) if result is distributed else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, grad: Any) -> tuple[torch.Tensor | None, None, None, None, None, None, None]:
         """The gradient under the source's placements, with Partial as Replicate."""
-        return _gradient_for(ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire, grad), None, None, None, None, None
+        back = _gradient_for(ctx.source, ctx.backward_dtype, ctx.async_op, ctx.wire, grad)
+        return back, None, None, None, None, None, None
 
 
 def alias_with_gradient(
@@ -126,17 +128,23 @@ def alias_with_gradient(
 def _gradient_for(
     source: DTensorSpec, backward_dtype: torch.dtype | None, async_op: bool, wire: Wire | None, grad: Any
 ) -> torch.Tensor | None:
-    """The gradient, if there is one, under the placements of `source`, with Partial as Replicate, and in its dtype."""
+    """The gradient, if there is one, under the placements of `source`, with Partial as Replicate, and in its dtype.
+
+    Terms are added up in `backward_dtype`, or else in the dtype of `source`, whatever the result's dtype was.
+    """
     if grad is None:
         return None
     wanted = gradient_spec(source)
-    if backward_dtype is not None:
-        grad = grad.to(backward_dtype)
+    if grad.is_complex() and not source.dtype.is_complex:
+        grad = grad.real
+    dtype = backward_dtype or source.dtype
     back: torch.Tensor = grad.redistribute(
         wanted.mesh,
         placements=wanted.placements,
         order=wanted.order,
         async_op=async_op,
+        forward_dtype=dtype,
+        backward_dtype=dtype,
         wire_dtype=None if wire is None else wire.backward,
     )
     return back if back.dtype is source.dtype else back.to(source.dtype)

@@ -8,10 +8,11 @@ from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
 from tritondt.ops.propagation.decompositions import written_by_functional
-from tritondt.ops.propagation.fallback import SHAPES_UNKNOWN, decomposition_of, is_replicated
+from tritondt.ops.propagation.fallback import decomposition_of, is_replicated
 from tritondt.ops.propagation.outputs import ResizedOuts, out_shapes
 from tritondt.ops.propagation.replication import implicit_replication
 from tritondt.ops.propagation.schema import OpSchema
+from tritondt.ops.propagation.tensor_meta import SHAPES_UNKNOWN
 
 
 def decompose(schema: OpSchema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

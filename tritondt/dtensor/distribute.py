@@ -13,6 +13,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError, check_not_of_torch
 from tritondt.errors.arguments import checked
 from tritondt.redistribution.agreement import check_agreed
+from tritondt.redistribution.given_local import given_local
 from tritondt.redistribution.run import redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
@@ -52,6 +53,7 @@ def distribute_tensor(
     wanted = (Replicate(),) * mesh.ndim if placements is None else as_placements(placements)
     if isinstance(tensor, DTensor):
         return _check_layout(tensor, mesh, wanted, order)
+    tensor = given_local(tensor, "distribute_tensor")
     source_position = None if src_data_rank is None else _source_position(mesh, src_data_rank)
     if source_position is not None and not tensor.is_meta:
         check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), source_position)

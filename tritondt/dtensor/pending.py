@@ -15,7 +15,8 @@ from tritondt.dtensor.compiled_call import Wrap
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import MEMORY, ORIGIN, Count, LocalCount, Watch, held_local, memory_of
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.placement import Partial
+from tritondt.sharding.spec import DTensorSpec, element_kind, has_reduction
 
 _WORK = "_tritondt_work"
 _PREFETCHED = "_tritondt_prefetched"
@@ -110,6 +111,48 @@ def redistribute_dtensor(
     held = distributed._local_tensor
     local = redistribute_local(held, spec, target, wire_dtype)
     return wrap(local.view_as(local) if local is held else local, target)
+
+
+def convert_and_redistribute(
+    distributed: Any,
+    wrap: Wrap,
+    target: DTensorSpec,
+    dtype: torch.dtype,
+    *,
+    async_op: bool = False,
+    wire_dtype: torch.dtype | None = None,
+) -> Any:
+    """The tensor under `target`, of its own dtype, converted to `dtype`, without history.
+
+    Terms of floats are converted one by one and then reduced in `dtype`. Other values are the same in either order, so
+    that they travel in the shorter dtype, unless that would wait or they have a wire dtype.
+    """
+    spec: DTensorSpec = distributed._spec
+    if dtype is spec.dtype:
+        return redistribute_dtensor(distributed, wrap, target, async_op=async_op, wire_dtype=wire_dtype)
+    if any(isinstance(placement, Partial) for placement in spec.placements):
+        converted = _converted_terms(distributed, wrap, dtype)
+    elif dtype.itemsize <= spec.dtype.itemsize or async_op or wire_dtype is not None:
+        converted = distributed.to(dtype)
+    else:
+        return redistribute_dtensor(distributed, wrap, target, async_op=False).to(dtype)
+    target = target.shallow_copy_with_tensor_meta(target.tensor_meta._replace(dtype=dtype))
+    if converted._spec is target:
+        return converted
+    return redistribute_dtensor(converted, wrap, target, async_op=async_op, wire_dtype=wire_dtype)
+
+
+def _converted_terms(distributed: Any, wrap: Wrap, dtype: torch.dtype) -> Any:
+    """Terms in another dtype: each by itself from floats to floats, or complex to complex; else reduced first."""
+    spec: DTensorSpec = distributed._spec
+    is_each = element_kind(dtype) == element_kind(spec.dtype) and element_kind(dtype) in ("float", "complex")
+    terms = [placement for placement in spec.placements if isinstance(placement, Partial)]
+    if not is_each or not all(has_reduction(placement.reduce_op, dtype) for placement in terms):
+        return distributed.to(dtype)
+    if ORIGIN in distributed.__dict__:
+        refresh(distributed)
+    meta = spec.tensor_meta._replace(dtype=dtype)
+    return wrap(distributed._local_tensor.to(dtype), spec.shallow_copy_with_tensor_meta(meta))
 
 
 _PrefetchKey = tuple[DTensorSpec, torch.dtype | None]

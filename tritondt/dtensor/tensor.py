@@ -15,16 +15,17 @@ from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_w
 from tritondt.dtensor.construct import construct, construct_at_start
 from tritondt.dtensor.copies import deep_copy, shallow_copy
 from tritondt.dtensor.graph_ops import from_local_in_graph
-from tritondt.dtensor.pending import redistribute_dtensor, work_of
+from tritondt.dtensor.pending import convert_and_redistribute, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
-from tritondt.dtensor.views.copied_views import refresh, share_origin
-from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
-from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError, check_not_of_torch
+from tritondt.dtensor.views.copied_views import share_origin
+from tritondt.dtensor.writes import lasting_attributes, take_memory
+from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
 from tritondt.errors.arguments import checked
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
+from tritondt.redistribution.given_local import given_local
 from tritondt.sharding.local_spec import spec_of_local
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement, Replicate, as_placements
@@ -88,20 +89,21 @@ class DTensor(torch.Tensor):
         says otherwise); placements, one per mesh axis, default to Replicate. `order` lists the axes in the order in
         which they cut a dim. With `run_check` a collective call, else local: shapes and dtypes are compared among the
         ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
-        tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MeshError; with `run_check` MismatchError.
+        tensor's gradient is wanted. A result of torch's functional collectives is waited for. Raises LocalTensorError,
+        LayoutError, MeshError, and MixedTensorsError for a distributed tensor; with `run_check` MismatchError.
         """
         if is_dynamo_compiling() and isinstance(device_mesh, Mesh) and not run_check:
             given = shape, stride, grad_placements, order
             return cast("DTensor", from_local_in_graph(local_tensor, device_mesh, placements, *given))
-        check_not_of_torch(local_tensor, "DTensor.from_local")
+        arrived = given_local(local_tensor, "DTensor.from_local")
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
             spec = spec_of_local(
                 mesh,
                 (Replicate(),) * mesh.ndim if placements is None else as_placements(placements),
-                tuple(local_tensor.shape),
-                local_tensor.stride(),
-                local_tensor.dtype,
+                tuple(arrived.shape),
+                arrived.stride(),
+                arrived.dtype,
                 None if shape is None else tuple(shape),
                 None if stride is None else tuple(stride),
                 None if order is None else tuple(order),
@@ -110,11 +112,12 @@ class DTensor(torch.Tensor):
             if run_check:
                 refuse_agreement(mesh, error)
             raise
-        values = agreed_local(local_tensor.detach(), spec) if run_check else local_tensor
+        values = agreed_local(arrived.detach(), spec) if run_check else arrived.detach()
         if not (local_tensor.requires_grad and is_grad_enabled()):
-            return cls(values.detach() if values.requires_grad else values, spec)
+            return cls(values, spec)
         gradient = wanted_gradient_spec(spec, grad_placements)
-        return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if run_check else None))  # type: ignore[no-untyped-call]
+        is_other = run_check or arrived is not local_tensor
+        return cast("DTensor", FromLocal.apply(local_tensor, cls, spec, gradient, values if is_other else None))  # type: ignore[no-untyped-call]
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part; shares memory with the distributed tensor, and waits where that is pending. Not collective.
@@ -124,8 +127,11 @@ class DTensor(torch.Tensor):
         moved, as x[1] of sharded rows, whose x was written to since: call an operator on it on all ranks first. A write
         to the part of such a view does not reach x, and the view refuses to be used afterwards.
         """
-        if not is_grad_enabled() or not self.requires_grad:
+        if not is_grad_enabled():
             return self._local_tensor
+        if not self.requires_grad:
+            local = self._local_tensor
+            return local.view_as(local)  # a tensor of its own: requires_grad_ is of the part that is asked for alone
         gradient = wanted_gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
@@ -146,7 +152,8 @@ class DTensor(torch.Tensor):
 
         `placements`, one per mesh axis, are required. All ranks of the mesh call, or of either for another
         `device_mesh`; the others take part in nothing. `order` lists axes in the order in which they cut a dim. Values
-        become `forward_dtype` first, and the gradient `backward_dtype` before it comes back. With `async_op` the call
+        become `forward_dtype`, terms of a sum before they are added; the gradient, and its terms, `backward_dtype`, or
+        else this tensor's dtype, whatever `forward_dtype` is. With `async_op` the call
         returns at once, in forward and backward; the first use of the result waits, or `result.wait()`. Messages hold
         `wire_dtype`, to which values are rounded where anything moves, and those of the gradient `grad_wire_dtype`
         (default: the same); see `tritondt.redistribute`. Raises MeshError, LayoutError, TransportError, and PeerError
@@ -155,21 +162,21 @@ class DTensor(torch.Tensor):
         mesh = None if device_mesh is None else canonical_mesh(device_mesh)
         if placements is None:
             raise MeshError("redistribute needs placements, one per mesh axis")
-        source = self if forward_dtype is None else cast(DTensor, self.to(forward_dtype))
-        spec = source._spec
+        spec, dtype = self._spec, forward_dtype or self._spec.dtype
         target = target_spec(spec, as_placements(placements), None if order is None else tuple(order), mesh)
         wire = None
         if wire_dtype is not None or grad_wire_dtype is not None:
-            wire = wire_of(spec.dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
-        if is_grad_enabled() and source.requires_grad:
-            if target is spec:
-                return cast(DTensor, alias_with_gradient(source, backward_dtype, async_op, wire))
-            return cast("DTensor", Redistributed.apply(source, DTensor, target, backward_dtype, async_op, wire))  # type: ignore[no-untyped-call]
-        if target is spec:
-            if ORIGIN in source.__dict__:
-                refresh(source)
-            return source
-        return redistribute_dtensor(source, wrap, target, async_op=async_op, wire_dtype=wire and wire.forward)  # type: ignore[no-any-return]
+            wire = wire_of(dtype, backward_dtype or spec.dtype, wire_dtype, grad_wire_dtype)
+        stays = target is spec and dtype is spec.dtype
+        if is_grad_enabled() and self.requires_grad:
+            if stays:
+                return cast(DTensor, alias_with_gradient(self, backward_dtype, async_op, wire))
+            options = backward_dtype, async_op, wire
+            return cast("DTensor", Redistributed.apply(self, DTensor, target, dtype, *options))  # type: ignore[no-untyped-call]
+        if stays:
+            return cast(DTensor, self.detach())
+        forward = wire and wire.forward
+        return convert_and_redistribute(self, wrap, target, dtype, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
 
     @property
     def work(self) -> Work | None:

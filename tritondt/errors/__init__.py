@@ -1,8 +1,8 @@
 """Errors that the library raises on purpose; each says what was asked, what was found and what is allowed."""
 
 
-class TritondtError(Exception):
-    """Base of all errors raised by tritondt."""
+class TritondtError(RuntimeError):
+    """Base of all errors raised by tritondt: a RuntimeError, which is torch's own for many of them."""
 
 
 class ArgumentError(TritondtError, TypeError, ValueError):
@@ -29,7 +29,7 @@ class LocalTensorError(TritondtError, ValueError):
     """A local tensor that differs from what its spec says this rank holds."""
 
 
-class CheckpointError(TritondtError, RuntimeError):
+class CheckpointError(TritondtError):
     """A checkpoint that cannot be saved, or that is refused before anything of it is loaded."""
 
 
@@ -37,7 +37,7 @@ class TransportError(TritondtError, TypeError):
     """A dtype or a device that the transport cannot carry."""
 
 
-class WorldError(TritondtError, RuntimeError):
+class WorldError(TritondtError):
     """Communication asked for where there is no world, or one that has been closed or has failed."""
 
 
@@ -45,7 +45,7 @@ class ForkedError(WorldError):
     """Communication asked for in a process that was forked from a rank."""
 
 
-class PeerError(TritondtError, RuntimeError):
+class PeerError(TritondtError):
     """A rank that failed, left, or did not answer another in time; names the rank, the step and the wait."""
 
 
@@ -53,7 +53,7 @@ class MismatchError(PeerError):
     """Different requests of ranks at one point; names both ranks and both values."""
 
 
-class PropagationError(TritondtError, RuntimeError):
+class PropagationError(TritondtError):
     """An operator that cannot run on distributed tensors as they are laid out; says what would make it run."""
 
 
@@ -81,6 +81,10 @@ def check_not_of_torch(x: object, taker: str) -> None:
 
 class ImplicitRedistributionError(PropagationError):
     """A redistribution that was not asked for, within `explicit_redistribution()`."""
+
+
+class ImplicitRedistributionWarning(UserWarning):
+    """A redistribution that was not asked for, within `explicit_redistribution(mode="warn")`."""
 
 
 class DifferenceError(TritondtError, AssertionError):

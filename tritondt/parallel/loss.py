@@ -9,7 +9,8 @@ def loss_parallel() -> AbstractContextManager[None]:
     """Context in which cross_entropy of logits cut along their classes takes plain targets and weights.
 
     Plain tensors beside distributed ones count as alike on every rank, as in `tritondt.implicit_replication()`. That
-    the logits stay cut, in forward and backward, and that ranks exchange a few numbers for each row holds outside, too:
+    the logits stay cut, in forward and backward, that ranks exchange a few numbers for each row, and that the loss is
+    whole on every rank of the axis that cuts the classes holds outside, too:
     distributed targets need no scope, and backward may be called outside of it. Source:
     torch.distributed.tensor.parallel.loss_parallel.
 

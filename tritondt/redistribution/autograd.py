@@ -10,6 +10,7 @@ import torch
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
 from tritondt.errors import LayoutError, ReductionError
 from tritondt.errors.arguments import checked
+from tritondt.redistribution.given_local import given_local
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 from tritondt.sharding.spec import DTensorSpec
@@ -65,14 +66,16 @@ def redistribute(
     >>> run_ranks(2, columns_on)
     [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
     """
+    local = given_local(local, "redistribute")
     wire = None
     if wire_dtype is not None or grad_wire_dtype is not None:
         wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)
     if not (torch.is_grad_enabled() and local.requires_grad):
-        return redistribute_local(local, source, target, None if wire is None else wire.forward)
+        found = redistribute_local(local, source, target, None if wire is None else wire.forward)
+        return found.detach() if found is local else found  # a tensor of its own: requires_grad_ is of the result alone
     gradient = wanted_gradient_spec(target, grad_placements)
     if source is target and gradient is gradient_spec(source):
-        return local
+        return local.view_as(local)
     result: torch.Tensor = Redistribute.apply(local, source, target, gradient, wire)  # type: ignore[no-untyped-call]
     return result
 

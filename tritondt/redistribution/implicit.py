@@ -1,23 +1,34 @@
 """Implicit redistributions, those of an operator's arguments: counted and logged, or refused where asked so."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 
 from tritondt import environment, events
 from tritondt.comm.monitor.call_site import calling_line
-from tritondt.errors import ImplicitRedistributionError
+from tritondt.errors import ImplicitRedistributionError, ImplicitRedistributionWarning, PropagationError
 from tritondt.redistribution.compile import received_bytes
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import placements_code, placements_text
 from tritondt.sharding.spec import DTensorSpec
 
 _logger = logging.getLogger("tritondt.moves")
-_refused: ContextVar[bool] = ContextVar("refuse implicit redistribution", default=False)
+
+
+class _Watch(NamedTuple):
+    """The implicit redistributions that are told or refused: those that send bytes, with `is_strict` all."""
+
+    is_strict: bool
+    is_refused: bool
+
+
+_watch: ContextVar[_Watch | None] = ContextVar("watch of implicit redistributions", default=None)
 
 
 def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
@@ -29,19 +40,28 @@ def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec,
     """
     if local.is_meta:
         return local.new_empty(target.local_shape)
-    if _refused.get():
-        # The most that any rank receives, so that all ranks refuse alike.
-        num_bytes = received_bytes(source, target)
-        if num_bytes:
-            raise ImplicitRedistributionError(
-                f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {num_bytes:,} bytes "
-                f"to a rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
-            )
+    watch = _watch.get()
+    if watch is not None and source is not target:
+        _tell(op, source, target, watch)
     if events.enabled():
         events.emit(events.ImplicitRedistribution(str(op), str(source), str(target), source.shape))
     if environment.logs():
         _log(op, source, target)
     return redistribute_local(local, source, target)
+
+
+def _tell(op: OpOverload, source: DTensorSpec, target: DTensorSpec, watch: _Watch) -> None:
+    # The most that any rank receives, so that all ranks refuse alike.
+    num_bytes = received_bytes(source, target)
+    if not num_bytes and not watch.is_strict:
+        return
+    text = (
+        f"{op} needs {source} as {placements_text(target.placements)}, which moves up to {num_bytes:,} bytes "
+        f"to a rank; ask for it: x.redistribute(placements={placements_code(target.placements)})"
+    )
+    if watch.is_refused:
+        raise ImplicitRedistributionError(text)
+    warnings.warn(text, ImplicitRedistributionWarning, stacklevel=2)
 
 
 def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
@@ -63,12 +83,18 @@ def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
 
 
 @contextmanager
-def explicit_redistribution() -> Iterator[None]:
+def explicit_redistribution(
+    enable: bool = True, strict: bool = False, mode: Literal["raise", "warn"] = "raise"
+) -> Iterator[None]:
     """Context manager in which a redistribution that sends bytes is refused unless it was asked for by name.
+
+    With `strict` one that sends nothing is refused as well, as cutting a replicated tensor; with `mode="warn"` it runs
+    with an ImplicitRedistributionWarning; with `enable=False` nothing is refused, in a block within another, too.
 
     Not a collective call, but all ranks must enter it, for all refuse alike. Holds for the calling thread; a backward
     pass that other threads run is not covered. Within, an operator whose argument would have to move raises
     ImplicitRedistributionError, which names the operator, the bytes and the call that asks for the redistribution.
+    PropagationError for another mode.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -85,8 +111,10 @@ def explicit_redistribution() -> Iterator[None]:
     aten.add.Tensor needs (S1) of (4, 4) float32 as (S0), which moves up to 16 bytes to a rank
     ask for it: x.redistribute(placements=[Shard(0)])
     """
-    token = _refused.set(True)
+    if mode not in ("raise", "warn"):
+        raise PropagationError(f"explicit_redistribution got mode={mode!r}; allowed are 'raise' and 'warn'")
+    token = _watch.set(_Watch(strict, mode == "raise") if enable else None)
     try:
         yield
     finally:
-        _refused.reset(token)
+        _watch.reset(token)

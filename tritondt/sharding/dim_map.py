@@ -2,13 +2,20 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.errors import LayoutError
 from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+
+
+class ShardOrderEntry(NamedTuple):
+    """A dim that is cut, and the axes of the mesh that cut it, the first cut first."""
+
+    tensor_dim: int
+    mesh_dims: tuple[int, ...]
 
 
 class DimMaps:
@@ -19,6 +26,26 @@ class DimMaps:
     mesh: Mesh
     placements: tuple[Placement, ...]
     tensor_meta: Any
+    order: tuple[int, ...]
+
+    @property
+    def shard_order(self) -> tuple[ShardOrderEntry, ...]:
+        """For each dim that is cut, in order, the axes that cut it, the first cut first.
+
+        >>> from tritondt.comm.transports.threads import run_ranks
+        >>> from tritondt.sharding.spec import DTensorSpec, TensorMeta
+        >>> def order(rank):
+        ...     meta = TensorMeta.contiguous((5, 3))
+        ...     return DTensorSpec(Mesh((2, 2)), [Shard(1), Shard(1)], meta, (1, 0)).shard_order
+        >>> run_ranks(4, order)[0]
+        (ShardOrderEntry(tensor_dim=1, mesh_dims=(1, 0)),)
+        """
+        axes_of: dict[int, list[int]] = {}
+        for axis in self.order:
+            placement = self.placements[axis]
+            if isinstance(placement, Shard):
+                axes_of.setdefault(placement.dim, []).append(axis)
+        return tuple(ShardOrderEntry(dim, tuple(axes)) for dim, axes in sorted(axes_of.items()))
 
     @property
     def stride(self) -> tuple[int, ...]:

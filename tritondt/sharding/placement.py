@@ -5,12 +5,14 @@ The text form is short and reads back: ``S0``, ``S1(unit=128)``, ``S0(sizes=5/0/
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 from tritondt.errors import LayoutError
 from tritondt.errors.arguments import checked, checked_class
+from tritondt.sharding.cut import Cut
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 ElementKind = Literal["float", "complex", "int", "bool"]
@@ -56,6 +58,29 @@ def _name_of(reduce_op: Any) -> Any:
     return name.lower() if isinstance(name, str) and hasattr(type(reduce_op), "__members__") else reduce_op
 
 
+class _SizeAndOffset:
+    """`Shard.local_shard_size_and_offset`: of the class, a plain cut; of a placement, that one's."""
+
+    def __get__(self, shard: "Shard | None", owner: type["Shard"]) -> Callable[[int, int, int], tuple[int, int]]:
+        return partial(_size_and_offset, owner(0) if shard is None else shard)
+
+
+def _size_and_offset(shard: "Shard", curr_local_size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+    """Length of piece `rank` of so many indices cut in `num_chunks` pieces, and the place where it starts among them.
+
+    The place is relative to the `curr_local_size` indices that are cut. An empty piece starts at their end. LayoutError
+    for a piece of several blocks (`repeats`), which has no one place.
+    """
+    cut = Cut(num_chunks, curr_local_size, shard.unit, shard.sizes, shard.repeats)
+    held = cut.piece(((0, curr_local_size),) if curr_local_size else (), rank)
+    if len(held) > 1:
+        raise LayoutError(
+            f"{shard} gives piece {rank} of {curr_local_size} indices {len(held)} blocks, at no one offset"
+        )
+    start, stop = held[0] if held else (curr_local_size, curr_local_size)
+    return stop - start, start
+
+
 @checked_class
 @dataclass(frozen=True, slots=True)
 class Shard(Placement):
@@ -76,6 +101,9 @@ class Shard(Placement):
     unit: int = 1
     sizes: tuple[int, ...] | None = None
     repeats: int = 1
+
+    # torch calls this of the class as well as of a placement.
+    local_shard_size_and_offset = _SizeAndOffset()
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):

@@ -73,7 +73,9 @@ class DTensorSpec(DimMaps):
 
     `local_shape` is the shape of this rank's tensor, `coordinate` its index on every axis, `layout` the pure layout. On
     a rank outside the mesh `coordinate` is None and the local tensor empty, of shape (0,). Sizes may be SymInts of a
-    graph; those of which nothing is known, as of results whose shape depends on data, have no layout.
+    graph; those of which nothing is known, as of results whose shape depends on data, have no layout. A spec without
+    `tensor_meta`, as strategies of operators give them, has placements on a mesh and nothing else until
+    `shallow_copy_with_tensor_meta` says of which tensor.
 
     Raises LayoutError for placements that do not fit the shape or the mesh, MeshError for a mesh of another world, and
     ReductionError for a Partial whose op the dtype does not have. LocalTensorError for a quantised dtype.
@@ -107,12 +109,14 @@ class DTensorSpec(DimMaps):
         cls,
         mesh: "Mesh | DeviceMesh",
         placements: Sequence[Placement],
-        tensor_meta: TensorMeta | tuple[Sequence[int], Sequence[int], torch.dtype],
+        tensor_meta: TensorMeta | tuple[Sequence[int], Sequence[int], torch.dtype] | None = None,
         order: Sequence[int | str] | None = None,
     ) -> "DTensorSpec":
         """Interned spec of the given values on the calling thread's rank."""
         canonical = canonical_mesh(mesh)
         axes = None if order is None else tuple(canonical.axis(name) for name in order)
+        if tensor_meta is None:
+            return _PlacementsAlone.of(canonical, as_placements(placements), axes)
         shape, stride, dtype = tensor_meta
         meta = TensorMeta(tuple(map(settled, shape)), tuple(map(settled, stride)), dtype)
         if not all(map(has_hint, (*meta.shape, *meta.stride))):
@@ -296,6 +300,39 @@ class _SymbolicSpec(DTensorSpec):
 
     def _values(self) -> tuple[object, ...]:
         return self.mesh, self.placements, self.tensor_meta, self.order
+
+
+class _PlacementsAlone(_SymbolicSpec):
+    """Placements on a mesh, of a tensor that is not known yet, compared by value."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, mesh: Mesh, placements: tuple[Placement, ...], order: tuple[int, ...] | None) -> "_PlacementsAlone":
+        """The spec of these values; LayoutError where there is not one placement for each axis."""
+        if len(placements) != mesh.ndim or not all(isinstance(placement, Placement) for placement in placements):
+            raise LayoutError(
+                f"DTensorSpec got placements {placements} for {mesh}; allowed is one of tritondt's placements per axis"
+            )
+        made: _PlacementsAlone = object.__new__(cls)
+        made.mesh, made.placements, made.order = mesh, placements, order or tuple(range(mesh.ndim))
+        made._layout, made.coordinate, made.local_shape = None, mesh.coordinate, (0,)
+        made.tensor_meta = None  # type: ignore[assignment]
+        return made
+
+    def __str__(self) -> str:
+        return f"{placements_text(self.placements)} of a tensor yet to be known"
+
+    @property
+    def layout(self) -> Layout:
+        """LayoutError: without a shape there is no layout."""
+        raise LayoutError(f"{self} has no layout; give DTensorSpec the tensor's TensorMeta")
+
+    def with_placements(
+        self, placements: Sequence[Placement], order: Sequence[int | str] | None = None
+    ) -> "DTensorSpec":
+        """Other placements of the tensor that is not known yet."""
+        return DTensorSpec(self.mesh, placements, order=self.order if order is None else order)
 
 
 _REDUCIBLE = (

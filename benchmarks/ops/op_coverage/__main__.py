@@ -24,6 +24,7 @@ from rich.table import Table
 from benchmarks.ops.op_coverage.gathered import GATHERED
 from benchmarks.ops.op_coverage.measuring import Measured, random_trial
 from benchmarks.ops.op_coverage.operators import matching, operators
+from benchmarks.ops.op_coverage.sent_bytes import MORE_BYTES
 from benchmarks.ops.op_coverage.trial import WRONG
 from benchmarks.ops.op_coverage.workers import measure_all
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
@@ -128,6 +129,9 @@ def main(
     gathering = {item.name: GATHERED.get(item.name, "no reason is known") for item in found if _only_gathers(item)}
     for name, reason in gathering.items():
         console.print(f"{name} gathers: {reason}", highlight=False, markup=False, soft_wrap=True)
+    more = {item.name: MORE_BYTES.get(item.name, "no reason is known") for item in found if item.more_bytes}
+    for name, reason in more.items():
+        console.print(f"{name} sends more than torch: {reason}", highlight=False, markup=False, soft_wrap=True)
     result = {
         "benchmark": "op_coverage",
         **surroundings(),
@@ -138,6 +142,9 @@ def main(
         "torch_counts": of_torch,
         "targets": targets,
         "gathering": gathering,
+        "compared_trials": sum(item.num_compared for item in found),
+        "terms_whole": sum(item.num_terms_whole for item in found),
+        "more_bytes": more,
         "cases": [
             {**asdict(item), "verdict": item.verdict, "torch_verdict": item.other.verdict if item.other else None}
             for item in found

@@ -41,6 +41,11 @@ class Measured:
     sends_nothing: bool = False
     moves_nothing: bool = False
     texts: dict[str, str] = field(default_factory=dict)
+    # Trials of equal cuts that both libraries run, and those in which ours sends more: its bytes, and the other's.
+    num_compared: int = 0
+    # Of these, trials in which terms became whole, as they do here, and pieces there, which is half of the bytes.
+    num_terms_whole: int = 0
+    more_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     # The other library in the same trials.
     other: Measured | None = None
 
@@ -61,6 +66,14 @@ class Measured:
             if text.split("(")[0] not in {known.split("(")[0] for known in self.texts.values()}:
                 self.texts[trial] = text
 
+    def compare(self, outcome: Outcome, of_other: Outcome, trial: str, *, has_terms: bool) -> None:
+        """Compares the bytes of both libraries in one trial."""
+        self.num_compared += 1
+        if has_terms and of_other.sent_bytes < outcome.sent_bytes <= 2 * of_other.sent_bytes:
+            self.num_terms_whole += 1
+        elif outcome.sent_bytes > of_other.sent_bytes:
+            self.more_bytes[trial] = outcome.sent_bytes, of_other.sent_bytes
+
     def note(self, outcome: Outcome) -> None:
         """Takes note of a right call of sharded arguments."""
         self.sends_nothing |= outcome.sent_bytes == 0
@@ -80,7 +93,11 @@ def measure(operator: Operator, num_trials: int, other: Side | None = None) -> M
                 continue
             found.add(outcome, f"trial {number}")
             if found.other is not None:
-                found.other.add(random_trial(operator, samples, number, other or OURS)[0], f"trial {number}")
+                of_other = random_trial(operator, samples, number, other or OURS)[0]
+                found.other.add(of_other, f"trial {number}")
+                if {outcome.verdict, of_other.verdict} == {RIGHT} and all(map(_is_plain, placements)):
+                    has_terms = any(isinstance(placement, T.Partial) for placement in placements)
+                    found.compare(outcome, of_other, f"trial {number}", has_terms=has_terms)
             if outcome.verdict == RIGHT and _really_sharded(case, placements):
                 found.note(outcome)
             gc.collect(0)
@@ -103,6 +120,11 @@ def random_trial(
     ]
     outcome = run_trial(case, placements, num_ranks, seed=number, gradients=operator.is_differentiable, side=side)
     return outcome, placements, case
+
+
+def _is_plain(placement: T.Placement) -> bool:
+    """Whether the other library has this placement too."""
+    return not isinstance(placement, T.Shard) or placement == T.Shard(placement.dim)
 
 
 def _measurable(operator: Operator, samples: list[Any], random: Random) -> Case:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from math import ceil
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import torch.distributed.tensor as torch_tensor
 
 import tritondt as T
 from benchmarks.ops.op_coverage.placing import local_part
+from benchmarks.ops.op_coverage.sent_bytes import TorchBytes
 from tritondt.comm.transports.threads import run_ranks
 
 
@@ -40,6 +42,9 @@ class Side(Protocol):
 
     def whole(self, found: Any) -> torch.Tensor:
         """All of a result: a collective call."""
+
+    def counting(self, num_ranks: int, add: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Tells how many bytes this rank sends within, where events of ours do not."""
 
 
 class Ours:
@@ -87,6 +92,10 @@ class Ours:
         """Gathered or reduced."""
         whole: torch.Tensor = found.detach().full_tensor()
         return whole
+
+    def counting(self, num_ranks: int, add: Callable[[int], None]) -> AbstractContextManager[None]:
+        """Nothing: steps are counted as events."""
+        return nullcontext()
 
 
 def _let_threads_pass(module: ModuleType) -> None:
@@ -164,3 +173,10 @@ class Torchs:
         """Gathered or reduced."""
         whole: torch.Tensor = found.detach().full_tensor()
         return whole
+
+    @contextmanager
+    def counting(self, num_ranks: int, add: Callable[[int], None]) -> Iterator[None]:
+        """The least that its collectives send."""
+        with TorchBytes(num_ranks) as counted:
+            yield
+        add(ceil(counted.sent_bytes))

@@ -111,12 +111,18 @@ class _Counts:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
+        if not identity.is_assumed():  # a rank of the other library
+            yield
+            return
         rank = identity.current().rank
         self._open.add(rank)
         try:
             yield
         finally:
             self._open.discard(rank)
+
+    def of_other(self, sent_bytes: int) -> None:
+        self.sent_bytes[-1] += sent_bytes
 
     def step(self, event: events.StepRan) -> None:
         if identity.is_assumed() and identity.current().rank in self._open:
@@ -169,7 +175,7 @@ class _Trial(NamedTuple):
             tensor.requires_grad_(self.gradients and of.requires_grad)
 
         def forward() -> Any:
-            with self.counts.counting():
+            with self.side.counting(self.num_ranks, self.counts.of_other), self.counts.counting():
                 return call(case.operator, case.sample, mine)
 
         results, failure = _attempt(forward)

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import tritondt as T
 from tests.ops.term_calls import CALLS, CONVERSIONS, ELEMENTWISE
 from tests.ops.terms import Comparison, ops_of
+from tritondt.comm.transports.threads import run_ranks
 from tritondt.ops import AxisStrategy, propagator, register_op_strategy
 from tritondt.ops.propagation import homomorphisms
 from tritondt.sharding.placement import REDUCE_OPS, Partial
@@ -45,10 +47,37 @@ def test_terms_pass_only_where_both_orders_give_the_same(dtype, reduce_op):
         ("mm", torch.bfloat16, "sum"),
         ("masked_fill 2", torch.float32, "avg"),
         ("where", torch.float32, "min"),
+        ("maximum", torch.float32, "max"),
+        ("maximum of terms", torch.int64, "max"),
+        ("minimum", torch.float32, "max"),
+        ("minimum of terms", torch.bfloat16, "min"),
+        ("clamp_min of a tensor", torch.float32, "min"),
+        ("exp", torch.float32, "min"),
+        ("relu", torch.int32, "max"),
+        ("neg", torch.float32, "max"),
+        ("sub", torch.float32, "avg"),
+        ("logaddexp", torch.float32, "max"),
     ],
 )
 def test_what_passes_sends_nothing(name, dtype, reduce_op):
     assert name in Comparison({name: CALLS[name]}, dtype, [reduce_op]).passed
+
+
+@pytest.mark.parametrize("name", ["relu", "maximum", "sign", "nan_to_num", "fmax", "erfc"])
+def test_a_nan_among_terms_is_that_of_the_reduction(name):
+    calls = {
+        "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)),
+        "fmax": lambda x: torch.fmax(x, torch.zeros_like(x)),
+    }
+    call = calls.get(name, lambda x: getattr(x, name)())
+    terms = torch.tensor([[float("nan"), 3.0, -2.0], [5.0, float("nan"), -1.0]])
+
+    def body(rank):
+        x = T.DTensor.from_local(terms[rank], T.Mesh((2,)), [Partial("max")])
+        return call(x).full_tensor()
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, call(terms.amax(0)), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import tritondt as T
 from tests.harness.work import num_calls
 from tests.ops.sharded import Case, check
 from tritondt.comm.transports.threads import run_ranks
-from tritondt.ops import OpSchema, einop_rule, pointwise_rule
+from tritondt.ops import OpSchema, einop_rule, pointwise_rule, propagator, register_sharding_prop_rule
 from tritondt.ops.propagation.schema import AxisStrategy
 from tritondt.ops.propagation.selection import move_bytes, with_cuts
 from tritondt.ops.rules.einop import einop_strategies
@@ -90,7 +90,7 @@ def test_the_cut_order_of_one_argument_becomes_that_of_all():
 
 
 def test_an_equation_that_makes_no_sense_is_refused():
-    for equation in ("mk,kn", "mm->m"):
+    for equation in ("mk,kn", "mk,kn->mx", "m?->m"):
         with pytest.raises(T.PropagationError, match="is not understood; allowed are terms like 'mk,kn->mn'"):
             einop_strategies(equation)
 
@@ -154,3 +154,42 @@ def test_a_third_axis_does_not_multiply_the_work():
     assert found is not None
     one, three = found
     assert three < 4 * one, f"{three} calls on 3 axes, {one} on one"
+
+
+def test_equations_of_several_results_and_of_diagonals():
+    scaled = torch.library.Library("einop", "DEF")
+    scaled.define("product(Tensor x, Tensor y) -> (Tensor, Tensor)")
+    scaled.impl("product", lambda x, y: (x * y, (x * y).sum(1)), "CompositeExplicitAutograd")
+    op = torch.ops.einop.product.default
+    full = torch.arange(24.0).view(6, 4)
+
+    def body(rank):
+        mesh = T.Mesh((2,))
+        found = {}
+        for text in ("S0", "S1", "R"):
+            x = T.distribute_tensor(full, mesh, parse_placements(text))
+            results = torch.ops.einop.product(x, x)
+            found[text] = [str(it.placements) for it in results], [it.full_tensor() for it in results]
+        return found
+
+    register_sharding_prop_rule(op, lambda schema: einop_rule("ij,ij->ij,i", schema))
+    try:
+        for found in run_ranks(2, body):
+            assert {text: placed for text, (placed, _) in found.items()} == {
+                "S0": ["(S0,)", "(S0,)"],
+                "S1": ["(S1,)", "(P(sum),)"],
+                "R": ["(R,)", "(R,)"],
+            }
+            for _, results in found.values():
+                torch.testing.assert_close(results, [full * full, (full * full).sum(1)], rtol=0, atol=0)
+    finally:
+        propagator.forget(op)
+    for cut in ("S0", "S1"):
+        diagonal = decided((2,), aten.diagonal.default, [(cut, (4, 4))], lambda schema: einop_rule("ii->i", schema))
+        assert diagonal == (["(R)"], "(R)")
+    assert einop_strategies("bii->bi") == [
+        AxisStrategy((Shard(0),), (Shard(0),)),
+        AxisStrategy((Replicate(),), (Replicate(),)),
+    ]
+    with pytest.raises(T.PropagationError, match="its terms must be the tensors of the call, a letter or 1 for each"):
+        decided((2,), aten.mm.default, [("R", (4, 4))], lambda schema: einop_rule("mk,kn->mn", schema))

@@ -84,7 +84,10 @@ def _nll_reduction(schema: OpSchema) -> int:
 
 
 def _local_nll(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
-    """Loss terms of this rank's classes; a mean divides by the weight of all rows, which the ranks add up first."""
+    """Losses of rows from this rank's classes, which the ranks that cut them add up.
+
+    A mean divides by the weight of all rows, which the ranks that cut these add up first.
+    """
     spec, target_spec = schema.args_spec[:2]
     reduction = _nll_reduction(schema)
     rows_sharded = is_sharded(target_spec, range(target_spec.ndim))
@@ -94,6 +97,9 @@ def _local_nll(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     dtype, wide = spec.dtype, accumulation_dtype(spec.dtype)
     dims = tuple(range(target_spec.ndim))
     complete = completion(target_spec, dims, "sum", wide)
+    # One number travels where the rows are whole; else each row's, for the sums over rows are other ranks' business.
+    by_row = rows_sharded or reduction == _NONE
+    complete_rows = completion(spec, (picker.dim,) if by_row else tuple(range(spec.ndim)), "sum", wide)
 
     def nll(
         x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, *_: Any
@@ -105,7 +111,11 @@ def _local_nll(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
             picked = x.gather(picker.dim, places).squeeze(picker.dim).to(wide).masked_fill_(missing, 0)
             losses = picked.mul_(weights).neg_()
         else:
-            losses = torch.zeros_like(weights)
+            losses = weights * x.sum(dtype=wide)  # zeros, of the input as on the other ranks, for graphs to be alike
+        if by_row:
+            losses = complete_rows(losses.unsqueeze(picker.dim)).squeeze(picker.dim)
+        else:
+            losses = complete_rows(losses.sum().reshape((1,) * spec.ndim))
         if reduction == _NONE:
             return losses.to(dtype), losses.new_zeros((), dtype=dtype)
         counted = weights.sum(dims, keepdim=True)
@@ -119,7 +129,10 @@ def _local_nll(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
 
 @strategy_of(_NLL, localize=_local_nll)
 def nll_loss(schema: OpSchema) -> list[AxisStrategy]:
-    """The loss is a sum of terms over sharded rows and sharded classes; unreduced it is sharded as the rows."""
+    """The loss is terms of a sum over sharded rows, whole over sharded classes, and unreduced sharded as the rows.
+
+    Over classes a row's loss is one rank's number, and programs read it on one rank, as under torch's loss_parallel.
+    """
     spec = schema.args_spec[0]
     reduction, dim = _nll_reduction(schema), _class_dim(spec)
     weight = (Replicate(),) * (len(schema.args_spec) - 2)
@@ -128,7 +141,7 @@ def nll_loss(schema: OpSchema) -> list[AxisStrategy]:
         loss = of_target if reduction == _NONE else Partial()
         of_total = Partial() if reduction == _SUM else Replicate()
         found.append(AxisStrategy((of_input, of_target, *weight), (loss, of_total)))
-    found.append(AxisStrategy((Shard(dim), Replicate(), *weight), (Partial(), Replicate())))
+    found.append(AxisStrategy((Shard(dim), Replicate(), *weight), (Replicate(), Replicate())))
     return [*found, AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(), Replicate()))]
 
 

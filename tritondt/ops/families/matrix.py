@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -10,7 +11,7 @@ from tritondt.ops.propagation.homomorphisms import ADDITIVE, Passing, partials_o
 from tritondt.ops.propagation.registration import NUMBERS_BY_TYPE, strategy_of
 from tritondt.ops.propagation.schema import AxisStrategy, LocalOp, OpSchema, OutputSpecs
 from tritondt.ops.rules.einop import einop_strategies
-from tritondt.sharding.placement import Placement, Replicate, Shard
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -21,6 +22,7 @@ _PRODUCTS: Mapping[str, str] = {
     "mv": "mk,k->m",
     "dot": "k,k->",
     "vdot": "k,k->",
+    "_int_mm": "mk,kn->mn",
 }
 # The first argument is added, broadcast to the shape of the product; with "_" it is written to.
 _ADDED_PRODUCTS: Mapping[str, str] = {
@@ -44,6 +46,39 @@ def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
 def product(schema: OpSchema) -> list[AxisStrategy]:
     """Any index is cut alike in all tensors that have it; terms of one factor times the other whole are terms."""
     return [*einop_strategies(_PRODUCTS[_name(schema.op)]), *term_strategies(schema, [ADDITIVE.at(0), ADDITIVE.at(1)])]
+
+
+def _local_scaled(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
+    """The product with its second factor by columns, as kernels for 8-bit floats ask: what has moved lies by rows."""
+    op = schema.op._op
+
+    def product_by_columns(x: torch.Tensor, weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if weight.stride(0) != 1:
+            weight = weight.t().contiguous().t()
+        return op(x, weight, *args, **options)
+
+    return product_by_columns
+
+
+@strategy_of([aten._scaled_mm.default], localize=_local_scaled)
+def scaled_product(schema: OpSchema) -> list[AxisStrategy]:
+    """Rows of the first and columns of the second factor are cut, with the scales that belong to them.
+
+    What is contracted may be cut where scales are of rows, columns or all, and nothing is added.
+    """
+    _, _, of_rows, of_columns, *rest = schema.args_spec
+    by_row = of_rows.ndim == 2 and of_rows.shape[0] == schema.args_spec[0].shape[0]
+    by_column = of_columns.ndim == 2 and of_columns.shape[1] == schema.args_spec[1].shape[1]
+    bias = isinstance(schema.argument(4, "bias"), DTensorSpec)
+    whole: tuple[Placement, ...] = (Replicate(),) * len(rest)
+    rows = Shard(0), Replicate(), Shard(0) if by_row else Replicate(), Replicate(), *whole
+    beside: tuple[Placement, ...] = (Shard(0), *whole[1:]) if bias else whole
+    columns = Replicate(), Shard(1), Replicate(), Shard(1) if by_column else Replicate(), *beside
+    found = [AxisStrategy(rows, (Shard(0),)), AxisStrategy(columns, (Shard(1),))]
+    is_in_blocks = any(length > 1 for length in (*of_rows.shape[1:], *of_columns.shape[:-1]))
+    if not rest and not is_in_blocks:
+        found.append(AxisStrategy((Shard(1), Shard(0), Replicate(), Replicate()), (Partial("sum"),)))
+    return [*found, AxisStrategy((Replicate(),) * len(schema.args_spec), (Replicate(),))]
 
 
 def _local_addmv(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:

@@ -158,6 +158,24 @@ def drawn_by_element(schema: OpSchema) -> list[AxisStrategy]:
     return elementwise_strategies(schema.args_spec)
 
 
+def _drawn_events(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
+    def events(words: _Words, dtype: torch.dtype, rate: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((rate >= 0).all(), "invalid Poisson rate, expected rate to be non-negative")
+        return distributions.poisson(words, rate)
+
+    draw = _drawing(schema, outputs, events, 0)
+    if draw is None:
+        return None
+    run = draw
+    return lambda rate, generator=None: run(rate, generator=generator)
+
+
+@strategy_of([aten.poisson.default], schema_info=NUMBERS_BY_TYPE, localize=_drawn_events)
+def poisson(schema: OpSchema) -> list[AxisStrategy]:
+    """The argument has the rates of the elements, and the generator comes by place."""
+    return elementwise_strategies(schema.args_spec)
+
+
 def _dropping(schema: OpSchema, outputs: OutputSpecs) -> LocalOp | None:
     spec = None if outputs is None or isinstance(outputs, DTensorSpec) else outputs[0]
     assert spec is not None, f"{schema.op} gives a result and a mask"

@@ -56,8 +56,8 @@ _PENDING: dict[OpOverload, _Pending] = {
     **dict.fromkeys((aten.prod.default, aten.prod.dim_int), _PRODUCT),
     **dict.fromkeys((aten.amax.default, aten.max.default), _Pending("max", LARGEST)),
     **dict.fromkeys((aten.amin.default, aten.min.default), _Pending("min", SMALLEST)),
-    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims), _Pending("max", ANY)),
-    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims), _Pending("min", ALL)),
+    **dict.fromkeys((aten.any.default, aten.any.dim, aten.any.dims, aten._is_any_true.default), _Pending("max", ANY)),
+    **dict.fromkeys((aten.all.default, aten.all.dim, aten.all.dims, aten._is_all_true.default), _Pending("min", ALL)),
 }
 _MEANS = (aten.mean.default, aten.mean.dim)
 # A kernel for these refuses a row without elements, which a rank's piece of a row may well be.

@@ -11,6 +11,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
+from tritondt.ops.propagation.fast_paths import attention, encoder_layer
 from tritondt.ops.propagation.outputs import resize_out, same_without
 
 aten = torch.ops.aten
@@ -123,6 +124,28 @@ def _leaky_functional(x: torch.Tensor, noise: torch.Tensor, *args: Any) -> tuple
     return _leaky(x, kept, *args), kept
 
 
+def _weight_norm_gradient(
+    grad: torch.Tensor, direction: torch.Tensor, length: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the direction v and the length g of v * (g / |v|), whose norms are over all dims but one."""
+    kept = dim % direction.ndim
+    wide = torch.promote_types(direction.dtype, torch.float32) if norms.dtype != direction.dtype else direction.dtype
+    along = (grad * direction).to(wide)
+    sums = along.sum([other for other in range(direction.ndim) if other != kept], keepdim=True)
+    of_direction = (length / norms) * (grad - direction * (sums / (norms * norms)))
+    return of_direction.to(direction.dtype), (sums / norms).to(length.dtype)
+
+
+def _place_of_number(ordered: torch.Tensor, number: float, **options: Any) -> torch.Tensor:
+    """searchsorted of one number."""
+    dtype = torch.result_type(ordered, number)
+    return torch.searchsorted(ordered.to(dtype), ordered.new_full((), number, dtype=dtype), **options)
+
+
+def _bucket_of_number(number: float, boundaries: torch.Tensor, **options: Any) -> torch.Tensor:
+    return _place_of_number(boundaries, number, **options)
+
+
 DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
     **dict.fromkeys(
         (aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype), _norm
@@ -135,6 +158,13 @@ DECOMPOSITIONS: Mapping[OpOverload, Decomposition] = {
     aten._batch_norm_no_update.default: _batch_norm_without_update,
     aten.batch_norm_backward.default: _batch_norm_gradient,
     aten.multinomial.default: _choices,
+    aten._weight_norm_interface_backward.default: _weight_norm_gradient,
+    aten._native_multi_head_attention.default: attention,
+    aten._transformer_encoder_layer_fwd.default: encoder_layer,
+    aten.searchsorted.Scalar: _place_of_number,
+    aten.bucketize.Scalar: _bucket_of_number,
+    aten.lift_fresh_copy.default: torch.clone,
+    aten.zero.default: torch.zeros_like,
     aten.rrelu_with_noise.default: _leaky,
     aten.rrelu_with_noise_.default: _leaky_in_place,
     aten.rrelu_with_noise_functional.default: _leaky_functional,

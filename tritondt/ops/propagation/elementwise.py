@@ -12,6 +12,7 @@ _UNTAGGED = frozenset({
     *("hardswish_backward", "hardtanh_backward", "leaky_relu_backward", "log_sigmoid_forward"),
     *("log_sigmoid_backward", "polar", "rrelu_with_noise_backward", "rsub", "softplus_backward"),
     *("softshrink_backward", "isin.Tensor_Scalar", "isin.Scalar_Tensor", "masked_fill.Tensor", "fill"),
+    "__irshift__",
     # Tagged from 2.11 and 2.12 on.
     *("ldexp", "ldexp_", "leaky_relu", "leaky_relu_"),
 })  # fmt: skip

@@ -11,11 +11,6 @@ from typing import Any, Literal
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from tritondt import identity
 from tritondt.errors import PropagationError
@@ -23,15 +18,13 @@ from tritondt.ops.propagation.decompositions import DECOMPOSITIONS, written_by_f
 from tritondt.ops.propagation.placeholders import placeholder_specs
 from tritondt.ops.propagation.replication import is_called_by_autograd
 from tritondt.ops.propagation.schema import OpSchema, OutputSharding, OutputSpecs
-from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
+from tritondt.ops.propagation.tensor_meta import SHAPES_UNKNOWN, propagate_tensor_meta
 from tritondt.sharding.placement import Replicate, placements_code
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 Mode = Literal["raise", "replicate"]
 MODES: tuple[Mode, ...] = ("raise", "replicate")
 
-# Values tell the shapes, or nobody has said how to find them without values.
-SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 # Those of torch._refs go by way of operators (prims) that have no strategy.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
 

@@ -69,6 +69,8 @@ LARGEST, SMALLEST = Homomorphism(("max",)), Homomorphism(("min",))
 ANY, ALL = Homomorphism(("max",), ("bool",)), Homomorphism(("min",), ("bool",))
 # x + c: increasing, and affine. An int would wrap around, and be no longer the largest.
 SHIFT = Homomorphism(("avg", "max", "min"), ("float", "complex", "bool"))
+# x <= y makes f(x) <= f(y), and a nan stays one: f of the largest term is the largest of f's.
+INCREASING = Homomorphism(("max", "min"), ("float", "int"))
 # Constants at some elements, whatever the terms are.
 _CONSTANT = Homomorphism(("avg", "max", "min"))
 _FAR_CONSTANT = Homomorphism(("max", "min"))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from tritondt.errors import LayoutError, PropagationError
 from tritondt.ops.propagation.schema import OpSchema
-from tritondt.ops.propagation.tensor_meta import keyword_shapes
+from tritondt.ops.propagation.tensor_meta import META_ERRORS, keyword_shapes
 from tritondt.sharding.placement import Replicate, placements_text
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
@@ -31,8 +31,33 @@ def out_shapes(schema: OpSchema) -> dict[str, Any]:
             raise DynamicOutputShapeException(schema.op)
     outs = {argument.name for argument in schema.op._schema.arguments if argument.is_out}
     given = {name: _empty(value) if name in outs else value for name, value in schema.kwargs_schema.items()}
-    found = keyword_shapes(replace(schema, kwargs_schema=given))
-    return {name: shape for name, shape in found.items() if name in outs}
+    empty = replace(schema, kwargs_schema=given, found_metas=[])
+    if schema.op.namespace == "aten":
+        found = keyword_shapes(empty)
+        return {name: shape for name, shape in found.items() if name in outs}
+    return _shapes_of_users(schema, empty, outs)
+
+
+def _shapes_of_users(schema: OpSchema, empty: OpSchema, outs: Collection[str]) -> dict[str, Any]:
+    """The shapes where users have written the operator: those that it was given, unless it resizes what is empty."""
+    given = {name: _shape_of(schema.kwargs_schema[name]) for name in outs if name in schema.kwargs_schema}
+    try:
+        found = keyword_shapes(empty)
+    except META_ERRORS:
+        # Whatever else is wrong is raised here again.
+        keyword_shapes(schema)
+        return given
+    return {name: _resized(given[name], found[name]) for name in given}
+
+
+def _resized(given: Any, found: Any) -> Any:
+    if isinstance(given, list):
+        return [_resized(*pair) for pair in zip(given, found, strict=True)]
+    return given if found == (0,) else found
+
+
+def _shape_of(spec: Any) -> Any:
+    return [_shape_of(item) for item in spec] if isinstance(spec, list | tuple) else spec.shape
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:

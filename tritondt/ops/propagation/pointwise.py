@@ -11,14 +11,19 @@ from torch._ops import OpOverload
 from tritondt.ops.propagation.homomorphisms import (
     ADDITIVE,
     CONJUGATE,
+    INCREASING,
+    LARGEST,
     LINEAR,
     SELECTIVE,
+    SHIFT,
+    SMALLEST,
     Passing,
+    partials_of,
     term_strategies,
 )
 from tritondt.ops.propagation.schema import AxisStrategy, OpSchema
-from tritondt.sharding.placement import Placement, Replicate, Shard
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
+from tritondt.sharding.spec import DTensorSpec, element_kind
 
 aten = torch.ops.aten
 
@@ -33,7 +38,21 @@ _PASSING: Mapping[str, tuple[Passing, ...]] = {
     "where": (SELECTIVE.at(1, 2),),
     "lerp": (LINEAR.at(0, 1),),
     "complex": (ADDITIVE.at(0, 1),),
+    **dict.fromkeys(("maximum", "clamp_min"), (INCREASING.at(0), INCREASING.at(1), LARGEST.at(0, 1))),
+    **dict.fromkeys(("minimum", "clamp_max"), (INCREASING.at(0), INCREASING.at(1), SMALLEST.at(0, 1))),
+    **dict.fromkeys(("logaddexp", "logaddexp2"), (INCREASING.at(0), INCREASING.at(1))),
+    # Not those that make a number of a nan, as sign and nan_to_num do: another term is the largest then.
+    **dict.fromkeys(
+        (
+            *("asinh", "atan", "ceil", "deg2rad", "erf", "exp", "exp2", "expm1", "floor", "rad2deg", "relu", "round"),
+            *("sigmoid", "sinh", "tanh", "trunc"),
+        ),
+        (INCREASING.at(0),),
+    ),
 }
+# x <= y makes f(x) >= f(y): f of the largest term is the smallest of f's.
+_DECREASING = ("neg", "erfc")
+_MIRRORED = {"max": Partial("min"), "min": Partial("max")}
 # All together: terms of the one add to terms of the other. A number that is added belongs to one term only.
 _ADDING = ("add", "sub")
 # Quotients are rounded to ints.
@@ -70,7 +89,7 @@ def passing_of(op: OpOverload, name: str, num_tensors: int) -> Sequence[Passing]
     """
     writes = op._schema.arguments[0].alias_info is not None and op._schema.arguments[0].alias_info.is_write
     if name in _ADDING:
-        return (ADDITIVE.at(*range(num_tensors)),) if num_tensors > 1 else ()
+        return (ADDITIVE.at(*range(num_tensors)), SHIFT.at(0)) if num_tensors > 1 else ()
     if name.endswith("_backward") and op._schema.arguments[0].name.startswith("grad"):
         return (LINEAR.at(0),)
     if op._overloadname in _ROUNDING:
@@ -90,4 +109,18 @@ def elementwise_passing(schema: OpSchema) -> Sequence[Passing]:
 def pointwise_strategy(schema: OpSchema) -> list[AxisStrategy]:
     """The strategies that `propagator` uses for every pointwise operator."""
     found = elementwise_strategies(schema.args_spec, len(schema.op._schema.returns))
-    return [*found, *term_strategies(schema, elementwise_passing(schema))]
+    return [*found, *term_strategies(schema, elementwise_passing(schema)), *_mirrored(schema)]
+
+
+def _mirrored(schema: OpSchema) -> list[AxisStrategy]:
+    """Strategies of an operator that turns the order of numbers round: the largest terms become the smallest."""
+    specs = schema.args_spec
+    if schema.op._schema.name.removeprefix("aten::") not in _DECREASING or schema.is_out_variant:
+        return []
+    if element_kind(specs[0].dtype) != "float":  # the least int has no other sign
+        return []
+    return [
+        AxisStrategy((placement,), (_MIRRORED[placement.reduce_op],))
+        for placement in partials_of(specs)
+        if placement.reduce_op in _MIRRORED
+    ]

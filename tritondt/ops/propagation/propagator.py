@@ -3,7 +3,7 @@
 `propagator` is the one in use; the families of operators and users register with it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from inspect import unwrap
@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import PropagationError
+from tritondt.ops.propagation.decision_check import checked
 from tritondt.ops.propagation.elementwise import is_pointwise
 from tritondt.ops.propagation.fallback import Fallback
 from tritondt.ops.propagation.kernel_dtypes import check_kernel
@@ -28,7 +29,9 @@ from tritondt.ops.propagation.schema import (
     StrategyFunction,
 )
 from tritondt.ops.propagation.selection import decide
-from tritondt.ops.propagation.strategies import OpStrategy, specs_in
+from tritondt.ops.propagation.strategies import OpStrategy, TupleStrategy, specs_in
+from tritondt.ops.propagation.whole_strategies import selected
+from tritondt.sharding.placement import Placement
 
 _BY_VALUE = RuntimeSchemaInfo()
 _BY_TYPE = RuntimeSchemaInfo(static_argnum=100)
@@ -90,9 +93,10 @@ class ShardingPropagator:
     ) -> None:
         """Registers the ways to shard `op` over one axis (a list of AxisStrategy) or over all axes (an OpStrategy).
 
-        `strategy` takes an OpSchema; `localize` gives the function of local tensors where that is not `op` itself; see
-        RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks must register alike. PropagationError where
-        users have registered something for `op` already.
+        `strategy` takes an OpSchema with an OpStrategy in `args_schema` for each tensor and a TupleStrategy for each
+        list of them, as torch's do; `args_spec` has their specs. `localize` gives the function of local tensors where
+        that is not `op` itself; see RuntimeSchemaInfo for `schema_info`. Not collective, but all ranks must register
+        alike. PropagationError where users have registered something for `op` already.
 
         >>> import torch, tritondt as T
         >>> from tritondt.ops import AxisStrategy, propagator, register_op_strategy
@@ -179,6 +183,10 @@ class ShardingPropagator:
         """
         check_dtypes(schema)
         decision = self._decision(schema)
+        if schema.op in self._replaced:
+            decision = checked(decision, schema)
+        elif decision.input_specs is not None and decision.redistribute_schema is None:
+            decision = replace(decision, redistribute_schema=schema.with_specs(decision.input_specs))
         check_kernel(schema, decision)
         return decision
 
@@ -189,11 +197,12 @@ class ShardingPropagator:
         if rule is not None:
             return _with_suggestion(rule, schema)
         strategy = self.op_strategy_funcs.get(schema.op, pointwise_strategy)
-        offered = strategy(schema)
+        is_of_user = schema.op in self._replaced
+        offered = strategy(schema.with_strategies(self.schema_info(schema.op)) if is_of_user else schema)
         if isinstance(offered, OutputSharding):
             return offered
-        if isinstance(offered, OpStrategy):
-            return self._select_strategy(offered, schema)
+        if isinstance(offered, OpStrategy | TupleStrategy):
+            return selected(offered, schema)
         _check_offered(offered, schema)
         decision = decide([offered] * schema.mesh.ndim, schema)
         localize = self.op_to_localize.get(schema.op)
@@ -203,18 +212,11 @@ class ShardingPropagator:
         running = schema if decision.input_specs is None else schema.with_specs(decision.input_specs)
         return replace(decision, local=localize(running, decision.output_spec))
 
-    def _select_strategy(self, offered: OpStrategy, schema: OpSchema) -> OutputSharding:
-        """The cheapest of the strategies over all axes that a function in torch's style gives."""
-        if not offered.strategies:
-            raise PropagationError(f"the strategy function of {schema.op} offers nothing for {schema}")
-        best = min(offered.strategies, key=lambda strategy: strategy.total_cost)
-        return OutputSharding(best.output_specs, None if best.input_specs is None else tuple(best.input_specs))
-
 
 def _with_suggestion(rule: RuleFunction, schema: OpSchema) -> OutputSharding:
     """A rule's decision; where it suggests another call without saying what comes out, the rule is asked about that."""
     decision = rule(schema)
-    suggested = decision.redistribute_schema
+    suggested = getattr(decision, "redistribute_schema", None)
     if suggested is None:
         return decision
     if suggested.op is not schema.op or _num_arguments(suggested) != _num_arguments(schema):
@@ -256,9 +258,14 @@ def _tensors_of(given: Any, suggested: Any) -> Any:
     return given if is_tensor else suggested
 
 
-def _check_offered(offered: Sequence[AxisStrategy], schema: OpSchema) -> None:
+def _check_offered(offered: Any, schema: OpSchema) -> None:
     """Refuses strategies that do not fit the arguments; whether they fit the results is seen when these are known."""
     count = len(schema.args_spec)
+    if not isinstance(offered, list | tuple) or not all(isinstance(strategy, AxisStrategy) for strategy in offered):
+        raise PropagationError(
+            f"the strategy function of {schema.op} gives {offered!r}; allowed are a list of AxisStrategy, an "
+            "OpStrategy, a TupleStrategy and an OutputSharding"
+        )
     if not offered:
         raise PropagationError(f"the strategy function of {schema.op} offers nothing for {schema}")
     for strategy in offered:
@@ -267,6 +274,12 @@ def _check_offered(offered: Sequence[AxisStrategy], schema: OpSchema) -> None:
                 f"the strategy of {schema.op} gives placements for {len(strategy.inputs)} tensors, but {schema} has "
                 f"{count}"
             )
+        for placement in (*strategy.inputs, *(placed for placed in strategy.outputs if placed is not None)):
+            if not isinstance(placement, Placement):
+                raise PropagationError(
+                    f"the strategy of {schema.op} gives {placement!r} for a placement; allowed are tritondt's Shard, "
+                    "Replicate and Partial"
+                )
 
 
 def _place(function: Callable[..., Any]) -> str:

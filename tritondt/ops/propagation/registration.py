@@ -72,6 +72,7 @@ def register_sharding(
 
     def register(function: Callable[..., Sequence[Sharding]]) -> Callable[..., Sequence[Sharding]]:
         def strategy(schema: OpSchema) -> list[AxisStrategy]:
+            schema = schema.with_specs_alone()
             return [
                 AxisStrategy(tuple(_placements_in(inputs)), tuple(outputs))
                 for outputs, inputs in function(*schema.args_schema, **schema.kwargs_schema)

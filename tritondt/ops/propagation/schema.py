@@ -8,7 +8,7 @@ import torch
 from torch._ops import OpOverload
 
 from tritondt.errors import MeshError, MixedTensorsError, PropagationError
-from tritondt.ops.propagation.strategies import OpStrategy, PlacementStrategy
+from tritondt.ops.propagation.strategies import OpStrategy, PlacementStrategy, TupleStrategy
 from tritondt.ops.propagation.strategies import OutputSpecs as OutputSpecs  # for those who import it from here
 from tritondt.ops.propagation.strategies import specs_in as specs_in
 from tritondt.sharding.mesh import Mesh
@@ -71,23 +71,49 @@ class OpSchema:
 
     @property
     def args_strategy(self) -> tuple[OpStrategy, ...]:
-        """The one way in which each tensor argument comes, those in lists and named ones left out."""
-        return tuple(_as_it_comes(spec) for spec in self.args_schema if isinstance(spec, DTensorSpec))
+        """The one way in which each tensor argument comes, those in lists and named ones left out.
+
+        A `schema_info` with `needs_pytree` asks for those in lists too.
+        """
+        return tuple(map(_as_it_comes, self._specs_beside(self.args_schema)))
 
     @property
     def kwargs_strategy(self) -> tuple[OpStrategy, ...]:
-        """The one way in which each named tensor argument comes, those in lists left out."""
-        return tuple(_as_it_comes(spec) for spec in self.kwargs_schema.values() if isinstance(spec, DTensorSpec))
+        """The one way in which each named tensor argument comes, those in lists left out as in `args_strategy`."""
+        return tuple(map(_as_it_comes, self._specs_beside(tuple(self.kwargs_schema.values()))))
+
+    def _specs_beside(self, arguments: tuple[Any, ...]) -> Iterator[DTensorSpec]:
+        if self.schema_info is None or not self.schema_info.needs_pytree:
+            arguments = tuple(item for item in arguments if isinstance(item, DTensorSpec | OpStrategy))
+        return specs_in(arguments)
+
+    def with_strategies(self, schema_info: RuntimeSchemaInfo | None = None) -> "OpSchema":
+        """The call as torch's strategy functions are given it: an OpStrategy for a tensor, a TupleStrategy for a list.
+
+        A list that holds anything besides tensors stays a list.
+        """
+        args = tuple(map(_in_strategies, self.args_schema))
+        kwargs = {name: _in_strategies(argument) for name, argument in self.kwargs_schema.items()}
+        return OpSchema(self.op, args, kwargs, schema_info or self.schema_info, found_metas=self.found_metas)
+
+    def with_specs_alone(self) -> "OpSchema":
+        """The call with a DTensorSpec for each tensor, where it may have come with strategies."""
+        given = (*self.args_schema, *self.kwargs_schema.values())
+        if not any(isinstance(item, OpStrategy | TupleStrategy | list | tuple) for item in given):
+            return self
+        args = tuple(map(_in_specs, self.args_schema))
+        kwargs = {name: _in_specs(argument) for name, argument in self.kwargs_schema.items()}
+        return OpSchema(self.op, args, kwargs, self.schema_info, found_metas=self.found_metas)
 
     @property
     def args_meta(self) -> tuple[Any, ...]:
         """Positional arguments with global shape, stride and dtype wherever a tensor stood."""
-        return tuple(map(_meta_of, self.args_schema))
+        return tuple(_meta_of(_in_specs(argument)) for argument in self.args_schema)
 
     @property
     def kwargs_meta(self) -> dict[str, Any]:
         """Named arguments with global shape, stride and dtype wherever a tensor stood."""
-        return {name: _meta_of(argument) for name, argument in self.kwargs_schema.items()}
+        return {name: _meta_of(_in_specs(argument)) for name, argument in self.kwargs_schema.items()}
 
     def get_mesh_from_args(self, validate: bool = True) -> Mesh:
         """The mesh of the first positional tensor; MeshError without one, MixedTensorsError for a second mesh.
@@ -97,7 +123,7 @@ class OpSchema:
         first = next(specs_in(self.args_schema), None)
         if first is None:
             raise MeshError(f"the mesh of {self.op}'s arguments was asked for; there is no distributed tensor in them")
-        for spec in self.args_schema if validate else ():
+        for spec in map(_in_specs, self.args_schema if validate else ()):
             if isinstance(spec, DTensorSpec) and spec.mesh is not first.mesh:
                 raise MixedTensorsError(
                     f"{self.op} was called with tensors on {first.mesh} and on {spec.mesh}; allowed is one mesh"
@@ -118,6 +144,7 @@ class OpSchema:
 
     def arg_type_tensor_or_tensor_list_like(self, arg: object) -> bool:
         """Whether an argument of the schema is a tensor, or a list of tensors and None."""
+        arg = _in_specs(arg)
         items = arg if isinstance(arg, list) else [arg]
         return all(isinstance(item, DTensorSpec) or (item is None and items is arg) for item in items)
 
@@ -161,6 +188,7 @@ class OpSchema:
 
 
 def _replaced(argument: Any, specs: Iterator[Any]) -> Any:
+    argument = _in_specs(argument)
     if isinstance(argument, DTensorSpec):
         return next(specs)
     if isinstance(argument, list | tuple):
@@ -170,6 +198,24 @@ def _replaced(argument: Any, specs: Iterator[Any]) -> Any:
 
 def _as_it_comes(spec: DTensorSpec) -> OpStrategy:
     return OpStrategy([PlacementStrategy(spec)])
+
+
+def _in_strategies(argument: Any) -> Any:
+    if isinstance(argument, DTensorSpec):
+        return _as_it_comes(argument)
+    if not isinstance(argument, list | tuple) or not argument:
+        return argument
+    found = type(argument)(map(_in_strategies, argument))
+    return TupleStrategy(found) if all(isinstance(item, DTensorSpec) for item in argument) else found
+
+
+def _in_specs(argument: Any) -> Any:
+    """The argument with specs for strategies of the ways in which tensors come."""
+    if isinstance(argument, OpStrategy):
+        return argument.strategies[0].output_spec
+    if isinstance(argument, TupleStrategy):
+        argument = argument.childs
+    return type(argument)(map(_in_specs, argument)) if isinstance(argument, list | tuple) else argument
 
 
 def _meta_of(argument: Any) -> Any:
@@ -246,7 +292,7 @@ class OutputSharding:
 
 
 # What a strategy function may return, and the functions themselves. It may decide the call itself.
-Strategies: TypeAlias = "Sequence[AxisStrategy] | OpStrategy | OutputSharding"
+Strategies: TypeAlias = "Sequence[AxisStrategy] | OpStrategy | TupleStrategy | OutputSharding"
 StrategyFunction: TypeAlias = Callable[[OpSchema], Strategies]
 RuleFunction: TypeAlias = Callable[[OpSchema], OutputSharding]
 # Called once per signature with the schema as it will run and its outputs; None where the operator runs as it is.

@@ -132,7 +132,9 @@ def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> Ou
             raise
         return decide(fewer, schema)
     moves = any(before is not after for before, after in zip(specs, wanted, strict=True))
-    return OutputSharding(outputs, wanted if moves else None)
+    if not moves:
+        return OutputSharding(outputs)
+    return OutputSharding(outputs, wanted, redistribute_schema=schema.with_specs(wanted))
 
 
 def _shards(strategy: AxisStrategy) -> bool:

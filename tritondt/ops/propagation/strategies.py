@@ -13,17 +13,26 @@ OutputSpecs: TypeAlias = "DTensorSpec | Sequence[DTensorSpec | None] | None"
 
 
 def specs_in(arguments: Sequence[Any]) -> Iterator[DTensorSpec]:
-    """The specs among arguments and in lists of them."""
+    """The specs among arguments and in lists of them; of an argument given as a strategy, the spec that it has."""
     for argument in arguments:
         if isinstance(argument, DTensorSpec):
             yield argument
         elif isinstance(argument, list | tuple):
             yield from specs_in(argument)
+        elif isinstance(argument, OpStrategy):
+            yield argument.strategies[0].output_spec
+        elif isinstance(argument, TupleStrategy):
+            yield from specs_in(argument.childs)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementStrategy:
-    """One way to shard an operator over all axes; `redistribute_cost` has bytes per input, or a list of one number."""
+    """One way to shard an operator over all axes; `redistribute_cost` has bytes per input, or a list of one number.
+
+    Without `input_specs` every tensor argument must have the placements of the lone output. Without `redistribute_cost`
+    the bytes that the arguments would move are computed. Specs need no `tensor_meta`: shapes, strides and dtypes are
+    those of the arguments and of the operator's results.
+    """
 
     output_specs: OutputSpecs
     input_specs: Sequence[DTensorSpec] | None = None
@@ -100,7 +109,7 @@ class OpStrategy:
 
 @dataclass(frozen=True, slots=True)
 class TupleStrategy:
-    """Strategies of a list argument, one per element."""
+    """Strategies of a list argument or of a list of results, one per element."""
 
     childs: Sequence[OpStrategy]
 

@@ -11,7 +11,12 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch._ops import OpOverload
 from torch._prims_common import suggest_memory_format
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 
 from tritondt.ops.propagation.elementwise_strides import elementwise_strides
 from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, without_compiler
@@ -23,11 +28,13 @@ aten = torch.ops.aten
 # One for every output, None where it is no tensor; a lone output stands by itself.
 TensorMetas: TypeAlias = "TensorMeta | Sequence[TensorMeta | None] | None"
 
+# Values tell the shapes, or nobody has said how to find them without values.
+SHAPES_UNKNOWN = (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException)
 # What torch.library.custom_op says of an operator for which nobody has registered a fake.
 _NOT_FAKED = "no fake impl registered"
 _ASKS_FOR_VALUES = "cannot be called on meta tensors"
 # What operators raise for arguments that do not fit; NotImplementedError is a RuntimeError.
-_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
+META_ERRORS = (RuntimeError, TypeError, ValueError, IndexError)
 
 
 # Results are made like the argument at a place; torch's fakes (2.13) promote it with the target, which kernels do not.
@@ -95,7 +102,7 @@ _faker = _Faker()
 def propagate_tensor_meta(schema: OpSchema) -> TensorMetas:
     """Metas of the operator's results for tensors of the arguments' global shapes."""
     if not schema.found_metas:
-        schema.found_metas.append(_found_metas(schema))
+        schema.found_metas.append(_found_metas(schema.with_specs_alone()))
     metas: TensorMetas = schema.found_metas[0]
     return metas
 
@@ -216,7 +223,7 @@ def _elementwise_meta(schema: OpSchema) -> TensorMeta | None:
         args, kwargs = _stand_in(schema.args_schema, _one_element), _stand_in(schema.kwargs_schema, _one_element)
         with torch.inference_mode(False), torch.no_grad():
             found = schema.op(*args, **kwargs)
-    except _ERRORS:
+    except META_ERRORS:
         return None
     if schema.op._schema.is_mutable:
         written = schema.args_spec[0]

@@ -34,6 +34,22 @@ def normal(words: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     return (torch.complex(*parts) * math.sqrt(0.5) if dtype.is_complex else parts[0]).to(dtype)
 
 
+def poisson(words: Sequence[torch.Tensor], rate: torch.Tensor) -> torch.Tensor:
+    """Numbers of events at a mean `rate` of each element, by bisection of the distribution function in fp64.
+
+    >>> poisson([torch.tensor([0, 0, 1 << 62])], torch.tensor([0.0, 4.0, 4.0])).tolist()
+    [0.0, 4.0, 5.0]
+    """
+    wanted, mean = _between(words[0]), rate.double()
+    # Numbers above are rarer than the least that 64 bits can tell.
+    below, found = torch.full_like(mean, -1.0), (mean + 40 * mean.sqrt() + 60).ceil()
+    while bool((found - below > 1).any()):
+        middle = ((below + found) / 2).floor()
+        reaches = torch.special.gammaincc(middle + 1, mean) >= wanted
+        below, found = torch.where(reaches, below, middle), torch.where(reaches, middle, found)
+    return found
+
+
 def exponential(words: Sequence[torch.Tensor], rate: float) -> torch.Tensor:
     """Numbers of mean 1 / `rate`, above 0."""
     return -_between(words[0]).log() / rate

@@ -15,29 +15,38 @@ _PENDING = Partial("sum")
 def einop_strategies(equation: str, *, linearity: bool = False) -> list[AxisStrategy]:
     """Strategies of an equation: one per letter, the replicated one, then with `linearity` that of pending sums.
 
-    A letter that the output lacks is summed away, which leaves a Partial; "1" is a dim that broadcasts.
+    A letter that an output lacks is summed away, which leaves a Partial; "1" is a dim that broadcasts. A letter that
+    stands twice in a term, as in "ii->i", is not cut: its dims are one index, and a rank's part of both is no block.
 
     >>> einop_strategies("mk,kn->mn")[1]
     AxisStrategy(inputs=(S1, S0), outputs=(P(sum),), exact=False)
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
-    inputs = left.split(",")
-    if not arrow or any(len(set(term.replace("1", ""))) != len(term.replace("1", "")) for term in (*inputs, right)):
+    inputs, outputs = left.split(","), right.split(",")
+    letters = dict.fromkeys("".join(inputs).replace("1", ""))
+    if not arrow or not {*"".join(outputs)} <= {*letters, "1"} or not all(map(str.isalpha, letters)):
         raise PropagationError(
-            f"the equation {equation!r} is not understood; allowed are terms like 'mk,kn->mn', no letter twice in one"
+            f"the equation {equation!r} is not understood; allowed are terms like 'mk,kn->mn' or 'ij,ij->ij,i', with "
+            "letters of the inputs alone in the outputs"
         )
-    found = [_of_letter(letter, inputs, right) for letter in dict.fromkeys("".join(inputs)) if letter != "1"]
-    found.append(AxisStrategy((Replicate(),) * len(inputs), (Replicate(),)))
+    found = [
+        _of_letter(letter, inputs, outputs)
+        for letter in letters
+        if all(term.count(letter) < 2 for term in (*inputs, *outputs))
+    ]
+    found.append(AxisStrategy((Replicate(),) * len(inputs), (Replicate(),) * len(outputs)))
     if linearity:
-        found.append(AxisStrategy((_PENDING,) * len(inputs), (_PENDING,)))
+        found.append(AxisStrategy((_PENDING,) * len(inputs), (_PENDING,) * len(outputs)))
     return found
 
 
-def _of_letter(letter: str, inputs: Sequence[str], output: str) -> AxisStrategy:
+def _of_letter(letter: str, inputs: Sequence[str], outputs: Sequence[str]) -> AxisStrategy:
     def placed(term: str, otherwise: Placement) -> Placement:
         return Shard(term.index(letter)) if letter in term else otherwise
 
-    return AxisStrategy(tuple(placed(term, Replicate()) for term in inputs), (placed(output, _PENDING),))
+    return AxisStrategy(
+        tuple(placed(term, Replicate()) for term in inputs), tuple(placed(term, _PENDING) for term in outputs)
+    )
 
 
 def einop_rule(
@@ -65,8 +74,16 @@ def einop_rule(
     ('(P(sum),)', True)
     """
     offered = einop_strategies(equation, linearity=linearity)
+    lengths = [len(term) for term in equation.replace(" ", "").partition("->")[0].split(",")]
+    if lengths != [spec.ndim for spec in op_schema.args_spec]:
+        raise PropagationError(
+            f"the equation {equation!r} was given for {op_schema}; its terms must be the tensors of the call, a letter "
+            "or 1 for each dim"
+        )
+    terms = equation.replace("->", ",").split(",")
     letters = [letter for letter in dict.fromkeys(equation.partition("->")[0]) if letter.isalpha()]
-    by_letter = dict(zip(letters, offered, strict=False))
+    cut = [letter for letter in letters if all(term.count(letter) < 2 for term in terms)]
+    by_letter = dict(zip(cut, offered, strict=False))
     enforced = enforce_sharding or {}
     per_axis = []
     for axis in range(op_schema.mesh.ndim):
@@ -92,7 +109,9 @@ def pointwise_rule(op_schema: OpSchema, linearity: bool = False) -> OutputShardi
     >>> run_ranks(2, sine)
     ['(S0,)', '(S0,)']
     """
+    op_schema = op_schema.with_specs_alone()
     specs = op_schema.args_spec
     passing = [ADDITIVE.at(*range(len(specs)))] if linearity else elementwise_passing(op_schema)
-    offered = [*elementwise_strategies(specs), *term_strategies(op_schema, passing)]
+    num_results = len(op_schema.op._schema.returns) or 1
+    offered = [*elementwise_strategies(specs, num_results), *term_strategies(op_schema, passing)]
     return decide([offered] * op_schema.mesh.ndim, op_schema)
