@@ -18,7 +18,7 @@ from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import refresh, share_origin
 from tritondt.dtensor.writes import ORIGIN, lasting_attributes, take_memory
-from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError, check_not_of_torch
+from tritondt.errors import MeshError, MixedTensorsError, PropagationError, check_not_of_torch
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
 from tritondt.redistribution.autograd import gradient_spec, wanted_gradient_spec
@@ -85,9 +85,9 @@ class DTensor(torch.Tensor):
         ranks, and replicas take the values of the first coordinate. `grad_placements` are those under which the local
         tensor's gradient is wanted. Raises LocalTensorError, LayoutError, MeshError; with `run_check` MismatchError.
         """
-        check_not_of_torch(local_tensor, "DTensor.from_local")
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
+            check_not_of_torch(local_tensor, "DTensor.from_local")
             spec = spec_of_local(
                 mesh,
                 (Replicate(),) * mesh.ndim if placements is None else tuple(placements),
@@ -98,9 +98,9 @@ class DTensor(torch.Tensor):
                 None if stride is None else tuple(stride),
                 None if order is None else tuple(order),
             )
-        except TritondtError as error:
+        except Exception as error:
             if run_check:
-                refuse_agreement(mesh, error)
+                refuse_agreement(mesh, "from_local", error)
             raise
         values = agreed_local(local_tensor.detach(), spec) if run_check else local_tensor
         if not (local_tensor.requires_grad and is_grad_enabled()):

@@ -229,15 +229,22 @@ class Watch:
             return self._timed_out(wait, gone)
         return found or self._timed_out(wait, None)
 
-    def broken(self, wait: Wait, text: str, *, patient: bool = False) -> PeerError:
-        """The error that says why a connection has broken, as far as this rank or the store knows; else that of `text`.
-
-        `patient` tells the others what this rank waits for and gives them a moment to do the same.
-        """
+    def broken(self, wait: Wait, text: str) -> PeerError:
+        """The error that says why a connection has broken, as far as this rank or the store knows; else of `text`."""
         try:
-            return self._reason(wait, patient=patient) or PeerError(text)
+            return self._reason(wait, patient=False) or PeerError(text)
         except RuntimeError as gone:  # the broken connection is all that is known
             return PeerError(f"{text}; {self._client.silence(gone)}")
+
+    def disagreed(self, wait: Wait, text: str) -> PeerError:
+        """The error of a rank that was sent something else: of both ranks' exchanges where the other waits, too.
+
+        Tells the others what this rank waits for and gives them a moment to do the same; else the error is of `text`.
+        """
+        try:
+            return self._reason(wait, patient=True) or MismatchError(text)
+        except RuntimeError as gone:
+            return MismatchError(f"{text}; {self._client.silence(gone)}")
 
     def _peer_waits(self, wait: Wait) -> bool:
         """Whether all ranks that are waited for have said that they wait as well: they know who is at fault."""
@@ -303,7 +310,9 @@ class Watch:
 
     def _mismatch(self, wait: Wait) -> MismatchError | None:
         for rank, other in self._notices.waiting(wait.key, wait.ranks).items():
-            reason = disagreement(wait, self._rank, rank, wait.key, *other)
+            reason = disagreement(wait, self._rank, rank, wait.key, *other) or past_disagreement(
+                wait, self._rank, rank, other
+            )
             if reason is not None:
                 return reason
         return None
@@ -331,4 +340,20 @@ def disagreement(
     return MismatchError(
         f"ranks disagree at exchange {sequence}: rank {rank} runs {wait.description}, rank {other} runs "
         f"{description}; all ranks must {wait.must}"
+    )
+
+
+def past_disagreement(wait: Wait, rank: int, other: int, waiting: Waiting) -> MismatchError | None:
+    """The error where rank `other` still waits in an exchange instead of which `rank` has run something else.
+
+    It may have sent what nobody expects and received what it did, so that no message of its own has shown that.
+    """
+    if waiting.sequence >= wait.sequence:
+        return None
+    ran = wait.record.ran(waiting.sequence)
+    if ran is None or ran.fingerprint == waiting.fingerprint:
+        return None
+    return MismatchError(
+        f"ranks disagree at exchange {waiting.sequence}: rank {rank} ran {ran.text}, rank {other} runs "
+        f"{waiting.description}; all ranks must {wait.must}"
     )
