@@ -146,9 +146,10 @@ class SharedMemoryGroup:
             found = world.current()
             if not isinstance(found, ProcessWorld):
                 raise WorldError("a process group was used by a rank that is a thread; it connects processes")
-            context = found.join(f"{self._name} in shared memory", tuple(sorted(self._ranks)), self.timeout)
-            arenas = map_arenas(context, _ARENA_BYTES)
-            self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
+            name, ranks = f"{self._name} in shared memory", tuple(sorted(self._ranks))
+            with found.joining(name, ranks, self.timeout) as context:
+                arenas = map_arenas(context, _ARENA_BYTES)
+                self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
             self._world, self._timeout_s = found, self.timeout.total_seconds()
             self._made.clear()
             if self._communicator is not None:

@@ -16,6 +16,7 @@ from tritondt.comm.daemons import start_daemon
 from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import Slice
+from tritondt.comm.store import presence
 from tritondt.comm.store.client import SilentStoreError, StoreClient
 from tritondt.comm.store.notices import Failed, Notices, Waiting
 from tritondt.errors import MismatchError, PeerError
@@ -139,10 +140,14 @@ class Watch:
         """Reports that this rank takes part in no more exchanges; RuntimeError where the store does not answer."""
         self._notices.report_for_good(key, error)
 
-    def failure(self, key: str) -> Failed | None:
-        """The failure for good that another rank has reported; None where the store is silent, as the timeout tells."""
+    def failure(self, key: str, missing: Sequence[int] = ()) -> Failed | None:
+        """The failure for good that another rank has reported, or the end of one of the `missing` ranks of this host.
+
+        None where the store is silent, as the timeout tells.
+        """
         with suppress(SilentStoreError):
-            return self._notices.failure(key, 0)
+            found = self._notices.failure(key, 0)
+            return found or self._client.call(lambda _: presence.ended(self._client.presence, missing))
         return None
 
     def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:

@@ -45,7 +45,7 @@ class SocketCommunicator(PackedCommunicator):
 
     def _raise_failure_of_others(self, missing: Sequence[int]) -> None:
         """Raises PeerError where a rank that this one is about to connect to has failed."""
-        found = self._watch.failure(self._key)
+        found = self._watch.failure(self._key, [self._ranks[place] for place in missing])
         if found is not None:
             connecting = f"rank {self._rank} connected to ranks {list(self._ranks)}"
             raise PeerError(f"rank {found.rank} failed while {connecting}: {found.error}")

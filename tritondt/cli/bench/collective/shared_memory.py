@@ -54,10 +54,10 @@ def redistribution(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensor
 @lru_cache(maxsize=1)
 def _communicator(of: ProcessWorld) -> DirectCommunicator | None:
     """The communicator of all ranks of a world through arenas, made at the first call, which is collective."""
-    context = of.join(_NAME, tuple(range(of.identity.size)), of.timeout)
-    arenas = map_arenas(context)
-    if arenas is None:
-        return None
-    made = DirectCommunicator(context, arenas)
+    with of.joining(_NAME, tuple(range(of.identity.size)), of.timeout) as context:
+        arenas = map_arenas(context)
+        if arenas is None:
+            return None
+        made = DirectCommunicator(context, arenas)
     of.keep(_NAME, made)
     return made
