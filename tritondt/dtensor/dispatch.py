@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._ops import OpOverload
 
+from tritondt import identity
 from tritondt._C import make_call_splitter
 from tritondt.dtensor.compiled_call import (
     Compiled,
@@ -81,6 +82,7 @@ class Dispatcher:
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_change(self._operators.clear)
+        identity.on_end(self._operators.clear)
         self.dispatch = self._make_dispatch()
 
     def num_signatures(self, op: OpOverload) -> int:

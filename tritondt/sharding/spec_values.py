@@ -53,3 +53,6 @@ def _spec_of_rank(who: Identity, text: str) -> DTensorSpec:
     of_mesh = tuple(shape), None if names is None else tuple(names), tuple(ranks), device_type
     of_shape, stride, order = (tuple(item) for item in rest)
     return spec_from((of_mesh, (placements, of_shape, stride, order)), getattr(torch, dtype))
+
+
+identity.on_end(_spec_of_rank.cache_clear)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.comm import registry
+from tritondt import identity
 from tritondt.errors import LocalTensorError
 from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
@@ -183,4 +183,4 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-registry.on_end(_rotated.cache_clear)
+identity.on_end(_rotated.cache_clear)

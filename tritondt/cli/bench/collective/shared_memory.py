@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 import tritondt as T
+from tritondt import identity
 from tritondt.cli.bench.collective import engine
 from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 from tritondt.comm import world
@@ -61,3 +62,6 @@ def _communicator(of: ProcessWorld) -> DirectCommunicator | None:
         made = DirectCommunicator(context, arenas)
     of.keep(_NAME, made)
     return made
+
+
+identity.on_end(_communicator.cache_clear)
