@@ -159,3 +159,4 @@ def _merged(steps: Sequence[CompiledStep], own: int, description: str) -> Transf
 
 
 identity.on_end(compiled_list.cache_clear)
+identity.on_end(groups_of.cache_clear)
