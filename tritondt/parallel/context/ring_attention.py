@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt import identity
 from tritondt.errors import LocalTensorError
 from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
-from tritondt.redistribution.run import redistribute_local, redistribute_local_async
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -55,6 +55,15 @@ def ring_attention(
     """
     mesh, rank = axis_mesh(device_mesh, "ring_attention")
     cut = SequenceCut(length, mesh.shape[0], balanced)
+    with refusing(mesh):
+        _check(query, key, value, cut, rank)
+    ring = _Ring(mesh, rank, cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cut: SequenceCut, rank: int) -> None:
+    """Refuses tensors that are not the parts of rank `rank` of a cut sequence."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.ndim != 4:
             raise LocalTensorError(
@@ -67,9 +76,6 @@ def ring_attention(
             f"ring_attention got {query.shape[1]} heads, key {tuple(key.shape)} and value {tuple(value.shape)}; "
             "allowed are keys and values of one batch and number of heads that divides the heads"
         )
-    ring = _Ring(mesh, rank, cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
-    found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
-    return found
 
 
 class _Ring(NamedTuple):

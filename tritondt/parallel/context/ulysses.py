@@ -8,6 +8,7 @@ from tritondt.dtensor.many import redistribute_many
 from tritondt.dtensor.tensor import DTensor
 from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_length
 from tritondt.parallel.feature_cut import FeatureCut
+from tritondt.redistribution.run import refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 
@@ -46,8 +47,10 @@ def ulysses_attention(
     cut = SequenceCut(length, mesh.shape[0])
     group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
     moves = []
-    for name, local, unit in (("query", query, group), ("key", key, 1), ("value", value, 1)):
-        check_length(name, local, _SEQUENCE, cut, rank)
+    with refusing(mesh):
+        for name, local in (("query", query), ("key", key), ("value", value)):
+            check_length(name, local, _SEQUENCE, cut, rank)
+    for local, unit in ((query, group), (key, 1), (value, 1)):
         shape = (*local.shape[:_SEQUENCE], length, local.shape[-1])
         part = DTensor.from_local(
             local, mesh, [Shard(_SEQUENCE)], shape=shape, stride=torch.empty(shape, device="meta").stride()
