@@ -230,7 +230,15 @@ class Router:
         work = None
         if self._shared_memory is not None:
             work = self._shared_memory.run(kind, describe, arguments, timeout_s)
-        return getattr(self.over_gloo, kind)(*arguments) if work is None else work
+        if work is not None:
+            return work
+        try:
+            return getattr(self.over_gloo, kind)(*arguments)
+        except Exception as error:
+            # The others may wait in shared memory, where their own arguments are right.
+            if self._shared_memory is not None:
+                self._shared_memory.refuse(error, describe(*arguments))
+            raise
 
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         """The Work of tensors to a rank of the group ("send") or from one ("recv"); Gloo alone looks at the tag."""

@@ -70,6 +70,13 @@ class SharedMemoryGroup:
         with self._turn:
             return self._issue(call, text, timeout_s) if is_async else self._run_now(call, text, timeout_s)
 
+    def refuse(self, error: Exception, text: str) -> None:
+        """Tells the others why this rank takes no part in the next collective, which counts as run."""
+        with self._turn:
+            communicator = self._current(lambda: text)
+            if communicator is not None and communicator.is_usable:
+                communicator.refuse(error)
+
     def _run_now(self, call: Call, text: Callable[[], str], timeout_s: float) -> FinishedWork | None:
         communicator = self._current(text)
         if communicator is None:
