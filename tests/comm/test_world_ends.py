@@ -49,14 +49,15 @@ def held() -> Held:
 
 
 def operators(mesh: Any, folder: str) -> None:
-    x = T.distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [T.Shard(0)]).requires_grad_()
+    x: Any = T.distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [T.Shard(0)]).requires_grad_()
     loss = nn.functional.gelu(x @ x.t()).sum() + x.redistribute(placements=[T.Shard(1)], async_op=True).norm()
     loss.full_tensor().backward()
     T.explain(x, [T.Replicate()])
     T.redistribute_many([(x.detach(), [T.Replicate()]), (x.detach(), [T.Shard(1)])])
     alone = T.Mesh((1,), ranks=(0,))
     x.detach().redistribute(alone, [T.Replicate()])
-    T.DTensor.from_local(torch.ones(2, 2), mesh, [T.Shard(0)], run_check=True).to_torch()
+    y: Any = T.DTensor.from_local(torch.ones(2, 2), mesh, [T.Shard(0)], run_check=True)
+    y.to_torch()
     local_map(lambda part: part + 1, out_placements=[T.Shard(0)], in_placements=([T.Shard(0)],), device_mesh=mesh)(x)
     T.randn(4, 4, device_mesh=mesh, placements=[T.Shard(0)]).sort(0)
 
