@@ -5,7 +5,7 @@ from typing import Any, Literal, NoReturn, TypeAlias, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
-_Outcome = tuple[Literal["done", "pending", "closed", "mismatch", "interrupted", "expired"], int]
+_Outcome = tuple[Literal["done", "pending", "closed", "mismatch", "unexpected", "interrupted", "expired"], int]
 _Calls = Sequence[tuple[str, int, int, int, str, _Op, int]]
 _Messages = Sequence[tuple[int, int, int]]  # (peer, address or offset, bytes)
 _Memory = tuple[int, int]  # an address and a count, or a first and an end

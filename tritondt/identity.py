@@ -1,14 +1,15 @@
 """Identity of the calling thread: its rank, and the world of that rank.
 
 A world lasts from one initialisation of torch.distributed to the next; each has a generation of its own, so
-that nothing made in one is taken for part of another. Thread ranks declare theirs with `assumed`.
+that nothing made in one is taken for part of another. Thread ranks declare theirs with `assumed`. Caches of what was
+made in a world (meshes, specs, plans, communicators) register here, so that nothing of it outlives the world.
 """
 
 import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
@@ -36,12 +37,24 @@ class _Assumed(threading.local):
 _assumed = _Assumed()
 _generations = count(1)
 _lock = threading.Lock()
+_on_end: list[Callable[[], object]] = []
 _known: dict[int, tuple["weakref.ref[Any]", Identity]] = {}
 
 
 def new_generation() -> int:
     """A number that no other world of this process has."""
     return next(_generations)
+
+
+def on_end(forget: Callable[[], object]) -> None:
+    """Calls `forget` whenever a world has ended, for caches that keep meshes, specs or communicators."""
+    _on_end.append(forget)
+
+
+def forget_ended() -> None:
+    """Lets all caches forget what was made in a world that has ended."""
+    for forget in _on_end:
+        forget()
 
 
 @contextmanager

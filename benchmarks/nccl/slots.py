@@ -29,15 +29,13 @@ def communicators(where: str) -> dict[str, NcclCommunicator]:
     device, here, ranks = device_of(where), world.current(), tuple(range(dist.get_world_size()))
     assert isinstance(here, ProcessWorld), "a rank is a process"
     os.environ["TRITONDT_DIRECT"] = "1"
-    context = here.join("slots, for the benchmark", ranks, here.timeout)
     driver = CudaDriver if where == "gpu" else lambda: CudaDriver(str(build()))
-    arenas = share_device_arenas(context, 0, torch.device(device.kind), driver)
-    assert arenas is not None, "the ranks share no memory of a GPU"
-    alone = here.join("messages, for the benchmark", ranks, here.timeout)
-    return {
-        "slots": NcclCommunicator(context, device.library, device.streams, arenas),
-        MESSAGES: NcclCommunicator(alone, device.library, device.streams),
-    }
+    with here.joining("slots, for the benchmark", ranks, here.timeout) as context:
+        arenas = share_device_arenas(context, 0, torch.device(device.kind), driver)
+        assert arenas is not None, "the ranks share no memory of a GPU"
+        in_slots = NcclCommunicator(context, device.library, device.streams, arenas)
+    with here.joining("messages, for the benchmark", ranks, here.timeout) as alone:
+        return {"slots": in_slots, MESSAGES: NcclCommunicator(alone, device.library, device.streams)}
 
 
 def redistribution_in_slots(rank: int, where: str, shape: tuple[int, int], source: str, target: str) -> dict[str, Any]:

@@ -18,6 +18,8 @@ inline const char* name_of(Outcome outcome) {
       return "closed";
     case Outcome::kMismatch:
       return "mismatch";
+    case Outcome::kUnexpected:
+      return "unexpected";
     case Outcome::kInterrupted:
       return "interrupted";
     case Outcome::kExpired:

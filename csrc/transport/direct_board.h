@@ -20,9 +20,11 @@ inline std::size_t parity_of(std::uint64_t round) { return (round / kMaxRounds +
 // What lies at the start of a rank's arena: what it has for whom, and how far it has read, written
 // by that rank alone, and two bells, which the others ring. Behind it are two slots of messages.
 
-// A message for one peer in the slot of its round. `sequence` is written last.
+// A message for one peer in the slot of its round. `sequence` is written last; `before` is that of
+// the message for this peer before, 0 for the first: a receiver that missed one finds out.
 struct alignas(64) Announcement {
   std::atomic<std::uint64_t> sequence;
+  std::atomic<std::uint64_t> before;
   std::atomic<std::uint64_t> tag;
   std::atomic<std::uint64_t> offset;  // in the arena
   std::atomic<std::uint64_t> num_bytes;

@@ -38,7 +38,10 @@ DirectGroup::DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> 
       board_bytes_(DirectBoard::num_bytes(arenas_.size())),
       slot_bytes_(arenas_.empty() || arenas_[0] == nullptr
                       ? 0
-                      : slot_bytes(arenas_[0]->num_bytes(), arenas_.size())) {
+                      : slot_bytes(arenas_[0]->num_bytes(), arenas_.size())),
+      last_sent_(arenas_.size(), 0),
+      last_read_(arenas_.size(), 0),
+      read_at_{last_read_, last_read_} {
   if (place_ >= arenas_.size() || sockets_.size() != arenas_.size()) {
     throw std::invalid_argument("a rank at place " + std::to_string(place_) + " was given " +
                                 std::to_string(arenas_.size()) + " arenas and " +
@@ -192,6 +195,8 @@ void DirectGroup::send() {
     announcement.tag.store(tag_, std::memory_order_relaxed);
     announcement.offset.store(slot + message.offset, std::memory_order_relaxed);
     announcement.num_bytes.store(message.num_bytes, std::memory_order_relaxed);
+    announcement.before.store(last_sent_[message.peer], std::memory_order_relaxed);
+    last_sent_[message.peer] = sequence_;
     announcement.sequence.store(sequence_, std::memory_order_release);
     ring(&boards_[message.peer].arrivals());
     readers.peers.push_back(message.peer);
@@ -201,13 +206,19 @@ void DirectGroup::send() {
 
 Ending DirectGroup::await_arrivals() {
   arrived_.assign(arenas_.size(), 0);
+  int num_looks = 0;
   return await(boards_[place_].arrivals(), [&] {
     pending_.clear();
+    // Not at every look while it spins: of many ranks that takes longer than the look itself.
+    if (num_looks++ == 0 || num_looks > num_spins_) {
+      const std::int64_t peer = unexpected();
+      if (peer >= 0) return Ending{Outcome::kUnexpected, peer};
+    }
     for (const SlotMessage& message : receives_) {
       if (arrived_[message.peer] != 0) continue;
       const Outcome outcome = look(message);
       if (outcome == Outcome::kPending) pending_.push_back(message.peer);
-      if (outcome == Outcome::kMismatch) {
+      if (outcome == Outcome::kMismatch || outcome == Outcome::kUnexpected) {
         return Ending{outcome, static_cast<std::int64_t>(message.peer)};
       }
     }
@@ -232,13 +243,38 @@ Outcome DirectGroup::look(const SlotMessage& message) {
   const std::uint64_t offset = found.offset.load(std::memory_order_relaxed);
   const std::uint64_t num_bytes = found.num_bytes.load(std::memory_order_relaxed);
   const std::uint64_t arena_bytes = arenas_[message.peer]->num_bytes();
+  const std::uint64_t before = found.before.load(std::memory_order_relaxed);
+  const bool is_new = read_at_[parity][message.peer] != sequence;  // else `finish` looks again
+  if (is_new && before != last_read_[message.peer] && before > skipped_) {
+    return Outcome::kUnexpected;
+  }
   if (sequence != sequence_ || tag != tag_ || num_bytes != message.num_bytes ||
       offset < board_bytes_ || offset > arena_bytes || num_bytes > arena_bytes - offset ||
       offset % 64 != 0) {
     return Outcome::kMismatch;
   }
   arrived_[message.peer] = reinterpret_cast<std::uintptr_t>(arenas_[message.peer]->base()) + offset;
+  last_read_[message.peer] = read_at_[parity][message.peer] = sequence;
   return Outcome::kDone;
+}
+
+// A peer that has sent this rank a message of this round, or of one before, that it did not expect;
+// -1 where there is none. One that is overwritten by the next is found by what that says of it.
+std::int64_t DirectGroup::unexpected() const {
+  for (std::size_t peer = 0; peer < boards_.size(); ++peer) {
+    for (std::size_t parity = 0; parity < 2 && peer != place_; ++parity) {
+      const std::uint64_t sequence =
+          boards_[peer].announcement(parity, place_).sequence.load(std::memory_order_acquire);
+      if (sequence <= skipped_ || sequence > sequence_ || sequence == read_at_[parity][peer]) {
+        continue;
+      }
+      const auto is_from = [&](const SlotMessage& message) { return message.peer == peer; };
+      if (sequence < sequence_ || std::none_of(receives_.begin(), receives_.end(), is_from)) {
+        return static_cast<std::int64_t>(peer);
+      }
+    }
+  }
+  return -1;
 }
 
 void DirectGroup::end_round() {
@@ -253,6 +289,7 @@ void DirectGroup::end_round() {
 void DirectGroup::skip(std::uint64_t sequence) {
   if (boards_.empty()) return;
   sequence_ = std::max(sequence_, first_round_of(sequence) + kMaxRounds - 1);
+  skipped_ = sequence_;
   boards_[place_].read().sequence.store(sequence_);
   for (const DirectBoard& board : boards_) ring(&board.readings());
 }

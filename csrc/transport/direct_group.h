@@ -24,7 +24,8 @@ namespace tritondt {
 // Receivers check the announcement against what they expect and unpack from the sender's memory. A
 // slot is packed again when all have said that they have read it. What a peer announces is checked
 // before it is used: it may come from a rank that does something else, but cannot make this one
-// read outside the arena. That a peer has left is seen at its socket.
+// read outside the arena. A message that this rank was sent and does not expect ends the exchange
+// in which it is found. That a peer has left is seen at its socket.
 //
 // One thread at a time calls `run`, `finish` and `skip`; `interrupt` may be called from any thread.
 class DirectGroup : public TimedExchange {
@@ -89,6 +90,7 @@ class DirectGroup : public TimedExchange {
   void send();
   Ending await_arrivals();
   Outcome look(const SlotMessage& message);
+  std::int64_t unexpected() const;
   void end_round();
   template <typename Look>
   Ending await(Bell& bell, const Look& look);
@@ -115,6 +117,11 @@ class DirectGroup : public TimedExchange {
     std::vector<std::size_t> peers;
   };
   Readers readers_[2];
+
+  // By peer: the last message that it was sent, the last that was read of it, and those that were
+  // read from either of its announcements. What came up to `skipped_` may stay unread.
+  std::vector<std::uint64_t> last_sent_, last_read_, read_at_[2];
+  std::uint64_t skipped_ = 0;
 
   // The exchange under way: its round, and the round's number among all of this group's.
   Step step_ = Step::kDone;

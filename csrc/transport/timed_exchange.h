@@ -6,8 +6,9 @@
 
 namespace tritondt {
 
-// How an exchange of messages ended, and at which peer where it did not end well.
-enum class Outcome { kDone, kPending, kClosed, kMismatch, kInterrupted, kExpired };
+// How an exchange of messages ended, and at which peer where it did not end well: it closed its
+// connection, sent something else, or sent something that nothing here expects.
+enum class Outcome { kDone, kPending, kClosed, kMismatch, kUnexpected, kInterrupted, kExpired };
 
 struct Ending {
   Outcome outcome;

@@ -182,17 +182,70 @@ def test_distributed_already():
 @pytest.mark.parametrize(
     ("odd", "named"),
     [
-        (torch.zeros(7, 6), r"\(7, 5\) float32 as \(S0\) on rank 1, but with \(7, 6\) float32 as \(S0\) on rank 2"),
-        (torch.zeros(7, 5).double(), r"float32 as \(S0\) on rank 1, but with \(7, 5\) float64 as \(S0\) on rank 2"),
-        (nn.Parameter(FULL), r"on rank 1, but with \(7, 5\) float32 as \(S0\), requiring gradients on rank 2"),
+        (torch.zeros(7, 6), r"\(7, 5\) float32 as \(S0\) on rank 0, but with \(7, 6\) float32 as \(S0\) on rank 2"),
+        (torch.zeros(7, 5).double(), r"float32 as \(S0\) on rank 0, but with \(7, 5\) float64 as \(S0\) on rank 2"),
+        (nn.Parameter(FULL), r"on rank 0, but with \(7, 5\) float32 as \(S0\), requiring gradients on rank 2"),
     ],
 )
 def test_what_is_not_alike_is_refused_on_all_ranks(odd, named):
     def body(rank):
         with pytest.raises(T.MismatchError, match=named):
-            T.distribute_tensor(odd if rank == 2 else FULL, T.Mesh((3,)), [T.Shard(0)], src_data_rank=1)
+            T.distribute_tensor(odd if rank == 2 else FULL, T.Mesh((3,)), [T.Shard(0)])
         # Nothing is broken by it.
         T.distribute_tensor(FULL, T.Mesh((3,)), [T.Shard(0)])
+
+    run_ranks(3, body)
+
+
+def test_sources_that_differ_are_refused_on_all_ranks():
+    def body(rank):
+        message = (
+            r"distribute_tensor was called with \(7, 5\) float32 as \(S0\) on rank 0, but with \(7, 5\) float32 as "
+            r"\(S0\) with src_data_rank=1 on rank 1; all ranks must call it for the same tensor"
+        )
+        with pytest.raises(T.MismatchError, match=message):
+            T.distribute_tensor(FULL + rank, T.Mesh((3,)), [T.Shard(0)], src_data_rank=rank)
+        found = T.distribute_tensor(FULL + rank, T.Mesh((3,)), [T.Shard(0)], src_data_rank=2)
+        torch.testing.assert_close(found.full_tensor(), FULL + 2, rtol=0, atol=0)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "message"),
+    [
+        (
+            lambda mesh: T.distribute_tensor(FULL.to_sparse(), mesh, [T.Shard(0)]),
+            T.TransportError,
+            r"distribute_tensor takes a strided tensor, got torch.sparse_coo; call to_dense\(\) first",
+        ),
+        (
+            lambda mesh: T.distribute_tensor(FULL.clone().requires_grad_() * 2, mesh, [T.Shard(0)]),
+            T.LocalTensorError,
+            "takes a leaf of the autograd graph, got the result of an operator",
+        ),
+        (lambda mesh: T.distribute_tensor(FULL, mesh, [T.Shard(2)]), T.LayoutError, "axis 0 shards dim 2"),
+        (
+            lambda mesh: T.distribute_tensor(FULL, mesh, [T.Shard(0)], src_data_rank=5),
+            T.MeshError,
+            r"src_data_rank=5 is a coordinate on every axis of .*; allowed are 0\.\.2",
+        ),
+    ],
+    ids=["sparse", "not a leaf", "no such dim", "no such source"],
+)
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refusal_of_one_rank_reaches_all_and_the_world_goes_on(call, kind, message, refusing):
+    def body(rank):
+        mesh = T.Mesh((3,))
+        for _ in range(2):
+            if rank == refusing:
+                with pytest.raises(kind, match=message):
+                    call(mesh)
+            else:
+                with pytest.raises(T.MismatchError, match=rf"what it refused \((.|\n)*on rank {refusing}"):
+                    T.distribute_tensor(FULL, mesh, [T.Shard(0)])
+        found = T.distribute_tensor(FULL + rank, mesh, [T.Shard(0)])
+        torch.testing.assert_close(found.full_tensor(), FULL, rtol=0, atol=0)
 
     run_ranks(3, body)
 

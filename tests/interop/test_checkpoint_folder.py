@@ -244,7 +244,7 @@ def test_all_ranks_are_told(three_ranks: GlooRanks, tmp_path: Path) -> None:
     assert "rank 0 failed while beginning a checkpoint" in unwritable
 
 
-def fail_to_copy(rank: int, folder: str) -> str:
+def fail_to_copy(rank: int, folder: str, how: str) -> str:
     """What ranks are told where one cannot copy its part, before anything is written; the next save is as any other."""
 
     class Unreadable:
@@ -257,16 +257,28 @@ def fail_to_copy(rank: int, folder: str) -> str:
             raise AssertionError("nothing is loaded")
 
     checkpoints = CheckpointFolder(folder)
+    calls: dict[str, Callable[[], object]] = {
+        "async_save": lambda: checkpoints.async_save({"model": Unreadable()}, 1),
+        "save": lambda: checkpoints.save({"model": Unreadable()}, 1),
+        "load": lambda: checkpoints.load({"model": Unreadable()}, is_partial=True),
+    }
+    if how == "load":
+        checkpoints.save({"model": {"part": torch.ones(3)}}, 0)
     with pytest.raises(CheckpointError) as raised:
-        checkpoints.async_save({"model": Unreadable()}, 1)
+        calls[how]()
     assert checkpoints.async_save(cut(0.0, T.Mesh((3,)), T.Shard(0)), 2).result().step == 2
     return str(raised.value)
 
 
-def test_a_rank_that_cannot_copy_its_part_tells_the_others(three_ranks: GlooRanks, tmp_path: Path) -> None:
-    told = three_ranks.run(fail_to_copy, str(tmp_path))
+@pytest.mark.parametrize(
+    ("how", "doing"), [("async_save", "copying the state"), ("save", "taking the state"), ("load", "taking the state")]
+)
+def test_a_rank_that_cannot_give_its_part_tells_the_others(
+    three_ranks: GlooRanks, tmp_path: Path, how: str, doing: str
+) -> None:
+    told = three_ranks.run(fail_to_copy, str(tmp_path), how)
     assert len(set(told)) == 1
-    assert told[0].startswith("rank 2 failed while copying the state for ")
+    assert told[0].startswith(f"rank 2 failed while {doing} for ")
     assert told[0].endswith("RuntimeError: out of memory")
 
 

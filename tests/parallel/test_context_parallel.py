@@ -130,6 +130,17 @@ def test_balanced_parts_have_equally_many_pairs_under_a_causal_mask():
     assert max(runs) > 6 * min(runs)
 
 
+@pytest.mark.parametrize("attention", [ring_attention, ulysses_attention])
+def test_the_others_hear_of_a_part_that_one_rank_does_not_have(attention):
+    def body(rank: int) -> None:
+        part = torch.ones(1, 3, 2, 4)
+        odd = part[:, :, 1:] if rank == 1 else part
+        with pytest.raises(T.LocalTensorError if rank == 1 else T.PeerError, match="query has 1 positions along dim 2"):
+            attention(odd, part, part, T.Mesh((3,)), length=6)
+
+    run_ranks(3, body)
+
+
 def test_parts_that_no_sequence_has_are_refused():
     def body(rank: int) -> None:
         mesh, part = T.Mesh((2,)), torch.ones(1, 2, 3, 4)

@@ -192,6 +192,68 @@ def test_ranks_that_disagree_are_told_and_go_on(ranks: GlooRanks) -> None:
         assert found == 10
 
 
+ROOTED: dict[str, Callable[[int, torch.Tensor, Any], Any]] = {
+    "broadcast": lambda root, x, group: dist.broadcast(x, root, group=group),
+    "reduce": lambda root, x, group: dist.reduce(x, root, group=group),
+    "gather": lambda root, x, group: dist.gather(
+        x, [torch.empty_like(x) for _ in range(4)] if dist.get_rank() == root else None, root, group=group
+    ),
+    "scatter": lambda root, x, group: dist.scatter(
+        x, [torch.ones_like(x)] * 4 if dist.get_rank() == root else None, root, group=group
+    ),
+}
+
+
+def name_other_roots(rank: int, kind: str, roots: tuple[int, ...]) -> list[str]:
+    """The errors of a collective of other roots, or of what follows; then all go on in a new world."""
+    group: Any = dist.new_group(backend="tritondt")
+    told = []
+    try:
+        ROOTED[kind](roots[rank], own(rank, 6), group)
+        dist.all_reduce(own(rank), group=group)
+    except T.PeerError as error:
+        told.append(f"{type(error).__name__}: {error}")
+    T.abort()
+    dist.all_reduce(x := own(rank), group=group)
+    assert x[0] == 10
+    dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.parametrize("kind", ROOTED)
+@pytest.mark.parametrize("roots", [(0, 0, 1, 0), (0, 1, 2, 3)], ids=["one other", "all others"])
+def test_other_roots_are_found_by_those_that_wait_or_by_the_next_collective(
+    ranks: GlooRanks, kind: str, roots: tuple[int, ...]
+) -> None:
+    for told in ranks.run(name_other_roots, kind, roots):
+        assert len(told) == 1, told
+        assert kind in told[0], told
+        assert "root" in told[0], told
+
+
+def refuse_alone(rank: int, is_first: bool) -> str:
+    """Rank 1 gives a sparse tensor, which Gloo refuses; the others hear why, and all go on in a new world."""
+    group: Any = dist.new_group(backend="tritondt")
+    if not is_first:
+        dist.all_reduce(own(rank), group=group)
+    outputs, given = [torch.empty(4) for _ in range(4)], own(rank, 4)
+    with pytest.raises(RuntimeError) as error:
+        dist.all_gather(outputs, given.to_sparse() if rank == 1 else given, group=group)
+    T.abort()
+    dist.all_reduce(x := own(rank), group=group)
+    assert x[0] == 10
+    dist.destroy_process_group(group)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_the_others_hear_what_gloo_refuses_on_one_rank(ranks: GlooRanks, is_first: bool) -> None:
+    told = ranks.run(refuse_alone, is_first)
+    for rank in (0, 2, 3):
+        assert told[rank].startswith(f"PeerError: rank 1 failed while rank {rank} waited for rank"), told
+        assert "NotImplementedError: Could not run 'c10d::allgather_' with arguments from the 'Sparse" in told[rank]
+
+
 def die(rank: int) -> str:
     dist.all_reduce(own(rank))
     if rank == 2:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class Answers:
             if now >= self._deadline:
                 raise self._late(keys)
             if now >= next_look:
-                self.look()
+                self.look(self._missing(keys))
                 next_look = now + INTERVAL_S
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -56,9 +56,9 @@ class Answers:
     def _call(self, function: Callable[[dist.Store], Result]) -> Result:
         return self._context.client.call(function, max(self._deadline - time.monotonic(), PATIENCE_S))
 
-    def look(self) -> None:
-        """Raises PeerError where another rank of the communicator has failed."""
-        found = self._context.watch.failure(self._context.key)
+    def look(self, missing: Sequence[int] = ()) -> None:
+        """Raises PeerError where another rank of the communicator has failed, or one of those that are `missing`."""
+        found = self._context.watch.failure(self._context.key, missing)
         if found is not None:
             raise PeerError(
                 f"rank {found.rank} failed while rank {self._context.rank} connected to ranks "
@@ -66,12 +66,15 @@ class Answers:
             )
 
     def _late(self, keys: Mapping[int, str]) -> PeerError:
-        missing = [
+        return PeerError(
+            f"rank {self._context.rank} waited {self._context.timeout.total_seconds():g} s for ranks "
+            f"{self._missing(keys)} to connect"
+        )
+
+    def _missing(self, keys: Mapping[int, str]) -> list[int]:
+        """Ranks whose keys are not there."""
+        return [
             self._context.ranks[other]
             for other, key in keys.items()
             if not self._call(lambda store, key=key: store.check([key]))  # type: ignore[misc]
         ]
-        return PeerError(
-            f"rank {self._context.rank} waited {self._context.timeout.total_seconds():g} s for ranks {missing} to "
-            "connect"
-        )

@@ -37,7 +37,8 @@ class Transfer:
     where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
     exchange and differs between exchanges; `description` is what error messages say. All tensors are on `device`.
     With `wire_dtype` messages hold that dtype, a narrower one than all tensors have, and what stays is rounded alike.
-    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor.
+    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor. With `has_roles`
+    ranks have roles of their own, such as sender and receiver, and may ask for it from different lines.
     """
 
     exchange: Exchange
@@ -50,6 +51,7 @@ class Transfer:
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
     collective: Collective | None = None
+    has_roles: bool = False
     result_bytes: int = 0  # of this rank, where this writes a part of a tensor, or is one of a list of transfers
     # What each communicator that has exchanged it made of it.
     compiled: dict[object, Any] = field(default_factory=dict, init=False, repr=False)

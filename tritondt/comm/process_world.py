@@ -4,13 +4,14 @@ A communicator is made on first use, by exactly the ranks in it, under a store p
 through new_group, whose counters diverge when only some ranks call it.
 """
 
+import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +33,7 @@ from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
 from tritondt.comm.secret import Secret
-from tritondt.comm.store import starts
+from tritondt.comm.store import presence, starts
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
@@ -77,12 +78,17 @@ class ProcessWorld:
 
     def __init__(self, who: Identity) -> None:
         self.identity = who
+        self._has_refused = False
         self._timeout = environment.timeout()
         store: Any = dist.distributed_c10d._get_default_store()
         starts.check_keys(store)
-        self._store = dist.PrefixStore("tritondt", store)
+        self._store, self._presence = dist.PrefixStore("tritondt", store), presence.of_group(store)
+        presence.announce(self._presence, who.rank)
         self._store_host = StoreHost(store)
-        self._store_client = StoreClient(dist.PrefixStore("tritondt", store.clone()), self._store_host)
+        asked: Any = store.clone()
+        self._store_client = StoreClient(
+            dist.PrefixStore("tritondt", asked), self._store_host, presence.of_group(asked)
+        )
         self._watch = Watch(self._store_client, who.rank)
         asked_filter()  # what is not allowed is refused now, on all ranks
         if environment.transport() == "gloo":
@@ -142,26 +148,62 @@ class ProcessWorld:
                 f"{' and '.join(transports)}"
             )
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
-        return make(self.join(name, ranks, self._timeout))
+        with self.joining(name, ranks, self._timeout) as context:
+            return make(context)
 
-    def join(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> ProcessContext:
-        """This rank's part in a communicator of `ranks`, when all have come; PeerError where some do not.
+    @contextmanager
+    def joining(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> Iterator[ProcessContext]:
+        """This rank's part in a communicator of `ranks`, when all have come, for a body that makes the communicator.
 
-        WorldError where this rank has no secret, or another one than the rank that came first.
+        PeerError where some do not come, WorldError where this rank has no secret, or another one than the rank that
+        came first. The others, who wait for this rank, hear what is raised here or in the body.
         """
         if self._closed:
             raise _ended()
-        rendezvous = Rendezvous(self._store_client, name, ranks, timeout.total_seconds())
-        rendezvous.raise_missed(self.identity.rank)
-        self._rendezvous.append(rendezvous)
+        rendezvous = self._rendezvous_of(name, ranks, timeout.total_seconds())
+        secret = self._meet(rendezvous)
+        try:
+            yield self._context(rendezvous, secret, name, ranks, timeout)
+        except BaseException as error:
+            self._watch.report(rendezvous.key, None, error)
+            raise
+
+    def _rendezvous_of(self, name: str, ranks: tuple[int, ...], timeout_s: float) -> Rendezvous:
+        """The rendezvous of a communicator, in which this rank takes part."""
+        try:
+            made = Rendezvous(self._store_client, name, ranks, timeout_s)
+        except BaseException as error:  # before there is a key under which it could be reported
+            presence.refuse(self._presence, self.identity.rank, error)
+            self._has_refused = True
+            raise
+        if self._has_refused:
+            presence.take_part(self._presence, self.identity.rank)
+            self._has_refused = False
+        made.raise_missed(self.identity.rank)
+        self._rendezvous.append(made)
+        return made
+
+    def _meet(self, rendezvous: Rendezvous) -> Secret | None:
+        """This rank's secret, which the others have too, when all ranks have come."""
+        rank = self.identity.rank
         try:
             content = environment.secret()
             secret = None if content is None else Secret(content)
-            rendezvous.agree(self.identity.rank, "" if secret is None else secret.mark(rendezvous.key))
+            rendezvous.agree(rank, "" if secret is None else secret.mark(rendezvous.key))
         except WorldError as error:
-            rendezvous.refuse(self.identity.rank, error)
+            rendezvous.refuse(rank, error)
             raise
-        rendezvous.gather(self.identity.rank)
+        rendezvous.gather(rank)
+        return secret
+
+    def _context(
+        self,
+        rendezvous: Rendezvous,
+        secret: Secret | None,
+        name: str,
+        ranks: tuple[int, ...],
+        timeout: timedelta,
+    ) -> ProcessContext:
         self._store_client.call(self._store_host.look_up, timeout.total_seconds())
         return ProcessContext(
             name=name,
@@ -265,11 +307,49 @@ class ProcessWorld:
         """None: the next world of this process is made on first use."""
 
 
+_refusing = False
+
+
+def make_world(who: Identity) -> ProcessWorld:
+    """The world of this process; the others, who wait for this rank, hear why where it cannot be made."""
+    global _refusing
+    try:
+        made = ProcessWorld(who)
+    except BaseException as error:
+        presence.refuse(_presence(), who.rank, error)
+        _refusing = True
+        raise
+    if _refusing:
+        presence.take_part(_presence(), who.rank)
+        _refusing = False
+    return made
+
+
+def _presence() -> dist.Store:
+    store: Any = dist.distributed_c10d._get_default_store()
+    return presence.of_group(store)
+
+
 def _on_cpu(context: ProcessContext) -> Communicator:
-    if environment.transport() == "gloo":
+    uses_gloo = environment.transport() == "gloo"
+    _agree_on_gloo(context, uses_gloo)
+    if uses_gloo:
         return GlooCommunicator(context)
     arenas = share_arenas(context)
     return SocketCommunicator(context) if arenas is None else DirectCommunicator(context, arenas)
+
+
+def _agree_on_gloo(context: ProcessContext, uses_gloo: bool) -> None:
+    """WorldError where this rank's messages go over Gloo, and those of the rank that came first do not, or so."""
+    own = json.dumps([context.rank, "Gloo" if uses_gloo else "shared memory or sockets"])
+    key = f"{context.key}/messages"
+    found = context.client.call(lambda store: store.compare_set(key, "", own), context.timeout.total_seconds())
+    (rank, first), (_, here) = json.loads(found), json.loads(own)
+    if first != here:
+        raise WorldError(
+            f"rank {rank} exchanges messages of {context.name} over {first}, rank {context.rank} over {here}; set "
+            "TRITONDT_TRANSPORT alike on all ranks"
+        )
 
 
 def _on_gpu(context: ProcessContext) -> Communicator:

@@ -1,9 +1,10 @@
 """The worlds of this process, one per rank, by identity."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from tritondt import identity
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.monitor.flight import Flight
 from tritondt.identity import Identity
@@ -53,7 +54,6 @@ class World(Protocol):
 
 
 _worlds: dict[Identity, World] = {}
-_on_end: list[Callable[[], object]] = []
 
 
 def find(who: Identity) -> World | None:
@@ -76,24 +76,17 @@ def leave(who: Identity) -> World | None:
     return _worlds.pop(who, None)
 
 
-def on_end(forget: Callable[[], object]) -> None:
-    """Calls `forget` whenever a world has ended, for caches that keep communicators."""
-    _on_end.append(forget)
-
-
 def end(who: Identity) -> World | None:
     """Forgets the world of an identity and everything that was made of that world, and returns the world."""
     found = leave(who)
-    for forget in _on_end:
-        forget()
+    identity.forget_ended()
     return found
 
 
 def _after_fork() -> None:
     for who, world in tuple(_worlds.items()):
         _worlds[who] = world.inherited()
-    for forget in _on_end:
-        forget()
+    identity.forget_ended()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -15,7 +15,7 @@ from tritondt import identity
 from tritondt.comm import registry
 from tritondt.comm.fake_world import FakeWorld
 from tritondt.comm.forked import InheritedWorld
-from tritondt.comm.process_world import ProcessWorld
+from tritondt.comm.process_world import ProcessWorld, make_world
 from tritondt.comm.registry import World
 from tritondt.errors import WorldError
 from tritondt.errors.arguments import checked
@@ -71,7 +71,7 @@ def current() -> World:
 
 def _made(who: Identity) -> World:
     """A new world of this process, by the backend of torch.distributed's default group."""
-    return FakeWorld(who) if dist.get_backend() == "fake" else ProcessWorld(who)
+    return FakeWorld(who) if dist.get_backend() == "fake" else make_world(who)
 
 
 def close() -> None:

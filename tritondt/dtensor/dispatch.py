@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._ops import OpOverload
 
+from tritondt import identity
 from tritondt._C import make_call_splitter
 from tritondt.dtensor.call_keys import OPEN_NUMBERS, flat, plain_key, value_of
 from tritondt.dtensor.compiled_call import (
@@ -81,6 +82,7 @@ class Dispatcher:
         self._split = make_call_splitter(tensor_class)
         self._operators: dict[int, _Operator] = {}
         propagator.on_change(self._operators.clear)
+        identity.on_end(self._operators.clear)
         self.dispatch = self._make_dispatch()
 
     def num_signatures(self, op: OpOverload) -> int:

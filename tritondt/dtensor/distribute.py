@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -10,11 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError, check_not_of_torch
+from tritondt.errors import LayoutError, LocalTensorError, MeshError, TransportError, TritondtError
 from tritondt.errors.arguments import checked
-from tritondt.redistribution.agreement import check_agreed
+from tritondt.redistribution.agreement import agreed
 from tritondt.redistribution.given_local import given_local
-from tritondt.redistribution.run import redistribute_local
+from tritondt.redistribution.run import check_address, redistribute_local
 from tritondt.redistribution.send import distribute_from
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
@@ -48,26 +49,55 @@ def distribute_tensor(
     >>> run_ranks(2, rows)
     [[0, 1, 2], [3, 4]]
     """
-    check_not_of_torch(tensor, "distribute_tensor")
     mesh = canonical_mesh(mesh_or_current(device_mesh))
-    wanted = (Replicate(),) * mesh.ndim if placements is None else as_placements(placements)
+    wanted = (Replicate(),) * mesh.ndim if placements is None else placements
     if isinstance(tensor, DTensor):
-        return _check_layout(tensor, mesh, wanted, order)
-    tensor = given_local(tensor, "distribute_tensor")
+        return _check_layout(tensor, mesh, as_placements(wanted), order)
+    prepare = partial(_prepared, tensor, mesh, wanted, src_data_rank, order)
+    is_local = src_data_rank is None or (isinstance(tensor, torch.Tensor) and tensor.is_meta)
+    whole, target, source_position = prepare()[1] if is_local else agreed(mesh, "distribute_tensor", prepare)
+    made = DTensor(_local_part(whole, target, source_position), target)
+    if isinstance(tensor, nn.Parameter):
+        return cast(DTensor, nn.Parameter(made, requires_grad=tensor.requires_grad))
+    made.requires_grad_(tensor.requires_grad)
+    return made
+
+
+class _Prepared(NamedTuple):
+    """A tensor to be distributed, on its mesh's type of device, its target, and the mesh position it comes from."""
+
+    whole: torch.Tensor
+    target: DTensorSpec
+    source_position: int | None
+
+
+def _prepared(
+    tensor: torch.Tensor,
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    src_data_rank: int | None,
+    order: Sequence[int | str] | None,
+) -> tuple[str, _Prepared]:
+    """A text of the arguments of distribute_tensor, which must be equal on all ranks, and what follows from them.
+
+    Raises what is wrong with them on this rank.
+    """
+    tensor, placements = given_local(tensor, "distribute_tensor"), as_placements(placements)
     source_position = None if src_data_rank is None else _source_position(mesh, src_data_rank)
-    if source_position is not None and not tensor.is_meta:
-        check_agreed(mesh, "distribute_tensor", _description(tensor, wanted, order), source_position)
     if not tensor.is_leaf:
         raise LocalTensorError(
             "distribute_tensor takes a leaf of the autograd graph, got the result of an operator; call detach() first, "
             "or DTensor.from_local, which passes gradients on"
         )
-    target = DTensorSpec(mesh, wanted, TensorMeta.contiguous(tensor.shape, tensor.dtype), order)
-    made = DTensor(_local_part(tensor.detach(), target, source_position), target)
-    if isinstance(tensor, nn.Parameter):
-        return cast(DTensor, nn.Parameter(made, requires_grad=tensor.requires_grad))
-    made.requires_grad_(tensor.requires_grad)
-    return made
+    if tensor.layout is not torch.strided:
+        raise TransportError(f"distribute_tensor takes a strided tensor, got {tensor.layout}; call to_dense() first")
+    target = DTensorSpec(mesh, placements, TensorMeta.contiguous(tensor.shape, tensor.dtype), order)
+    whole = tensor.detach()
+    if not whole.is_meta:
+        whole = whole if whole.device.type == mesh.device_type else whole.to(mesh.device_type)
+        if source_position is not None and mesh.coordinate == target.layout.coordinate(source_position):
+            check_address(whole, target)
+    return _description(tensor, target, order, src_data_rank), _Prepared(whole, target, source_position)
 
 
 def _check_layout(
@@ -98,13 +128,15 @@ def _source_position(mesh: Mesh, src_data_rank: int) -> int:
     return src_data_rank * sum(dense_strides(mesh.shape))
 
 
-def _description(tensor: torch.Tensor, placements: Sequence[Placement], order: Sequence[int | str] | None) -> str:
-    """A text of shape, dtype, placements and flags, which must be equal on all ranks."""
+def _description(
+    tensor: torch.Tensor, target: DTensorSpec, order: Sequence[int | str] | None, src_data_rank: int | None
+) -> str:
+    """A text of shape, dtype, placements, source and flags."""
     details = "" if order is None else f" in order {tuple(order)}"
+    details += f" with src_data_rank={src_data_rank}" if src_data_rank else ""
     details += ", requiring gradients" if tensor.requires_grad else ""
-    details += "" if tensor.is_leaf else ", not a leaf"
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{tuple(tensor.shape)} {dtype} as {placements_text(placements)}{details}"
+    return f"{tuple(tensor.shape)} {dtype} as {placements_text(target.placements)}{details}"
 
 
 def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int | None) -> torch.Tensor:
@@ -112,8 +144,6 @@ def _local_part(whole: torch.Tensor, target: DTensorSpec, source_position: int |
     mesh = target.mesh
     if whole.is_meta:
         return whole.new_empty(target.local_shape)
-    if whole.device.type != mesh.device_type:
-        whole = whole.to(mesh.device_type)
     if source_position is not None and len(mesh.ranks) > 1:
         return distribute_from(whole, Layout((1,), (Replicate(),), target.shape), (source_position,), target)
     meta = TensorMeta(target.shape, whole.stride(), whole.dtype)

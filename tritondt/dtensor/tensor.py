@@ -20,7 +20,7 @@ from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import share_origin
 from tritondt.dtensor.writes import lasting_attributes, take_memory
-from tritondt.errors import MeshError, MixedTensorsError, PropagationError, TritondtError
+from tritondt.errors import MeshError, MixedTensorsError, PropagationError
 from tritondt.errors.arguments import checked
 from tritondt.ops.propagation.replication import as_replicated, with_tensors
 from tritondt.redistribution.agreement import agreed_local, refuse_agreement
@@ -95,9 +95,9 @@ class DTensor(torch.Tensor):
         if is_dynamo_compiling() and isinstance(device_mesh, Mesh) and not run_check:
             given = shape, stride, grad_placements, order
             return cast("DTensor", from_local_in_graph(local_tensor, device_mesh, placements, *given))
-        arrived = given_local(local_tensor, "DTensor.from_local")
         mesh = canonical_mesh(mesh_or_current(device_mesh))
         try:
+            arrived = given_local(local_tensor, "DTensor.from_local")
             spec = spec_of_local(
                 mesh,
                 (Replicate(),) * mesh.ndim if placements is None else as_placements(placements),
@@ -108,9 +108,9 @@ class DTensor(torch.Tensor):
                 None if stride is None else tuple(stride),
                 None if order is None else tuple(order),
             )
-        except TritondtError as error:
+        except Exception as error:
             if run_check:
-                refuse_agreement(mesh, error)
+                refuse_agreement(mesh, "from_local", error)
             raise
         values = agreed_local(arrived.detach(), spec) if run_check else arrived.detach()
         if not (local_tensor.requires_grad and is_grad_enabled()):

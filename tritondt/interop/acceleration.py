@@ -23,7 +23,6 @@ from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 
 from tritondt import identity
-from tritondt.comm import registry
 from tritondt.errors import TritondtError
 from tritondt.identity import Identity
 from tritondt.interop.torch_specs import spec_of_torch
@@ -195,6 +194,6 @@ def _specs(
     return (source, source) if source.layout is target.layout else (source, target)
 
 
-registry.on_end(_specs.cache_clear)
-registry.on_end(_whole_call.cache_clear)
-registry.on_end(_calls.clear)
+identity.on_end(_specs.cache_clear)
+identity.on_end(_whole_call.cache_clear)
+identity.on_end(_calls.clear)

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from tritondt import identity
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError
 from tritondt.sharding.intervals import Intervals
@@ -110,3 +111,6 @@ for _name, _method in (
     ("__get_tensor_shard__", _get_tensor_shard),
 ):
     setattr(DTensor, _name, _method)
+
+
+identity.on_end(chunks.cache_clear)

@@ -70,7 +70,10 @@ class CheckpointFolder:
         ranks = Together(self._group)
         with ExitStack() as stack:
             draft = self._begin(ranks, stack)
-            _run(partial(dcp.save, state, storage_writer=_writer(draft)), ranks, f"saving {draft}")
+            # dcp.save asks each rank's objects for their states before the ranks meet: the others would wait.
+            plain = dict[str, Any]()
+            ranks.each(lambda: plain.update(_plain(state)), f"taking the state for {draft}")
+            _run(partial(dcp.save, plain, storage_writer=_writer(draft)), ranks, f"saving {draft}")
             return self.path / self._end(ranks, draft, step).name
 
     def async_save(self, state: dict[str, Any], step: int) -> "Future[saves.Save]":
@@ -118,8 +121,10 @@ class CheckpointFolder:
 
         ranks.each(check, doing)
         planner = dcp.DefaultLoadPlanner() if is_partial else WholeLoadPlanner()
-        reader = dcp.FileSystemReader(folder)
-        _run(partial(dcp.load, state, storage_reader=reader, planner=planner), ranks, f"loading {folder}")
+        reader, plain = dcp.FileSystemReader(folder), dict[str, Any]()
+        ranks.each(lambda: plain.update(_plain(state)), f"taking the state for {folder}")
+        _run(partial(dcp.load, plain, storage_reader=reader, planner=planner), ranks, f"loading {folder}")
+        ranks.each(lambda: _give(plain, state), f"loading {folder}")
         return save.step
 
     def _chosen(self, step: int | None) -> tuple[saves.Save, dict[str, manifest.FileRecord]]:
@@ -200,9 +205,22 @@ def _writer(draft: Path) -> dcp.FileSystemWriter:
 
 def _copied(writer: dcp.FileSystemWriter, state: dict[str, Any]) -> dict[str, Any]:
     """Copies on the host of a rank's part of a state, which may have what has a state itself."""
-    plain = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
-    copies: dict[str, Any] = writer.stage(plain)
+    copies: dict[str, Any] = writer.stage(_plain(state))
     return copies
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with those of what has one itself."""
+    return {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.items()}
+
+
+def _give(plain: dict[str, Any], state: dict[str, Any]) -> None:
+    """Puts what was loaded into a state, and gives it to what has a state itself."""
+    for key, value in state.items():
+        if isinstance(value, Stateful):
+            value.load_state_dict(plain[key])
+        else:
+            state[key] = plain[key]
 
 
 def _own_files(draft: Path, ranks: Together) -> list[Path]:

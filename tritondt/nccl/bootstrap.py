@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tritondt._C import NcclCommunicator, NcclLibrary
-from tritondt.comm.nccl.bootstrap import within
+from tritondt.comm.daemons import within
 from tritondt.comm.nccl.library import installed_path, nccl_library
 from tritondt.errors import ArgumentError, PeerError, WorldError
 from tritondt.errors.arguments import checked
@@ -180,7 +180,7 @@ def _joined(
         return found.init([unique_id], num_ranks, rank, options)
 
     try:
-        return within(timeout, join_others)
+        return within(timeout, join_others, "tritondt-nccl")
     except TimeoutError:
         raise PeerError(
             f"rank {rank} waited {timeout.total_seconds():g} s for all of {num_ranks} ranks to join in NCCL"

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from tritondt import identity
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import MeshError
 from tritondt.redistribution.autograd import gradient_spec
@@ -106,3 +107,6 @@ def output_plan_of(
     source, target = (activation_spec(mesh, placement, shape, dtype) for placement in (found, wanted))
     moves, as_terms = source is not target, isinstance(wanted, Partial)
     return OutputPlan(source, target, gradient_spec(target), gradient_spec(source), moves, as_terms)
+
+
+identity.on_end(activation_spec.cache_clear)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.comm import registry, world
+from tritondt import identity
+from tritondt.comm import world
 from tritondt.kernels.memory import allocate
 from tritondt.planning.pipelining import Rows, merged, pace_of
 from tritondt.redistribution.autograd import redistribute
@@ -251,4 +252,4 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.mm(grad.t(), x, out=x.new_empty(grad.shape[1], x.shape[1]))
 
 
-registry.on_end(_products.cache_clear)
+identity.on_end(_products.cache_clear)

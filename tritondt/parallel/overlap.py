@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from tritondt.comm import registry, world
+from tritondt import identity
+from tritondt.comm import world
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError, LocalTensorError, ParallelizeError
 from tritondt.errors.arguments import checked
@@ -193,4 +194,4 @@ def is_eager(x: torch.Tensor) -> bool:
     )
 
 
-registry.on_end(_shares.cache_clear)
+identity.on_end(_shares.cache_clear)

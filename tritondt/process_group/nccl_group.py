@@ -173,7 +173,8 @@ class NcclGroup:
 
     def _make_stream(self, name: str, ranks: tuple[int, ...]) -> CollectiveStream:
         own_world = self._current_world()
-        made = CollectiveStream(own_world.join(name, ranks, self.timeout), self._nccl_device, self._fail)
+        with own_world.joining(name, ranks, self.timeout) as context:
+            made = CollectiveStream(context, self._nccl_device, self._fail)
         own_world.keep(name, made)
         self._kept.append(name)
         return made

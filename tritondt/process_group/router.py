@@ -14,9 +14,11 @@ from torch.autograd import profiler
 
 from tritondt import environment
 from tritondt.comm import world
+from tritondt.comm.daemons import within
+from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
-from tritondt.errors import TransportError, TritondtError, WorldError
+from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
 from tritondt.process_group.checks import check_plain_dtypes
 from tritondt.process_group.cpu_works import FinishedWork, StagedWork
 from tritondt.process_group.debug_compare import Agreement, Parts
@@ -112,11 +114,18 @@ class Router:
         making = _making_of(options)
         self.name = f"process group {self.group_id}{'' if making == 1 else f', made again ({making})'}"
         self._device_types = device_types
-        store = dist.PrefixStore(f"gloo/{making}", options.store)
-        wants_memory = size > 1 and environment.groups_share_memory()
-        # Before Gloo connects the ranks: afterwards all wishes are there.
-        store.set(_wish(rank), _MEMORY if wants_memory else _GLOO)
-        self.gloo: Any = dist.ProcessGroupGloo(store, rank, size, options.timeout)
+        store = asked = dist.PrefixStore(f"gloo/{making}", options.store)
+        try:
+            presence.announce(store, rank)
+            wants_memory = size > 1 and environment.groups_share_memory()
+            # Before Gloo connects the ranks: afterwards all wishes are there.
+            store.set(_wish(rank), _MEMORY if wants_memory else _GLOO)
+            asked = dist.PrefixStore(f"gloo/{making}", options.store.clone())
+            self.gloo: Any = self._connected(store, asked)
+        except BaseException as error:
+            if not isinstance(error, PeerError):
+                presence.refuse(asked, rank, error)
+            raise
         # torch's own group over it, for it has methods that a Backend does not show.
         self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
         self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -133,6 +142,30 @@ class Router:
             debug_store = dist.PrefixStore(f"tritondt/debug/{making}", options.store.clone())
             self._store_client = StoreClient(debug_store, StoreHost(options.store))
             self._agreement = Agreement(self._store_client, self.ranks, rank)
+
+    def _connected(self, store: "dist.Store", asked: "dist.Store") -> Any:
+        """Gloo's group by `store`; PeerError where some do not come in time, or as soon as one cannot.
+
+        `asked` is the same store by another connection: that of `store` is Gloo's while Gloo waits.
+        """
+        rank, size = self.group_rank
+        others = [place for place in range(size) if place != rank]
+
+        def look() -> None:
+            failed = presence.refusal(asked, others) or presence.ended(asked, others)
+            if failed is not None:
+                raise PeerError(
+                    f"rank {self.ranks[failed.rank]} failed while rank {self.ranks[rank]} made {self.name}: "
+                    f"{failed.error}"
+                )
+
+        make = partial(dist.ProcessGroupGloo, store, rank, size, self.timeout)
+        try:
+            return within(self.timeout, make, "tritondt-gloo", look)
+        except TimeoutError:
+            raise PeerError(
+                f"rank {self.ranks[rank]} waited {self._timeout_s:g} s for the ranks of {self.name} to connect by Gloo"
+            ) from None
 
     def nccl_group(self, device: torch.device, describe: Callable[..., str], *arguments: Any) -> NcclGroup | None:
         """The part that carries tensors on such a device by NCCL; None for Gloo.
@@ -213,7 +246,15 @@ class Router:
         work = None
         if self._shared_memory is not None:
             work = self._shared_memory.run(kind, describe, arguments, timeout_s)
-        return self._on_gloo(kind, arguments) if work is None else work
+        if work is not None:
+            return work
+        try:
+            return self._on_gloo(kind, arguments)
+        except Exception as error:
+            # The others may wait in shared memory, where their own arguments are right.
+            if self._shared_memory is not None:
+                self._shared_memory.refuse(error, describe(*arguments))
+            raise
 
     def _on_gloo(self, kind: str, arguments: tuple[Any, ...]) -> Any:
         """The Work of an operation on Gloo, which looks at the memory of tensors and not at their strides."""

@@ -69,6 +69,13 @@ class SharedMemoryGroup:
         with self._turn:
             return self._issue(call, text, timeout_s) if is_async else self._run_now(call, text, timeout_s)
 
+    def refuse(self, error: Exception, text: str) -> None:
+        """Tells the others why this rank takes no part in the next collective, which counts as run."""
+        with self._turn:
+            communicator = self._current(lambda: text)
+            if communicator is not None and communicator.is_usable:
+                communicator.refuse(error)
+
     def _run_now(self, call: Call, text: Callable[[], str], timeout_s: float) -> FinishedWork | None:
         communicator = self._current(text)
         if communicator is None:
@@ -145,9 +152,10 @@ class SharedMemoryGroup:
             found = world.current()
             if not isinstance(found, ProcessWorld):
                 raise WorldError("a process group was used by a rank that is a thread; it connects processes")
-            context = found.join(f"{self._name} in shared memory", tuple(sorted(self._ranks)), self.timeout)
-            arenas = map_arenas(context, "collectives go over Gloo", _ARENA_BYTES)
-            self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
+            name, ranks = f"{self._name} in shared memory", tuple(sorted(self._ranks))
+            with found.joining(name, ranks, self.timeout) as context:
+                arenas = map_arenas(context, "collectives go over Gloo", _ARENA_BYTES)
+                self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
             self._world, self._timeout_s = found, self.timeout.total_seconds()
             self._made.clear()
             if self._communicator is not None:

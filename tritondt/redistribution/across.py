@@ -99,6 +99,7 @@ def _compiled(
         exchange_fingerprint(text),
         f"{description} from ranks {ranks_text(plan.source_ranks)} to {ranks_text(plan.target_ranks)}",
         communicator if step.moving_axes else None,
+        has_roles=True,  # one mesh sends, the other receives
     )
 
 

@@ -1,9 +1,10 @@
 """Checks that all ranks mean one and the same tensor, before they build on it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
+from typing import TypeVar
 
 import torch
 
@@ -15,14 +16,38 @@ from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
+Result = TypeVar("Result")
+
 # What a rank says about itself: a digest of all of it, and as much of the text as an error can show.
 _DIGEST_BYTES, _TEXT_BYTES = 16, 496
 
 
-def check_agreed(mesh: Mesh, call: str, text: str, reference: int = 0) -> None:
+def agreed(
+    mesh: Mesh, call: str, prepare: Callable[[], tuple[str, Result]], mismatch: type[MismatchError] = MismatchError
+) -> Result:
+    """Second result of `prepare` where its first, a text of the arguments of `call`, is alike on all ranks.
+
+    A collective call. Where `prepare` raises on some ranks, these raise what it raised, and the others `mismatch` with
+    its text; nothing else has been sent, and the world goes on.
+    """
+    try:
+        text, result = prepare()
+    except Exception as error:
+        refuse_agreement(mesh, call, error)
+        raise
+    try:
+        check_agreed(mesh, call, text)
+    except MismatchError as error:
+        if type(error) is mismatch:
+            raise
+        raise mismatch(str(error)) from None
+    return result
+
+
+def check_agreed(mesh: Mesh, call: str, text: str) -> None:
     """Refuses on all ranks alike where `text`, which describes the arguments of `call`, differs between ranks.
 
-    A collective call. MismatchError names the rank at mesh position `reference` and the first that differs.
+    A collective call. MismatchError names the first rank of the mesh and the first that differs.
     """
     if len(mesh.ranks) == 1 or mesh.coordinate is None:
         return
@@ -31,9 +56,9 @@ def check_agreed(mesh: Mesh, call: str, text: str, reference: int = 0) -> None:
     own = bytearray(digest + content[:_TEXT_BYTES].ljust(_TEXT_BYTES))
     summaries = [bytes(row) for row in _rows_of_all(mesh, torch.frombuffer(own, dtype=torch.uint8))]
     for rank, summary in zip(mesh.ranks, summaries, strict=True):
-        if summary[:_DIGEST_BYTES] != summaries[reference][:_DIGEST_BYTES]:
+        if summary[:_DIGEST_BYTES] != summaries[0][:_DIGEST_BYTES]:
             raise MismatchError(
-                f"{call} was called with {_text_of(summaries[reference])} on rank {mesh.ranks[reference]}, but with "
+                f"{call} was called with {_text_of(summaries[0])} on rank {mesh.ranks[0]}, but with "
                 f"{_text_of(summary)} on rank {rank}; all ranks must call it for the same tensor"
             )
 
@@ -51,13 +76,12 @@ def agreed_local(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     return local if spec.mesh.coordinate is None else _from_first_replica(local, spec)
 
 
-def refuse_agreement(mesh: Mesh, error: Exception) -> None:
-    """Takes part in the check of `agreed_local` for a rank whose own arguments were refused; the others raise."""
+def refuse_agreement(mesh: Mesh, call: str, error: Exception) -> None:
+    """Takes part in the check of `call` for a rank whose own arguments were refused; the others raise."""
     try:
-        check_agreed(mesh, "from_local", f"what it refused ({error})")
+        check_agreed(mesh, call, f"what it refused ({error})")
     except MismatchError as others:
-        # The rank at fault raises its own error, to which this is added.
-        error.__context__ = others
+        error.__context__ = others  # the rank at fault raises its own error, to which this is added
 
 
 def _from_first_replica(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tritondt import identity
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
 from tritondt.errors import LayoutError, ReductionError
 from tritondt.errors.arguments import checked
@@ -192,3 +193,8 @@ def check_linear(spec: DTensorSpec) -> None:
                 f"{spec} is a reduction by {placement.reduce_op}, which has no gradient here; allowed are sum and avg: "
                 "redistribute to Replicate under no_grad, or reduce before"
             )
+
+
+identity.on_end(gradient_spec.cache_clear)
+identity.on_end(_with_same_parts.cache_clear)
+identity.on_end(cotangent_spec.cache_clear)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt.comm import registry, world
+from tritondt import identity
+from tritondt.comm import world
 from tritondt.comm.communicator import Communicator, Transfer
 from tritondt.kernels.memory import Shape, shape_of
 from tritondt.planning.exchange import Exchange, merge
@@ -157,4 +158,5 @@ def _merged(steps: Sequence[CompiledStep], own: int, description: str) -> Transf
     )
 
 
-registry.on_end(compiled_list.cache_clear)
+identity.on_end(compiled_list.cache_clear)
+identity.on_end(groups_of.cache_clear)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt import events
-from tritondt.comm import registry
+from tritondt import events, identity
 from tritondt.comm.communicator import Communicator, Traffic, Transfer
 from tritondt.comm.work import Work
 from tritondt.kernels.boxes import ReduceBox, Slot
@@ -290,5 +289,5 @@ def _emit_step(chunked: Chunked) -> None:
     events.emit_step(step.kind, str(step.source), str(step.target), step.target_layout.shape, total)
 
 
-registry.on_end(chunked_gather.cache_clear)
-registry.on_end(chunked_scatter.cache_clear)
+identity.on_end(chunked_gather.cache_clear)
+identity.on_end(chunked_scatter.cache_clear)

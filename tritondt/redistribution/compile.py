@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from tritondt.comm import registry, world
+from tritondt import identity
+from tritondt.comm import world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.packing.wire_dtype import is_scaled, narrower
 from tritondt.errors import LocalTensorError, MeshError
@@ -274,4 +275,4 @@ def _fingerprint(plan: Plan, number: int, spec: DTensorSpec, wire_dtype: torch.d
     return exchange_fingerprint(text)
 
 
-registry.on_end(compile_plan.cache_clear)
+identity.on_end(compile_plan.cache_clear)

@@ -85,8 +85,10 @@ def compiled_step(
     fingerprint: int,
     description: str,
     communicator: Communicator | None,
+    *,
+    has_roles: bool = False,
 ) -> CompiledStep:
-    """A step of a rank; without a communicator it moves nothing."""
+    """A step of a rank; without a communicator it moves nothing. For `has_roles` see `Transfer`."""
     transfer = Transfer(
         exchange=side.exchange,
         source_blocks=(side.source_blocks,),
@@ -98,6 +100,7 @@ def compiled_step(
         device=start.device,
         wire_dtype=start.wire_dtype,
         collective=None if communicator is None else step.collective,
+        has_roles=has_roles,
         result_bytes=prod(side.shape(step)) * dtype.itemsize,
     )
     return CompiledStep(

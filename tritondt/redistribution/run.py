@@ -5,7 +5,8 @@ call is one look-up, one allocation per step and the step itself.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from tritondt.kernels.memory import allocate
 from tritondt.redistribution.compile import compile_plan, exchanging_ranks
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
+from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import placements_text
 from tritondt.sharding.spec import DTensorSpec
 from tritondt.sharding.spec_values import open_shape, spec_text
@@ -203,6 +205,17 @@ def refuse_exchanges(communicator: Communicator, count: int, error: Exception) -
     for _ in range(count):
         if communicator.is_usable:
             communicator.refuse(error)
+
+
+@contextmanager
+def refusing(mesh: Mesh) -> Iterator[None]:
+    """Context of local checks before an exchange of all ranks of `mesh`: the others hear what is raised in it."""
+    try:
+        yield
+    except Exception as error:
+        if mesh.coordinate is not None and len(mesh.ranks) > 1:
+            refuse_exchanges(world.current().communicator(mesh.ranks, mesh.device_type), 1, error)
+        raise
 
 
 # What stands for tensors while torch traces a graph.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt import events
-from tritondt.comm import registry, world
+from tritondt import events, identity
+from tritondt.comm import world
 from tritondt.comm.communicator import Transfer
 from tritondt.errors import LocalTensorError
 from tritondt.kernels.memory import allocate
@@ -105,7 +105,7 @@ def _compile_send(
     return _CompiledSend(transfer, _fill(Route(source, layout, positions, everybody), target))
 
 
-registry.on_end(_compile_send.cache_clear)
+identity.on_end(_compile_send.cache_clear)
 
 
 def _fill(route: Route, target: DTensorSpec) -> float | int | bool | None:

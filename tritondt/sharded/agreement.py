@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from tritondt.errors import MismatchError
-from tritondt.redistribution.agreement import check_agreed, lengths_on_all
+from tritondt.redistribution import agreement
+from tritondt.redistribution.agreement import lengths_on_all
 from tritondt.sharding.mesh import Mesh
 
 Result = TypeVar("Result")
@@ -24,29 +25,7 @@ def agreed(mesh: Mesh, call: str, prepare: Callable[[], tuple[str, Result]]) -> 
     Where `prepare` raises on some ranks, these raise what it raised and the others ShardingMismatchError with its
     text; nothing else has been sent.
     """
-    try:
-        text, result = prepare()
-    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
-        _tell(mesh, call, error)
-        raise
-    _check(mesh, call, text)
-    return result
-
-
-def _tell(mesh: Mesh, call: str, error: Exception) -> None:
-    """Takes part in the check for a rank whose own request was refused."""
-    try:
-        check_agreed(mesh, call, f"what it refused ({error})")
-    except MismatchError as others:
-        # The rank at fault raises its own error, to which this is added.
-        error.__context__ = others
-
-
-def _check(mesh: Mesh, call: str, text: str) -> None:
-    try:
-        check_agreed(mesh, call, text)
-    except MismatchError as error:
-        raise ShardingMismatchError(str(error)) from None
+    return agreement.agreed(mesh, call, prepare, ShardingMismatchError)
 
 
 def values_on_all(mesh: Mesh, own: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from itertools import product
 
 import torch
 
+from tritondt import identity
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LayoutError
 from tritondt.planning.box_exchange import Boxes
@@ -140,3 +141,6 @@ def shards_of(tensor: DTensor) -> tuple[ShardedTensorMetadata, list[LocalShard]]
     # One box is the whole local tensor, which is not sliced: a slice would be a view.
     parts = [local] if len(own) == 1 else [local[place] for place in local_boxes(spec)]
     return metadata, [LocalShard(part.contiguous(), found) for part, found in zip(parts, own, strict=True)]
+
+
+identity.on_end(chunk_spec.cache_clear)

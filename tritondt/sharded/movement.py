@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.comm import registry, world
+from tritondt import identity
+from tritondt.comm import world
 from tritondt.comm.communicator import Communicator, Transfer
 from tritondt.errors import LocalTensorError
 from tritondt.kernels.memory import allocate
@@ -163,4 +164,4 @@ def move_with_gradient(movement: Movement, sources: Sequence[torch.Tensor]) -> l
     return list(_Moved.apply(movement, *sources))  # type: ignore[no-untyped-call]
 
 
-registry.on_end(_compile.cache_clear)
+identity.on_end(_compile.cache_clear)

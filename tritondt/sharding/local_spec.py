@@ -4,6 +4,7 @@ from functools import lru_cache
 
 import torch
 
+from tritondt import identity
 from tritondt.errors import LocalTensorError
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.lengths import are_open
@@ -83,3 +84,6 @@ def _global_shape(mesh: Mesh, placements: tuple[Placement, ...], local_shape: tu
             else:
                 shape[placement.dim] *= mesh.shape[axis]
     return tuple(shape)
+
+
+identity.on_end(spec_of_local.cache_clear)

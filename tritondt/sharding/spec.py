@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from tritondt import identity
 from tritondt.errors import LayoutError, LocalTensorError, OpenLengthError, ReductionError
 from tritondt.errors.arguments import checked
 from tritondt.sharding.dim_map import DimMaps, placements_of_map
@@ -424,3 +425,7 @@ def compute_local_shape_and_global_offset(
         intervals[0][0] if intervals else length for intervals, length in zip(region, layout.shape, strict=True)
     )
     return layout.local_shape(canonical.coordinate), offset
+
+
+identity.on_end(_under.cache_clear)
+identity.on_end(target_spec.cache_clear)

@@ -76,3 +76,6 @@ def _spec_of_rank(who: Identity, text: str, shape: tuple[int, ...] | None) -> DT
     of_mesh = tuple(mesh_shape), None if names is None else tuple(names), tuple(ranks), device_type
     of_shape, stride, axes = (tuple(item) for item in (*sizes, order))
     return spec_from((of_mesh, (placements, of_shape, stride, axes)), getattr(torch, dtype))
+
+
+identity.on_end(_spec_of_rank.cache_clear)

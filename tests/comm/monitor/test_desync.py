@@ -1,5 +1,6 @@
 """Ranks that issue different things are told so by both sides' lines; with TRITONDT_DEBUG=1 before data moves."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,72 @@ def test_notes_that_are_too_long_are_cut() -> None:
 
 def test_equal_notes_do_not_differ() -> None:
     assert difference(1, {0: Note(1, "a"), 1: Note(1, "a, asked for elsewhere")}) is None
+
+
+def swapped(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two equal redistributions, which rank 1 asks for in the other order."""
+    one, other = (distribute(values, T.Mesh((3,)), "S0") for values in (FULL, -FULL))
+    if rank == 1:
+        second = other.redistribute(placements=[T.Replicate()])  # planted: the second first
+        return one.redistribute(placements=[T.Replicate()]).to_local(), second.to_local()
+    first = one.redistribute(placements=[T.Replicate()])  # planted: the first first
+    return first.to_local(), other.redistribute(placements=[T.Replicate()]).to_local()
+
+
+def test_under_debug_equal_redistributions_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_DEBUG", "1")
+
+    def body(rank: int) -> str:
+        with pytest.raises(T.MismatchError) as found:
+            swapped(rank)
+        return str(found.value)
+
+    first, second = (line_of(mark).replace("planted", "swapped") for mark in ("the first first", "the second first"))
+    for text in run_ranks(3, body):
+        assert re.search(rf"ranks 0 and 2 run .*{re.escape(first)}; rank 1 runs .*{re.escape(second)}; nothing", text)
+        assert text.endswith("all ranks must redistribute the same tensors in the same order, from the same lines")
+
+
+def test_under_debug_meshes_may_redistribute_from_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_DEBUG", "1")
+
+    def body(rank: int) -> torch.Tensor:
+        left, right = T.Mesh((2,), ranks=(0, 1)), T.Mesh((2,), ranks=(2, 3))
+        meta = T.TensorMeta.contiguous(FULL.shape)
+        source, target = (T.DTensorSpec(mesh, [T.Shard(0)], meta) for mesh in (left, right))
+        if rank < 2:
+            return T.redistribute(FULL[2 * rank :][:2].clone(), source, target)
+        return T.redistribute(torch.empty(0), source, target)
+
+    *_, third, fourth = run_ranks(4, body)
+    torch.testing.assert_close(torch.cat([third, fourth]), FULL, rtol=0, atol=0)
+
+
+def receive_from_other_sources(rank: int) -> str:
+    """Ranks 0 and 3 take 0 and 1 for the senders, ranks 1 and 2 take 1 and 2; then all go on."""
+    T.abort()  # what the test before has left
+    senders = T.Mesh((2,), ranks=(0, 1) if rank in (0, 3) else (1, 2))
+    meta = T.TensorMeta.contiguous(FULL.shape)
+    source, target = (T.DTensorSpec(mesh, [T.Shard(0)], meta) for mesh in (senders, T.Mesh((4,))))
+    try:
+        T.redistribute(torch.full(source.local_shape, float(rank)), source, target)
+        distribute(FULL, T.Mesh((4,)), "S0").full_tensor()
+    except T.PeerError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module", params=["direct", "sockets", "gloo"])
+def four_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
+    with GlooRanks(4, {"TRITONDT_TIMEOUT": "60", "TRITONDT_TRANSPORT": request.param}) as found:
+        yield found
+
+
+@pytest.mark.extended
+def test_sources_that_differ_between_two_meshes_are_found(four_ranks: GlooRanks) -> None:
+    texts = four_ranks.run(receive_from_other_sources)
+    told = [text for text in texts if "ranks disagree at exchange 1: " in text]
+    assert len(told) >= 3, texts  # one may hear of the others' end alone
+    for text in told:
+        assert "from ranks 0..1 to 0..3" in text
+        assert "from ranks 1..2 to 0..3" in text

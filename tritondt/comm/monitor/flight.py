@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -96,6 +97,13 @@ def _internal_files() -> Iterator[str]:
     yield threading.__file__
 
 
+class PastExchange(NamedTuple):
+    """An exchange that the recorder has kept: its fingerprint, and its text with the line that asked for it."""
+
+    fingerprint: int
+    text: str
+
+
 @dataclass(slots=True)
 class ExchangeRecord:
     """One exchange of a communicator, as messages and errors speak of it; used again for the same transfer.
@@ -117,3 +125,13 @@ class ExchangeRecord:
     def description(self) -> str:
         """Text of the exchange, and the line of the program that asked for it."""
         return self.text if self.site < 0 else f"{self.text}, asked for at {self.recorder.site_text(self.site)}"
+
+    def ran(self, sequence: int) -> PastExchange | None:
+        """Exchange number `sequence` of the same communicator, before this one; None where it is not kept."""
+        entries = self.recorder.entries()
+        communicator = next((it["communicator"] for it in entries if it["number"] == self.entry), None)
+        for it in reversed(entries):
+            if (it["communicator"], it["sequence"]) == (communicator, sequence) and it["number"] < self.entry:
+                site = "" if it["site"] is None else f", asked for at {it['site']}"
+                return PastExchange(it["fingerprint"], f"{it['operation']}{site}")
+        return None

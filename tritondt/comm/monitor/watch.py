@@ -17,6 +17,7 @@ from tritondt.comm.daemons import start_daemon
 from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.packing.messages import Slice
+from tritondt.comm.store import presence
 from tritondt.comm.store.client import SilentStoreError, StoreClient
 from tritondt.comm.store.notices import Failed, Notices, Waiting
 from tritondt.errors import MismatchError, PeerError, WorldError
@@ -159,10 +160,14 @@ class Watch:
         """Reports that this rank takes part in no more exchanges; RuntimeError where the store does not answer."""
         self._notices.report_for_good(key, error)
 
-    def failure(self, key: str) -> Failed | None:
-        """The failure for good that another rank has reported; None where the store is silent, as the timeout tells."""
+    def failure(self, key: str, missing: Sequence[int] = ()) -> Failed | None:
+        """The failure for good that another rank has reported, or the end of one of the `missing` ranks of this host.
+
+        None where the store is silent, as the timeout tells.
+        """
         with suppress(SilentStoreError):
-            return self._notices.failure(key, 0)
+            found = self._notices.failure(key, 0)
+            return found or self._client.call(lambda _: presence.ended(self._client.presence, missing))
         return None
 
     def _reason(self, wait: Wait, *, patient: bool) -> PeerError | None:
@@ -249,15 +254,22 @@ class Watch:
             return self._timed_out(wait, gone)
         return found or self._timed_out(wait, None)
 
-    def broken(self, wait: Wait, text: str, *, patient: bool = False) -> PeerError:
-        """The error that says why a connection has broken, as far as this rank or the store knows; else that of `text`.
-
-        `patient` tells the others what this rank waits for and gives them a moment to do the same.
-        """
+    def broken(self, wait: Wait, text: str) -> PeerError:
+        """The error that says why a connection has broken, as far as this rank or the store knows; else of `text`."""
         try:
-            return self._reason(wait, patient=patient) or PeerError(text)
+            return self._reason(wait, patient=False) or PeerError(text)
         except RuntimeError as gone:  # the broken connection is all that is known
             return PeerError(f"{text}; {self._client.silence(gone)}")
+
+    def disagreed(self, wait: Wait, text: str) -> PeerError:
+        """The error of a rank that was sent something else: of both ranks' exchanges where the other waits, too.
+
+        Tells the others what this rank waits for and gives them a moment to do the same; else the error is of `text`.
+        """
+        try:
+            return self._reason(wait, patient=True) or MismatchError(text)
+        except RuntimeError as gone:
+            return MismatchError(f"{text}; {self._client.silence(gone)}")
 
     def _peer_waits(self, wait: Wait) -> bool:
         """Whether all ranks that are waited for have said that they wait as well: they know who is at fault."""
@@ -323,7 +335,9 @@ class Watch:
 
     def _mismatch(self, wait: Wait) -> MismatchError | None:
         for rank, other in self._notices.waiting(wait.key, wait.ranks).items():
-            reason = disagreement(wait, self._rank, rank, wait.key, *other)
+            reason = disagreement(wait, self._rank, rank, wait.key, *other) or past_disagreement(
+                wait, self._rank, rank, other
+            )
             if reason is not None:
                 return reason
         return None
@@ -351,4 +365,20 @@ def disagreement(
     return MismatchError(
         f"ranks disagree at exchange {sequence}: rank {rank} runs {wait.description}, rank {other} runs "
         f"{description}; all ranks must {wait.must}"
+    )
+
+
+def past_disagreement(wait: Wait, rank: int, other: int, waiting: Waiting) -> MismatchError | None:
+    """The error where rank `other` still waits in an exchange instead of which `rank` has run something else.
+
+    It may have sent what nobody expects and received what it did, so that no message of its own has shown that.
+    """
+    if waiting.sequence >= wait.sequence:
+        return None
+    ran = wait.record.ran(waiting.sequence)
+    if ran is None or ran.fingerprint == waiting.fingerprint:
+        return None
+    return MismatchError(
+        f"ranks disagree at exchange {waiting.sequence}: rank {rank} ran {ran.text}, rank {other} runs "
+        f"{waiting.description}; all ranks must {wait.must}"
     )

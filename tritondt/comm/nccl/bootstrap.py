@@ -1,21 +1,18 @@
 """Start of NCCL communicators: ranks exchange the unique id through the store, and none waits for ever for another."""
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from tritondt import environment
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
-from tritondt.comm.daemons import start_daemon
+from tritondt.comm.answers import Answers
+from tritondt.comm.daemons import within
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.nccl.streams import Streams, follow_in_graph
 from tritondt.errors import PeerError, TransportError
 
-Result = TypeVar("Result")
 # Each has buffers of some megabytes: of a large communicator not all need them.
 _MOST_CONNECTED = 64
 # Enough for the algorithm of large messages, a guess.
@@ -30,17 +27,12 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
     Raises PeerError where some do not come, TransportError where NCCL cannot make it.
     """
     context.watch.prepare(streams.ignore_captures)
-    place = context.place
-    store, timeout = dist.PrefixStore(context.key, context.store), context.timeout
-    try:
-        if place == 0:
-            store.set("nccl", library.unique_id().hex())
-        store.wait(["nccl"], timeout)
-        unique_id = bytes.fromhex(store.get("nccl").decode())
-    except RuntimeError as error:
-        raise PeerError(
-            f"rank {context.rank} could not meet rank {context.ranks[0]} to make {context.name}: {error}"
-        ) from error
+    place, timeout, answers = context.place, context.timeout, Answers(context)
+    if place == 0:
+        unique_id = library.unique_id()
+        answers.tell("nccl", unique_id.hex())
+    else:
+        unique_id = bytes.fromhex(answers.of_others("nccl", [0])[0])
 
     def join() -> NcclCommunicator:
         streams.bind_thread()
@@ -50,7 +42,7 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
         return made
 
     try:
-        return within(timeout, join)
+        return within(timeout, join, "tritondt-nccl", answers.look)
     except TimeoutError:
         raise PeerError(
             f"rank {context.rank} waited {timeout.total_seconds():g} s for all of ranks {context.ranks} to join in NCCL"
@@ -94,22 +86,3 @@ def _collect(native: NcclCommunicator, size: int, halves: tuple[int, int], strea
         native.all_gather(source, target, num_bytes, "uint8", stream)
         native.reduce_scatter(source, target, num_bytes, "uint8", "sum", stream)
         native.all_reduce(source, target, num_bytes * size, "uint8", "sum", stream)
-
-
-def within(timeout: timedelta, make: Callable[[], Result]) -> Result:
-    """The result of `make`; TimeoutError where it takes longer than `timeout`, in a thread that is left to itself."""
-    outcome: list[Result | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(make())
-        except BaseException as error:  # noqa: BLE001  the caller raises it
-            outcome.append(error)
-
-    thread = start_daemon(run, "tritondt-nccl")
-    thread.join(timeout.total_seconds())
-    if not outcome:
-        raise TimeoutError
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]

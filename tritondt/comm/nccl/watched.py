@@ -13,12 +13,13 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
+from tritondt.comm.daemons import within
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import DONE, FAILED, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl import aborts
-from tritondt.comm.nccl.bootstrap import join_nccl, within
+from tritondt.comm.nccl.bootstrap import join_nccl
 from tritondt.comm.nccl.refusals import Refusals
 from tritondt.comm.nccl.registered import RegisteredMemory
 from tritondt.comm.nccl.streams import Streams, answered
@@ -239,7 +240,7 @@ class MonitoredNccl:
         if self.num_captured:
             timeout = min(timeout, timedelta(seconds=_CAPTURED_S))
         try:
-            within(timeout, self._destroy)
+            within(timeout, self._destroy, "tritondt-nccl")
         except TimeoutError:
             self.native.abort()  # does nothing where NCCL has begun to end it
             if self.num_captured:

@@ -57,10 +57,14 @@ class _Call(Generic[Result]):
 
 
 class StoreClient:
-    """Calls on a store from one thread, which starts with the first; `host` is where the store is."""
+    """Calls on a store from one thread, which starts with the first; `host` is where the store is.
 
-    def __init__(self, store: dist.Store, host: StoreHost) -> None:
+    `presence` is the part of the same store in which ranks say what they are: `store` itself by default.
+    """
+
+    def __init__(self, store: dist.Store, host: StoreHost, presence: dist.Store | None = None) -> None:
         self._store, self.host = store, host
+        self.presence = store if presence is None else presence
         self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.notices import Failed, Notices
 from tritondt.errors import PeerError, WorldError
@@ -19,6 +20,8 @@ Result = TypeVar("Result")
 
 # How often a rank looks who has come: often at first, when all come at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+# How often it looks why some have not come.
+_LOOK_S = 0.5
 
 
 class Rendezvous:
@@ -81,13 +84,17 @@ class Rendezvous:
     def gather(self, rank: int) -> None:
         """Returns when all ranks have come.
 
-        Raises PeerError where some do not come in time, naming them, or one gives up, as it does then.
+        Raises PeerError where some do not come in time, naming them, and as soon as one has given up, has refused to
+        take part, or has ended.
         """
         here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank, self._timeout_s)
         self._asked(lambda store: store.set(self._here(rank), ""))
         started, pause = time.monotonic(), _FIRST_PAUSE_S
+        next_look = started + _LOOK_S
         while not self._asked(lambda store: store.check(here)):
             failed = notices.failure(self.key, 0)
+            if failed is None and time.monotonic() >= next_look:
+                failed, next_look = self._absent(notices), time.monotonic() + _LOOK_S
             if failed is not None:
                 raise PeerError(
                     f"rank {failed.rank} failed while rank {rank} waited for ranks {self._missing()} to connect: "
@@ -99,6 +106,17 @@ class Rendezvous:
                 raise late
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _absent(self, notices: Notices) -> Failed | None:
+        """A rank that will not come, and why."""
+        missing = self._missing()
+        refused = self._asked(lambda _: presence.refusal(self._client.presence, missing))
+        if refused is not None:  # until it has a world: nothing has ended here
+            return refused
+        gone = self._asked(lambda _: presence.ended(self._client.presence, missing))
+        if gone is not None:  # which ranks of other hosts cannot see
+            notices.report_for_good(self.key, PeerError(f"rank {gone.rank} does not come: {gone.error}"))
+        return gone
 
     def _missing(self) -> list[int]:
         return [other for other in self._ranks if not self._has_come(other)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tritondt import environment
+from tritondt.comm.store import presence
 from tritondt.errors import PeerError, WorldError
 
 # torch.distributed has a function of the module's name.
@@ -38,12 +39,15 @@ def register() -> None:
 
 def _with_own_keys(handler: Handler) -> Handler:
     @wraps(handler)
-    def found(*arguments: Any, **named: Any) -> Iterator[tuple[Any, int, int]]:
+    def handled(*arguments: Any, **named: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, size in handler(*arguments, **named):
             # Without a number of ranks, which remote procedure calls allow, there are none to agree with.
-            yield (own_keys(store, rank, size) if _is_of_torchrun(store) and size > 0 else store), rank, size
+            found = own_keys(store, rank, size) if _is_of_torchrun(store) and size > 0 else store
+            if size > 0:
+                presence.announce_early(found, rank)
+            yield found, rank, size
 
-    return found
+    return handled
 
 
 def _is_of_torchrun(store: Any) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 from tritondt import environment
 from tritondt._C import Arena
 from tritondt.comm.answers import Answers
-from tritondt.comm.device_memory.processes import namespace
 from tritondt.comm.member import ProcessContext
+from tritondt.comm.processes import namespace
 from tritondt.comm.transports.interfaces import machine
 
 # What connects ranks takes a listener, an event and a selector; of a connection to each other rank one too many.

@@ -14,7 +14,14 @@ from torch.autograd import profiler
 
 from tritondt.comm.communicator import Traffic, Transfer
 from tritondt.comm.member import CommunicatorContext
-from tritondt.comm.monitor.comparison import NOTES_FINGERPRINT, Note, difference, read_note, write_note
+from tritondt.comm.monitor.comparison import (
+    NOTES_FINGERPRINT,
+    Note,
+    difference,
+    digest_of_line,
+    read_note,
+    write_note,
+)
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
 from tritondt.comm.packing.direct_transfer import DirectTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices, message_buffers
@@ -132,7 +139,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         self._check_devices(sources, transfer)
         plan, record = self._plan(transfer)
         if self._compares:
-            self._compare(record, site)
+            self._compare(record, site, has_roles=transfer.has_roles)
         self._record_begin(record, site)
         try:
             if profiler._is_profiler_enabled:
@@ -278,10 +285,11 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     def _record_failure(self, record: ExchangeRecord, error: BaseException) -> None:
         self._recorder.end(record.entry, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
 
-    def _compare(self, record: ExchangeRecord, site: int) -> None:
+    def _compare(self, record: ExchangeRecord, site: int, *, has_roles: bool) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         record.site = site
-        own = Note(record.fingerprint, record.description)
+        line = b"" if has_roles or site < 0 else digest_of_line(self._recorder.site_text(site))
+        own = Note(record.fingerprint, record.description, line)
         comparing = self._new_record(NOTES_FINGERPRINT, f"a comparison before {record.text}")
         arrived = self._all_gather(comparing, site, write_note(own), self._others)
         notes = {rank: read_note(bytes(row)) for rank, row in zip(self._ranks, arrived.tolist(), strict=True)}

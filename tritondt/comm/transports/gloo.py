@@ -17,12 +17,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from tritondt.comm.answers import Answers
 from tritondt.comm.communicator import tag_of
+from tritondt.comm.daemons import within
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
@@ -56,8 +59,8 @@ class GlooCommunicator(PackedCommunicator):
         super().__init__(context, ThreadQueue())
         self._watch, self._timeout_s = context.watch, context.timeout.total_seconds()
         self._posted: _Posted | None = None
-        store, timeout = dist.PrefixStore(context.key, context.store), context.timeout * _GLOO_TIMEOUT_FACTOR
-        self._group: Any = _connected(store, self._place, len(self._ranks), timeout)
+        self._group: Any = _guarded(context)
+        self._group._set_default_timeout(context.timeout * _GLOO_TIMEOUT_FACTOR)
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Posts all receives."""
@@ -161,6 +164,19 @@ class GlooCommunicator(PackedCommunicator):
             f"rank {wait.peer} closed its connection while rank {self._rank} waited for it in {wait.description}; it "
             f"has failed or left ({str(error).splitlines()[0]})",
         )
+
+
+def _guarded(context: ProcessContext) -> Any:
+    """Gloo's group; PeerError where some do not come within the timeout, and as soon as one has failed or ended."""
+    others = [rank for rank in context.ranks if rank != context.rank]
+    connection: Any = context.store
+    store = dist.PrefixStore(context.key, connection.clone())  # Gloo keeps the connection while it waits
+    make = partial(_connected, store, context.place, len(context.ranks), context.timeout)
+    try:
+        return within(context.timeout, make, "tritondt-gloo", partial(Answers(context).look, others))
+    except TimeoutError:
+        text = f"rank {context.rank} waited {context.timeout.total_seconds():g} s for ranks {others} to connect by Gloo"
+        raise PeerError(text) from None
 
 
 def _connected(store: dist.Store, place: int, size: int, timeout: timedelta) -> Any:

@@ -61,7 +61,7 @@ class SocketCommunicator(PackedCommunicator):
 
     def _raise_failure_of_others(self, missing: Sequence[int]) -> None:
         """Raises PeerError where a rank that this one is about to connect to has failed."""
-        found = self._watch.failure(self._key)
+        found = self._watch.failure(self._key, [self._ranks[place] for place in missing])
         if found is not None:
             connecting = f"rank {self._rank} connected to ranks {list(self._ranks)}"
             raise PeerError(f"rank {found.rank} failed while {connecting}: {found.error}")
@@ -219,10 +219,15 @@ class SocketCommunicator(PackedCommunicator):
         """The reason why an exchange broke off: what the watch or the store knows, else what the socket said."""
         if outcome == "expired":
             return self._watch.why_expired(wait)
-        what = "closed its connection" if outcome == "closed" else "sent something else"
-        return self._watch.broken(
+        if outcome == "closed":
+            return self._watch.broken(
+                wait,
+                f"rank {wait.peer} closed its connection while rank {self._rank} waited for it in {wait.description}; "
+                "it has failed or left",
+            )
+        what = "something else" if outcome == "mismatch" else "what nothing here expects"
+        return self._watch.disagreed(
             wait,
-            f"rank {wait.peer} {what} while rank {self._rank} waited for it in {wait.description}; it has failed or "
-            "left",
-            patient=outcome == "mismatch",
+            f"rank {wait.peer} sent {what} to rank {self._rank}, which runs {wait.description}; all ranks must "
+            f"{wait.must}",
         )

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritondt.comm import registry
+from tritondt import identity
 from tritondt.errors import LocalTensorError
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length
-from tritondt.redistribution.run import redistribute_local, redistribute_local_async
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -60,17 +60,29 @@ def ring_attention(
     mesh, rank = axis_mesh(device_mesh, "ring_attention")
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
-    for name, tensor, part in (("query", query, cut), ("key", key, key_cut), ("value", value, key_cut)):
+    with refusing(mesh):
+        _check((query, cut), (key, key_cut), (value, key_cut), rank)
+    ring = _Ring(mesh, rank, cut, key_cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _check(
+    of_query: tuple[torch.Tensor, SequenceCut],
+    of_key: tuple[torch.Tensor, SequenceCut],
+    of_value: tuple[torch.Tensor, SequenceCut],
+    rank: int,
+) -> None:
+    """Refuses tensors that are not the parts of rank `rank` of sequences that are cut so."""
+    for name, (tensor, cut) in (("query", of_query), ("key", of_key), ("value", of_value)):
         check_heads("ring_attention", name, tensor)
-        check_length(name, tensor, _SEQUENCE, part, rank)
+        check_length(name, tensor, _SEQUENCE, cut, rank)
+    query, key, value = of_query[0], of_key[0], of_value[0]
     if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise LocalTensorError(
             f"ring_attention got {query.shape[1]} heads, key {tuple(key.shape)} and value {tuple(value.shape)}; "
             "allowed are keys and values of one batch and number of heads that divides the heads"
         )
-    ring = _Ring(mesh, rank, cut, key_cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
-    found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
-    return found
 
 
 class _Ring(NamedTuple):
@@ -185,4 +197,4 @@ class _RingAttention(torch.autograd.Function):
         )
 
 
-registry.on_end(_rotated.cache_clear)
+identity.on_end(_rotated.cache_clear)

@@ -9,6 +9,7 @@ from tritondt.dtensor.tensor import DTensor
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length
 from tritondt.parallel.feature_cut import FeatureCut
+from tritondt.redistribution.run import refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 
@@ -47,18 +48,16 @@ def ulysses_attention(
     [True, True]
     """
     mesh, rank = axis_mesh(device_mesh, "ulysses_attention")
-    for name, local in (("query", query), ("key", key), ("value", value)):
-        check_heads("ulysses_attention", name, local)
     cut = SequenceCut(length, mesh.shape[0])
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0])
-    group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
     moves = []
-    for name, local, unit, part_of in (
-        ("query", query, group, cut),
-        ("key", key, 1, key_cut),
-        ("value", value, 1, key_cut),
-    ):
-        check_length(name, local, _SEQUENCE, part_of, rank)
+    cuts = (query, cut), (key, key_cut), (value, key_cut)
+    with refusing(mesh):
+        for name, (local, part_of) in zip(("query", "key", "value"), cuts, strict=True):
+            check_heads("ulysses_attention", name, local)
+            check_length(name, local, _SEQUENCE, part_of, rank)
+    group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
+    for (local, part_of), unit in zip(cuts, (group, 1, 1), strict=True):
         shape = (*local.shape[:_SEQUENCE], part_of.length, local.shape[-1])
         part = DTensor.from_local(
             local, mesh, [Shard(_SEQUENCE)], shape=shape, stride=torch.empty(shape, device="meta").stride()

@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 
 import tritondt as T
+from tritondt import identity
 from tritondt.cli.bench.collective import engine
 from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 from tritondt.comm import world
@@ -54,10 +55,13 @@ def redistribution(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensor
 @lru_cache(maxsize=1)
 def _communicator(of: ProcessWorld) -> DirectCommunicator | None:
     """The communicator of all ranks of a world through arenas, made at the first call, which is collective."""
-    context = of.join(_NAME, tuple(range(of.identity.size)), of.timeout)
-    arenas = map_arenas(context, "shared memory is not measured")
-    if arenas is None:
-        return None
-    made = DirectCommunicator(context, arenas)
+    with of.joining(_NAME, tuple(range(of.identity.size)), of.timeout) as context:
+        arenas = map_arenas(context, "shared memory is not measured")
+        if arenas is None:
+            return None
+        made = DirectCommunicator(context, arenas)
     of.keep(_NAME, made)
     return made
+
+
+identity.on_end(_communicator.cache_clear)

@@ -3,11 +3,10 @@
 import os
 import select
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_NAMESPACES = Path("/proc/self/ns")
+_NAMESPACES, _BOOT_ID = Path("/proc/self/ns"), Path("/proc/sys/kernel/random/boot_id")
 
 
 def namespace(kind: str) -> str:
@@ -24,8 +23,13 @@ def namespace(kind: str) -> str:
 
 
 def this_process() -> dict[str, Any]:
-    """This process as others of the host know it, fit for JSON: its number, and the namespace that it has it in."""
-    return {"number": os.getpid(), "namespace": namespace("pid")}
+    """This process as others of the host know it, fit for JSON: its number, and the namespace that it has it in.
+
+    That of another host is another one; it is "" where the system does not tell.
+    """
+    found = namespace("pid")
+    host = _BOOT_ID.read_text().strip() if found and _BOOT_ID.exists() else ""
+    return {"number": os.getpid(), "namespace": f"{host}/{found}" if host else ""}
 
 
 class Processes:
@@ -42,21 +46,27 @@ class Processes:
     def __init__(self, described: Mapping[int, Mapping[str, Any]]) -> None:
         here = this_process()["namespace"]
         self._held: dict[int, int] = {}
+        self._gone: list[int] = []  # had ended before
         for key, each in described.items():
-            if here and each["namespace"] == here:
-                with suppress(OSError):  # it may have ended, of which the store will tell; or Linux is older than 5.3
-                    self._held[key] = os.pidfd_open(each["number"])
+            if not here or each["namespace"] != here:
+                continue
+            try:
+                self._held[key] = os.pidfd_open(each["number"])
+            except ProcessLookupError:
+                self._gone.append(key)
+            except OSError:  # Linux is older than 5.3, or this process has no descriptor left
+                continue
 
     def ended(self) -> list[int]:
         """Keys of the processes that have ended."""
         held = list(self._held.items())
         if not held:
-            return []
+            return list(self._gone)
         poll = select.poll()
         for _, descriptor in held:
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll(0)}
-        return [key for key, descriptor in held if descriptor in ready]
+        return [*self._gone, *(key for key, descriptor in held if descriptor in ready)]
 
     def close(self) -> None:
         """The end of the hold; a second call does nothing."""

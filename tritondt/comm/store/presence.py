@@ -1,0 +1,94 @@
+"""Ranks of a job as others know them before they are connected: their processes, and why one of them does not come.
+
+A rank that has failed before it met the others in a communicator can report that under no communicator's key, and one
+that was killed reports nothing. So each says which process it is, early, and why it cannot have a world, where that is
+so; whoever waits for it looks.
+"""
+
+import json
+import secrets
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from tritondt.comm.processes import Processes, this_process
+from tritondt.comm.store.notices import Failed
+
+# Ranks that one look asks for: each takes two questions to the store.
+_MOST_ASKED = 64
+# Refusals of others that this rank has raised.
+_heard: set[str] = set()
+# Prefixes of the store in which this process has said so before there was a group, whose keys get more of them.
+_num_early_prefixes: int | None = None
+
+
+def announce_early(store: dist.Store, rank: int) -> None:
+    """Says which process this rank is in a store of which torch is about to make the default group."""
+    global _num_early_prefixes
+    _num_early_prefixes = len(_levels(store)) - 1
+    announce(dist.PrefixStore("tritondt/ranks", store), rank)
+
+
+def of_group(store: dist.Store) -> dist.Store:
+    """The part of the default group's `store` in which its ranks say what they are; alike on all of them."""
+    levels = _levels(store)
+    early = _num_early_prefixes
+    found = store if early is None or early >= len(levels) else levels[-1 - early]
+    return dist.PrefixStore("tritondt/ranks", found)
+
+
+def _levels(store: dist.Store) -> list[dist.Store]:
+    """A store, and what is below each of its prefixes."""
+    levels = [store]
+    while isinstance(levels[-1], dist.PrefixStore):
+        levels.append(levels[-1].underlying_store)
+    return levels
+
+
+def announce(store: dist.Store, rank: int) -> None:
+    """Says in the store which process this rank is."""
+    store.set(_process_key(rank), json.dumps(this_process()))
+
+
+def refuse(store: dist.Store, rank: int, error: BaseException) -> None:
+    """Says in the store why this rank takes part in nothing, until `take_part`."""
+    store.set(_refusal_key(rank), json.dumps([secrets.token_hex(8), f"{type(error).__name__}: {error}"]))
+
+
+def take_part(store: dist.Store, rank: int) -> None:
+    """Takes back what `refuse` has said of this rank."""
+    store.delete_key(_refusal_key(rank))
+
+
+def refusal(store: dist.Store, ranks: Sequence[int]) -> Failed | None:
+    """The first of `ranks` that has refused to take part since this was last asked, and why.
+
+    Each refusal is told once: whoever has raised it, and tries again, waits for the rank to try again, too.
+    """
+    for rank in ranks[:_MOST_ASKED]:
+        if store.check([_refusal_key(rank)]):
+            token, text = json.loads(store.get(_refusal_key(rank)))
+            if token not in _heard:
+                _heard.add(token)
+                return Failed(rank, text)
+    return None
+
+
+def ended(store: dist.Store, ranks: Sequence[int]) -> Failed | None:
+    """The first of `ranks` on this host whose process has ended."""
+    keys = {rank: _process_key(rank) for rank in ranks[:_MOST_ASKED]}
+    described = {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+    processes = Processes(described)
+    try:
+        found = processes.ended()
+    finally:
+        processes.close()
+    return Failed(found[0], f"its process {described[found[0]]['number']} has ended") if found else None
+
+
+def _process_key(rank: int) -> str:
+    return f"process/{rank}"
+
+
+def _refusal_key(rank: int) -> str:
+    return f"refusal/{rank}"
