@@ -56,7 +56,7 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
         model.to(torch.bfloat16)(torch.ones(1, 2))
 
     cases: list[tuple[Any, str]] = [
-        (converted, "convert the module before fully_shard"),
+        (converted, "convert the module before fully_shard, and"),
         (twice, "this FSDPLinear was sharded by fully_shard already"),
         (tied, "shared with a module that was sharded before, as weight"),
         (too_late, r"parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])"),
