@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as TorchExt
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import FullyShardError, LayoutError, MeshError
-from tritondt.fsdp.meshes import data_mesh
+from tritondt.fsdp.meshes import axes_in, data_mesh
 from tritondt.fsdp.parameter import ShardedParameter, User
 from tritondt.sharding.mesh import canonical_mesh
 from tritondt.sharding.placement import Replicate
@@ -106,9 +106,10 @@ class DTensorExtensions(TorchExtensions):
         if not isinstance(tensor, DTensor):
             return super().all_gather_dtensor(tensor, parent_mesh)
         spec = tensor._spec
-        if parent_mesh is not None and canonical_mesh(parent_mesh) is not spec.mesh:
+        if parent_mesh is not None and axes_in(canonical_mesh(parent_mesh), spec.mesh) is None:
             raise MeshError(
-                f"{spec} is loaded into a module on {canonical_mesh(parent_mesh)}; both must be on one mesh"
+                f"{spec} is loaded into a module on {canonical_mesh(parent_mesh)}; it must be on that mesh, or on a "
+                "slice of it"
             )
         placements = [Replicate()] * (spec.mesh.ndim - 1)
         return tensor.redistribute(placements=[*placements, spec.placements[-1]], order=spec.order).to_local()

@@ -41,7 +41,7 @@ class ShardedParameter:
         self.computed = _computed_spec(parameter, data)
         self.spec = _spec_of(users[0].name, parameter, data, dim, tensor_mesh)
         local: torch.Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        self.member = Member(tuple(local.shape), dim)
+        self.member = Member(tuple(local.shape), dim, data.cuts)
         own = data.mesh.coordinate
         assert own is not None, f"{data.mesh} is that of the calling rank"
         num_ranks = data.mesh.shape[data.shard_axis]
@@ -161,7 +161,8 @@ def _spec_of(name: str, parameter: nn.Parameter, data: DataMesh, dim: int, tenso
                 "that are whole along the data axes"
             )
         order = [numbers[axis] for axis in given.order]
-    placements[joint.data_axes[-1]] = Shard(dim)
+    for axis in joint.data_axes[-len(data.cuts) :]:
+        placements[axis] = Shard(dim)
     order = [axis for axis in order if axis not in joint.data_axes]
     rest = [axis for axis in range(joint.mesh.ndim) if axis not in order and axis not in joint.data_axes]
     meta = TensorMeta(tuple(parameter.shape), dense_strides(tuple(parameter.shape)), parameter.dtype)
