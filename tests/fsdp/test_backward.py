@@ -96,7 +96,8 @@ def hooks_that_read_weights(model: Any, x: torch.Tensor) -> torch.Tensor:
         if output.requires_grad:
             output.register_hook(lambda grad: grad * module.weight.detach().square().sum())
 
-    layer[0].register_forward_hook(scale)
+    for number in (0, 2):
+        layer[number].register_forward_hook(scale)
     return cast(torch.Tensor, model(x).square().mean())
 
 

@@ -155,6 +155,7 @@ class ShardedState:
         found = [value for value in tree_flatten(output)[0] if isinstance(value, torch.Tensor) and value.requires_grad]
         for value in found:
             value.register_hook(partial(self.before_backward, call))
+            _put_last_hook_first(value)
         if found and self.group is not None and not is_in_backward():
             self._num_forwards += 1
         return output
@@ -284,6 +285,16 @@ class _EndOfBackward(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
         """Tangents unchanged."""
         return tuple(None if tangent is None else tangent.view_as(tangent) for tangent in tangents[2:])
+
+
+def _put_last_hook_first(tensor: Any) -> None:
+    """Runs the hook that was registered last before those of a module's last layer, which may read parameters."""
+    hooks: dict[int, Any] = tensor._backward_hooks
+    if len(hooks) > 1:  # autograd runs them in the order in which they came into the dict
+        *others, (key, last) = hooks.items()
+        hooks.clear()
+        hooks[key] = last
+        hooks.update(others)
 
 
 def _as_dtype(value: Any, dtype: torch.dtype | None) -> Any:
