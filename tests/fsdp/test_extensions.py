@@ -185,11 +185,12 @@ def test_meshes_whose_axes_come_from_others(four_ranks: GlooRanks, number: int) 
     four_ranks.run(shard_over, number, timeout_s=100)
 
 
-def load_on_slice(rank: int) -> None:
+def load_on_slice(rank: int, is_flattened: bool) -> None:
     register_fsdp_extensions()
     mesh = T.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    data = mesh["pp", "dp"]._flatten("pp_dp") if is_flattened else mesh["dp"]
     model = FullyShardedDataParallel(
-        parallel_net(mesh), device_mesh=mesh["dp"], device_id=torch.device("cpu"), use_orig_params=True
+        parallel_net(mesh), device_mesh=data, device_id=torch.device("cpu"), use_orig_params=True
     )
     FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
     single = Net().state_dict()
@@ -198,5 +199,6 @@ def load_on_slice(rank: int) -> None:
         torch.testing.assert_close(value.full_tensor(), single[name] + 1, rtol=0, atol=0)
 
 
-def test_state_dicts_of_a_slice_of_three_axes_load(four_ranks: GlooRanks) -> None:
-    four_ranks.run(load_on_slice, timeout_s=100)
+@pytest.mark.parametrize("is_flattened", [False, True])
+def test_state_dicts_of_a_slice_of_three_axes_load(four_ranks: GlooRanks, is_flattened: bool) -> None:
+    four_ranks.run(load_on_slice, is_flattened, timeout_s=100)
