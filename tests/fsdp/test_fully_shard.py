@@ -215,6 +215,10 @@ def test_a_backward_that_raised_leaves_no_gradients_behind() -> None:
         hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(fails) and None)
         with pytest.raises(ArithmeticError):
             loss_of(model, 0, num_parts, part).backward()
+        assert all(isinstance(parameter, T.DTensor) for parameter in model.parameters())
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 0, num_parts, part).backward()
+        assert all(isinstance(value, T.DTensor) for value in model.state_dict().values())
         hook.remove()
         loss_of(model, 1, num_parts, part).backward()
         return gradients_of(model)

@@ -227,6 +227,7 @@ class ShardedState:
         self._begun.clear()
         if self.group is not None:
             self.group.drop_gradients()
+        self._put_shards_back(frees=self.reshard_after_backward)
 
     # Gathers by request ----------------------------------------------------------------------------------------------
 
