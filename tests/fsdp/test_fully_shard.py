@@ -137,6 +137,32 @@ def test_gradients_are_kept_until_they_are_wanted() -> None:
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_gradients_that_were_kept_come_with_a_backward_that_does_not_use_their_module() -> None:
+    def steps(model: Any, first: torch.Tensor, second: torch.Tensor) -> list[Any]:
+        model(first).square().mean().backward()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+        model[0](second).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    batches = torch.arange(24.0).view(2, 4, 3) / 24
+    expected = steps(made(), *batches)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        model: Any = made()
+        for layer in model:
+            fully_shard(layer, mesh=T.Mesh((2,)))
+        fully_shard(model, mesh=T.Mesh((2,))).set_requires_gradient_sync(False)
+        return [found.full_tensor() for found in steps(model, *[batch.chunk(2)[rank] for batch in batches])]
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
 class Chosen(nn.Module):
     """Two layers of which a rank may use one."""
 

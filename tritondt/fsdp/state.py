@@ -50,6 +50,8 @@ class ShardedState:
         # Calls whose forward runs, innermost last, and those whose backward has begun and not ended.
         self._calls: list[Call] = []
         self._begun: set[Call] = set()
+        # Whether gradients were kept since the last reduction, on this rank or another.
+        self._has_kept = False
         # Whether a graph of gradients was made, whose nodes read the whole parameters without telling.
         self._has_graph_of_gradients = False
         for module in self.modules:
@@ -196,7 +198,8 @@ class ShardedState:
     def reduce_late(self) -> None:
         """Reduces gradients of a module whose inputs have none, so that nothing tells when they are there."""
         self._begun.clear()
-        if self.group is not None and (self._num_forwards or self.group.has_gradients()):
+        is_behind = self.syncs and self._has_kept
+        if self.group is not None and (self._num_forwards or is_behind or self.group.has_gradients()):
             self._num_forwards = 0
             self._reduce()
 
@@ -206,6 +209,7 @@ class ShardedState:
         self._put_shards_back(frees=self.reshard_after_backward)
         with torch.no_grad():
             policy = Policy(self.policy.reduce_dtype, self.divisor)
+            self._has_kept = not self.syncs
             if self.syncs:
                 self.group.issue_reduction(policy)
             else:
