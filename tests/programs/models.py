@@ -38,8 +38,9 @@ class Node(NamedTuple):
 
 def random_node(chosen: random.Random, depth: int) -> Node:
     """A tree of at most so many levels."""
+    children: tuple[Node, ...] = ()
     if depth == 0 or chosen.random() < 0.2:
-        kind, children = chosen.choice(LEAVES), ()
+        kind = chosen.choice(LEAVES)
     else:
         kind = chosen.choice(CONTAINERS)
         count = 2 if kind == "branch" else chosen.randint(2, 4) if kind in ("residual", "segments") else 1
@@ -158,13 +159,15 @@ def add_hooks(node: Node, module: nn.Module) -> None:
     if node.hook in ("scaled", "reads weights"):
         module.register_forward_hook(partial(_hook_output, node.hook))
     elif node.hook == "full":
-        module.register_full_backward_hook(
-            lambda module, grads, _: tuple(None if grad is None else grad * 1.5 for grad in grads)
-        )
+        module.register_full_backward_hook(_scale_gradients)
     elif node.hook == "of parameters":
         for parameter in own_parameters(module):
             if parameter.requires_grad:
                 parameter.register_hook(lambda grad: grad * 0.5)
+
+
+def _scale_gradients(module: nn.Module, grads: Any, of_outputs: Any) -> Any:
+    return tuple(None if grad is None else grad * 1.5 for grad in grads)
 
 
 def own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
