@@ -316,6 +316,8 @@ def main(arguments: list[str]) -> int:
             break
         program = random_program(seed)
         text, num_programs = check(program), num_programs + 1
+        if num_programs % 100 == 0:
+            _say(f"{num_programs} programs, {num_failures + (text is not None)} failures so far")
         if text is not None:
             num_failures += 1
             small = minimised(program, time.time() + 20)
