@@ -44,8 +44,8 @@ class Net(nn.Module):
 class DataAxes(NamedTuple):
     """Names of axes, as torch's DataParallelMeshDims has them."""
 
-    shard: str
-    replicate: str | None = None
+    shard: str | tuple[str, ...]
+    replicate: str | tuple[str, ...] | None = None
 
 
 def plan() -> dict[str, ParallelStyle]:

@@ -15,7 +15,7 @@ from tests.fsdp.models import Block, Net, loss_of, plan, train
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.errors import FullyShardError, MeshError
 from tritondt.fsdp import DTensorExtensions, fully_shard, register_fsdp_extensions
-from tritondt.parallel import parallelize_module
+from tritondt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 pytestmark = pytest.mark.extended
 
@@ -150,3 +150,55 @@ def chunk_by_itself(rank: int) -> None:
 
 def test_the_parts_of_the_extension(four_ranks: GlooRanks) -> None:
     four_ranks.run(chunk_by_itself, timeout_s=100)
+
+
+def shard_over(rank: int, number: int) -> None:
+    """Gradients of one process, and torch's view of the parameters, on meshes as torchtitan and others make them."""
+    if number == 2:
+        world = T.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+        mesh = world._unflatten(0, (1, 2, 2), ("replicate", "fsdp", "tp"))
+        data, names = mesh["replicate", "fsdp"], ("replicate", "fsdp", "tp")
+    else:
+        mesh = T.init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        data, names = mesh["dp"], ("dp", "tp")
+        if number == 1:
+            data, names = mesh["dp", "cp"]._flatten("dp_cp"), ("dp_cp", "tp")
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model: Any = copy.deepcopy(single)
+    batch = torch.randn(4, 8)
+    single(batch).square().mean().backward()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=data)
+    model(batch.chunk(2)[rank // 2]).square().mean().backward()
+    for name, parameter in single.named_parameters():
+        held: Any = model.get_parameter(name)
+        torch.testing.assert_close(held.grad.full_tensor(), parameter.grad, rtol=1e-5, atol=1e-7)
+        assert held.device_mesh.mesh_dim_names == names
+        assert dist.get_process_group_ranks(held.device_mesh["tp"].get_group()) == mesh["tp"].mesh.tolist()
+        assert held.device_mesh[names[:-1]].size() == 2
+        torch.testing.assert_close(held.to_torch().full_tensor(), parameter.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["slice of four axes", "flattened", "unflattened"])
+def test_meshes_whose_axes_come_from_others(four_ranks: GlooRanks, number: int) -> None:
+    four_ranks.run(shard_over, number, timeout_s=100)
+
+
+def load_on_slice(rank: int, is_flattened: bool) -> None:
+    register_fsdp_extensions()
+    mesh = T.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    data = mesh["pp", "dp"]._flatten("pp_dp") if is_flattened else mesh["dp"]
+    model = FullyShardedDataParallel(
+        parallel_net(mesh), device_mesh=data, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+    single = Net().state_dict()
+    model.load_state_dict({name: copy.deepcopy(value).add_(1) for name, value in model.state_dict().items()})
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value.full_tensor(), single[name] + 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("is_flattened", [False, True])
+def test_state_dicts_of_a_slice_of_three_axes_load(four_ranks: GlooRanks, is_flattened: bool) -> None:
+    four_ranks.run(load_on_slice, is_flattened, timeout_s=100)

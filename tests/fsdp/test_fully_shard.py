@@ -1,5 +1,6 @@
 """fully_shard on rank threads: the losses, weights and state dicts of one process, whatever the layout."""
 
+from math import prod
 from typing import Any, cast
 
 import pytest
@@ -9,10 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import tritondt as T
-from tests.fsdp.models import Net, batch, layout, loss_of, sharded, train
+from tests.fsdp.models import DataAxes, Net, batch, layout, loss_of, plan, sharded, train
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import CommDebugMode
 from tritondt.fsdp import FSDPModule, fully_shard
+from tritondt.parallel import parallelize_module
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,6 +42,48 @@ def test_trains_as_one_process_does(kind: str, options: dict[str, Any]) -> None:
     for _, state, _ in found:
         for name, value in single.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dims", "has_tensor_axis"),
+    [
+        ((2, 2), DataAxes(("a", "b")), False),
+        ((2, 2), DataAxes(("b", "a")), False),
+        ((2, 2, 2), DataAxes(("a", "b"), "c"), False),
+        ((2, 2, 2), DataAxes(("a", "b")), True),
+        ((1, 2, 2), DataAxes("a", ("b", "c")), False),
+        ((2, 1, 2), DataAxes("b", "a"), True),
+    ],
+)
+def test_several_axes_shard_and_replicate(shape: tuple[int, ...], dims: DataAxes, has_tensor_axis: bool) -> None:
+    single = Net()
+    loss_of(single, 0).backward()
+    num_ranks, width = prod(shape), shape[-1] if has_tensor_axis else 1
+
+    def body(rank: int) -> Any:
+        model: Any = Net()
+        whole = T.Mesh(shape, ("a", "b", "c")[: len(shape)])
+        if has_tensor_axis:
+            first = rank // width * width
+            tensor_mesh = T.Mesh((width,), ("c",), ranks=range(first, first + width))
+            parallelize_module(model, tensor_mesh, plan(), src_data_rank=None)
+        for block in model.blocks:
+            fully_shard(block, mesh=whole, dp_mesh_dims=dims)
+        fully_shard(model, mesh=whole, dp_mesh_dims=dims)
+        loss_of(model, 0, num_ranks // width, rank // width).backward()
+        weight = model.blocks[0].up.weight
+        return gradients_of(model), weight.to_local().numel(), weight.placements
+
+    shard = (dims.shard,) if isinstance(dims.shard, str) else dims.shard
+    cut = {*shard, *(("c",) if has_tensor_axis else ())}
+    wanted = tuple(T.Shard(0) if name in cut else T.Replicate() for name in ("a", "b", "c")[: len(shape)])
+    num_copies = prod(size for size, name in zip(shape, "abc", strict=False) if name not in cut)
+    found = run_ranks(num_ranks, body)
+    assert sum(num_elements for _, num_elements, _ in found) == 54 * num_copies
+    for gradients, _, placements in found:
+        assert placements == wanted
+        for name, parameter in single.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.extended
@@ -91,6 +135,32 @@ def test_gradients_are_kept_until_they_are_wanted() -> None:
         assert missing
         for name, parameter in single.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_that_were_kept_come_with_a_backward_that_does_not_use_their_module() -> None:
+    def steps(model: Any, first: torch.Tensor, second: torch.Tensor) -> list[Any]:
+        model(first).square().mean().backward()
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(True)
+        model[0](second).square().mean().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+
+    batches = torch.arange(24.0).view(2, 4, 3) / 24
+    expected = steps(made(), *batches)
+
+    def body(rank: int) -> list[torch.Tensor]:
+        model: Any = made()
+        for layer in model:
+            fully_shard(layer, mesh=T.Mesh((2,)))
+        fully_shard(model, mesh=T.Mesh((2,))).set_requires_gradient_sync(False)
+        return [found.full_tensor() for found in steps(model, *[batch.chunk(2)[rank] for batch in batches])]
+
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 class Chosen(nn.Module):
@@ -171,6 +241,10 @@ def test_a_backward_that_raised_leaves_no_gradients_behind() -> None:
         hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(fails) and None)
         with pytest.raises(ArithmeticError):
             loss_of(model, 0, num_parts, part).backward()
+        assert all(isinstance(parameter, T.DTensor) for parameter in model.parameters())
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 0, num_parts, part).backward()
+        assert all(isinstance(value, T.DTensor) for value in model.state_dict().values())
         hook.remove()
         loss_of(model, 1, num_parts, part).backward()
         return gradients_of(model)

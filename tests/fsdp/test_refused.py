@@ -51,17 +51,30 @@ def test_bad_input_is_refused_by_all_ranks_alike() -> None:
         parallelize_module(model, mesh, {"0": ColwiseParallel()})
         fully_shard(model, mesh=mesh)
 
+    def unknown_axis(rank: int) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        parallelize_module(model, T.Mesh((2,), ranks=(rank // 2 * 2, rank // 2 * 2 + 1)), {"0": ColwiseParallel()})
+        with pytest.raises(MeshError) as found:
+            fully_shard(model, mesh=T.Mesh((2,), ("dp",), ranks=(rank % 2, rank % 2 + 2)))
+        assert f"ranks {rank % 2}, {rank % 2 + 2}" in str(found.value)
+        raise MeshError(str(found.value).partition("; ")[2])
+
     def converted(rank: int) -> None:
         model = fully_shard(nn.Linear(2, 2), mesh=T.Mesh((4,)))
         model.to(torch.bfloat16)(torch.ones(1, 2))
 
     cases: list[tuple[Any, str]] = [
-        (converted, "convert the module before fully_shard"),
+        (converted, "convert the module before fully_shard, and"),
         (twice, "this FSDPLinear was sharded by fully_shard already"),
         (tied, "shared with a module that was sharded before, as weight"),
         (too_late, r"parallelize_module(model, mesh['tp'], plan), then fully_shard(model, mesh=mesh['dp'])"),
         (wrong_axis, "has no axis 'dp'"),
-        (same_axis, "allowed is a slice of a DeviceMesh that has both"),
+        (same_axis, "and the two share ranks; allowed is another axis"),
+        (unknown_axis, "allowed is a slice of a DeviceMesh that has both"),
+        (
+            lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((2, 2), ("a", "b")), dp_mesh_dims=DataAxes("a", "a")),
+            "allowed are one or more axes that shard, and others that replicate",
+        ),
         (lambda rank: fully_shard(nn.ReLU(), mesh=T.Mesh((4,))), "without parameters to shard"),
         (lambda rank: fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=T.Mesh((4,))), "which has no forward"),
         (lambda rank: fully_shard(nn.Linear(2, 2), mesh=T.Mesh((1, 2, 2))), "takes a mesh of one axis"),

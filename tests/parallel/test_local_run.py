@@ -312,6 +312,35 @@ def test_gradients_of_gradients(given):
     run_ranks(RANKS, body)
 
 
+@pytest.mark.parametrize("plan", [("1", "3"), ("5", "7"), ("1", "3", "5", "7")])
+def test_gradients_of_gradients_of_plain_outputs(plan):
+    """What comes after a layer makes the gradient of its output depend on weights, of which ranks have parts."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        halves = [[nn.LayerNorm(6), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)] for _ in range(2)]
+        return nn.Sequential(*[layer for half in halves for layer in half]).double()
+
+    def penalty(model: nn.Module) -> torch.Tensor:
+        x = torch.arange(12.0, dtype=torch.float64).view(2, 6).div(12).requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    single = made()
+    penalty(single).backward()
+
+    def body(rank: int) -> None:
+        styles: Any = {name: (ColwiseParallel, RowwiseParallel)[place % 2]() for place, name in enumerate(plan)}
+        model = parallelize_module(made(), T.Mesh((RANKS,)), styles, src_data_rank=None)
+        penalty(model).backward()
+        for name, whole in single.named_parameters():
+            gradient: Any = model.get_parameter(name).grad
+            found = gradient.full_tensor() if isinstance(gradient, T.DTensor) else gradient
+            torch.testing.assert_close(found, whole.grad, rtol=1e-9, atol=1e-12)
+
+    run_ranks(RANKS, body)
+
+
 def test_an_input_that_is_written_to_between_two_layers():
     """They share no part: the second one's belongs to another history."""
 

@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel.fsdp import DTensorExtensions as TorchExt
 
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import FullyShardError, LayoutError, MeshError
-from tritondt.fsdp.meshes import data_mesh
+from tritondt.fsdp.meshes import axes_in, data_mesh
 from tritondt.fsdp.parameter import ShardedParameter, User
-from tritondt.sharding.mesh import canonical_mesh
+from tritondt.sharding.mesh import Mesh, canonical_mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec
 
@@ -64,10 +64,12 @@ class DTensorExtensions(TorchExtensions):
         Not collective. MeshError where `device_mesh` is no slice of a mesh with a tensor axis.
         """
         data = data_mesh(device_mesh, None)
-        if data.whole.ndim <= data.mesh.ndim:
-            raise MeshError(f"chunk_dtensor got {data.mesh}; allowed is a slice of a mesh that has a tensor axis too")
         values = tensor.detach()
         if not isinstance(values, DTensor):
+            if data.axes is None or data.whole.ndim <= data.mesh.ndim:
+                raise MeshError(
+                    f"chunk_dtensor got {data.mesh}; allowed is a slice of a mesh that has a tensor axis too"
+                )
             values = _replicated(values, device_mesh)
             if values.ndim == 0:
                 return values
@@ -106,12 +108,20 @@ class DTensorExtensions(TorchExtensions):
         if not isinstance(tensor, DTensor):
             return super().all_gather_dtensor(tensor, parent_mesh)
         spec = tensor._spec
-        if parent_mesh is not None and canonical_mesh(parent_mesh) is not spec.mesh:
+        if parent_mesh is not None and not _is_of(parent_mesh, spec.mesh):
             raise MeshError(
-                f"{spec} is loaded into a module on {canonical_mesh(parent_mesh)}; both must be on one mesh"
+                f"{spec} is loaded into a module on {canonical_mesh(parent_mesh)}; it must be on that mesh, or on a "
+                "slice of it"
             )
         placements = [Replicate()] * (spec.mesh.ndim - 1)
         return tensor.redistribute(placements=[*placements, spec.placements[-1]], order=spec.order).to_local()
+
+
+def _is_of(parent: DeviceMesh, mesh: Mesh) -> bool:
+    """Whether a mesh is a slice of a DeviceMesh, or of axes that were made of its own."""
+    if axes_in(canonical_mesh(parent), mesh) is not None:
+        return True
+    return mesh.device_mesh is not None and mesh.device_mesh._get_root_mesh() == parent._get_root_mesh()
 
 
 def _replicated(tensor: torch.Tensor, device_mesh: DeviceMesh) -> DTensor:

@@ -70,6 +70,9 @@ class FlatParameters:
         # Writes to the shards since they were last gathered; watched while what was gathered is kept.
         self._watch: Watch | None = None
         self._seen: tuple[int, ...] = ()
+        # How often other values were gathered, how often others took the shards' place, and the writes to these then.
+        self._num_contents, self._num_adoptions = 0, 0
+        self._content = self._versions()
 
     def _initial(self, number: int) -> torch.Tensor:
         found = self.parameters[number].initial
@@ -109,6 +112,8 @@ class FlatParameters:
             self.drop()
         self._watch = Watch(tuple(local for found in self.parameters for local in memory_of(found.sharded)))
         self._seen = self._counts()
+        if self._content != self._versions():
+            self._num_contents, self._content = self._num_contents + 1, self._versions()
         source = self.shard
         if self.dtype is not self.dtype_computed:
             source = source.to(self.dtype_computed)
@@ -129,6 +134,7 @@ class FlatParameters:
             self._table = copy_table(self.layout.gathers(self._offsets, self._whole.element_size()), self.device)
         self._table.run([gathered.data_ptr()], [self._whole.data_ptr()], torch.get_num_threads())
         self.is_whole = True
+        self._stamp(2 * self._num_contents)
         for parameter in self.parameters:
             needed = parameter.sharded.requires_grad
             if parameter.whole.requires_grad is not needed:
@@ -143,6 +149,7 @@ class FlatParameters:
         if self.is_whole:
             reallocate(self._whole, 0)
             self.is_whole = False
+            self._stamp(2 * self._num_contents + 1)
             for parameter in self.parameters:
                 forget_prefetched(parameter.whole)
         self._watch = None
@@ -150,12 +157,25 @@ class FlatParameters:
     def _counts(self) -> tuple[int, ...]:
         """Counts of the writes to the shards, by operators as all ranks know them and to their memory."""
         assert self._watch is not None, "writes are counted while they are watched"
+        return (*self._watch.count(self.parameters[0].sharded), *self._versions())
+
+    def _versions(self) -> tuple[int, int, int]:
+        """Counts of the shards' replacements, and of the writes to them that autograd knows of."""
         shards: list[Any] = [parameter.sharded for parameter in self.parameters]
         versions = sum(shard._version for shard in shards), sum(shard._local_tensor._version for shard in shards)
-        return (*self._watch.count(shards[0]), *versions)
+        return self._num_adoptions, *versions
+
+    def _stamp(self, version: int) -> None:
+        """Gives the whole parameters a version: autograd raises where it reads what is freed, or of other values.
+
+        Kernels that it would call read the memory that is not there, and end the process.
+        """
+        tensors = [found for parameter in self.parameters for found in parameter.versioned]
+        torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
 
     def _adopt(self) -> None:
-        """Takes over what sharded parameters were given in place of their memory, as by load_state_dict(assign=True).
+        """Takes over what sharded parameters were given in place of their memory, as by load_state_dict(assign=True),
+        or for one call by torch.func.functional_call.
 
         FullyShardError where that is laid out otherwise.
         """
@@ -167,10 +187,12 @@ class FlatParameters:
                     kind = "None" if found is None else getattr(found, "_spec", f"one of shape {tuple(found.shape)}")
                     raise FullyShardError(
                         f"{parameter.name} was sharded as {parameter.spec} and is {kind} now; allowed are parameters "
-                        "of this layout and dtype: load a state dict of distributed tensors, and convert the module "
-                        "before fully_shard"
+                        "of this layout and dtype: load a state dict of distributed tensors, convert the module before "
+                        "fully_shard, and torch.func.functional_call takes distributed tensors, too"
                     )
-                parameter.sharded = found
+                if found is not parameter.sharded:
+                    self._num_adoptions += 1
+                    parameter.replace(found)
             sharded: Any = parameter.sharded
             local = sharded._local_tensor
             held = self.shard[place.offset : place.offset + prod(place.shape)].view(place.shape)

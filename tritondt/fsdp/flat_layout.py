@@ -9,20 +9,33 @@ from math import prod
 from typing import NamedTuple
 
 from tritondt.kernels.boxes import CastBox, CopyBox
+from tritondt.sharding.coordinates import coordinate_at
 from tritondt.sharding.cut import Cut
 from tritondt.sharding.strides import dense_strides
 
 
 class Member(NamedTuple):
-    """Shape of a parameter as a rank computes with it, and the dim that the data axis cuts."""
+    """Shape of a parameter as a rank computes with it, and the dim that the data axis cuts.
+
+    `cuts` are the sizes of the axes that cut one after the other, where the data axis stands for several.
+    """
 
     shape: tuple[int, ...]
     dim: int
+    cuts: tuple[int, ...] = ()
 
     def bounds(self, num_ranks: int, rank: int) -> tuple[int, int]:
-        """Indices [start, stop) of the cut dim that a rank holds."""
-        length = self.shape[self.dim]
-        return Cut(num_ranks, length).bounds(length, rank)
+        """Indices [start, stop) of the cut dim that a rank holds.
+
+        >>> [Member((5,), 0, (2, 2)).bounds(4, rank) for rank in range(4)]  # 3 and 2, each cut again
+        [(0, 2), (2, 3), (3, 4), (4, 5)]
+        """
+        start, stop = 0, self.shape[self.dim]
+        sizes = self.cuts or (num_ranks,)
+        for size, index in zip(sizes, coordinate_at(rank, sizes), strict=True):
+            first, last = Cut(size, stop - start).bounds(stop - start, index)
+            start, stop = start + first, start + last
+        return start, stop
 
     def shard_shape(self, num_ranks: int, rank: int) -> tuple[int, ...]:
         """Shape of a rank's shard."""

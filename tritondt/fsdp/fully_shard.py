@@ -43,15 +43,16 @@ def fully_shard(
 ) -> Any:
     """The module, or list of modules, with parameters sharded in place over the data axis `mesh`.
 
-    All parameters that no earlier call has taken become distributed tensors: Shard(0) on the last axis of `mesh` (or as
-    `shard_placement_fn` says, a function from the parameter to None or Shard(dim)), Replicate on one before it, and on
-    a tensor axis as `parallelize_module` has laid them out, of which the data axis cuts what each rank has. Sizes need
+    All parameters that no earlier call has taken become distributed tensors: Shard(0) on the last axis of `mesh`, or on
+    each axis in `dp_mesh_dims.shard` (or as `shard_placement_fn` says, a function from the parameter to None or
+    Shard(dim)), Replicate on those before, and on a tensor axis as `parallelize_module` has laid them out, of which the
+    data axis cuts what each rank has. Sizes need
     not divide. They are gathered in one exchange before the module's forward and backward, that of the module that
     comes next while this one computes; gradients, means over `mesh`, come to the shards in one exchange while backward
     goes on. Call it on the layers first and on the model last, after `parallelize_module`.
 
-    `mesh` is a slice of the DeviceMesh that has the tensor axis too, or that whole mesh, or a `Mesh`, with
-    `dp_mesh_dims` (torch's DataParallelMeshDims, or anything with its `shard` and `replicate`). Default: the world.
+    `mesh` is a slice of the DeviceMesh that has the tensor axis too, flattened or not, or that whole mesh, or a `Mesh`,
+    with `dp_mesh_dims` (as torch's DataParallelMeshDims, with `shard` and `replicate`). Default: the world.
     `reshard_after_forward` says whether whole parameters are freed between forward and backward (default: but for the
     outermost module). `mp_policy` has the dtype of forward and of the gather, of the gradients' messages, and of
     outputs; gradients are added up in float32. Parameters start as each rank has them. Forward, backward and

@@ -1,13 +1,35 @@
 """Parameters that are gathered, freed and reduced together: all that one call of `fully_shard` takes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tritondt.fsdp.flat import FlatParameters
 from tritondt.fsdp.meshes import DataMesh
 from tritondt.fsdp.parameter import ShardedParameter
 from tritondt.fsdp.reduction import GradientReduction, Policy, Reduced, finish
+
+
+def _outside_modes(call: Callable[..., None]) -> Callable[..., None]:
+    """The call, hidden from modes of dispatch and from transforms of torch.func.
+
+    Selective checkpoints count calls, and a recomputation gathers less than forward; transforms wrap what is made.
+    """
+
+    @wraps(call)
+    def outside(*args: Any, **kwargs: Any) -> None:
+        transform: Any = torch._C._functorch.peek_interpreter_stack()
+        if transform is None and not torch._C._len_torch_dispatch_stack():
+            call(*args, **kwargs)
+            return
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            call(*args, **kwargs)
+
+    return outside
 
 
 class ParameterGroup:
@@ -30,16 +52,19 @@ class ParameterGroup:
         """Whether the whole parameters are here."""
         return all(flat.is_whole for flat in self.flats)
 
+    @_outside_modes
     def issue_gather(self) -> None:
         """Issues the gather of the parameters, unless they are here or under way: a collective call."""
         for flat in self.flats:
             flat.gather()
 
+    @_outside_modes
     def wait(self) -> None:
         """Returns when the whole parameters are here."""
         for flat in self.flats:
             flat.wait()
 
+    @_outside_modes
     def free(self) -> None:
         """Frees the whole parameters."""
         for flat in self.flats:
@@ -54,11 +79,13 @@ class ParameterGroup:
         """Whether a parameter has a gradient that was neither reduced nor kept."""
         return any(parameter.whole.grad is not None for parameter in self.parameters)
 
+    @_outside_modes
     def keep_gradients(self, policy: Policy) -> None:
         """Keeps the gradients of this pass for a later reduction."""
         for reduction in self._reductions:
             reduction.keep(policy)
 
+    @_outside_modes
     def issue_reduction(self, policy: Policy) -> None:
         """Issues the reduction of the gradients: a collective call."""
         for flat, reduction in zip(self.flats, self._reductions, strict=True):
@@ -66,6 +93,7 @@ class ParameterGroup:
             if found is not None:
                 self._under_way.append((found, flat.rank))
 
+    @_outside_modes
     def finish_reductions(self) -> None:
         """Waits for all reductions; their results are added to the gradients of the sharded parameters."""
         under_way, self._under_way = self._under_way, []

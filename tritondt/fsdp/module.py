@@ -1,6 +1,6 @@
 """The class that a sharded module gets: its own, with what can be asked of a sharded module besides."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any, Literal, NoReturn, overload
 
@@ -51,6 +51,16 @@ class FSDPModule(nn.Module):
         found = state_of(self)
         assert found is not None, f"{type(self).__name__} is the class of sharded modules only"
         return found
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; the sharded ones also after a backward that raised and left whole ones in place."""
+        self._state().tree.forget_failure()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module, of the sharded parameters; see `named_parameters`."""
+        self._state().tree.forget_failure()
+        return super().state_dict(*args, **kwargs)
 
     def _states(self, recurse: bool) -> Iterable[ShardedState]:
         """State of this module, and of those inside."""

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tritondt.dtensor.tensor import DTensor
+from tritondt.dtensor.writes import MEMORY
 from tritondt.errors import FullyShardError
 from tritondt.fsdp.flat_layout import Member
 from tritondt.fsdp.meshes import DataMesh
@@ -40,7 +41,7 @@ class ShardedParameter:
         self.computed = _computed_spec(parameter, data)
         self.spec = _spec_of(users[0].name, parameter, data, dim, tensor_mesh)
         local: torch.Tensor = parameter._local_tensor if isinstance(parameter, DTensor) else parameter.detach()
-        self.member = Member(tuple(local.shape), dim)
+        self.member = Member(tuple(local.shape), dim, data.cuts)
         own = data.mesh.coordinate
         assert own is not None, f"{data.mesh} is that of the calling rank"
         num_ranks = data.mesh.shape[data.shard_axis]
@@ -51,8 +52,11 @@ class ShardedParameter:
         self.initial: torch.Tensor | None = local.detach().narrow(dim, start, stop - start)
         self.attributes = {key: value for key, value in vars(parameter).items() if not key.startswith("_")}
         self.requires_grad = parameter.requires_grad
+        self._hooks, self._hooks_after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
         self.sharded: nn.Parameter
         self.whole: nn.Parameter
+        # Tensors whose versions say what the memory of the parameter of forward holds.
+        self.versioned: tuple[torch.Tensor, ...]
         # Gradients of passes that were not reduced yet, as this rank has them.
         self.accumulated: torch.Tensor | None = None
 
@@ -65,6 +69,8 @@ class ShardedParameter:
         """Makes the sharded parameter of memory that holds its values."""
         self.sharded = nn.Parameter(DTensor(shard, self.spec), self.requires_grad)
         vars(self.sharded).update(self.attributes)
+        self.sharded._backward_hooks = self._hooks
+        self.sharded._post_accumulate_grad_hooks = self._hooks_after
         self.initial = None
 
     def place_whole(self, local: torch.Tensor) -> None:
@@ -75,6 +81,15 @@ class ShardedParameter:
             self.computed = DTensorSpec(self.computed.mesh, self.computed.placements, meta, self.computed.order)
             found = DTensor(local, self.computed)
         self.whole = nn.Parameter(found, self.requires_grad)
+        held: Any = self.whole
+        self.versioned = (held,) if self.computed is None else (held, held._local_tensor)
+
+    def replace(self, found: nn.Parameter) -> None:
+        """Makes `found` the sharded parameter; the one before, which may come back, has memory of its own from now."""
+        before: Any = self.sharded
+        before._local_tensor = before._local_tensor.clone()
+        vars(before).pop(MEMORY, None)
+        self.sharded = found
 
     def register(self, parameter: nn.Parameter) -> None:
         """Makes `parameter` that of all modules that have it."""
@@ -97,8 +112,11 @@ class ShardedParameter:
         return found
 
     def add_gradient(self, shard: torch.Tensor) -> None:
-        """Adds the gradient of the shard to that of the sharded parameter, and runs hooks that wait for it."""
-        found = DTensor(shard, self.spec)
+        """Adds the gradient of the shard to that of the sharded parameter, and runs the hooks of both."""
+        found: Any = DTensor(shard, self.spec)
+        for changes in tuple((self.sharded._backward_hooks or {}).values()):
+            changed = changes(found)
+            found = found if changed is None else changed
         if self.sharded.grad is None:
             self.sharded.grad = found
         else:
@@ -143,7 +161,8 @@ def _spec_of(name: str, parameter: nn.Parameter, data: DataMesh, dim: int, tenso
                 "that are whole along the data axes"
             )
         order = [numbers[axis] for axis in given.order]
-    placements[joint.data_axes[-1]] = Shard(dim)
+    for axis in joint.data_axes[-len(data.cuts) :]:
+        placements[axis] = Shard(dim)
     order = [axis for axis in order if axis not in joint.data_axes]
     rest = [axis for axis in range(joint.mesh.ndim) if axis not in order and axis not in joint.data_axes]
     meta = TensorMeta(tuple(parameter.shape), dense_strides(tuple(parameter.shape)), parameter.dtype)

@@ -14,8 +14,8 @@ class ShardedModule(Protocol):
     def reduce_late(self) -> None:
         """Reduces gradients that nothing has told of."""
 
-    def end_backward(self) -> None:
-        """Ends a backward pass."""
+    def end_backward(self, *, creates_graph: bool) -> None:
+        """Ends a backward pass, of which a graph of gradients may be made."""
 
     def abandon_backward(self) -> None:
         """Ends a backward pass that raised."""
@@ -40,6 +40,8 @@ class ShardedTree:
         self._order: list[ShardedModule] = []
         self._order_before: list[ShardedModule] = []
         self._awaits_end = False
+        # Whether gradients of the pass that runs have a graph of their own.
+        self._creates_graph = False
 
     def take_over(self, other: "ShardedTree") -> None:
         """Makes the states of another tree, below the root, states of this one."""
@@ -59,7 +61,7 @@ class ShardedTree:
 
     def leave(self, state: ShardedModule) -> None:
         """Notes that a module's forward has ended."""
-        if state in self._running:
+        if state in self._running and not is_in_backward():
             self._running.remove(state)
 
     def following(self, state: ShardedModule) -> ShardedModule | None:
@@ -76,8 +78,9 @@ class ShardedTree:
             return None
         return order[order.index(state) - 1]
 
-    def await_end(self) -> None:
-        """Lets the pass that runs now end with `_end`."""
+    def await_end(self, *, creates_graph: bool = False) -> None:
+        """Lets the pass that runs now end with `_end`; with `creates_graph` its gradients have a graph of their own."""
+        self._creates_graph |= creates_graph
         if not self._awaits_end:
             self._awaits_end = True
             engine: Any = Variable._execution_engine
@@ -88,12 +91,13 @@ class ShardedTree:
         self._awaits_end = False
         for state in (*reversed(self._order), *[state for state in self.states if state not in self._order]):
             state.reduce_late()
+        creates_graph, self._creates_graph = self._creates_graph, False
         for state in self.states:
-            state.end_backward()
+            state.end_backward(creates_graph=creates_graph)
 
     def forget_failure(self) -> None:
         """Forgets a backward pass that raised, and so did not end, with the gradients that it has left behind."""
         if self._awaits_end and not is_in_backward():
-            self._awaits_end = False
+            self._awaits_end = self._creates_graph = False
             for state in self.states:
                 state.abandon_backward()

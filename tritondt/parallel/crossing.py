@@ -239,11 +239,12 @@ class LeaveModule(torch.autograd.Function):
             of_bias = (grad.sum(tuple(range(grad.ndim - 1))) if grad.ndim > 1 else grad).to(ctx.bias_dtype)
         if not ctx.needs_input_grad[2]:
             return None, None, None, of_bias
-        if plan.gradient_of_source is wanted:
-            return None, None, grad, of_bias
         if is_differentiated(grad):
+            # Alike on all ranks, it is multiplied by each one's own weights: its gradient comes as terms.
             terms = cotangent_spec(plan.source)
             return None, None, Redistribute.apply(grad, wanted, plan.gradient_of_source, terms), of_bias  # type: ignore[no-untyped-call]
+        if plan.gradient_of_source is wanted:
+            return None, None, grad, of_bias
         return None, None, redistribute_local(grad, wanted, plan.gradient_of_source), of_bias
 
 

@@ -81,6 +81,8 @@ def main(data_size: int, folder: Path) -> None:
         use_cpu=True,
         report_to="none",
         disable_tqdm=True,
+        # Recomputed on ranks, and not on one process: both train alike.
+        gradient_checkpointing=num_ranks > 1,
     )
     make = transformers.Trainer if num_ranks == 1 else refused_or_made(mesh)
     trainer = make(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from types import FrameType, NoneType
 from typing import Any
 
@@ -16,7 +17,10 @@ from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
 _NO_BACKWARD = -1
-_OWN = (__name__.partition(".")[0], "torch")
+_OWN = __name__.partition(".")[0]
+# Public packages of torch through which autograd's formulas and decompositions of operators come to a dispatch. Others,
+# such as torch.nn and torch.utils.checkpoint, compute for the program: a rank's own is what they recompute in backward.
+_OF_AUTOGRAD = frozenset(("autograd", "fx", "functional", "overrides"))
 
 _NOT_IN_GRAPHS = (
     "implicit_replication() does not go into a graph: enter it around the call of the compiled function, or compile "
@@ -184,7 +188,7 @@ def _is_of_masks(index: torch.Tensor, length: int) -> bool:
 
 
 def is_called_by_autograd() -> bool:
-    """Whether no code of the user's stands between autograd's engine and the dispatch of an operator.
+    """Whether no code of the program's stands between autograd's engine and the dispatch of an operator.
 
     Dispatch modes may: they are handed what the engine asks for.
     """
@@ -192,9 +196,23 @@ def is_called_by_autograd() -> bool:
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _engine_run_backward.__code__:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _OWN and frame.f_code.co_name != "__torch_dispatch__":
+        is_ours = frame.f_code.co_name == "__torch_dispatch__" or _is_of_autograd(frame.f_globals.get("__name__", ""))
+        if not is_ours:
             return False
         frame = frame.f_back
     # Engine threads of devices have no Python below.
     return True
+
+
+@lru_cache(maxsize=1024)  # one entry for each module that is met in backward
+def _is_of_autograd(module: str) -> bool:
+    """Whether functions of a module are autograd's own or this library's.
+
+    >>> [_is_of_autograd(name) for name in ("torch._refs", "torch.autograd.function", "torch.nn.modules.linear")]
+    [True, True, False]
+    """
+    package, *inside = module.split(".")
+    if package != "torch" or not inside:
+        return package in (_OWN, "torch")
+    first = inside[1] if inside[0] == "utils" and len(inside) > 1 else inside[0]
+    return first.startswith("_") or first in _OF_AUTOGRAD
