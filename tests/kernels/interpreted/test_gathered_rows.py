@@ -55,6 +55,7 @@ def assert_copies_as_reference(boxes, num_bytes, kind, *, past=(0, 0), choice=LA
     return table
 
 
+@pytest.mark.in_ci(14)
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize(("packs", "kind"), [(True, Kind.GATHERED), (False, Kind.JOINED)])
 @pytest.mark.parametrize("shortest", [16, 17, 21, 31, 33, 47, 130])
