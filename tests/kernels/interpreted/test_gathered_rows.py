@@ -93,6 +93,12 @@ def test_a_row_that_leaves_a_gap_is_moved_box_by_box():
     assert not {Kind.GATHERED, Kind.JOINED} & {piece.kind for piece in table.all_pieces(table.nests)}
 
 
+def test_a_row_of_one_short_part_among_long_ones_takes_no_large_table():
+    boxes = Columns(3, (16, 200_000), 1).boxes(packs=False)
+    table = DeviceCopyTable(boxes, "cpu", choice=LARGE)
+    assert Kind.JOINED not in {piece.kind for piece in table.all_pieces(table.nests)}
+
+
 @pytest.mark.parametrize("choice", [Choice(64, 1, 1 << 24), Choice(64, 1, 3)])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 def test_bands_of_all_walks(itemsize, choice, monkeypatch):
