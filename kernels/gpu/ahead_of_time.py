@@ -28,7 +28,7 @@ class Compilation(NamedTuple):
     num_warps: int
 
 
-class _Architecture:
+class Architecture:
     """What Triton asks of a driver to compile, of a GPU that is not there."""
 
     def __init__(self, architecture: int) -> None:
@@ -81,7 +81,7 @@ def compile_all(architecture: int, num_processes: int, device_name: str = DEFAUL
 def _compile_part(part: tuple[int, str, int, int]) -> int:
     """Compiles each so many-th kernel, from one on, in a process that has no other use for Triton."""
     architecture, device_name, start, step = part
-    stand_in: Any = _Architecture(architecture)
+    stand_in: Any = Architecture(architecture)
     driver.set_active(stand_in)
     chosen = compilations(device_name)[start::step]
     for kernel, form, num_warps in chosen:

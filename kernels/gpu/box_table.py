@@ -254,15 +254,15 @@ _BAND_BYTES = 4 << 20
 # Of longer rows few bytes are in lines that another walk touches too.
 _MAX_BANDED_BYTES = 2048
 # Places in all bands for each tile, at most: a walk has as many in every band.
-_MAX_PLACES = 1.125
+_MAX_PLACES = 1.25
 _MAX_PRODUCT = 2**30
 
 
-def bands(walked: Sequence[tuple[Piece, Walk]]) -> int:
+def bands(walked: Sequence[tuple[Piece, Walk]], scale: int = 1) -> int:
     """Number of bands, in each of which all walks take their turns for as great a part of their tiles.
 
     Columns of one tensor share its lines: where one walk came behind the whole of the other, each line would go to
-    memory and back for both.
+    memory and back for both. `scale` is how many times larger than what is walked a model takes it to be.
     """
     pieces = list(dict.fromkeys(piece for piece, _ in walked))
     short = sum(_moved_bytes(piece) for piece in pieces if _row_bytes(piece) <= _MAX_BANDED_BYTES)
@@ -271,7 +271,7 @@ def bands(walked: Sequence[tuple[Piece, Walk]]) -> int:
         return 1
     num_tiles = sum(walk.num_tiles for _, walk in walked)
     # A kernel multiplies both in 31 bits.
-    num_bands = max(min(total // _BAND_BYTES, _MAX_PRODUCT // num_tiles), 1)
+    num_bands = max(min(total * scale // _BAND_BYTES, _MAX_PRODUCT // num_tiles), 1)
     while sum(_ceiling(walk.num_tiles, num_bands) for _, walk in walked) * num_bands > _MAX_PLACES * num_tiles:
         num_bands //= 2
     return num_bands

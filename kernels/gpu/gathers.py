@@ -23,6 +23,8 @@ _MAX_BYTES = 2**31 - 2**20
 # A thread chooses among so many tensors; those who exchange have two: what came, and what was there.
 MAX_SOURCES = 2
 _MAX_PARTS = 64
+# A row has as many of its shortest part at most: a table has a cell for each step of nearly that length.
+_MAX_SHORTEST = 4096
 # Units of words, of two bytes and of one.
 _WIDEST_UNIT = 4
 
@@ -33,7 +35,7 @@ class Rows(NamedTuple):
     nest: LoopNest
 
     @property
-    def count(self) -> int:
+    def num_rows(self) -> int:
         """Rows."""
         return self.nest.lengths[0]
 
@@ -66,7 +68,7 @@ def gathers(nests: Iterable[LoopNest]) -> tuple[list[Piece], list[LoopNest]]:
         if not found:
             left.append(nest)
         for rows in found:
-            beside[rows.target.tensor, rows.count, rows.target.strides[0]].append(rows)
+            beside[rows.target.tensor, rows.num_rows, rows.target.strides[0]].append(rows)
     for (_, count, pitch), members in beside.items():
         members.sort(key=lambda rows: rows.target.offset)
         for group in _adjacent(members):
@@ -112,6 +114,7 @@ def _is_worth_it(group: Sequence[Rows], num_bytes: int) -> bool:
         and _MIN_BYTES <= num_bytes < _MAX_BYTES
         and _span_of_sources(group) + max(spans) < _MAX_BYTES
         and len(sources) <= MAX_SOURCES
+        and sum(rows.run for rows in group) <= _MAX_SHORTEST * min(rows.run for rows in group)
     )
 
 
@@ -129,7 +132,7 @@ def _unit(group: Sequence[Rows]) -> int:
 def _filled(group: Sequence[Rows]) -> list[Piece]:
     """The piece of a group, whose whole blocks it moves, and those of what lies before and behind them."""
     first, last = group[0].nest, group[-1].nest
-    unit, count = min(_unit(group), _WIDEST_UNIT), group[0].count
+    unit, count = min(_unit(group), _WIDEST_UNIT), group[0].num_rows
     ends = tuple(accumulate(rows.run // unit for rows in group))
     operands = [first.operands[0], *(rows.nest.operands[1] for rows in group)]
     in_units = tuple(operand._replace(strides=(1, operand.strides[0] // unit)) for operand in operands)

@@ -43,7 +43,7 @@ def find_piece(table, num_walks, num_bisections, tile, NUM_DIMS: tl.constexpr):
     place = tile - band * num_places
     is_before = places <= place
     low = (tl.sum(is_before.to(tl.int32)) - 1) << num_bisections
-    first = tl.max(tl.where(is_before, places, 0))
+    first = tl.max(tl.where(is_before, places, -MAX_PLACE))
     for bisection in range(num_bisections):
         middle = low + (1 << (num_bisections - 1 - bisection))
         begins = tl.load(firsts + middle, mask=middle < num_walks, other=MAX_PLACE).to(tl.int32)

@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tritondt.kernels.gpu.device_table import Form, Kernel
+from tritondt.kernels.gpu.instructions import disassembled
 from tritondt.kernels.gpu.specialization import compiler_options
 from tritondt.kernels.gpu.tuning import Choice, choose
 
@@ -27,6 +28,7 @@ class Compiled(NamedTuple):
     wide_stores: int
     registers: int
     spilled_bytes: int
+    sass: str
 
 
 def compile_kernel(kernel: Kernel, modes: int, num_dims: int, architecture: int, num_pointers: int = 8) -> Compiled:
@@ -52,7 +54,9 @@ def _compile(kernel: Kernel, constants: dict[str, Any], architecture: int, choic
     ptx = made.asm["ptx"]
     usage = _resource_usage(made.asm["cubin"])
     wide_loads, wide_stores = (len(re.findall(_WIDE.format(instruction), ptx)) for instruction in ("ld", "st"))
-    return Compiled(ptx, wide_loads, wide_stores, usage["REG"], usage["STACK"] + usage["LOCAL"])
+    return Compiled(
+        ptx, wide_loads, wide_stores, usage["REG"], usage["STACK"] + usage["LOCAL"], disassembled(made.asm["cubin"])
+    )
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

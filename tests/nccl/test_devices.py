@@ -19,7 +19,8 @@ from tests.nccl import libraries as nccls
 from tests.nccl.conftest import SettingOf
 from tritondt import environment
 from tritondt._C import NcclLibrary
-from tritondt.comm.nccl.streams import CudaStreams
+from tritondt.cli import machine
+from tritondt.comm.nccl.streams import CudaStreams, driver_function
 
 
 def path_of(version: str) -> str:
@@ -167,3 +168,18 @@ def wait_for_what_is_held_up(rank: int) -> bool:
 def test_nothing_is_left_to_run_on_the_double_once_it_is_synchronized(setting_of: SettingOf) -> None:
     """A benchmark frees what its last calls write; a stream that still wrote it ended a later test's process."""
     assert setting_of("host", 2).ranks.run(wait_for_what_is_held_up) == [True, True]
+
+
+def test_a_missing_driver_and_a_missing_function_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = r"cuInit of CUDA's driver was asked for, and libnone.so cannot be loaded \(libnone.so: .*\); a transport"
+    with pytest.raises(T.TransportError, match=asked):
+        driver_function("cuInit", "libnone.so")
+    with pytest.raises(T.TransportError, match=r"cuNone was asked for, and the driver libc.so.6 lacks it; a transport"):
+        driver_function("cuNone", "libc.so.6")
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(T.TransportError, match=r"\(this torch is built for ROCm 6.4, and AMD's GPUs have no libnone"):
+        driver_function("cuInit", "libnone.so")
+    found = machine._gpus()
+    assert [(each.value, each.level) for each in found] == [
+        ("torch is built for ROCm 6.4, which is not supported", "problem")
+    ]

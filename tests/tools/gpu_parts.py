@@ -17,6 +17,8 @@ _CAN_SANITIZE = (
     "import sys; from tests.kernels.test_sanitized import sanitizer;"
     "sys.exit(None if sanitizer() else 'compute-sanitizer, of the CUDA toolkit, is not installed')"
 )
+# The cases that tell whether packs and unpacks are near a copy: short rows, and one of FSDP2's.
+_ROWS = ("--only", "columns * 64", "columns * 256", "gathered bfloat16")
 
 
 class Part(NamedTuple):
@@ -37,7 +39,7 @@ class Part(NamedTuple):
 
 
 def parts(python: str) -> tuple[Part, ...]:
-    """What needs a GPU: the build, first calls, first figures, two ranks on one GPU, then all other tests."""
+    """What needs a GPU: the build, what tells most in six minutes, NCCL's tests, then all others and more figures."""
     share, ask, sanitize = ((python, "-c", each) for each in (_CAN_SHARE, _CAN_ASK, _CAN_SANITIZE))
 
     def bench(module: str, name: str, *options: str) -> tuple[str, ...]:
@@ -49,13 +51,19 @@ def parts(python: str) -> tuple[Part, ...]:
     beside = ("--numprocesses", str(_workers()), "--dist", "load") if _workers() > 1 else ()
     return (
         Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True),
-        Part("tests-first", tests("tests/nccl/test_operations.py", "-k", "gpu-1"), 120, tests=True),
-        Part("bench-first", bench("kernels.copy_boxes_gpu", "copy_boxes_gpu", "--mebibytes", "64"), 120),
-        Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=ask),
-        Part("tests-shared", tests("tests/nccl/test_operations.py", "-k", "gpu-2"), 120, can_run=share, tests=True),
+        Part(
+            "tests-simulate",
+            tests("tests/nccl/test_operations.py", "-k", "gpu-1 and simulations"),
+            60,
+            tests=True,
+        ),
+        Part(
+            "bench-rows",
+            bench("kernels.copy_boxes_gpu", "copy_rows_gpu", *_ROWS, "--mebibytes", "64", "--rounds", "15"),
+            120,
+        ),
+        Part("bench-host", bench("nccl.host_bursts", "host_bursts_gpu", "--ranks", "2"), 90, can_run=share),
         Part("tests-slots", tests("tests/nccl/test_slots.py", "-k", "gpu-2"), 240, can_run=share, tests=True),
-        Part("bench-nccl", bench("nccl", "nccl_gpu_1_rank", "--rounds", "20"), 120),
-        Part("bench-nccl-2", bench("nccl", "nccl_gpu_2_ranks", "--ranks", "2"), 240, can_run=share),
         Part("tests-nccl", tests("tests/nccl", "-k", "gpu-1 or on_gpus"), 600, tests=True),
         Part(
             "tests-nccl-2",
@@ -64,8 +72,11 @@ def parts(python: str) -> tuple[Part, ...]:
             can_run=share,
             tests=True,
         ),
+        Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=ask),
         Part("tests-kernels", tests("tests/kernels/test_gpu_kernels.py", *beside), 900, tests=True),
         Part("tests-engine", tests("tests/test_gpu.py", *beside), 900, tests=True),
+        Part("bench-copies", bench("kernels.copy_boxes_gpu", "copy_boxes_gpu", "--mebibytes", "64"), 120),
+        Part("bench-nccl", bench("nccl", "nccl_gpu_1_rank", "--rounds", "20"), 120),
         Part(
             "tests-others",
             tests("tests", *(f"--ignore=tests/{name}" for name in ("nccl", "kernels", "test_gpu.py"))),
@@ -90,6 +101,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
     kernels = (*command, "-m", "gpu", "tests/kernels/test_gpu_kernels.py")
     bench = (python, "-m", "benchmarks.kernels.copy_boxes_gpu", "--dry", "--mebibytes", "0.04", "--rounds", "1")
     nccl = (python, "-m", "benchmarks.nccl", "--double", "--rounds", "1", "--bytes", "64")
+    bursts = (python, "-m", "benchmarks.nccl.host_bursts")
     interpret = (python, "-c", _CAN_INTERPRET)
     build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
     if short:
@@ -97,12 +109,11 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
     return (
         build,
         Part("collect", collect, 240),
-        Part("tests-first", (*host, "host-1"), 240, tests=True),
-        Part("bench-first", bench, 240, can_run=interpret, interprets=True),
+        Part("tests-simulate", (*host, "host-1 and simulations"), 240, tests=True),
+        Part("bench-rows", (*bench, *_ROWS), 240, can_run=interpret, interprets=True),
+        Part("bench-host", (*bursts, "--double", "--rounds", "1"), 120),
+        Part("tests-nccl", (*host, "host-1"), 240, tests=True),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=(python, "-c", _CAN_ASK)),
-        Part("tests-shared", (*host, "host-2"), 240, tests=True),
-        Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 120),
-        Part("bench-nccl-2", (*nccl, "--ranks", "2", "--only", "*512 x 512*", "in slots*64 x 96"), 120),
         Part(
             "tests-kernels",
             (*kernels, "-k", "float32-sum-3 or wide1-fp80 or test_random_casts and source0-target0"),
@@ -119,6 +130,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
             tests=True,
             interprets=True,
         ),
+        Part("bench-nccl", (*nccl, "--only", "all_reduce*"), 120),
     )
 
 

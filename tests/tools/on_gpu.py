@@ -121,6 +121,7 @@ class Runner:
     def _run_once(self, part: Part, command: Sequence[str]) -> tuple[str, str]:
         left = self.deadline - time.monotonic()
         with (self.folder / f"{part.name}.log").open("a") as log:
+            written = log.tell()
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
@@ -138,9 +139,10 @@ class Runner:
                 return CUT, "killed at the deadline"
             finally:
                 _end_session(process)
+        told = "" if part.tests else _last_line(self.folder / f"{part.name}.log", written)
         if status in (0, 5):  # pytest's for no tests, where all have run before
-            return PASSED, ""
-        return FAILED, f"exit status {status}, see {self.folder / part.name}.log"
+            return PASSED, told
+        return FAILED, "; ".join(filter(None, (told, f"exit status {status}, see {self.folder / part.name}.log")))
 
     def _ended(self, part: Part) -> Outcome | None:
         """The outcome of a part that has come to its end in a call before, with the same sources."""
@@ -218,6 +220,11 @@ def summary(outcomes: Sequence[Outcome], num_parts: int) -> str:
     if len(outcomes) < num_parts:
         told.append(f"{num_parts - len(outcomes)} not run")
     return "\n".join([*lines, f"all {num_parts} parts: {', '.join(told)}"])
+
+
+def _last_line(path: Path, start: int) -> str:
+    """The last line of what was written into a log from a byte on: the verdict of a benchmark."""
+    return path.read_bytes()[start:].decode(errors="replace").strip().rpartition("\n")[2].strip()
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -193,7 +193,7 @@ def test_a_dry_run_lasts_beyond_a_build_that_takes_its_limit() -> None:
 
 def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
     names = [part.name for part in parts("python")]
-    assert names[:6] == ["build", "tests-first", "bench-first", "libraries", "tests-shared", "tests-slots"]
+    assert names[:6] == ["build", "tests-simulate", "bench-rows", "bench-host", "tests-slots", "tests-nccl"]
     assert names[-2:] == ["memcheck", "racecheck"]
 
 
@@ -206,7 +206,7 @@ def test_the_documentation_lists_the_parts_in_order() -> None:
 def test_what_interprets_is_skipped_by_name_without_numpy() -> None:
     """Triton's interpreter imports NumPy, which a machine with a GPU need not have."""
     asking = [part for part in dry_parts("python", short=False) if part.interprets]
-    assert [part.name for part in asking] == ["bench-first", "tests-kernels", "tests-engine"]
+    assert [part.name for part in asking] == ["bench-rows", "tests-kernels", "tests-engine"]
     assert all(part.can_run == ("python", "-c", "import numpy") for part in asking)
 
 
@@ -257,7 +257,7 @@ def test_tritons_cache_is_kept_unless_another_is_named() -> None:
 def test_a_part_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert on_gpu.main(["tests-nccl", "test-nccl"]) == 2
     assert capsys.readouterr().err.startswith(
-        "test-nccl is no part of what runs on a GPU; there are build, tests-first, bench-first, "
+        "test-nccl is no part of what runs on a GPU; there are build, tests-simulate, bench-rows, "
     )
 
 

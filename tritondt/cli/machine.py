@@ -74,6 +74,10 @@ def _cores() -> Finding:
 
 
 def _gpus() -> list[Finding]:
+    rocm = getattr(torch.version, "hip", None)
+    if rocm is not None:
+        advice = "kernels and transports for GPUs take CUDA's driver and NCCL; install a torch for CUDA or the CPU"
+        return [Finding("gpus", f"torch is built for ROCm {rocm}, which is not supported", "problem", advice)]
     if not torch.cuda.is_available():
         built = torch.version.cuda
         return [

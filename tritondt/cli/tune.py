@@ -28,6 +28,8 @@ _PROGRAMS_PER_PROCESSOR = (2, 4, 8, 16)
 # A program for each tile, as copies were fastest on an H200.
 _ALL_TILES = 1 << 24
 _NUM_SLOTS = 8
+# A model of 64 MiB takes minutes, one of a 64th of everything a second.
+_MODEL_SCALE = 64
 # The kernel of each name, and a dtype whose elements it reduces.
 _DTYPES = {"reduce 1": "int8", "reduce 2": "bfloat16", "reduce 4": "float32", "reduce 8": "float64"}
 # So too, and dtypes that it casts from and to.
@@ -47,20 +49,33 @@ Timer = Callable[[Choice], float]
 @click.option(
     "--architecture", type=click.IntRange(80), help="Compile for it, such as 90 for an H100, and time nothing."
 )
+@click.option("--model", is_flag=True, help="Print what packs and unpacks cost by models, and time nothing.")
 @click.option(
     "--jobs", type=click.IntRange(1), default=os.cpu_count(), help="Compilations at a time.  [default: cores]"
 )
 def tune(
-    device: int, kernels: tuple[str, ...], mebibytes: int, output: Path, architecture: int | None, jobs: int
+    device: int,
+    kernels: tuple[str, ...],
+    mebibytes: int,
+    output: Path,
+    architecture: int | None,
+    model: bool,
+    jobs: int,
 ) -> None:
     """Time the kernels on a GPU under every choice, and record the fastest.
 
     They are recorded under the name of the device in the file that ships with the package, or in --output;
     what other devices have there stays. Takes minutes, most of them for compiling. With --architecture, the kernels
     are compiled into Triton's cache (TRITON_CACHE_DIR) for a GPU that need not be there, under the default choices.
+    With --model, it prints the bytes that a model of the cache of an H200 moves to and from memory for packs and
+    unpacks of columns, over the least, and the instructions of their kernels for each byte, on sm_90 or --architecture.
     """
-    if (architecture is not None or torch.cuda.is_available()) and importlib.util.find_spec("triton") is None:
+    if (model or architecture is not None or torch.cuda.is_available()) and importlib.util.find_spec("triton") is None:
         raise click.ClickException("triton is missing, which tune compiles kernels with: pip install triton")
+    if model:
+        for line in modeled(architecture or 90):
+            click.echo(line)
+        return
     if architecture is not None:
         started = time.monotonic()
         count = importlib.import_module("tritondt.kernels.gpu.ahead_of_time").compile_all(architecture, jobs)
@@ -87,6 +102,21 @@ def tune(
                 click.echo(f"{kernel}, {width} {unit}, {num_dims} dims: {speed:.0f} GB/s read and written, {choice}")
     record(properties.name, found, output)
     click.echo(f"recorded for {properties.name} in {output}")
+
+
+def modeled(architecture: int) -> Iterator[str]:
+    """Costs of packs and unpacks without a GPU, a line for each."""
+    costs = importlib.import_module("tritondt.kernels.gpu.modeled")
+    for case in costs.cases():
+        found = costs.modeled_traffic(case, _MODEL_SCALE)
+        way = "pack" if case.packs else "unpack"
+        rows = f"{way}, units of {case.itemsize} bytes, rows of {case.run_bytes}"
+        yield f"{rows}: {found.over_least:.2f} of the least bytes"
+    for kind, unit, count in costs.counted(architecture):
+        yield (
+            f"{kind.value} rows, units of {unit} bytes, sm_{architecture}: {count.per_byte:.1f} instructions a byte, "
+            f"{count.per_tile} a tile"
+        )
 
 
 def cases(kernel: str) -> Iterator[tuple[int, int]]:

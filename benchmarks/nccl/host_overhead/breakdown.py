@@ -107,17 +107,21 @@ def _costs_of_timing() -> tuple[float, float]:
     return statistics.median(own), statistics.median(around)
 
 
-def breakdown_of(issue: Issue) -> dict[str, float]:
-    """Microseconds of a call until it returns, by part; the wait is not in it. Medians, and so not quite a sum."""
+def breakdown_of(issue: Issue, num_calls: int = _CALLS, streams_type: type = StubStreams) -> dict[str, float]:
+    """Microseconds of a call until it returns, by part; the wait is not in it. Medians, and so not quite a sum.
+
+    `streams_type` is the class whose methods are timed: the stub's, or the library's own on a GPU.
+    """
     clock = _Stopwatch()
     own_ns, around_ns = _costs_of_timing()
     found: dict[str, list[float]] = {part: [] for part in (*_PARTS, REST)}
     issue().wait()
     with ExitStack() as stack:
         for part, functions in _PARTS.items():
-            for place, name in functions:
+            for usual, name in functions:
+                place = streams_type if usual is StubStreams else usual
                 stack.enter_context(patch.object(place, name, clock.timed(part, getattr(place, name))))
-        for _ in range(_CALLS):
+        for _ in range(num_calls):
             clock.reset()
             started = time.perf_counter_ns()
             work = issue()

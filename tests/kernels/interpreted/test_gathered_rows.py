@@ -55,6 +55,7 @@ def assert_copies_as_reference(boxes, num_bytes, kind, *, past=(0, 0), choice=LA
     return table
 
 
+@pytest.mark.in_ci(14)
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
 @pytest.mark.parametrize(("packs", "kind"), [(True, Kind.GATHERED), (False, Kind.JOINED)])
 @pytest.mark.parametrize("shortest", [16, 17, 21, 31, 33, 47, 130])
@@ -90,6 +91,12 @@ def test_a_row_that_leaves_a_gap_is_moved_box_by_box():
     whole = Columns(60, (18, 20, 22), 4).boxes(packs=False)
     table = DeviceCopyTable([whole[0], whole[2]], "cpu", choice=LARGE)
     assert not {Kind.GATHERED, Kind.JOINED} & {piece.kind for piece in table.all_pieces(table.nests)}
+
+
+def test_a_row_of_one_short_part_among_long_ones_takes_no_large_table():
+    boxes = Columns(3, (16, 200_000), 1).boxes(packs=False)
+    table = DeviceCopyTable(boxes, "cpu", choice=LARGE)
+    assert Kind.JOINED not in {piece.kind for piece in table.all_pieces(table.nests)}
 
 
 @pytest.mark.parametrize("choice", [Choice(64, 1, 1 << 24), Choice(64, 1, 3)])

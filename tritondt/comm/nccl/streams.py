@@ -126,12 +126,31 @@ def answered(ask: Callable[[], bool]) -> bool:
         return False
 
 
-def _call_driver(name: str, *arguments: Any) -> None:
-    """Calls a function of CUDA's driver, which torch has not; TransportError where it fails.
+def driver_function(name: str, path: str = "libcuda.so.1") -> Any:
+    """A function of CUDA's driver; TransportError where the driver or the function is missing.
 
     The driver's library has one name everywhere, the runtime's a name for each version.
     """
-    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        rocm = getattr(torch.version, "hip", None)
+        why = f"this torch is built for ROCm {rocm}, and AMD's GPUs have no {path}" if rocm else str(error)
+        raise TransportError(
+            f"{name} of CUDA's driver was asked for, and {path} cannot be loaded ({why}); a transport for GPUs takes "
+            "an NVIDIA GPU with its driver"
+        ) from error
+    if not hasattr(library, name):
+        raise TransportError(
+            f"{name} was asked for, and the driver {path} lacks it; a transport for GPUs takes a driver of CUDA 10.1 "
+            "or newer"
+        )
+    return getattr(library, name)
+
+
+def _call_driver(name: str, *arguments: Any) -> None:
+    """Calls a function of CUDA's driver, which torch has not; TransportError where it fails."""
+    status = driver_function(name)(*arguments)
     if status != 0:
         raise TransportError(f"{name} was called and returned {status}; it must return 0")
 
