@@ -335,8 +335,10 @@ def measure_all(options: argparse.Namespace) -> None:
         raise SystemExit(f"no case is named as {', '.join(options.only)}")
     print(f"below {_LEAST_BANDWIDTH} of a copy: {len(slow)} (of rows from {_LEAST_RUN_BYTES} bytes)")
     print(f"below {_LEAST_SPEEDUP} (columns) or 1.0 of the fastest other's speed: {len(close)} of {len(results)}")
+    told = "of a copy: " + "; ".join(f"{found.case} {found.bandwidth:.2f}" for found in results)
     if (slow or close or call_us > _MOST_LAUNCH_US) and not _IS_DRY:
-        raise SystemExit(f"limits missed by {', '.join((*slow, *close)) or 'the time of a call'}")
+        raise SystemExit(f"{told}; limits missed by {', '.join((*slow, *close)) or 'the time of a call'}")
+    print(told)
 
 
 if __name__ == "__main__":

@@ -101,9 +101,9 @@ def test_groups_are_loops_over_64_units():
     table = box_table(pointers, members, 128)
     # A program takes 128 / 16 groups: 20 of them are 3 tiles.
     assert table.num_tiles == 3
-    piece = table.cells[TABLE_CELLS + 1 :]
-    assert piece[4:6] == (20, 120)
-    assert piece[8:12] == (2, *division(2), 64)
+    row = table.cells[TABLE_CELLS + 1 :]
+    assert row[4:6] == (20, 120)
+    assert row[8:12] == (2, *division(2), 64)
     assert table.cells[-2:] == (64, 121)
 
 
