@@ -86,4 +86,4 @@ def _global_shape(mesh: Mesh, placements: tuple[Placement, ...], local_shape: tu
     return tuple(shape)
 
 
-identity.on_end(spec_of_local.cache_clear)
+identity.on_end(_spec_of_local.cache_clear)
