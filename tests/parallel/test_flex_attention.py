@@ -136,6 +136,17 @@ def test_a_sequence(length: int, key_length: int, num_ranks: int, balanced: bool
     run_ranks(num_ranks, body)
 
 
+def test_plain_tensors_are_left_to_torch() -> None:
+    """A graph of gradients has its fake tensors, though a kernel of this library is asked first."""
+    one = _Attention(2, 2)
+    leaves = [whole.clone().requires_grad_() for whole in one.wholes]
+    found = _compiled(flex_attention)(*leaves, score_mod=one.score, block_mask=one.block_mask)
+    torch.testing.assert_close(found, one.expected, rtol=0, atol=0)
+    found.backward(one.upstream)
+    for leaf, expected in zip(leaves, one.gradients, strict=True):
+        torch.testing.assert_close(leaf.grad, expected)
+
+
 def test_the_log_sum_exp_is_cut_as_the_query_is() -> None:
     one = _Attention(3, 3)
     _, expected = flex_attention(*one.wholes, return_aux=torch_flex.AuxRequest(lse=True))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey
 from torch._higher_order_ops.flex_attention import flex_attention
 
 from tritondt.dtensor.autograd import FromLocal
@@ -23,7 +23,6 @@ from tritondt.sharding.spec import DTensorSpec, TensorMeta
 _BATCH, _HEADS = 0, 1
 # torch looks at this key of a subclass, or of a mode, before autograd: a rank's part is taken with its gradient.
 _FIRST = DispatchKey.PythonTLSSnapshot
-_REST = DispatchKeySet(_FIRST)
 # Decides how a fused kernel of the same tensors is laid out, for flex_attention is cut no differently.
 _LIKE = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _index: Callable[..., torch.Tensor] = torch.ops.aten.index.Tensor
@@ -92,9 +91,12 @@ def _flex_attention(
 
 
 def _plain(*args: Any) -> tuple[torch.Tensor, ...]:
-    """The operator on plain tensors: what torch would have called, had nobody stood before it."""
-    with torch._C._ExcludeDispatchKeyGuard(_REST):
-        found: tuple[torch.Tensor, ...] = flex_attention(*args)
+    """The operator on plain tensors: the kernel that torch would have called, had none stood before it.
+
+    No guard excludes the key meanwhile: without it modes, as of fake tensors, hear of nothing that kernels below do.
+    """
+    keys = torch._ops._compute_keyset(args, {}, flex_attention.non_fallthrough_keys.remove(_FIRST))
+    found: tuple[torch.Tensor, ...] = flex_attention.dispatch(keys.highestPriorityTypeId(), *args)
     return found
 
 
