@@ -128,7 +128,7 @@ def mode(kind: Kind, width: int) -> int:
     """Number of a kind and a width in a kernel.
 
     >>> mode(Kind.RUNS, 16), mode(Kind.TILES, 1), mode(Kind.WIDE_TILES, 8)
-    (4, 13, 20)
+    (4, 19, 26)
     """
     return _FIRST_MODES[kind] + width.bit_length() - 1
 

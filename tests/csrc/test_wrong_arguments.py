@@ -145,6 +145,7 @@ REFUSED = tuple(
         "RuntimeError",
         "AttributeError",
         "NcclError",
+        "OSError",
     )
 )
 WRONG: dict[str, Wrong] = {

@@ -55,7 +55,7 @@ def raw_call(call: Call, num_ranks: int) -> RawCall:
     (3, 'float32', 'sum', 0)
     >>> raw_call(Call("all_gather", source, torch.zeros(8)), 2)
     Traceback (most recent call last):
-    ValueError: all_gather among 2 ranks was given a source of 3 and a target of 8 elements; 3 make 6
+    tritondt.errors.ArgumentError: all_gather among 2 ranks was given a source of 3 and a target of 8 elements; 3 make 6
     """
     operation, source, target, op, peer = call
     tensors = [tensor for tensor in (source, target) if tensor is not None]

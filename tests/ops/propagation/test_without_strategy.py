@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -14,9 +15,10 @@ DOCS = Path(__file__).parents[3] / "docs" / "operators.md"
 
 
 def _operators() -> Iterator[OpOverload]:
-    """Operators of aten that take a tensor and give results of their own."""
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
+    """Operators of aten that take a tensor and give results of their own; `dir` knows only of those asked for before."""
+    names: list[str] = torch._C._dispatch_get_all_op_names()
+    for name in sorted({found.removeprefix("aten::").partition(".")[0] for found in names if found[:6] == "aten::"}):
+        packet = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
             arguments = op._schema.arguments
@@ -34,12 +36,13 @@ def _is_composite(op: OpOverload) -> bool:
 def test_the_list_is_that_of_the_documentation() -> None:
     text = DOCS.read_text(encoding="utf-8").partition("### Those of torch that have none")[2].partition("\n## ")[0]
     cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
-    listed = {*re.findall(r"`(\w+)`", " ".join(cells))}
+    listed = {*re.findall(r"`([\w*]+)`", " ".join(cells))}
     found = {
         op._schema.name.removeprefix("aten::")
         for op in _operators()
         if not propagator.knows(op) and decomposition_of(op) is None and not _is_composite(op)
     }
-    assert found - listed == set(), "not in docs/operators.md"
+    assert {name for name in found if not any(fnmatch(name, each) for each in listed)} == set(), "not in the document"
     if torch.__version__.startswith("2.13."):
-        assert listed - found == set(), "has a strategy by now"
+        gone = {each for each in listed if not any(fnmatch(name, each) for name in found)}
+        assert gone == set(), "has a strategy by now"

@@ -65,7 +65,8 @@ def grouped_product(schema: OpSchema) -> list[AxisStrategy]:
     first, second = schema.args_spec[:2]
     equation, shared = _EQUATIONS[first.ndim, second.ndim]
     letters = [letter for letter in dict.fromkeys(equation.partition("->")[0]) if letter.isalpha()]
-    offered = einop_strategies(equation)
+    # Groups that only the product has are a dim that no rank cuts.
+    offered = einop_strategies(equation if "g" in letters else equation.replace("g", "1"))
     found = [strategy for letter, strategy in zip(letters, offered, strict=False) if letter != shared]
     found.append(offered[-1])
     rest = (Replicate(),) * (len(schema.args_spec) - 2)
