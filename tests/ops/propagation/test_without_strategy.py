@@ -15,7 +15,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "operators.md"
 
 
 def _operators() -> Iterator[OpOverload]:
-    """Operators of aten that take a tensor and give results of their own; `dir` knows only of those asked for before."""
+    """Operators of aten that take a tensor and give results of their own; `dir` knows those that were asked for."""
     names: list[str] = torch._C._dispatch_get_all_op_names()
     for name in sorted({found.removeprefix("aten::").partition(".")[0] for found in names if found[:6] == "aten::"}):
         packet = getattr(torch.ops.aten, name, None)
