@@ -173,12 +173,17 @@ def test_a_list_as_an_index_ends_the_graph():
     run_ranks(2, body)
 
 
+def _sums_of_units(a, mesh):
+    sums: Any = T.DTensor.from_local(a, mesh, [T.Shard(1, unit=3)]).sum(0)
+    return sums.full_tensor()
+
+
 FROM_LOCAL: dict[str, Any] = {
     "replicas": lambda a, mesh: T.DTensor.from_local(a, mesh).to_local() * a,
     "rows": lambda a, mesh: T.DTensor.from_local(a, mesh, [T.Shard(0)]).redistribute(placements=[T.Replicate()]),
     "terms": lambda a, mesh: T.DTensor.from_local(a, mesh, [T.Partial()], grad_placements=[T.Replicate()]).relu(),
     "columns": lambda a, mesh: T.DTensor.from_local(a, mesh, (T.Shard(-1),), shape=(4, 12), order=["tp"]),
-    "units": lambda a, mesh: T.DTensor.from_local(a, mesh, [T.Shard(1, unit=3)]).sum(0).full_tensor(),
+    "units": _sums_of_units,
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func  # type: ignore[attr-defined]
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
@@ -38,7 +38,7 @@ class Exchanges:
     def __init__(self, partition: Any) -> None:
         self.found: list[tuple[str, list[Any]]] = []
         compilers = {"fw_compiler": partial(self._noted, "forward"), "bw_compiler": partial(self._noted, "backward")}
-        self.backend: Any = aot_autograd(**compilers, partition_fn=partition)  # type: ignore[no-untyped-call]
+        self.backend: Any = aot_autograd(**compilers, partition_fn=partition)
 
     def _noted(self, which: str, graph: torch.fx.GraphModule, inputs: Any) -> Any:
         calls = []

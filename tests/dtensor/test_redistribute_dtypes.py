@@ -1,5 +1,6 @@
 """forward_dtype and backward_dtype: values and bytes; a redistribution to the same placements gives another tensor."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ def gradient_of_terms(
     rank: int, source: T.Placement, target: T.Placement, forward: Any, backward: Any, **options: Any
 ) -> tuple[torch.dtype, list[float]]:
     """The gradient where ranks' terms are 256 and 1: bfloat16 has no 257."""
-    x = T.distribute_tensor(torch.ones(4, 2), T.Mesh((2,)), [source]).requires_grad_()
+    x: Any = T.distribute_tensor(torch.ones(4, 2), T.Mesh((2,)), [source]).requires_grad_()
     y = x.redistribute(placements=[target], forward_dtype=forward, backward_dtype=backward, **options)
     local = y.to_local(grad_placements=[P if target == R else target])
     (local * (1.0 if rank else 256.0)).sum().backward()
@@ -47,7 +48,7 @@ def test_gradients_are_added_up_in_the_dtype_of_the_input(
 
 def test_second_derivatives_pass_dtypes() -> None:
     def body(rank: int) -> None:
-        x = T.distribute_tensor(torch.arange(1.0, 9).view(4, 2), T.Mesh((2,)), [S0]).requires_grad_()
+        x: Any = T.distribute_tensor(torch.arange(1.0, 9).view(4, 2), T.Mesh((2,)), [S0]).requires_grad_()
         y = x.redistribute(placements=[R], forward_dtype=FP64)
         (gradient,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(gradient.sum(), x)
@@ -80,7 +81,7 @@ def test_terms_are_converted_before_they_are_added() -> None:
         (S0, S1, FP64, 3 * 16 * 16 * 4, term),
         (P, R, torch.int32, 64 * 48 * 2 * 4, 4),  # what would lose the fractions of terms is reduced first
     ):
-        for found in run_ranks(4, lambda rank, move=(source, target, forward): sent(rank, *move)):
+        for found in run_ranks(4, partial(sent, source=source, target=target, forward=forward)):
             assert found == (num_bytes, forward or FP32, [value]), (source, target, forward)
 
 

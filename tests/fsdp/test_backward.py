@@ -63,7 +63,8 @@ def penalty(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def penalty_beside_another_batch(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return penalty(model, x) + model(x.detach() * 2).square().mean()
+    other: torch.Tensor = model(x.detach() * 2).square().mean()
+    return penalty(model, x) + other
 
 
 def penalty_twice(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -227,7 +228,7 @@ def test_functional_call_leaves_the_module_as_it_was() -> None:
 
     def body(rank: int) -> torch.Tensor:
         model = sharded(net())
-        own = dict(model.named_parameters())
+        own: dict[str, Any] = dict(model.named_parameters())
         with torch.no_grad():
             found: torch.Tensor = functional_call(model, {name: value * 2 for name, value in own.items()}, part(rank))
             torch.testing.assert_close(model(part(rank)), single(part(rank)), rtol=1e-12, atol=0)

@@ -154,6 +154,7 @@ def test_the_parts_of_the_extension(four_ranks: GlooRanks) -> None:
 
 def shard_over(rank: int, number: int) -> None:
     """Gradients of one process, and torch's view of the parameters, on meshes as torchtitan and others make them."""
+    names: tuple[str, ...]
     if number == 2:
         world = T.init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
         mesh = world._unflatten(0, (1, 2, 2), ("replicate", "fsdp", "tp"))

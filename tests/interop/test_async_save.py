@@ -24,12 +24,12 @@ def _model(offset: float) -> nn.Module:
     return fully_shard(model, mesh=T.Mesh((2,)))
 
 
-def _state(model: nn.Module, cpu_offload: bool) -> dict[str, Any]:
+def _state(model: Any, cpu_offload: bool) -> dict[str, Any]:
     options = StateDictOptions(cpu_offload=cpu_offload)
     found: dict[str, Any] = torch_state_dict.get_model_state_dict(model, options=options)
     whole = T.distribute_tensor(
         torch.arange(24.0).reshape(4, 6) + model[0].bias.detach().full_tensor()[0], T.Mesh((2,)), [T.Shard(0)]
-    )  # type: ignore[index]
+    )
     return found | {"columns": whole[:, 1:4]}
 
 
@@ -39,7 +39,7 @@ def save_while_training(rank: int, folder: str, cpu_offload: bool) -> None:
     expected = {name: found.full_tensor() for name, found in _state(model, False).items()}
     checkpoints = CheckpointFolder(f"{folder}/saves")
     state = _state(model, cpu_offload)
-    under_way = [dcp.async_save(state, checkpoint_id=f"{folder}/plain"), checkpoints.async_save(state, 1)]
+    under_way: list[Any] = [dcp.async_save(state, checkpoint_id=f"{folder}/plain"), checkpoints.async_save(state, 1)]
     for found in (*model.parameters(), *state.values()):
         with torch.no_grad():
             found.zero_()

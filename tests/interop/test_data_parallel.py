@@ -25,7 +25,7 @@ def _laid_out(mesh: Any) -> Any:
     return parallelize_module(_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def _check_refused(wrap: Callable[[nn.Module], object], model: nn.Module, sentence: str) -> None:
+def _check_refused(wrap: Callable[[Any], object], model: nn.Module, sentence: str) -> None:
     layouts = {
         name: parameter._spec for name, parameter in model.named_parameters() if isinstance(parameter, T.DTensor)
     }

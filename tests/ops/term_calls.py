@@ -35,8 +35,12 @@ def _each(text: str, make: Callable[[torch.dtype], Call], dtypes: Sequence[torch
     return {f"{text} {dtype}": make(dtype) for dtype in dtypes}
 
 
+def _method(name: str) -> Call:
+    return lambda x, w: getattr(x, name)()
+
+
 def _named(*names: str) -> dict[str, Call]:
-    return {name: lambda x, w, name=name: getattr(x, name)() for name in names}
+    return {name: _method(name) for name in names}
 
 
 CONVERSIONS: Mapping[str, Call] = {

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,13 +50,11 @@ def ranks() -> Iterator[GlooRanks]:
 
 
 def _placed(result: Any) -> str:
-    found = result.placements if hasattr(result, "placements") else "plain"
-    names = (
-        [f"P({p.reduce_op})" if p.is_partial() else f"S{p.dim}" if p.is_shard() else "R" for p in found]
-        if (found != "plain")
-        else ["plain"]
+    if not hasattr(result, "placements"):
+        return "plain"
+    return ", ".join(
+        f"P({p.reduce_op})" if p.is_partial() else f"S{p.dim}" if p.is_shard() else "R" for p in result.placements
     )
-    return ", ".join(names)
 
 
 def _tried(body: Callable[[], Any]) -> Any:
@@ -84,7 +83,7 @@ def losses(rank: int) -> dict[tuple[str, str, str], tuple[Any, Any]]:
         for reduction in REDUCTIONS:
             for layout in LAYOUTS:
                 case = name, reduction, layout
-                found[case] = tuple(_tried(lambda of=of, c=case: _loss(of, mesh, *c)) for of in (torch_tensor, T))
+                found[case] = tuple(_tried(partial(_loss, of, mesh, *case)) for of in (torch_tensor, T))
     return found
 
 
@@ -200,7 +199,7 @@ def _loss_parallel(of: Any, styles: Any, mesh: Any, reduction: str) -> list[Any]
     x = torch.arange(24.0).view(4, 6) / 30
     cut = of.distribute_tensor(x, mesh, [of.Shard(1)]).requires_grad_()
     with styles.loss_parallel():
-        loss = F.cross_entropy(cut, torch.tensor([0, 5, 2, 3]), reduction=reduction)
+        loss: Any = F.cross_entropy(cut, torch.tensor([0, 5, 2, 3]), reduction=reduction)
         (loss if reduction != "none" else loss.sum()).backward()
     # What a program logs: every rank has the number, and one rank may ask alone.
     local = loss.to_local().detach()
@@ -213,15 +212,12 @@ def parallel_results(rank: int) -> dict[str, tuple[Any, Any]]:
     warnings.simplefilter("ignore")
     mesh = T.init_device_mesh("cpu", (2,))
     both = ((torch_tensor, torch_parallel), (T, parallel))
-    found = {
-        name: tuple(_tried(lambda pair=pair, n=name: _run_style(*pair, mesh, n)) for pair in both)
-        for name in _styles(*both[0])
-    }
+    found = {name: tuple(_tried(partial(_run_style, *pair, mesh, name)) for pair in both) for name in _styles(*both[0])}
     for reduction in REDUCTIONS:
         found[f"loss_parallel {reduction}"] = tuple(
-            _tried(lambda pair=pair, to=reduction: _loss_parallel(*pair, mesh, to)) for pair in both
+            _tried(partial(_loss_parallel, *pair, mesh, reduction)) for pair in both
         )
-    return found  # type: ignore[return-value]
+    return found
 
 
 # All results are placed as torch's. These gradients are not, and why.

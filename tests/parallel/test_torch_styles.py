@@ -130,7 +130,7 @@ def test_placements_of_torch_are_taken_wherever_ours_are() -> None:
         leaf.to_local(grad_placements=shard).sum().backward()
         assert isinstance(leaf.grad, T.DTensor)
         assert leaf.grad.placements == (T.Shard(0),)
-        mapped = local_map(lambda a: a * 2, (torch_tensor.Shard(0),), (shard,))
+        mapped = local_map(lambda a: a * 2, tuple(shard), (shard,))
         return mapped(made[0]).full_tensor().tolist(), terms.redistribute(placements=whole).to_local().tolist()
 
     assert run_ranks(2, body) == [([0.0, 2.0, 4.0, 6.0, 8.0, 10.0], [1.0])] * 2

@@ -103,14 +103,15 @@ def loss_of(kind: str, model: Any, x: torch.Tensor) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     inner = getattr(model.inner[0], "_checkpoint_wrapped_module", model.inner[0])
     hook = inner.register_forward_hook(lambda module, args, output: seen.append(output))
+    run: Callable[[torch.Tensor], torch.Tensor] = model
     x = x.requires_grad_()
-    output = model(x)
+    output = run(x)
     hook.remove()
     if kind == "double":
-        return (output + model(x * 0.5)).square().mean()
+        return (output + run(x * 0.5)).square().mean()
     if kind == "accumulated":
         output.square().mean().backward()
-        return model(x.detach() * 0.5).square().mean()
+        return run(x.detach() * 0.5).square().mean()
     if kind == "retained":
         output.square().mean().backward(retain_graph=True)
     elif kind == "penalty":
@@ -274,11 +275,9 @@ def smaller(program: Program) -> Iterator[Program]:
 
 
 def _smaller_trees(node: Node) -> Iterator[Node]:
-    for field in ("wrap", "hook"):
-        if getattr(node, field) is not None:
-            yield node._replace(**{field: None})
-    if node.is_frozen:
-        yield node._replace(is_frozen=False)
+    for smaller_node in (node._replace(wrap=None), node._replace(hook=None), node._replace(is_frozen=False)):
+        if smaller_node != node:
+            yield smaller_node
     for number, child in enumerate(node.children):
         if len(node.children) > 1 and node.kind == "residual":
             yield node._replace(children=(*node.children[:number], *node.children[number + 1 :]))

@@ -77,7 +77,7 @@ def test_no_tensor_is_refused(name: str) -> None:
 def test_gradients_reach_what_arrived() -> None:
     def body(rank: int) -> None:
         arriving: Any = funcol.AsyncCollectiveTensor(FULL.chunk(2)[rank].clone()).requires_grad_()
-        made = T.DTensor.from_local(arriving, T.Mesh((2,)), [S0])
+        made: Any = T.DTensor.from_local(arriving, T.Mesh((2,)), [S0])
         (made * 3).full_tensor().sum().backward()
         torch.testing.assert_close(torch.as_tensor(arriving.grad), torch.full((3, 4), 3.0), rtol=0, atol=0)
 

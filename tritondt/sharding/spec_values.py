@@ -45,10 +45,9 @@ def spec_text(spec: DTensorSpec) -> str:
 
     Without sizes where a graph leaves some open: `open_shape` has them.
     """
-    values = list(spec_values(spec))
-    if spec.is_open:
-        values[1] = placements_text(spec.placements), None, None, spec.order  # type: ignore[call-overload]
-    return json.dumps([*values, str(spec.dtype).removeprefix("torch.")])
+    of_mesh, (placements, shape, stride, order) = spec_values(spec)
+    sizes = (None, None) if spec.is_open else (shape, stride)
+    return json.dumps([of_mesh, (placements, *sizes, order), str(spec.dtype).removeprefix("torch.")])
 
 
 def open_shape(spec: DTensorSpec) -> tuple[int, ...] | None:

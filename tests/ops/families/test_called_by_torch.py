@@ -123,14 +123,14 @@ def test_a_scaled_product_of_8_bit_floats(*, by_row: bool, of_x: str, of_y: str,
     y = torch.arange(48 * 16).view(48, 16).remainder(7).float().to(torch.float8_e4m3fn).t()
     scales = [torch.full((32, 1), 2.0), torch.full((1, 48), 0.5)] if by_row else [torch.tensor(2.0), torch.tensor(0.5)]
     bias = torch.arange(48).bfloat16() if has_bias else None
-    expected = torch._scaled_mm(x, y, *scales, bias=bias, out_dtype=torch.bfloat16)
+    expected = torch._scaled_mm(x, y, scales[0], scales[1], bias=bias, out_dtype=torch.bfloat16)
 
     def body(rank: int) -> None:
         mesh = T.Mesh((2,))
         placed = [T.distribute_tensor(t, mesh, list(T.parse_placements(p))) for t, p in ((x, of_x), (y, of_y))]
         whole = [T.distribute_tensor(t, mesh, [R]) for t in scales]
         added = None if bias is None else T.distribute_tensor(bias, mesh, [R])
-        found: Any = torch._scaled_mm(*placed, *whole, bias=added, out_dtype=torch.bfloat16)
+        found: Any = torch._scaled_mm(placed[0], placed[1], whole[0], whole[1], bias=added, out_dtype=torch.bfloat16)
         if not has_bias:
             assert found.placements == T.parse_placements(result)
         torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=0)
