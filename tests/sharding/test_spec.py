@@ -5,6 +5,7 @@ import gc
 import pickle
 import random
 import threading
+import weakref
 
 import pytest
 import torch
@@ -128,6 +129,30 @@ def test_the_table_of_specs_lets_go() -> None:
     assert run_ranks(4, body) == [50] * 4
     gc.collect()
     assert len(spec._interned) <= before
+
+
+def test_a_spec_of_placed_sizes_lets_its_world_go() -> None:
+    def body(rank: int) -> "weakref.ref[T.Mesh]":
+        found = make(meta=T.TensorMeta.contiguous((4, 3)))
+        assert found.placed.of_size((4, 3), (3, 1)) is found
+        return weakref.ref(found.mesh)
+
+    meshes = run_ranks(4, body)
+    identity.forget_ended()
+    gc.collect()
+    assert [mesh() for mesh in meshes] == [None] * 4
+
+
+def test_placements_without_a_tensor_say_that_they_have_no_shape() -> None:
+    def body(rank: int) -> str:
+        found = T.DTensorSpec(T.Mesh((2,)), [T.Shard(0)])
+        assert not found.is_open
+        for name in ("layout", "shape", "ndim", "stride", "dtype", "placed", "dim_map", "num_shards"):
+            with pytest.raises(T.LayoutError, match=r"\(S0\) of a tensor yet to be known has no .*give DTensorSpec the"):
+                getattr(found, name)
+        return str(found.shallow_copy_with_tensor_meta(T.TensorMeta.contiguous((4,))))
+
+    assert run_ranks(2, body) == ["(S0) of (4,) float32"] * 2
 
 
 def test_symbolic_sizes_compare_by_value_and_are_not_interned() -> None:

@@ -26,6 +26,7 @@ class DimMaps:
     mesh: Mesh
     placements: tuple[Placement, ...]
     tensor_meta: Any
+    ndim: Any
     order: tuple[int, ...]
 
     @property
@@ -70,7 +71,7 @@ class DimMaps:
         >>> run_ranks(4, maps)[0]
         ([-1, 0], [1, 2], [1])
         """
-        found = [-1] * len(self.tensor_meta.shape)
+        found = [-1] * self.ndim
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 if found[placement.dim] >= 0:
@@ -84,7 +85,7 @@ class DimMaps:
     @property
     def num_shards_map(self) -> list[int]:
         """Number of pieces that each dim is cut into, over all axes."""
-        found = [1] * len(self.tensor_meta.shape)
+        found = [1] * self.ndim
         for axis, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 found[placement.dim] *= self.mesh.shape[axis]

@@ -317,7 +317,7 @@ class _PlacementsAlone(_SymbolicSpec):
             )
         made: _PlacementsAlone = object.__new__(cls)
         made.mesh, made.placements, made.order = mesh, placements, order or tuple(range(mesh.ndim))
-        made._layout, made.coordinate, made.local_shape = None, mesh.coordinate, (0,)
+        made._layout, made.coordinate, made.local_shape, made.is_open = None, mesh.coordinate, (0,), False
         made.tensor_meta = None  # type: ignore[assignment]
         return made
 
@@ -327,7 +327,35 @@ class _PlacementsAlone(_SymbolicSpec):
     @property
     def layout(self) -> Layout:
         """LayoutError: without a shape there is no layout."""
-        raise LayoutError(f"{self} has no layout; give DTensorSpec the tensor's TensorMeta")
+        raise self._lacks("layout")
+
+    @property
+    def placed(self) -> "Placed":
+        """LayoutError, as `layout`."""
+        raise self._lacks("dtype")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """LayoutError, as `layout`."""
+        raise self._lacks("shape")
+
+    @property
+    def ndim(self) -> int:
+        """LayoutError, as `layout`."""
+        raise self._lacks("shape")
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """LayoutError, as `layout`."""
+        raise self._lacks("strides")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """LayoutError, as `layout`."""
+        raise self._lacks("dtype")
+
+    def _lacks(self, what: str) -> LayoutError:
+        return LayoutError(f"{self} has no {what}; give DTensorSpec the tensor's TensorMeta")
 
     def with_placements(
         self, placements: Sequence[Placement], order: Sequence[int | str] | None = None
@@ -428,4 +456,5 @@ def compute_local_shape_and_global_offset(
 
 
 identity.on_end(_under.cache_clear)
+identity.on_end(_of_size.cache_clear)
 identity.on_end(target_spec.cache_clear)
