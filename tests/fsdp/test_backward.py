@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -12,6 +13,7 @@ from torch.func import functional_call, jvp
 from torch.func import grad as gradient_function
 
 import tritondt as T
+from tritondt import identity
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import FullyShardError
 from tritondt.fsdp import fully_shard
@@ -182,6 +184,31 @@ def test_a_module_that_calls_itself() -> None:
     def body(rank: int) -> list[torch.Tensor | None]:
         model = fully_shard(Recursive(), mesh=T.Mesh((2,)), reshard_after_forward=True)
         model(part(rank).requires_grad_()).square().mean().backward()
+        return gradients_of(model)
+
+    for found in run_ranks(2, body):
+        assert_same(found, [each.grad for each in single.parameters()])
+
+
+def test_another_thread_reads_parameters_while_a_backward_runs() -> None:
+    single = net()
+    single(batch()).square().mean().backward()
+
+    def body(rank: int) -> list[torch.Tensor | None]:
+        model, who = sharded(net()), identity.current()
+
+        def read() -> None:
+            with identity.assumed(who):
+                assert len([*model.parameters()]) == len(model.state_dict())
+
+        def read_elsewhere(gradient: torch.Tensor) -> None:
+            reader = Thread(target=read)
+            reader.start()
+            reader.join()
+
+        for block in model:
+            block.register_forward_hook(lambda block, args, output: output.register_hook(read_elsewhere) and None)
+        model(part(rank)).square().mean().backward()
         return gradients_of(model)
 
     for found in run_ranks(2, body):

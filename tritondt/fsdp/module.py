@@ -54,12 +54,12 @@ class FSDPModule(nn.Module):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As of any module; the sharded ones also after a backward that raised and left whole ones in place."""
-        self._state().tree.forget_failure()
+        self._state().tree.forget_failure_before_reading()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module, of the sharded parameters; see `named_parameters`."""
-        self._state().tree.forget_failure()
+        self._state().tree.forget_failure_before_reading()
         return super().state_dict(*args, **kwargs)
 
     def _states(self, recurse: bool) -> Iterable[ShardedState]:

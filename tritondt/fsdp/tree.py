@@ -1,5 +1,7 @@
 """Sharded modules of one tree: the order in which they run, and the end of a backward pass."""
 
+import weakref
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +42,8 @@ class ShardedTree:
         self._order: list[ShardedModule] = []
         self._order_before: list[ShardedModule] = []
         self._awaits_end = False
+        # What autograd calls at the end of the pass; it lets go of it when the pass has gone, also by an error.
+        self._callback: weakref.ref[Any] | None = None
         # Whether gradients of the pass that runs have a graph of their own.
         self._creates_graph = False
 
@@ -84,7 +88,9 @@ class ShardedTree:
         if not self._awaits_end:
             self._awaits_end = True
             engine: Any = Variable._execution_engine
-            engine.queue_callback(self._end)
+            callback = partial(self._end)
+            self._callback = weakref.ref(callback)
+            engine.queue_callback(callback)
 
     def _end(self) -> None:
         """Reduces what no module has, waits for all gradients, and frees what is still there."""
@@ -101,3 +107,8 @@ class ShardedTree:
             self._awaits_end = self._creates_graph = False
             for state in self.states:
                 state.abandon_backward()
+
+    def forget_failure_before_reading(self) -> None:
+        """Forgets a backward pass that raised, before parameters are read; other threads may read while one runs."""
+        if self._callback is None or self._callback() is None:
+            self.forget_failure()
