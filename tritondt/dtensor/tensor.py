@@ -15,7 +15,7 @@ from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_w
 from tritondt.dtensor.construct import construct, construct_at_start
 from tritondt.dtensor.copies import deep_copy, shallow_copy
 from tritondt.dtensor.graph_ops import from_local_in_graph
-from tritondt.dtensor.pending import convert_and_redistribute, work_of
+from tritondt.dtensor.pending import convert_and_redistribute, redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
 from tritondt.dtensor.text import check_is_own, text_of
 from tritondt.dtensor.views.copied_views import share_origin
@@ -176,6 +176,8 @@ class DTensor(torch.Tensor):
         if stays:
             return cast(DTensor, self.detach())
         forward = wire and wire.forward
+        if dtype is spec.dtype:  # as nearly always: one call less
+            return redistribute_dtensor(self, wrap, target, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
         return convert_and_redistribute(self, wrap, target, dtype, async_op=async_op, wire_dtype=forward)  # type: ignore[no-any-return]
 
     @property

@@ -66,7 +66,9 @@ class Layout:
         order: Sequence[int] | None = None,
     ) -> "Layout":
         """Interned layout of the given values."""
-        mesh_shape, shape = tuple(mesh_shape), tuple(map(settled, shape))
+        mesh_shape, shape = tuple(mesh_shape), tuple(shape)
+        if are_open(shape):
+            shape = tuple(map(settled, shape))
         placements = _checked_placements(mesh_shape, as_placements(placements), shape)
         axes_of_dim = _axes_of_dims(placements, len(shape), order)
         if are_open(shape):

@@ -10,7 +10,10 @@ from typing import Any
 
 def are_open(lengths: Iterable[Any]) -> bool:
     """Whether any length is left open."""
-    return not all(isinstance(length, int) for length in lengths)
+    for length in lengths:  # noqa: SIM110  a generator takes twice as long, for every spec
+        if not isinstance(length, int):
+            return True
+    return False
 
 
 def settled(length: Any) -> Any:

@@ -29,14 +29,13 @@ def spec_of_local(
     Without `shape` every rank is taken to hold as much as this one, except along dims whose `sizes` are given.
     Raises LocalTensorError where this rank's part does not have the local shape, and LayoutError.
     """
-    if any(isinstance(length, torch.Tensor) for length in local_shape):
-        raise LocalTensorError(
-            "torch.jit.trace was given a program that makes distributed tensors, whose collective calls it cannot "
-            "record; compile the program by torch.compile, or export it by torch.export.export"
-        )
-    is_open = are_open((*local_shape, *local_stride, *(shape or ()), *(stride or ())))
-    made = _made_spec if is_open else _spec_of_local
-    return made(mesh, placements, local_shape, local_stride, dtype, shape, stride, order)
+    given = mesh, placements, local_shape, local_stride, dtype, shape, stride, order
+    try:
+        return _spec_of_local(*given)
+    except TypeError:  # a length that a graph leaves open has no hash
+        if not are_open((*local_shape, *local_stride, *(shape or ()), *(stride or ()))):
+            raise
+        return _made_spec(*given)
 
 
 def _made_spec(
@@ -49,6 +48,11 @@ def _made_spec(
     stride: tuple[int, ...] | None,
     order: tuple[int | str, ...] | None,
 ) -> DTensorSpec:
+    if any(isinstance(length, torch.Tensor) for length in local_shape):
+        raise LocalTensorError(
+            "torch.jit.trace was given a program that makes distributed tensors, whose collective calls it cannot "
+            "record; compile the program by torch.compile, or export it by torch.export.export"
+        )
     known = shape if shape is not None else _global_shape(mesh, placements, local_shape)
     # A rank outside the mesh holds an empty tensor of any number of dims.
     of_local = local_stride if len(local_stride) == len(known) else (1,) * len(known)

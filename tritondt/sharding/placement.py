@@ -198,8 +198,11 @@ def as_placements(given: Any) -> tuple[Placement, ...]:
     >>> as_placements([Shard(0), Replicate()])
     (S0, R)
     """
-    if isinstance(given, list | tuple):  # nearly always: each redistribution passes here
-        return tuple([item if isinstance(item, Placement) else as_placement(item) for item in given])
+    if isinstance(given, (list, tuple)):  # nearly always: each redistribution passes here
+        for item in given:
+            if not isinstance(item, Placement):
+                return tuple([as_placement(item) for item in given])
+        return tuple(given)
     if isinstance(given, str):
         raise LayoutError(
             f"placements were given as the text {given!r}; allowed are placements, one per mesh axis: "

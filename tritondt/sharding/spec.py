@@ -119,12 +119,16 @@ class DTensorSpec(DimMaps):
         if tensor_meta is None:
             return _PlacementsAlone.of(canonical, as_placements(placements), axes)
         shape, stride, dtype = tensor_meta
-        meta = TensorMeta(tuple(map(settled, shape)), tuple(map(settled, stride)), dtype)
-        if not all(map(has_hint, (*meta.shape, *meta.stride))):
-            check_not_quantised("a distributed tensor", dtype)
-            return cls._symbolic(canonical, as_placements(placements), meta, axes)
+        meta = TensorMeta(tuple(shape), tuple(stride), dtype)
+        is_open = are_open((*meta.shape, *meta.stride))
+        if is_open:
+            meta = TensorMeta(tuple(map(settled, shape)), tuple(map(settled, stride)), dtype)
+            is_open = are_open((*meta.shape, *meta.stride))
+            if not all(map(has_hint, (*meta.shape, *meta.stride))):
+                check_not_quantised("a distributed tensor", dtype)
+                return cls._symbolic(canonical, as_placements(placements), meta, axes)
         layout = Layout(canonical.shape, placements, meta.shape, axes)
-        if are_open((*meta.shape, *meta.stride)):
+        if is_open:
             # Equal ones of two passes are not one: each has lengths that come from the arguments of its own pass.
             check_not_quantised("a distributed tensor", dtype)
             check_reductions(layout.placements, dtype)
