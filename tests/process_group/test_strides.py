@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
+from tritondt.process_group.cpu_works import FinishedWork, StagedWork
 
 RanksOf = Callable[[str, int], GlooRanks]
 Laid = Callable[[torch.Tensor], torch.Tensor]
@@ -270,3 +271,11 @@ def test_quantised_tensors_are_refused(ranks_of: RanksOf, over: str) -> None:
     for told in ranks_of(over, 2).run(ask_with_quantised):
         for text in told:
             assert "was asked for with elements of quint8; those of a quantised tensor mean nothing without" in text
+
+
+def test_what_cannot_be_written_is_said_at_every_wait() -> None:
+    received, written = torch.arange(3.0), torch.zeros(1).expand(3)
+    work = StagedWork(FinishedWork([received]), [written], [(written, received)])
+    for ask in (work.wait, work.is_completed, work.wait):
+        with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single"):
+            ask()

@@ -161,8 +161,8 @@ class StagedWork(_WorkOfTensors):
 
     def _finish(self) -> None:
         with self._copying:
-            copies, self._copies = self._copies, ()
-            copy_back(copies)
+            copy_back(self._copies)  # what raises here raises at every wait
+            self._copies = ()
 
     def is_completed(self) -> bool:
         """Whether the operation has run, well or not, and its tensors are written."""
