@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -45,6 +46,12 @@ def _outcome(call: Call, argument: str, wrong: Callable[[], Any]) -> _Outcome:
     except Exception as error:  # noqa: BLE001  whatever else a caller would see
         return _Outcome("bare", f"{type(error).__name__}: {error}")
     return _Outcome("accepted", "")
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A text is a path, too: what a call writes there is gone with the test."""
+    monkeypatch.chdir(tmp_path)
 
 
 def _starred(function: Callable[..., Any], arguments: dict[str, Any]) -> list[Any]:

@@ -108,6 +108,9 @@ class LocalRun(ABC):
         check_input(module, x)
         input_plan = self._known_input_plan(module, x)
         known = self._look(module)
+        # Only here: those of a module whose forward has not begun may be put away, as by FullyShardedDataParallel.
+        if len(known.names) < len(self._distributed):
+            self._check_distributed(module)
         local, *found = enter(input_plan, x, known.parameters)
         shadows: dict[str, Any] = dict(zip(known.names, found, strict=True))
         local, call = self.inputs(module, local, shadows)
@@ -131,7 +134,6 @@ class LocalRun(ABC):
         held: Mapping[str, Any] = module._parameters or self._shown(module)
         if self._known is None or not self._known.is_of(held):
             found: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, DTensor)}
-            self._check_distributed(module, held)
             tensors, specs = list(found.values()), [value._spec for value in found.values()]
             everything = list(held.values())
             parameters = Parameters.of(
@@ -145,8 +147,9 @@ class LocalRun(ABC):
             self._known = _Known(everything, [id(value) for value in everything], specs, list(found), parameters)
         return self._known
 
-    def _check_distributed(self, module: nn.Module, held: Mapping[str, Any]) -> None:
+    def _check_distributed(self, module: nn.Module) -> None:
         """Raises ParallelizeError where a parameter that was laid out is plain by now, or none any more."""
+        held: Mapping[str, Any] = module._parameters or self._shown(module)
         for name in self._distributed:
             now = held.get(name)
             if isinstance(now, torch.Tensor) and not isinstance(now, DTensor):
