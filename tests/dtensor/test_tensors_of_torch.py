@@ -47,7 +47,7 @@ CASES: dict[str, Case] = {
     "aten.cat.default": lambda ours, theirs, mesh: torch.cat([ours, theirs]),
     "aten.copy_.default": lambda ours, theirs, mesh: ours.copy_(theirs),
     "redistribute_many": lambda ours, theirs, mesh: T.redistribute_many([(theirs, [T.Replicate()])]),
-    r"\(S0\) of \(4, 4\) float32": lambda ours, theirs, mesh: T.redistribute(theirs, ours._spec, ours._spec),
+    "redistribute": lambda ours, theirs, mesh: T.redistribute(theirs, ours._spec, ours._spec),
     "prefetch": lambda ours, theirs, mesh: T.prefetch(theirs, [T.Replicate()]),
     "DTensor.from_local": lambda ours, theirs, mesh: T.DTensor.from_local(theirs, mesh, [T.Shard(0)]),
     "distribute_tensor": lambda ours, theirs, mesh: T.distribute_tensor(theirs, mesh, [T.Shard(0)]),
