@@ -118,7 +118,7 @@ def _moved(
         locals_, works = redistribute_locals_async(held, tuple(pairs), befores, bucket_bytes)
     else:
         locals_ = redistribute_locals(held, tuple(pairs), bucket_bytes)
-    given = [local.view_as(local) if local is before else local for local, before in zip(locals_, held, strict=True)]
+    given = [local[...] if local is before else local for local, before in zip(locals_, held, strict=True)]
     made = _wrapped(given, [target for _, target in pairs])
     for place, result in zip(moving, made, strict=True):
         found[place] = result

@@ -104,13 +104,13 @@ def redistribute_dtensor(
         before = attributes.get(_WORK)
         held = distributed._local_tensor if before is None else held_local(distributed)
         local, work = redistribute_local_async(held, spec, target, before, wire_dtype)
-        result = wrap(local.view_as(local) if local is held else local, target)
+        result = wrap(local[...] if local is held else local, target)
         if work is not None:
             mark_pending(result, work)
         return result
     held = distributed._local_tensor
     local = redistribute_local(held, spec, target, wire_dtype)
-    return wrap(local.view_as(local) if local is held else local, target)
+    return wrap(local[...] if local is held else local, target)
 
 
 def convert_and_redistribute(

@@ -131,7 +131,7 @@ class DTensor(torch.Tensor):
             return self._local_tensor
         if not self.requires_grad:
             local = self._local_tensor
-            return local.view_as(local)  # a tensor of its own: requires_grad_ is of the part that is asked for alone
+            return local[...]  # a tensor of its own, as it lies in memory: requires_grad_ is of this part alone
         gradient = wanted_gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
@@ -174,6 +174,8 @@ class DTensor(torch.Tensor):
             options = backward_dtype, async_op, wire
             return cast("DTensor", Redistributed.apply(self, DTensor, target, dtype, *options))  # type: ignore[no-untyped-call]
         if stays:
+            if not async_op:
+                _ = self._local_tensor  # what is pending has arrived when a synchronous call returns
             return cast(DTensor, self.detach())
         forward = wire and wire.forward
         if dtype is spec.dtype:  # as nearly always: one call less

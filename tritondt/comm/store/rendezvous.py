@@ -65,6 +65,7 @@ class Rendezvous:
         Notices(self._client, rank, self._timeout_s).report_for_good(self.key, error)
         refusal = json.dumps(Failed(rank, f"{type(error).__name__}: {error}"))
         self._asked(lambda store: store.compare_set(f"{self.key}/refusal", "", refusal))
+        self._asked(lambda store: store.set(f"{self.key}/refused/{rank}", ""))
 
     def raise_missed(self, rank: int) -> None:
         """Raises PeerError, once, where the making before this one has ended by a refusal before this rank came.
@@ -72,12 +73,13 @@ class Rendezvous:
         The others have left it and wait for nobody.
         """
         before = f"{self._name}/{self._number - 1}"
-        refusal, here = f"{before}/refusal", f"{before}/here/{rank}"
+        refusal, here, refused = (f"{before}/{key}" for key in ("refusal", f"here/{rank}", f"refused/{rank}"))
         if self._number == 1 or not self._asked(lambda store: store.check([refusal])):
             return
-        failed = Failed(*json.loads(self._asked(lambda store: store.get(refusal))))
-        if failed.rank == rank or self._asked(lambda store: store.check([here])):
+        # Several ranks may refuse, of which the first is named: a rank that has refused itself knows why.
+        if any(self._asked(lambda store, key=key: store.check([key])) for key in (here, refused)):  # type: ignore[misc]
             return
+        failed = Failed(*json.loads(self._asked(lambda store: store.get(refusal))))
         self._asked(lambda store: store.set(here, ""))
         raise PeerError(f"rank {failed.rank} had refused to connect when rank {rank} came: {failed.error}")
 
