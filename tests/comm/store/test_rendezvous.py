@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tritondt.comm.store.client import PATIENCE_S, StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
-from tritondt.errors import PeerError
+from tritondt.errors import PeerError, WorldError
 
 
 class SlowStore:
@@ -48,3 +48,16 @@ def test_a_slow_store_is_waited_for_within_the_timeout_of_the_rendezvous() -> No
 def test_who_does_not_come_is_named() -> None:
     with pytest.raises(PeerError, match=r"^rank 0 waited 0\.1 s for ranks \[1\] to connect$"):
         rendezvous_in(dist.HashStore(), 0.1).gather(0)
+
+
+def test_of_ranks_that_have_refused_one_that_came_too_late_hears_once() -> None:
+    store = dist.HashStore()
+    before = rendezvous_in(store, 1.0)
+    for rank in (1, 2):
+        before.refuse(rank, WorldError(f"rank {rank} has another secret"))
+    before.end()
+    for rank in (1, 2):  # they know why, though one alone is named to others
+        rendezvous_in(store, 1.0).raise_missed(rank)
+    with pytest.raises(PeerError, match=r"^rank 1 had refused to connect when rank 0 came: .*another secret$"):
+        rendezvous_in(store, 1.0).raise_missed(0)
+    rendezvous_in(store, 1.0).raise_missed(0)
