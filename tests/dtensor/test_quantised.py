@@ -74,7 +74,7 @@ def test_properties_of_quantised_shards() -> None:
         TensorProperties(torch.qint8)
 
 
-QUANTISERS: dict[str, Callable[[T.DTensor], Any]] = {
+QUANTISERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "quantize_per_tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
     "quantize_per_tensor_dynamic": lambda x: torch.quantize_per_tensor_dynamic(x, torch.quint8, False),
     "quantize_per_channel": lambda x: torch.quantize_per_channel(x, x[:, 0], x[:, 0].long(), 0, torch.quint8),

@@ -22,12 +22,12 @@ class Halves(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type["Halves"], whole: torch.Tensor) -> "Halves":
-        made: Halves = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)  # type: ignore[attr-defined]
+        made: Halves = torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=torch.float32)
         made.whole = whole
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if op in (aten.detach.default, aten.clone.default, aten.view.default):
             return cls(op(args[0].whole, *args[1:]))
         if op is aten.copy_.default and isinstance(args[0], Halves):
@@ -58,8 +58,9 @@ def distributed(rank: int, placement: T.Placement) -> T.DTensor:
 
 def test_operators_are_those_of_the_class() -> None:
     def run(rank: int) -> None:
-        x, whole = distributed(rank, T.Shard(0)), values()
-        ones = T.distribute_tensor(torch.ones(8, 3), mesh(), [T.Shard(0)])
+        x: Any = distributed(rank, T.Shard(0))
+        whole = values()
+        ones: Any = T.distribute_tensor(torch.ones(8, 3), mesh(), [T.Shard(0)])
         for found, expected in [
             (x + 1, whole + 1),
             (x.t() * 2, whole.t() * 2),
