@@ -72,3 +72,25 @@ def test_one_rank_alone_with_a_quantised_tensor() -> None:
 def test_properties_of_quantised_shards() -> None:
     with pytest.raises(T.LocalTensorError, match="a sharded tensor was asked for with elements of qint8"):
         TensorProperties(torch.qint8)
+
+
+QUANTISERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "quantize_per_tensor": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    "quantize_per_tensor_dynamic": lambda x: torch.quantize_per_tensor_dynamic(x, torch.quint8, False),
+    "quantize_per_channel": lambda x: torch.quantize_per_channel(x, x[:, 0], x[:, 0].long(), 0, torch.quint8),
+}
+
+
+@pytest.mark.parametrize("placement", [T.Replicate(), T.Shard(0)])
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_operators_that_quantise(name: str, placement: T.Placement) -> None:
+    def ask(rank: int) -> str:
+        x = T.DTensor.from_local(torch.ones(4, 3), T.Mesh((2,)), [placement])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            text = told(QUANTISERS[name], x)
+        x.full_tensor()  # the world goes on
+        return text
+
+    for text in run_ranks(2, ask):
+        assert text.startswith(f"aten.{name}.default of a distributed tensor was asked for with elements of quint8; ")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.tensor import DTensor
-from tritondt.errors import LayoutError, LocalTensorError, MeshError, TransportError, TritondtError
+from tritondt.errors import LayoutError, LocalTensorError, MeshError, TritondtError
 from tritondt.errors.arguments import checked
 from tritondt.redistribution.agreement import agreed
 from tritondt.redistribution.given_local import given_local
@@ -89,8 +89,6 @@ def _prepared(
             "distribute_tensor takes a leaf of the autograd graph, got the result of an operator; call detach() first, "
             "or DTensor.from_local, which passes gradients on"
         )
-    if tensor.layout is not torch.strided:
-        raise TransportError(f"distribute_tensor takes a strided tensor, got {tensor.layout}; call to_dense() first")
     target = DTensorSpec(mesh, placements, TensorMeta.contiguous(tensor.shape, tensor.dtype), order)
     whole = tensor.detach()
     if not whole.is_meta:

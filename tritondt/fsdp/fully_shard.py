@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -17,7 +18,9 @@ from tritondt.fsdp.parameter import ShardedParameter, ShardPlacement, User, shar
 from tritondt.fsdp.state import ShardedState
 from tritondt.interop.transformers.trainer import tell_trainer_of_data_axis
 from tritondt.parallel.forward_pass import APART
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
+from tritondt.sharding.spec import check_strided
 
 # On a parameter that was sharded: the name that it had, for modules that have it too.
 _SHARDED_AS = "_tritondt_fully_sharded"
@@ -191,6 +194,13 @@ def _check_parameter(name: str, parameter: nn.Parameter, data: DataMesh) -> None
         raise FullyShardError(
             f"{name} is shared with a module that was sharded before, as {before}, and would be trained apart from it; "
             "shard both in one call: fully_shard([first, second]), or the model that has both"
+        )
+    check_strided(f"fully_shard of {name}", parameter)
+    is_plain = type(parameter.data) is torch.Tensor or isinstance(parameter, DTensor)
+    if not is_plain and has_memory(parameter.data):
+        raise FullyShardError(
+            f"{name} is a {type(parameter.data).__name__}, whose class says what its operators do, and shards are cut "
+            "from plain memory; allowed are plain tensors (x.dequantize()), or put it in ignored_params"
         )
     if parameter.device.type != data.mesh.device_type:
         raise FullyShardError(

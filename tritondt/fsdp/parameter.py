@@ -104,6 +104,11 @@ class ShardedParameter:
         if gradient is None:
             return None
         self.whole.grad = None
+        if gradient.layout is not torch.strided:
+            raise FullyShardError(
+                f"{self.name} has a gradient of {gradient.layout}, and gradients of shards are strided; write "
+                "sparse=False in the nn.Embedding or functional.embedding that uses it"
+            )
         if self.computed is None:
             return gradient if not isinstance(gradient, DTensor) else gradient.full_tensor()
         if gradient._spec.layout is not self.computed.layout:

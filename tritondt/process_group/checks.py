@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tritondt.errors import LocalTensorError, TransportError, WorldError
-from tritondt.sharding.spec import check_not_quantised
+from tritondt.sharding.spec import check_not_quantised, check_strided
 
 
 def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -37,8 +37,13 @@ def check_tensors(text: str, tensors: Sequence[torch.Tensor], device: torch.devi
 
 
 def check_plain_dtypes(tensors: Sequence[torch.Tensor], describe: Callable[..., str], *arguments: Any) -> None:
-    """Raises LocalTensorError for quantised tensors; `describe` says of `arguments` what was asked."""
+    """Raises LocalTensorError for quantised tensors, TransportError for nested ones.
+
+    `describe` says of `arguments` what was asked.
+    """
     for tensor in tensors:
+        if tensor.is_nested:
+            check_strided(describe(*arguments), tensor)
         if tensor.is_quantized:
             check_not_quantised(describe(*arguments), tensor.dtype)
 
@@ -109,6 +114,21 @@ def split_sizes(text: str, what: str, tensor: torch.Tensor, sizes: Sequence[int]
         )
     row = math.prod(tensor.shape[1:])
     return [length * row for length in sizes]
+
+
+def check_parts(kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], size: int) -> None:
+    """Raises LocalTensorError for parts of an all-to-all that do not make its tensors, which Gloo sees in wait() only.
+
+    `describe` says of `arguments`, those of torch's method `kind`, what was asked.
+    """
+    if kind == "alltoall":
+        outputs, inputs, *_ = arguments
+        check_number(describe(*arguments), "inputs", len(inputs), size)
+        check_number(describe(*arguments), "outputs", len(outputs), size)
+    elif kind == "alltoall_base":
+        output, given, output_rows, input_rows, *_ = arguments
+        split_sizes(describe(*arguments), "input", given, input_rows, size)
+        split_sizes(describe(*arguments), "output", output, output_rows, size)
 
 
 def _named(dtypes: set[torch.dtype]) -> str:

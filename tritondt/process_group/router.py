@@ -19,7 +19,7 @@ from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
-from tritondt.process_group.checks import check_plain_dtypes
+from tritondt.process_group.checks import check_parts, check_plain_dtypes
 from tritondt.process_group.cpu_works import FinishedWork, StagedWork
 from tritondt.process_group.debug_compare import Agreement, Parts
 from tritondt.process_group.kinds import Kind
@@ -212,9 +212,13 @@ class Router:
         self.num_operations += 1
         if not tensors:
             raise WorldError(f"{kind.describe(*arguments)} was given no tensors")
-        check_plain_dtypes(tensors, kind.describe, *arguments)
         device = tensors[0].device
         nccl_group, timeout_s = self.nccl_group(device, kind.describe, *arguments), self._timeout_s_of(arguments[-1])
+        try:
+            check_plain_dtypes(tensors, kind.describe, *arguments)
+        except TritondtError as error:
+            self._refuse(error, kind.describe(*arguments), nccl_group, timeout_s)
+            raise
         if nccl_group is None:
             if self._agreement is not None:
                 self._agree(kind, arguments, device, timeout_s)
@@ -225,10 +229,7 @@ class Router:
             key = kind.key(*arguments)
             operation = nccl_group.operations.operation(key, tensors, kind.describe, kind.make, arguments)
         except TritondtError as error:
-            if self._agreement is not None:
-                self._compare(kind.describe(*arguments), Parts(), timeout_s, str(error))
-            else:
-                nccl_group.refuse(error)
+            self._refuse(error, kind.describe(*arguments), nccl_group, timeout_s)
             raise
         if self._agreement is not None:
             self._agree(kind, arguments, device, timeout_s)
@@ -238,6 +239,15 @@ class Router:
             run = partial(nccl_group.run, is_synchronous=is_synchronous)
             return _in_range(kind, run, operation, given, timeout_s)
         return nccl_group.run(operation, given, timeout_s, is_synchronous=is_synchronous)
+
+    def _refuse(self, error: Exception, text: str, nccl_group: NcclGroup | None, timeout_s: float) -> None:
+        """Tells the others why this rank takes no part in an operation; over Gloo alone there is no way to."""
+        if self._agreement is not None:
+            self._compare(text, Parts(), timeout_s, str(error))
+        elif nccl_group is not None:
+            nccl_group.refuse(error)
+        elif self._shared_memory is not None:
+            self._shared_memory.refuse(error, text)
 
     def _on_cpu(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of an operation on the CPU: through shared memory where that has the operation, else on Gloo."""
@@ -249,6 +259,7 @@ class Router:
         if work is not None:
             return work
         try:
+            check_parts(kind, describe, arguments, len(self.ranks))
             return self._on_gloo(kind, arguments)
         except Exception as error:
             # The others may wait in shared memory, where their own arguments are right.

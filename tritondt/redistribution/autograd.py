@@ -9,10 +9,10 @@ import torch
 
 from tritondt import identity
 from tritondt.comm.packing.wire_dtype import Wire, wire_of
-from tritondt.errors import LayoutError, ReductionError
+from tritondt.errors import LayoutError, ReductionError, TritondtError
 from tritondt.errors.arguments import checked
 from tritondt.redistribution.given_local import given_local
-from tritondt.redistribution.run import redistribute_local
+from tritondt.redistribution.run import redistribute_local, refuse_redistribution
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 from tritondt.sharding.spec import DTensorSpec
 
@@ -67,7 +67,11 @@ def redistribute(
     >>> run_ranks(2, columns_on)
     [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
     """
-    local = given_local(local, "redistribute")
+    try:
+        local = given_local(local, "redistribute")
+    except TritondtError as error:
+        refuse_redistribution(source, target, error)
+        raise
     wire = None
     if wire_dtype is not None or grad_wire_dtype is not None:
         wire = wire_of(source.dtype, source.dtype, wire_dtype, grad_wire_dtype)

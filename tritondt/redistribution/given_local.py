@@ -3,16 +3,19 @@
 import torch
 
 from tritondt.errors import LocalTensorError, MixedTensorsError, check_not_of_torch
+from tritondt.sharding.spec import check_strided
 
 
 def given_local(local: torch.Tensor, taker: str) -> torch.Tensor:
     """The local tensor that `taker` was given; a result of torch's functional collectives once it has arrived.
 
     MixedTensorsError for a distributed tensor, of this library or of torch: parts of parts would have no layout.
-    LocalTensorError for what is no tensor.
+    LocalTensorError for what is no tensor, TransportError for nested and sparse ones.
     """
     kind = type(local)
     if kind is torch.Tensor or kind is torch.nn.Parameter:
+        if local.is_nested or local.layout is not torch.strided:
+            check_strided(taker, local)
         return local
     if not isinstance(local, torch.Tensor):
         raise LocalTensorError(f"{taker} got a {kind.__name__}; allowed is a torch.Tensor: torch.tensor(...) makes one")
@@ -27,4 +30,5 @@ def given_local(local: torch.Tensor, taker: str) -> torch.Tensor:
         if base.__name__ == "AsyncCollectiveTensor" and base.__module__.startswith("torch.distributed."):
             arrived: torch.Tensor = local.wait()  # type: ignore[attr-defined]
             return arrived
+    check_strided(taker, local)
     return local

@@ -26,7 +26,7 @@ from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import placements_text
-from tritondt.sharding.spec import DTensorSpec
+from tritondt.sharding.spec import DTensorSpec, check_strided
 from tritondt.sharding.spec_values import open_shape, spec_text
 
 # Name of a redistribution's range in torch.profiler, while one is on; its argument says from where to where.
@@ -141,7 +141,7 @@ def _check_or_refuse(local: torch.Tensor, source: DTensorSpec, target: DTensorSp
     try:
         check_local(local, source)
     except (LocalTensorError, TransportError) as error:
-        _refuse(source, target, error)
+        refuse_redistribution(source, target, error)
         raise
 
 
@@ -229,13 +229,13 @@ def has_memory(local: torch.Tensor) -> bool:
 
 def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
     """Raises LocalTensorError or TransportError for a tensor that is not this rank's part under `spec`."""
+    if local.layout is not torch.strided or local.is_nested:
+        check_strided(f"redistribution of {spec}", local)
     if local.shape != spec.local_shape or local.dtype is not spec.tensor_meta.dtype:  # a property is a call
         raise LocalTensorError(
             f"{spec} gives rank {spec.mesh.identity.rank} at coordinate {spec.coordinate} a local tensor of shape "
             f"{spec.local_shape} and {spec.dtype}; found shape {tuple(local.shape)} and {local.dtype}"
         )
-    if local.layout is not torch.strided:
-        raise TransportError(f"a local tensor must be strided, got {local.layout}; call to_dense() first")
     if not _is_on(local, spec.mesh.device_type):
         raise TransportError(f"{spec.mesh} takes local tensors on {spec.mesh.device_type}, got one on {local.device}")
     if type(local) is not torch.Tensor or not local.data_ptr():
@@ -263,7 +263,7 @@ def check_address(local: torch.Tensor, spec: DTensorSpec) -> None:
         )
 
 
-def _refuse(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
+def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Exception) -> None:
     """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
     if source.coordinate is None and target.coordinate is None:
         return

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt import identity
-from tritondt.errors import LayoutError, LocalTensorError, OpenLengthError, ReductionError
+from tritondt.errors import LayoutError, LocalTensorError, OpenLengthError, ReductionError, TransportError
 from tritondt.errors.arguments import checked
 from tritondt.sharding.dim_map import DimMaps, placements_of_map
 from tritondt.sharding.layout import Layout
@@ -420,6 +420,20 @@ def check_not_quantised(what: str, dtype: torch.dtype) -> None:
             "mean nothing without its scale and zero point, which do not travel: give x.dequantize(), or x.int_repr() "
             "and keep x.q_scale() and x.q_zero_point() beside it"
         )
+
+
+def check_strided(what: str, tensor: torch.Tensor) -> None:
+    """Refuses nested and sparse tensors, whose elements lie at no strides, with a TransportError.
+
+    >>> check_strided("redistribute", torch.ones(2))
+    """
+    if tensor.is_nested:
+        raise TransportError(
+            f"{what} takes a strided tensor, got a nested one of {tensor.size(0)} tensors ({tensor.layout}); give it "
+            "torch.nested.to_padded_tensor(x, 0.0), or x.values() and keep the lengths beside it"
+        )
+    if tensor.layout is not torch.strided:
+        raise TransportError(f"{what} takes a strided tensor, got {tensor.layout}; call to_dense() first")
 
 
 @checked

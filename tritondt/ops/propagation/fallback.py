@@ -18,15 +18,27 @@ from tritondt.ops.propagation.decompositions import DECOMPOSITIONS, written_by_f
 from tritondt.ops.propagation.placeholders import placeholder_specs
 from tritondt.ops.propagation.replication import is_called_by_autograd
 from tritondt.ops.propagation.schema import OpSchema, OutputSharding, OutputSpecs
-from tritondt.ops.propagation.tensor_meta import SHAPES_UNKNOWN, propagate_tensor_meta
+from tritondt.ops.propagation.tensor_meta import SHAPES_UNKNOWN, check_gives_strided, propagate_tensor_meta
 from tritondt.sharding.placement import Replicate, placements_code
-from tritondt.sharding.spec import DTensorSpec, TensorMeta
+from tritondt.sharding.spec import DTensorSpec, TensorMeta, check_not_quantised
 
 Mode = Literal["raise", "replicate"]
 MODES: tuple[Mode, ...] = ("raise", "replicate")
 
 # Those of torch._refs go by way of operators (prims) that have no strategy.
 _DECOMPOSITIONS = ("torch._decomp.decompositions", "torch._ops.aten")
+
+# Operators that autograd and programs call with sharded arguments too, and the layouts of what they give.
+_LAYOUTS = {
+    torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default: torch.sparse_coo,
+    torch.ops.aten._to_sparse.default: torch.sparse_coo,
+    torch.ops.aten._to_sparse.sparse_dim: torch.sparse_coo,
+    torch.ops.aten._to_sparse_csr.default: torch.sparse_csr,
+    torch.ops.aten._to_sparse_csc.default: torch.sparse_csc,
+    torch.ops.aten._to_sparse_bsr.default: torch.sparse_bsr,
+    torch.ops.aten._to_sparse_bsc.default: torch.sparse_bsc,
+    torch.ops.aten.to_mkldnn.default: torch._mkldnn,  # type: ignore[attr-defined]
+}
 
 _is_admitted: ContextVar[bool] = ContextVar("what is refused may run", default=False)
 
@@ -88,8 +100,10 @@ class Fallback:
     def decide(self, schema: OpSchema) -> OutputSharding:
         """The decision to gather everything where the mode says so; PropagationError, with a way out, where not.
 
-        What is whole on every rank already needs no gathering, and runs.
+        What is whole on every rank already needs no gathering, and runs; but what gives quantised or sparse tensors is
+        refused, however its arguments are laid out.
         """
+        _check_results(schema)
         if is_replicated(schema):
             return replicate_all(schema)
         # What changes its own shape would leave the memory that others know.
@@ -136,6 +150,16 @@ class RestoreMode:
 
     def __exit__(self, *_: object) -> None:
         self._restore()
+
+
+def _check_results(schema: OpSchema) -> None:
+    """Refuses calls whose results have a quantised dtype, which torch's fakes take for float32, or no strides."""
+    for argument in (*schema.args_schema, *schema.kwargs_schema.values()):
+        if isinstance(argument, torch.dtype):
+            check_not_quantised(f"{schema.op} of a distributed tensor", argument)
+    layout = _LAYOUTS.get(schema.op)
+    if layout is not None:
+        check_gives_strided(schema.op, layout)
 
 
 def replicate_all(schema: OpSchema) -> OutputSharding:

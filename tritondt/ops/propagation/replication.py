@@ -12,6 +12,7 @@ import torch
 from torch._ops import OpOverload
 from torch.autograd.graph import _engine_run_backward
 
+from tritondt.errors import MixedTensorsError
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -69,6 +70,12 @@ def count_as_replicated(counts: bool) -> bool:
 
 def as_replicated(plain: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, DTensorSpec]:
     """The local tensor and the spec of a tensor that is alike on every rank of `mesh`."""
+    if plain.layout is not torch.strided or plain.is_nested:
+        raise MixedTensorsError(
+            f"an operator got a distributed tensor and a plain one of {plain.layout}{', nested' * plain.is_nested}; "
+            "allowed beside distributed tensors are strided ones: give it x.to_dense(), of a nested one "
+            "torch.nested.to_padded_tensor(x, 0.0)"
+        )
     meta = TensorMeta(tuple(plain.shape), plain.stride(), plain.dtype)
     local = plain.detach() if mesh.coordinate is not None else plain.new_empty(0)
     return local, DTensorSpec(mesh, [Replicate()] * mesh.ndim, meta)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from tritondt.errors import PropagationError
 from tritondt.ops.propagation.elementwise_strides import elementwise_strides
 from tritondt.ops.propagation.meta_kernels import is_elementwise, runs_on_meta, without_compiler
 from tritondt.ops.propagation.schema import OpSchema
@@ -166,12 +167,12 @@ def _with_kernel_strides(op: OpOverload, metas: TensorMetas) -> TensorMetas:
 def _computed_metas(schema: OpSchema) -> TensorMetas:
     # Modes, as those of a graph that is traced, would see what is tried here, and autocast acts on no meta tensor.
     if torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled(schema.mesh.device_type):
-        return _metas_of(_faker.run(schema)[0])
+        return _metas_of(schema.op, _faker.run(schema)[0])
     if is_elementwise(schema.op):
         meta = _elementwise_meta(schema)
         if meta is not None:
             return meta
-    return _metas_of(_run(schema) if "torch._dynamo" in sys.modules else _run_in_a_thread(schema))
+    return _metas_of(schema.op, _run(schema) if "torch._dynamo" in sys.modules else _run_in_a_thread(schema))
 
 
 def _run(schema: OpSchema) -> Any:
@@ -191,12 +192,26 @@ def _run_in_a_thread(schema: OpSchema) -> Any:
         return thread.submit(_run, schema).result()
 
 
-def _metas_of(result: Any) -> TensorMetas:
+def _metas_of(op: OpOverload, result: Any) -> TensorMetas:
     if isinstance(result, torch.Tensor):
+        check_gives_strided(op, result.layout)
         return meta_of(result)
     if isinstance(result, list | tuple):
-        return [meta_of(item) if isinstance(item, torch.Tensor) else None for item in result]
+        return [_meta_of_one(op, item) for item in result]
     return None
+
+
+def _meta_of_one(op: OpOverload, item: Any) -> TensorMeta | None:
+    return cast("TensorMeta", _metas_of(op, item)) if isinstance(item, torch.Tensor) else None
+
+
+def check_gives_strided(op: OpOverload, layout: torch.layout) -> None:
+    """Raises PropagationError for an operator whose result is sparse, or laid out in another way without strides."""
+    if layout is not torch.strided:
+        raise PropagationError(
+            f"{op} gives a tensor of {layout}, and distributed tensors are strided; take x.full_tensor() or "
+            "x.to_local() where a sparse tensor is wanted, and sparse=False in nn.Embedding for a dense gradient"
+        )
 
 
 def keyword_shapes(schema: OpSchema) -> dict[str, Any]:

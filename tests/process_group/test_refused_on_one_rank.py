@@ -1,0 +1,73 @@
+"""What one rank of a group alone may not ask for: it is refused there at once, and the others hear of it at once."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.harness.gloo_ranks import GlooRanks
+
+RanksOf = Callable[[str, int], GlooRanks]
+
+
+def quantised() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will have none of them some day
+        return torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+
+
+def all_to_all_rows(is_wrong: bool, group: Any) -> None:
+    dist.all_to_all_single(torch.empty(4), torch.ones(4), [2, 2], [1, 1] if is_wrong else [2, 2], group=group)
+
+
+def all_to_all_odd(is_wrong: bool, group: Any) -> None:
+    length = 5 if is_wrong else 4
+    dist.all_to_all_single(torch.empty(length), torch.ones(length), group=group)
+
+
+def all_to_all_outputs(is_wrong: bool, group: Any) -> None:
+    outputs = [torch.empty(2) for _ in range(1 if is_wrong else 2)]
+    dist.all_to_all(outputs, [torch.ones(2), torch.ones(2)], group=group)
+
+
+def of_quantised(is_wrong: bool, group: Any) -> None:
+    dist.all_reduce(quantised() if is_wrong else torch.ones(4), group=group)
+
+
+def of_nested(is_wrong: bool, group: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are in prototype stage
+        given = torch.nested.nested_tensor([torch.ones(1), torch.ones(3)], layout=torch.strided)
+    dist.all_reduce(given if is_wrong else torch.ones(4), group=group)
+
+
+CASES: dict[str, tuple[Callable[[bool, Any], None], str]] = {
+    "rows": (all_to_all_rows, "was given input split sizes [1, 1]; they must be 2 sizes that make the 4 rows"),
+    "odd": (all_to_all_odd, "was given an input of 5 rows without split sizes; 2 ranks must divide them"),
+    "outputs": (all_to_all_outputs, "was given 1 outputs; there must be 2"),
+    "quantised": (of_quantised, "was asked for with elements of quint8"),
+    "nested": (of_nested, "takes a strided tensor, got a nested one of 2 tensors"),
+}
+
+
+def ask(rank: int, name: str) -> str:
+    group = dist.new_group(backend="tritondt")
+    with pytest.raises(T.TritondtError) as told:
+        CASES[name][0](rank == 1, group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    kind = T.PeerError if rank == 0 else (T.LocalTensorError, T.TransportError)
+    assert isinstance(told.value, kind)
+    return str(told.value)
+
+
+@pytest.mark.in_core(3)
+@pytest.mark.parametrize("name", CASES)
+def test_the_others_hear_of_it(ranks_of: RanksOf, name: str) -> None:
+    first, second = ranks_of("direct", 2).run(ask, name, timeout_s=50)
+    assert CASES[name][1] in second
+    assert first.startswith("rank 1 failed while rank 0 waited for rank 1")
