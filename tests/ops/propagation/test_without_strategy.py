@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -18,7 +19,7 @@ def _operators() -> Iterator[OpOverload]:
     """Operators of aten that take a tensor and give results of their own; `dir` knows those that were asked for."""
     names: list[str] = torch._C._dispatch_get_all_op_names()
     for name in sorted({found.removeprefix("aten::").partition(".")[0] for found in names if found[:6] == "aten::"}):
-        packet = getattr(torch.ops.aten, name, None)
+        packet: Any = getattr(torch.ops.aten, name, None)
         for overload in packet.overloads() if hasattr(packet, "overloads") else ():
             op = getattr(packet, overload)
             arguments = op._schema.arguments
