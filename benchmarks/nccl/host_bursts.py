@@ -2,8 +2,8 @@
 
     python -m benchmarks.nccl.host_bursts [--ranks 1|2] [--rounds N] [--double] [--json FILE]
 
-A redistribution from Shard(0) to Shard(1), and an all_reduce of our backend and of torch. What the device takes is not
-in it: it has nothing to do when a burst begins, and is waited for behind it. Two ranks share the one GPU, which takes
+A redistribution from Shard(0) to Shard(1), and an all_reduce of our backend and of torch. Time of the device is left
+out: it has nothing to do when a burst begins, and is waited for behind it. Two ranks share the one GPU, which takes
 nothing from the host. The last line tells the medians.
 """
 

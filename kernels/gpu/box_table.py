@@ -92,7 +92,7 @@ class BoxTable(NamedTuple):
 
     @property
     def num_bisections(self) -> int:
-        """Those to one walk of the as many that one in 32 stands for.
+        """Bisections to one walk among as many as one in 32 stands for.
 
         >>> [BoxTable((), (), num_walks, 0, 0, 0, 0).num_bisections for num_walks in (1, 32, 33, 65)]
         [0, 0, 1, 2]

@@ -135,7 +135,7 @@ def tiles(walked: Sequence[tuple[Piece, Walk]], num_bands: int) -> Iterator[tupl
 
 
 def moves(piece: Piece, walk: Walk, tile: int, block: int) -> Iterator[Move]:
-    """What a tile of a copy moves; TILES are not modeled."""
+    """The bytes that a tile of a copy moves; TILES are not modeled."""
     if piece.kind in (Kind.GATHERED, Kind.JOINED):
         return _gathered_moves(piece, tile, block)
     if piece.kind is Kind.SHIFTED:

@@ -56,7 +56,7 @@ class Sides(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for: a class of modes, room for loops and pointers, and units of a block.
+    """The things a kernel is compiled for: a class of modes, room for loops and pointers, and units of a block.
 
     `is_bounded` where there may be fewer programs than tiles; kernels without IS_BOUNDED among their constants take
     both.

@@ -26,7 +26,7 @@ NUM_RANKS = 2
 
 
 class Held(NamedTuple):
-    """What a process has open, and objects of worlds that are alive in it."""
+    """Descriptors and threads of a process, and objects of worlds that are alive in it."""
 
     threads: int
     descriptors: int
@@ -123,7 +123,7 @@ def world_of(rank: int, port: int, backend: str, folder: str, *, is_closed: bool
 
 
 def make_worlds(rank: int, ports: list[int], folder: str) -> list[Held]:
-    """What is held after each world: of either backend, ended by `close` or by the next one."""
+    """Everything held after each world: of either backend, ended by `close` or by the next one."""
     T.close()
     found = []
     for number, port in enumerate(ports):

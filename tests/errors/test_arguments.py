@@ -36,7 +36,7 @@ class _Outcome(NamedTuple):
 
 
 def _outcome(call: Call, argument: str, wrong: Callable[[], Any]) -> _Outcome:
-    """What a call with one wrong argument gives on this rank."""
+    """The outcome, on this rank, of a call with one wrong argument."""
     arguments = {**call.arguments, argument: wrong()}
     positional = _starred(call.function, arguments)
     try:

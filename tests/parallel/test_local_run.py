@@ -314,7 +314,7 @@ def test_gradients_of_gradients(given):
 
 @pytest.mark.parametrize("plan", [("1", "3"), ("5", "7"), ("1", "3", "5", "7")])
 def test_gradients_of_gradients_of_plain_outputs(plan):
-    """What comes after a layer makes the gradient of its output depend on weights, of which ranks have parts."""
+    """Later layers make the gradient of a layer's output depend on weights, of which ranks have parts."""
 
     def made() -> nn.Sequential:
         torch.manual_seed(0)

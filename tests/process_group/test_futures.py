@@ -135,7 +135,7 @@ def mortal_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
 
 
 def backward_without_peers(rank: int, names: list[str], is_killed: bool) -> list[tuple[str, str]]:
-    """What rank 0 is told by a backward pass that rank 1 does not come to, in models with each hook in turn."""
+    """Texts that rank 0 gets from a backward pass that rank 1 does not come to, in models with each hook in turn."""
     told, models = [], []
     for name in names:
         group: Any = dist.new_group()

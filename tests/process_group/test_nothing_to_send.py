@@ -80,7 +80,7 @@ def test_tensors_without_elements(ranks_of: RanksOf, over: str) -> None:
 
 
 def alone(rank: int, is_nccl: bool) -> None:
-    """What a rank writes in a group of its own is its input."""
+    """A rank in a group of its own writes its input."""
     group = [dist.new_group([each]) for each in range(2)][rank]
     for dtype in DTYPES:
         if is_nccl and dtype is torch.int16:

@@ -1,4 +1,4 @@
-"""What one rank of a group alone may not ask for: it is refused there at once, and the others hear of it at once."""
+"""Calls that one rank of a group alone gets wrong: it is refused at once, and the others hear of it at once."""
 
 import warnings
 from collections.abc import Callable

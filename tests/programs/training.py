@@ -158,7 +158,7 @@ def whole(value: Any) -> torch.Tensor | None:
 
 
 def train(program: Program, model: Any, part: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[Seen]:
-    """What is seen after each step."""
+    """Values after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number, step in enumerate(program.steps):
         if hasattr(model, "set_requires_gradient_sync"):
@@ -178,7 +178,7 @@ def train(program: Program, model: Any, part: Callable[[torch.Tensor], torch.Ten
 
 
 def run_alone(program: Program) -> Iterator[Seen | int]:
-    """What one process sees; the number of a step that it refuses."""
+    """Values of one process; the number of a step that it refuses."""
     model, _ = made(program)
     add_hooks(program.tree, model)
     number = -1
@@ -223,7 +223,7 @@ def lay_out(program: Program, rank: int) -> tuple[nn.Module, int, int]:
 
 
 def run_on_rank(program: Program, rank: int) -> list[Seen | str]:
-    """What a rank sees; last the text of the error of freed parameters that ended the program, if one did."""
+    """Values of a rank; last the text of the error of freed parameters that ended the program, if one did."""
     found: list[Seen | str] = []
     model, num_parts, part = lay_out(program, rank)
     try:

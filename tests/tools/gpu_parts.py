@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def parts(python: str) -> tuple[Part, ...]:
-    """What needs a GPU: the build, what tells most in six minutes, NCCL's tests, then all others and more figures."""
+    """Parts that need a GPU: the build, those that tell most in six minutes, NCCL's tests, all others, more figures."""
     share, ask, sanitize = ((python, "-c", each) for each in (_CAN_SHARE, _CAN_ASK, _CAN_SANITIZE))
 
     def bench(module: str, name: str, *options: str) -> tuple[str, ...]:

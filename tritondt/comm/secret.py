@@ -1,8 +1,8 @@
 """The secret that a job's ranks share, and proofs that the process at the other end of a connection knows it.
 
 A proof is an HMAC-SHA256 over numbers that both ends have just drawn, who plays which part, and the address that was
-called: it is of use for no other connection, and in no other direction. Whoever passes it on from an address of its own
-is found out. What follows on the connection is neither signed nor encrypted.
+called. It is of use for no other connection, and in no other direction. A process that passes it on from an address of
+its own is found out. Messages on the connection are neither signed nor encrypted.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ class Secret:
     content: bytes = field(repr=False)
 
     def mark(self, key: str) -> str:
-        """What ranks show each other in the store to find out whether their secrets are equal, for the key of one use.
+        """The text by which ranks find out, in the store, whether their secrets are equal, for the key of one use.
 
         >>> Secret(b"a" * 16).mark("ranks 0,1/1") == Secret(b"b" * 16).mark("ranks 0,1/1")
         False
@@ -50,7 +50,7 @@ class Secret:
         return self._digest("mark", key).hex()
 
     def proof(self, role: Role, connecting: Connecting) -> bytes:
-        """What the rank of such a role shows the other one.
+        """The proof that the rank of such a role shows the other one.
 
         >>> connecting = Connecting(1, 0, "00", ("127.0.0.1", 4000), draw(), draw())
         >>> secret = Secret(b"sixteen bytes or more")
@@ -69,7 +69,7 @@ class Secret:
         return hmac.compare_digest(shown, self.proof(role, connecting))
 
     def signature(self, place: int, content: bytes) -> bytes:
-        """What shows that `content` is of the rank at `place` of a group whose ranks share the secret.
+        """The proof that `content` is of the rank at `place` of a group whose ranks share the secret.
 
         >>> len(Secret(b"sixteen bytes or more").signature(0, b"content")) == SIGNATURE_BYTES
         True

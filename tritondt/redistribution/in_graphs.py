@@ -14,7 +14,7 @@ _SEEN = "_tritondt_lengths_of_forward"
 
 
 class _KeptMeta(dict[str, Any]):
-    """What torch knows of a node whose result is kept for backward, whatever is said of it later."""
+    """Torch's notes on a node whose result is kept for backward, whatever is said of it later."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key != _RECOMPUTE:

@@ -240,7 +240,7 @@ def disagree(rank: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("what", ["another transport", "another length"])
 def test_where_one_rank_cannot_share_memory_all_use_sockets(four_direct_ranks: GlooRanks, what: str) -> None:
-    """What the system refuses is in test_real_limits."""
+    """Refusals of the system are in test_real_limits."""
     assert four_direct_ranks.run(connect_but_for, what) == [("SocketCommunicator", [])] * 4
 
 

@@ -72,7 +72,7 @@ def proof_by_another_secret(_: bytes, connecting: Connecting) -> bytes:
 
 
 def proof_of_another_call(_: bytes, connecting: Connecting) -> bytes:
-    """What the rank itself would have shown, had it been asked with other numbers."""
+    """The proof that the rank itself would have shown, had it been asked with other numbers."""
     return SECRET.proof("caller", replace(connecting, caller_nonce=draw(), called_nonce=draw()))
 
 

@@ -219,7 +219,7 @@ def report(folder: Path, out: Path | None) -> None:
 
 
 def _read_section(file: Path) -> list[str]:
-    """What the page says of a file; BenchmarkError where it cannot be drawn, of which the others are none the worse."""
+    """The page's section of a file; BenchmarkError where it cannot be drawn, which leaves the others as they are."""
     _, found = read(file)
     try:
         return list(_section(file.name, found))

@@ -1,7 +1,7 @@
 """The check that every decision about an operator of users passes before anything runs, whatever form it came in.
 
 Specs get shape, stride and dtype of the tensors that they are for: those of the arguments, and those that the operator
-gives for tensors of global shape. What is left to be wrong is refused: other numbers of specs, another mesh, layouts
+gives for tensors of global shape. Everything else is refused: other numbers of specs, another mesh, layouts
 that the tensors cannot have, and local results that are not the part that a spec says.
 """
 

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import LocalTensorError
 from tritondt.errors.arguments import checked
-from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length, whole_order
+from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh, whole_order
 from tritondt.redistribution.run import refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Partial, Replicate, Shard
@@ -101,7 +101,13 @@ def context_parallel_flex_attention(
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
     with refusing(mesh):
-        _check((query, cut), (key, key_cut), (value, key_cut), block_mask, rank)
+        AttentionParts(query, key, value, cut, key_cut).check("context_parallel_flex_attention", rank)
+        if block_mask is not None and block_mask.shape[-2:] != (cut.sizes[rank], key_cut.length):
+            raise LocalTensorError(
+                f"context_parallel_flex_attention got a block mask of {block_mask.shape[-2:]} queries and keys on rank "
+                f"{rank} of the mesh, which has {cut.sizes[rank]} queries of {key_cut.length} keys; "
+                "context_parallel_block_mask makes it"
+            )
     keys, values = _gathered(torch.cat([key, value], -1), mesh, key_cut).split([key.shape[-1], value.shape[-1]], -1)
     if not query.shape[_SEQUENCE]:
         # Keys get the gradient zero here, on this rank like on the others.
@@ -113,32 +119,6 @@ def context_parallel_flex_attention(
         query, keys, values, score_mod=whole, block_mask=block_mask, **options
     )
     return found
-
-
-def _check(
-    of_query: tuple[torch.Tensor, SequenceCut],
-    of_key: tuple[torch.Tensor, SequenceCut],
-    of_value: tuple[torch.Tensor, SequenceCut],
-    block_mask: BlockMask | None,
-    rank: int,
-) -> None:
-    """Refuses tensors, and a mask, that are not those of rank `rank` of sequences that are cut so."""
-    for name, (tensor, cut) in (("query", of_query), ("key", of_key), ("value", of_value)):
-        check_heads("context_parallel_flex_attention", name, tensor)
-        check_length(name, tensor, _SEQUENCE, cut, rank)
-    key, value = of_key[0], of_value[0]
-    cut, key_cut = of_query[1], of_key[1]
-    if key.shape[:3] != value.shape[:3]:
-        raise LocalTensorError(
-            f"context_parallel_flex_attention got keys {tuple(key.shape)} and values {tuple(value.shape)}; allowed are "
-            "keys and values of one batch and number of heads"
-        )
-    if block_mask is not None and block_mask.shape[-2:] != (cut.sizes[rank], key_cut.length):
-        raise LocalTensorError(
-            f"context_parallel_flex_attention got a block mask of {block_mask.shape[-2:]} queries and keys on rank "
-            f"{rank} of the mesh, which has {cut.sizes[rank]} queries of {key_cut.length} keys; "
-            "context_parallel_block_mask makes it"
-        )
 
 
 def _gathered(local: torch.Tensor, mesh: Mesh, cut: SequenceCut) -> torch.Tensor:

@@ -12,15 +12,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt import identity
-from tritondt.errors import LocalTensorError
 from tritondt.errors.arguments import checked
-from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length
+from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
-
-_SEQUENCE = 2
 
 
 @checked
@@ -61,28 +58,10 @@ def ring_attention(
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
     with refusing(mesh):
-        _check((query, cut), (key, key_cut), (value, key_cut), rank)
+        AttentionParts(query, key, value, cut, key_cut).check("ring_attention", rank)
     ring = _Ring(mesh, rank, cut, key_cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
     found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
     return found
-
-
-def _check(
-    of_query: tuple[torch.Tensor, SequenceCut],
-    of_key: tuple[torch.Tensor, SequenceCut],
-    of_value: tuple[torch.Tensor, SequenceCut],
-    rank: int,
-) -> None:
-    """Refuses tensors that are not the parts of rank `rank` of sequences that are cut so."""
-    for name, (tensor, cut) in (("query", of_query), ("key", of_key), ("value", of_value)):
-        check_heads("ring_attention", name, tensor)
-        check_length(name, tensor, _SEQUENCE, cut, rank)
-    query, key, value = of_query[0], of_key[0], of_value[0]
-    if key.shape[:3] != value.shape[:3] or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise LocalTensorError(
-            f"ring_attention got {query.shape[1]} heads, key {tuple(key.shape)} and value {tuple(value.shape)}; "
-            "allowed are keys and values of one batch and number of heads that divides the heads"
-        )
 
 
 class _Ring(NamedTuple):

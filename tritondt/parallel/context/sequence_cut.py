@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -117,12 +118,34 @@ def _check_dim(taker: str, tensor: torch.Tensor, dim: int) -> None:
         )
 
 
-def check_heads(taker: str, name: str, tensor: torch.Tensor) -> None:
-    """Refuses a query, key or value of another number of dims than attention takes."""
-    if tensor.ndim != 4:
-        raise LocalTensorError(
-            f"{taker} got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, positions, width"
-        )
+_SEQUENCE = 2
+
+
+class AttentionParts(NamedTuple):
+    """Query, key and value of a rank, its parts of a sequence of queries and of one of keys."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    cut: SequenceCut
+    key_cut: SequenceCut
+
+    def check(self, taker: str, rank: int) -> None:
+        """Refuses tensors that are not the parts of rank `rank`, or do not fit each other."""
+        cuts = {"query": self.cut, "key": self.key_cut, "value": self.key_cut}
+        for name, tensor in zip(cuts, self[:3], strict=True):
+            if tensor.ndim != 4:
+                raise LocalTensorError(
+                    f"{taker} got a {name} of shape {tuple(tensor.shape)}; allowed are 4 dims: batch, heads, "
+                    "positions, width"
+                )
+            check_length(name, tensor, _SEQUENCE, cuts[name], rank)
+        heads, key_heads = self.query.shape[1], self.key.shape[1]
+        if self.key.shape[:3] != self.value.shape[:3] or key_heads == 0 or heads % key_heads:
+            raise LocalTensorError(
+                f"{taker} got {heads} heads, key {tuple(self.key.shape)} and value {tuple(self.value.shape)}; allowed "
+                "are keys and values of one batch and number of heads that divides the heads"
+            )
 
 
 def check_length(name: str, local: torch.Tensor, dim: int, cut: SequenceCut, rank: int) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritondt.dtensor.many import redistribute_many
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors.arguments import checked
-from tritondt.parallel.context.sequence_cut import SequenceCut, axis_mesh, check_heads, check_length
+from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
 from tritondt.parallel.feature_cut import FeatureCut
 from tritondt.redistribution.run import refusing
 from tritondt.sharding.mesh import Mesh
@@ -53,9 +53,7 @@ def ulysses_attention(
     moves = []
     cuts = (query, cut), (key, key_cut), (value, key_cut)
     with refusing(mesh):
-        for name, (local, part_of) in zip(("query", "key", "value"), cuts, strict=True):
-            check_heads("ulysses_attention", name, local)
-            check_length(name, local, _SEQUENCE, part_of, rank)
+        AttentionParts(query, key, value, cut, key_cut).check("ulysses_attention", rank)
     group = max(1, query.shape[_HEADS] // max(1, key.shape[_HEADS]))
     for (local, part_of), unit in zip(cuts, (group, 1, 1), strict=True):
         shape = (*local.shape[:_SEQUENCE], part_of.length, local.shape[-1])
