@@ -3,6 +3,8 @@
 import copy
 from typing import Any
 
+import torch
+
 from tritondt.dtensor.writes import MEMORY, NOTES_OF_VIEWS, memory_of
 from tritondt.errors import PropagationError
 
@@ -37,3 +39,13 @@ def shallow_copy(distributed: Any) -> Any:
 def _without_notes(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes that a copy has, too: autograd has recorded no views of it."""
     return {name: value for name, value in attributes.items() if name not in NOTES_OF_VIEWS}
+
+
+def own_view(local: torch.Tensor) -> torch.Tensor:
+    """Another tensor on the memory of a local one, of its class and strides.
+
+    >>> own_view(torch.empty_strided((1, 4, 3), (12, 1, 4))).stride()
+    (12, 1, 4)
+    """
+    # view_as gives dims of length 1 strides of its own; a subclass answers it, and may not answer an index.
+    return local[...] if type(local) is torch.Tensor else local.view_as(local)

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt.dtensor.construct import construct
+from tritondt.dtensor.copies import own_view
 from tritondt.dtensor.pending import mark_pending, take_prefetched, waited, work_of
 from tritondt.dtensor.tensor import DTensor
 from tritondt.dtensor.views.copied_views import refresh
@@ -118,7 +119,7 @@ def _moved(
         locals_, works = redistribute_locals_async(held, tuple(pairs), befores, bucket_bytes)
     else:
         locals_ = redistribute_locals(held, tuple(pairs), bucket_bytes)
-    given = [local[...] if local is before else local for local, before in zip(locals_, held, strict=True)]
+    given = [own_view(local) if local is before else local for local, before in zip(locals_, held, strict=True)]
     made = _wrapped(given, [target for _, target in pairs])
     for place, result in zip(moving, made, strict=True):
         found[place] = result

@@ -12,6 +12,7 @@ import torch
 
 from tritondt.comm.work import Work
 from tritondt.dtensor.compiled_call import Wrap
+from tritondt.dtensor.copies import own_view
 from tritondt.dtensor.views.copied_views import refresh
 from tritondt.dtensor.writes import MEMORY, ORIGIN, Count, LocalCount, Watch, held_local, memory_of
 from tritondt.redistribution.run import redistribute_local, redistribute_local_async
@@ -104,13 +105,13 @@ def redistribute_dtensor(
         before = attributes.get(_WORK)
         held = distributed._local_tensor if before is None else held_local(distributed)
         local, work = redistribute_local_async(held, spec, target, before, wire_dtype)
-        result = wrap(local[...] if local is held else local, target)
+        result = wrap(own_view(local) if local is held else local, target)
         if work is not None:
             mark_pending(result, work)
         return result
     held = distributed._local_tensor
     local = redistribute_local(held, spec, target, wire_dtype)
-    return wrap(local[...] if local is held else local, target)
+    return wrap(own_view(local) if local is held else local, target)
 
 
 def convert_and_redistribute(

@@ -13,7 +13,7 @@ from tritondt.comm.packing.wire_dtype import wire_of
 from tritondt.comm.work import Work
 from tritondt.dtensor.autograd import FromLocal, Redistributed, ToLocal, alias_with_gradient
 from tritondt.dtensor.construct import construct, construct_at_start
-from tritondt.dtensor.copies import deep_copy, shallow_copy
+from tritondt.dtensor.copies import deep_copy, own_view, shallow_copy
 from tritondt.dtensor.graph_ops import from_local_in_graph
 from tritondt.dtensor.pending import convert_and_redistribute, redistribute_dtensor, work_of
 from tritondt.dtensor.serialization import rebuild_dtensor
@@ -131,7 +131,7 @@ class DTensor(torch.Tensor):
             return self._local_tensor
         if not self.requires_grad:
             local = self._local_tensor
-            return local[...]  # a tensor of its own, as it lies in memory: requires_grad_ is of this part alone
+            return own_view(local)  # requires_grad_ is of the part that is asked for alone
         gradient = wanted_gradient_spec(self._spec, grad_placements)
         return cast(torch.Tensor, ToLocal.apply(self, DTensor, gradient))  # type: ignore[no-untyped-call]
 
@@ -174,8 +174,8 @@ class DTensor(torch.Tensor):
             options = backward_dtype, async_op, wire
             return cast("DTensor", Redistributed.apply(self, DTensor, target, dtype, *options))  # type: ignore[no-untyped-call]
         if stays:
-            if not async_op:
-                _ = self._local_tensor  # what is pending has arrived when a synchronous call returns
+            if not async_op and work_of(self) is not None:
+                _ = self._local_tensor  # has arrived when a synchronous call returns
             return cast(DTensor, self.detach())
         forward = wire and wire.forward
         if dtype is spec.dtype:  # as nearly always: one call less
