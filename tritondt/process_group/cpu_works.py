@@ -35,6 +35,25 @@ class _WorkOfTensors(Work):
         """-1: no message of one rank."""
         return -1
 
+    def synchronize(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Waits."""
+        self.wait()
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
+        if is_list_of_cpp_asked_for(self._results):
+            self.wait()
+            return list_of_cpp(self._results)
+        return self._made_future()
+
+    def _made_future(self) -> Any:
+        """The future of Python's readers, which wait for it themselves."""
+        raise NotImplementedError
+
 
 class FinishedWork(_WorkOfTensors):
     """A collective that has run, and its results."""
@@ -54,16 +73,7 @@ class FinishedWork(_WorkOfTensors):
         """True, at once."""
         return True
 
-    def synchronize(self) -> None:
-        """Nothing."""
-
-    def block_current_stream(self) -> None:
-        """Nothing."""
-
-    def get_future(self) -> Any:
-        """A torch.futures.Future of the list of tensors that are written."""
-        if is_list_of_cpp_asked_for(self._results):
-            return list_of_cpp(self._results)
+    def _made_future(self) -> Any:
         future = torch.futures.Future[Any]()
         succeed(future, self._results)
         return future
@@ -130,19 +140,7 @@ class SharedMemoryWork(_WorkOfTensors):
             raise again(self._error) from self._error
         return True
 
-    def synchronize(self) -> None:
-        """Waits."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Waits."""
-        self.wait()
-
-    def get_future(self) -> Any:
-        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
-        if is_list_of_cpp_asked_for(self._results):
-            self.wait()
-            return list_of_cpp(self._results)
+    def _made_future(self) -> Any:
         with self._future_lock:
             if self._future is None:
                 self._future = self._unsettled = torch.futures.Future[Any]()
@@ -185,19 +183,7 @@ class StagedWork(_WorkOfTensors):
         self._finish()
         return True
 
-    def synchronize(self) -> None:
-        """Waits."""
-        self.wait()
-
-    def block_current_stream(self) -> None:
-        """Waits."""
-        self.wait()
-
-    def get_future(self) -> Any:
-        """A torch.futures.Future of the list of tensors that are written; see `is_list_of_cpp_asked_for`."""
-        if is_list_of_cpp_asked_for(self._results):
-            self.wait()
-            return list_of_cpp(self._results)
+    def _made_future(self) -> Any:
         return self._work.get_future().then(self._value)
 
     def _value(self, done: Any) -> list[torch.Tensor]:
