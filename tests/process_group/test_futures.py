@@ -139,11 +139,12 @@ def backward_without_peers(rank: int, names: list[str], is_killed: bool) -> list
     told, models = [], []
     for name in names:
         group: Any = dist.new_group()
-        group.set_timeout(timedelta(seconds=TIMEOUT_S))
         models.append(MODELS[name](group, rank))
         for step in range(2):  # in the second, ranks agree about buckets
             inputs = training.batch(rank, step).to(next(models[-1].parameters()).dtype)
             models[-1](inputs).square().mean().backward()
+        # Not before: on a busy machine ranks come to their first steps further apart.
+        group.set_timeout(timedelta(seconds=TIMEOUT_S))
     if rank and is_killed:
         os.kill(os.getpid(), signal.SIGKILL)
     for model in () if rank else models:
@@ -178,8 +179,8 @@ def test_a_peer_that_dies_before_it_comes_to_ddp(mortal_ranks: GlooRanks) -> Non
 def futures_without_peers(rank: int) -> list[str]:
     """What Python's readers of a future that failed are told; each may ask again and again."""
     group: Any = dist.new_group()
-    group.set_timeout(timedelta(seconds=TIMEOUT_S))
     dist.all_reduce(torch.ones(1), group=group)
+    group.set_timeout(timedelta(seconds=TIMEOUT_S))
     if rank:
         return []
     work: Any = dist.all_reduce(own(rank), group=group, async_op=True)
