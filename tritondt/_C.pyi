@@ -66,27 +66,27 @@ class Arena:
     def num_bytes(self) -> int: ...
     def close_descriptor(self) -> None: ...
 
-class DirectProgram:
+class ArenaProgram:
     """One rank's side of an exchange through arenas, round by round; not made by itself."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
     @property
     def num_rounds(self) -> int: ...
 
-class DirectRound:
+class ArenaRound:
     """A round of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""
 
     def __init__(
         self, *, sends: _Messages, receives: _Messages, pack: _Copy, keep: _Copy, unpack: _Copy, reduces: _Reduces
     ) -> None: ...
 
-class DirectPlan(DirectProgram):
+class ArenaPlan(ArenaProgram):
     """One rank's side of an exchange of boxes."""
 
-    def __init__(self, rounds: tuple[DirectRound, ...]) -> None: ...
-    def observed(self, step: Literal["pack", "keep", "unpack"], call: Callable[[], None]) -> DirectPlan: ...
+    def __init__(self, rounds: tuple[ArenaRound, ...]) -> None: ...
+    def observed(self, step: Literal["pack", "keep", "unpack"], call: Callable[[], None]) -> ArenaPlan: ...
 
-class DirectGroup(TimedExchange):
+class ArenaGroup(TimedExchange):
     """Ranks of one machine that read messages in each other's memory."""
 
     def __init__(
@@ -96,7 +96,7 @@ class DirectGroup(TimedExchange):
     @staticmethod
     def slot_bytes(arena_bytes: int, num_ranks: int) -> int: ...
     def run(
-        self, plan: DirectProgram, sources: _At, targets: _At, num_threads: int, sequence: int, tag: int, staging: int
+        self, plan: ArenaProgram, sources: _At, targets: _At, num_threads: int, sequence: int, tag: int, staging: int
     ) -> _Outcome: ...
     def finish(self) -> _Outcome: ...
     def skip(self, sequence: int) -> None: ...
@@ -105,7 +105,7 @@ class DirectGroup(TimedExchange):
     def time_steps(self, is_on: bool) -> None: ...
     def take_steps(self) -> list[tuple[str, int, int]]: ...
 
-class ByteMoves(DirectProgram):
+class ByteMoves(ArenaProgram):
     """Bytes of ranks' tensors for others, a chunk of each message a round; peers by place."""
 
     def __init__(
@@ -119,12 +119,12 @@ class Reducer:
         self, *, dtype: str, op: str, divisor: int, places: Sequence[int], own: int, chunk_bytes: int
     ) -> None: ...
 
-class OneShotReduction(DirectProgram):
+class OneShotReduction(ArenaProgram):
     """A reduction whose terms are all read by all ranks (root -1), or by the one at a position."""
 
     def __init__(self, reducer: Reducer, *, source: _Span, target: _Span, root: int) -> None: ...
 
-class PiecewiseReduction(DirectProgram):
+class PiecewiseReduction(ArenaProgram):
     """A reduction of a piece on each rank, and where there is a result for each position, their gather."""
 
     def __init__(self, reducer: Reducer, *, pieces: _Spans, results: _Spans, is_past_cache: bool) -> None: ...

@@ -183,12 +183,12 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-def transport() -> Literal["sockets", "direct", "gloo"]:
-    """Transport of messages between processes: TRITONDT_TRANSPORT, direct (the default), sockets or gloo."""
-    text = os.environ.get("TRITONDT_TRANSPORT", "direct")
-    if text not in ("sockets", "direct", "gloo"):
-        raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets, direct and gloo")
-    return cast(Literal["sockets", "direct", "gloo"], text)
+def transport() -> Literal["sockets", "shared-memory", "gloo"]:
+    """Transport of messages between processes: TRITONDT_TRANSPORT, shared-memory (the default), sockets or gloo."""
+    text = os.environ.get("TRITONDT_TRANSPORT", "shared-memory")
+    if text not in ("sockets", "shared-memory", "gloo"):
+        raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets, shared-memory and gloo")
+    return cast(Literal["sockets", "shared-memory", "gloo"], text)
 
 
 def names_transport() -> bool:
@@ -198,7 +198,7 @@ def names_transport() -> bool:
 
 def groups_share_memory() -> bool:
     """Whether process groups move tensors on the CPU through shared memory: unless TRITONDT_TRANSPORT names another."""
-    return transport() == "direct"
+    return transport() == "shared-memory"
 
 
 def arena_bytes() -> int:
@@ -210,8 +210,8 @@ def arena_bytes() -> int:
 
 
 def packs_into_peers() -> bool:
-    """Whether ranks on GPUs of one host pack messages into each other's memory: TRITONDT_DIRECT=1."""
-    return _switch("TRITONDT_DIRECT")
+    """Whether ranks on GPUs of one host pack messages into each other's memory: TRITONDT_SLOTS=1."""
+    return _switch("TRITONDT_SLOTS")
 
 
 def pool_bytes() -> int:

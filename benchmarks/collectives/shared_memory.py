@@ -102,7 +102,7 @@ def shared_memory(
     ranks: int, collectives: str, sizes: str, rounds: int, case_seconds: float, json_to: str | None
 ) -> None:
     """Time collectives through shared memory and on Gloo, in turns."""
-    os.environ["TRITONDT_TRANSPORT"] = "direct"
+    os.environ["TRITONDT_TRANSPORT"] = "shared-memory"
     console = Console(stderr=is_printed(json_to))
     request = Request(tuple(collectives.split(",")), tuple(sizes.split(",")), rounds, case_seconds)
     found: Any = run_on_ranks(ranks, measure_on_rank, request, on_message=lambda _: None)[0]

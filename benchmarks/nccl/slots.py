@@ -28,7 +28,7 @@ def communicators(where: str) -> dict[str, NcclCommunicator]:
     """One with slots and one without, of all ranks; collective."""
     device, here, ranks = device_of(where), world.current(), tuple(range(dist.get_world_size()))
     assert isinstance(here, ProcessWorld), "a rank is a process"
-    os.environ["TRITONDT_DIRECT"] = "1"
+    os.environ["TRITONDT_SLOTS"] = "1"
     driver = CudaDriver if where == "gpu" else lambda: CudaDriver(str(build()))
     with here.joining("slots, for the benchmark", ranks, here.timeout) as context:
         arenas = share_device_arenas(context, 0, torch.device(device.kind), driver)

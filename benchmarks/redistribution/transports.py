@@ -24,12 +24,12 @@ from tritondt.cli.bench.measure import _quiet_torch, _torch_run
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
 from tritondt.comm import world
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.run import _run_steps
 
-_SIDES = ("direct", "sockets", "torch")
+_SIDES = ("shared-memory", "sockets", "torch")
 
 
 class Request(NamedTuple):
@@ -52,7 +52,7 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> list[Me
     torch.set_num_threads(1)
     ranks = tuple(range(request.cases[0].source.num_ranks))
     here: Any = world.current()
-    assert isinstance(here.communicator(ranks), DirectCommunicator), "the ranks share no memory"
+    assert isinstance(here.communicator(ranks), SharedMemoryCommunicator), "the ranks share no memory"
     sockets = SocketCommunicator(here.join("sockets beside arenas", ranks, here._timeout))
     with torch.no_grad(), _quiet_torch():
         return [_measured(case, sockets, request) for case in request.cases]
@@ -78,16 +78,16 @@ def _measured(case: Case, sockets: SocketCommunicator, request: Request) -> Meas
 
 def _row(found: Measured) -> dict[str, Any]:
     """A case's ratios: of fastest rounds and of medians, to sockets and to torch."""
-    direct, sockets, torchs = found.times
+    shared, sockets, torchs = found.times
     return {
         "case": f"{found.case.size} {found.case.pair_text}",
         "size": found.case.size,
         **{f"{side}_ms": times.fastest * 1e3 for side, times in zip(_SIDES, found.times, strict=True)},
         **{f"{side}_median_ms": times.median * 1e3 for side, times in zip(_SIDES, found.times, strict=True)},
-        "to_sockets": direct.fastest / sockets.fastest,
-        "to_sockets_median": direct.median / sockets.median,
-        "to_torch": direct.fastest / torchs.fastest,
-        "to_torch_median": direct.median / torchs.median,
+        "to_sockets": shared.fastest / sockets.fastest,
+        "to_sockets_median": shared.median / sockets.median,
+        "to_torch": shared.fastest / torchs.fastest,
+        "to_torch_median": shared.median / torchs.median,
     }
 
 
@@ -102,7 +102,7 @@ def transports(
     ranks: int, sizes: str, pairs: str | None, rounds: int, case_seconds: float, json_to: str | None
 ) -> None:
     """Time redistributions through arenas, over sockets and by torch, in turns."""
-    os.environ["TRITONDT_TRANSPORT"] = "direct"
+    os.environ["TRITONDT_TRANSPORT"] = "shared-memory"
     console = Console(stderr=is_printed(json_to))
     chosen = default_pairs(ranks) if pairs is None else parse_pairs(pairs)
     request = Request(make_cases(ranks, parse_sizes(sizes), chosen), rounds, case_seconds)

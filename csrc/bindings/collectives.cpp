@@ -49,7 +49,7 @@ Reducer make_reducer(const std::string& dtype, const std::string& op, std::int64
 }  // namespace
 
 void bind_collectives(py::module_* module) {
-  py::class_<ByteMoves, DirectProgram>(
+  py::class_<ByteMoves, ArenaProgram>(
       *module, "ByteMoves", "Bytes of ranks' tensors for others, a chunk of each message a round.")
       .def(py::init([](std::uint64_t chunk_bytes, const std::vector<PeerSpanFields>& sends,
                        const std::vector<PeerSpanFields>& receives,
@@ -66,7 +66,7 @@ void bind_collectives(py::module_* module) {
   py::class_<Reducer>(*module, "Reducer", "How terms of ranks are reduced, chunk by chunk.")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("dtype"), py::arg("op"),
            py::arg("divisor"), py::arg("places"), py::arg("own"), py::arg("chunk_bytes"));
-  py::class_<OneShotReduction, DirectProgram>(
+  py::class_<OneShotReduction, ArenaProgram>(
       *module, "OneShotReduction", "A reduction whose terms are all read by all ranks, or by one.")
       .def(py::init([](const Reducer& reducer, const SpanFields& source, const SpanFields& target,
                        std::int64_t root) {
@@ -75,7 +75,7 @@ void bind_collectives(py::module_* module) {
            }),
            py::arg("reducer"), py::kw_only(), py::arg("source"), py::arg("target"),
            py::arg("root"));
-  py::class_<PiecewiseReduction, DirectProgram>(
+  py::class_<PiecewiseReduction, ArenaProgram>(
       *module, "PiecewiseReduction", "A reduction of a piece on each rank, and their gather.")
       .def(py::init([](const Reducer& reducer, const std::vector<SpanFields>& pieces,
                        const std::vector<SpanFields>& results, bool is_past_cache) {

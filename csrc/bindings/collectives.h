@@ -4,7 +4,7 @@
 
 namespace tritondt {
 
-// Collectives as programs of a DirectGroup.
+// Collectives as programs of a ArenaGroup.
 void bind_collectives(pybind11::module_* module);
 
 }  // namespace tritondt

@@ -7,10 +7,10 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/arenas.h"
 #include "bindings/call_key.h"
 #include "bindings/collectives.h"
 #include "bindings/daemon_threads.h"
-#include "bindings/direct.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
 #include "bindings/sockets.h"
@@ -198,7 +198,7 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_cast_tables(&module);
   tritondt::bind_reduce_table(&module);
   tritondt::bind_socket_group(&module);
-  tritondt::bind_direct_group(&module);
+  tritondt::bind_arena_group(&module);
   tritondt::bind_collectives(&module);
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);

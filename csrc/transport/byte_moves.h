@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/direct_program.h"
+#include "transport/arena_program.h"
 
 namespace tritondt {
 
@@ -41,7 +41,7 @@ void check_lengths(const Span& source, const Span& target);
 // round: gathers, scatters, broadcasts and all-to-alls, and, of no bytes at all, barriers.
 //
 // What several peers receive is packed once. Messages without bytes are sent in the first round.
-class ByteMoves : public DirectProgram {
+class ByteMoves : public ArenaProgram {
  public:
   using PeerSpan = std::pair<std::size_t, Span>;
   using Kept = std::pair<Span, Span>;  // from a source to a target

@@ -27,7 +27,7 @@ struct Reducer {
 
 // A reduction without a second round: everybody reads all terms, or the rank at position `root`
 // alone.
-class OneShotReduction : public DirectProgram {
+class OneShotReduction : public ArenaProgram {
  public:
   // `source` is this rank's term and `target` where it wants the result, the same bytes or others;
   // `root` -1 for all. Throws std::invalid_argument.
@@ -53,7 +53,7 @@ class OneShotReduction : public DirectProgram {
 
 // A reduction in pieces: the rank at a position reduces the piece of that position and, where
 // results are gathered, sends it to all. Rounds of terms and of results take turns.
-class PiecewiseReduction : public DirectProgram {
+class PiecewiseReduction : public ArenaProgram {
  public:
   // `pieces` of sources by position. `results` of targets: by position where all ranks want all of
   // them, else this rank's alone. A result may be its piece, and overlaps no other one. What is

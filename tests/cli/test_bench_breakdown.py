@@ -106,7 +106,9 @@ def test_the_row_of_a_case():
 
 
 def test_a_transport_of_one_call_is_not_broken_down(monkeypatch):
-    monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "shared-memory")
     ended = CliRunner().invoke(main, ["bench", "redistribute", "--breakdown"])
     assert ended.exit_code == 2
-    assert "--breakdown measures the sockets; TRITONDT_TRANSPORT=direct is set, allowed is sockets" in ended.output
+    assert (
+        "--breakdown measures the sockets; TRITONDT_TRANSPORT=shared-memory is set, allowed is sockets" in ended.output
+    )

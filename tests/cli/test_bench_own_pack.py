@@ -102,7 +102,7 @@ def test_what_is_no_side_is_refused(options, sentence):
 
 
 def test_a_transport_that_copies_by_itself_takes_no_kernel(monkeypatch):
-    monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "shared-memory")
     ended = CliRunner().invoke(main, ["bench", "redistribute", "--against", OWN])
     assert ended.exit_code == 2
-    assert "measures the sockets; TRITONDT_TRANSPORT=direct is set, allowed is sockets" in ended.output
+    assert "measures the sockets; TRITONDT_TRANSPORT=shared-memory is set, allowed is sockets" in ended.output

@@ -36,7 +36,7 @@ def run_doctor(monkeypatch, *arguments, passed=PASSED, failed=None, clocks=(), h
 def test_every_transport_passes_here():
     found = smoke_test(0.0)
     assert found.failed is None
-    assert [each.transport for each in found.passed] == ["sockets", "gloo", "direct"]
+    assert [each.transport for each in found.passed] == ["sockets", "gloo", "shared-memory"]
     assert not any(each.is_elsewhere for each in found.passed)
     assert all(each.num_exchanges == 16 for each in found.passed)
     assert found.ranks is not None
@@ -65,13 +65,13 @@ def test_a_failing_transport_is_told_with_what_to_do_and_ends_with_status_1(monk
     assert re.search(r"X exchange +sockets: rank 1 of 2 failed:\n +no route to host\n +-> the traceback", ended.output)
     assert "(passed: none)" in ended.output
     assert re.search("! gloo test +not reached", ended.output)
-    assert re.search("! direct test +not reached", ended.output)
+    assert re.search("! shared-memory test +not reached", ended.output)
 
 
 def test_ranks_that_share_no_memory_are_noted(monkeypatch):
-    ended = run_doctor(monkeypatch, passed=[*PASSED, Passed("direct", 16, 1e-4, 2e-3, is_elsewhere=True)])
+    ended = run_doctor(monkeypatch, passed=[*PASSED, Passed("shared-memory", 16, 1e-4, 2e-3, is_elsewhere=True)])
     assert ended.exit_code == 0
-    assert re.search("! direct test +no memory is shared, sockets carried it: 16 exchanges", ended.output)
+    assert re.search("! shared-memory test +no memory is shared, sockets carried it: 16 exchanges", ended.output)
     assert "-> run the ranks of a host as one user in one container" in ended.output
 
 
@@ -118,7 +118,7 @@ def test_the_ranks_of_a_launcher_are_tested_together():
     told = json.loads(found.stdout)  # of rank 0 alone
     assert told["sockets test"].startswith("16 exchanges of 3 ranks were right")
     assert told["gloo test"].startswith("16 exchanges of 3 ranks were right")
-    assert told["direct test"].startswith("16 exchanges of 3 ranks were right")
+    assert told["shared-memory test"].startswith("16 exchanges of 3 ranks were right")
     assert re.match("-?[0-9,]+ us from rank 0 to rank 1 on ", told["clock skew"])
 
 

@@ -41,7 +41,7 @@ def test_rows_to_columns_of_four_ranks():
 def test_what_lies_in_slots_of_shared_memory_is_told(monkeypatch):
     arguments = ("--mesh", "4", "--shape", "8,4", "--from", "P", "--to", "R")
     monkeypatch.delenv("TRITONDT_TRANSPORT", raising=False)
-    for result in (run_plan(*arguments, "--transport", "direct"), run_plan(*arguments)):
+    for result in (run_plan(*arguments, "--transport", "shared-memory"), run_plan(*arguments)):
         assert result.exit_code == 0, result.output
         _, _, step, peak, slot, reason = result.output.splitlines()
         # Each rank packs its 32 elements once, and reads those of the 3 others.
@@ -52,7 +52,7 @@ def test_what_lies_in_slots_of_shared_memory_is_told(monkeypatch):
     over_sockets = run_plan(*arguments, "--transport", "sockets").output
     assert "slot" not in over_sockets
     assert [line.split()[0] for line in over_sockets.splitlines()[2:4]] == ["reduce", "gather"]
-    too_many = run_plan("--mesh", "16", *arguments[2:], "--transport", "direct").output
+    too_many = run_plan("--mesh", "16", *arguments[2:], "--transport", "shared-memory").output
     assert "slot" not in too_many
 
 

@@ -24,6 +24,6 @@ def four_gloo_ranks(kept_ranks: list[GlooRanks]) -> GlooRanks:
 
 
 @pytest.fixture(scope="session")
-def four_direct_ranks(kept_ranks: list[GlooRanks]) -> GlooRanks:
-    kept_ranks.append(GlooRanks(4, {"TRITONDT_TRANSPORT": "direct", "TRITONDT_TIMEOUT": "60"}))
+def four_shared_memory_ranks(kept_ranks: list[GlooRanks]) -> GlooRanks:
+    kept_ranks.append(GlooRanks(4, {"TRITONDT_TRANSPORT": "shared-memory", "TRITONDT_TIMEOUT": "60"}))
     return kept_ranks[-1]

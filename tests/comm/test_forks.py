@@ -28,7 +28,7 @@ REFUSED = (
 )
 
 
-@pytest.fixture(scope="module", params=["direct", "sockets", "gloo", "nccl"])
+@pytest.fixture(scope="module", params=["shared-memory", "sockets", "gloo", "nccl"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     with ranks_on(request.param, 2, TRITONDT_TIMEOUT="20") as found:
         yield found

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.comm.transports.test_direct import set_to
+from tests.comm.transports.test_shared_memory import set_to
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm.objects import bytes_of, gather_objects
 

@@ -126,7 +126,7 @@ def make_group(rank: int) -> str:
 def test_the_others_hear_why_one_cannot_make_a_group() -> None:
     with GlooRanks(3, {"TRITONDT_TIMEOUT": f"{TIMEOUT_S}"}) as ranks:
         told = ranks.run(make_group)
-    why = "TRITONDT_TRANSPORT='carrier pigeon' is set; allowed are sockets, direct and gloo"
+    why = "TRITONDT_TRANSPORT='carrier pigeon' is set; allowed are sockets, shared-memory and gloo"
     assert told[_REFUSED] == why
     for rank in (0, 2):
         assert told[rank].startswith(f"rank {_REFUSED} failed while rank {rank} made process group "), told
@@ -151,7 +151,7 @@ def wait_for_the_dead(rank: int, where: str) -> str:
 
 @pytest.mark.parametrize("where", ["before", pytest.param("Gloo", marks=pytest.mark.extended), "a group"])
 def test_a_rank_that_is_killed_before_it_is_connected(where: str) -> None:
-    transport = "gloo" if where == "Gloo" else "direct"
+    transport = "gloo" if where == "Gloo" else "shared-memory"
     ranks = GlooRanks(3, {"TRITONDT_TIMEOUT": f"{TIMEOUT_S}", "TRITONDT_TRANSPORT": transport})
     process = ranks.pids[_REFUSED]
     try:

@@ -135,7 +135,7 @@ def make_worlds(rank: int, ports: list[int], folder: str) -> list[Held]:
 
 @pytest.mark.extended
 def test_twenty_worlds_leave_nothing(tmp_path: Path) -> None:
-    with GlooRanks(NUM_RANKS, {"TRITONDT_TRANSPORT": "direct"}) as ranks:
+    with GlooRanks(NUM_RANKS, {"TRITONDT_TRANSPORT": "shared-memory"}) as ranks:
         for of_rank in ranks.run(make_worlds, [free_port() for _ in range(20)], str(tmp_path)):
             # Six worlds are of all kinds; the first ones load what stays.
             first, last = (Held(*map(max, zip(*some, strict=True))) for some in (of_rank[:8], of_rank[-6:]))

@@ -68,7 +68,7 @@ def group_of(**other: Any) -> Any:
         "sockets": [-1],
         "num_spins": 0,
     }
-    return _C.DirectGroup(**(given | other))
+    return _C.ArenaGroup(**(given | other))
 
 
 def run(program: Any, group: Any = None) -> Any:
@@ -104,7 +104,7 @@ def piecewise(pieces: list[Span], results: list[Span], **other: Any) -> Wrong:
 
 def planned(**other: Any) -> Wrong:
     given: dict[str, Any] = {"sends": [], "receives": [], "pack": None, "keep": None, "unpack": None, "reduces": []}
-    return lambda: run(_C.DirectPlan((_C.DirectRound(**(given | other)),)))
+    return lambda: run(_C.ArenaPlan((_C.ArenaRound(**(given | other)),)))
 
 
 def copies(source: int, target: int) -> Any:
@@ -119,14 +119,14 @@ def released() -> Any:
 
 def released_under_way() -> None:
     group = group_of()
-    waiting = _C.DirectPlan((waiting_round(),))
+    waiting = _C.ArenaPlan((waiting_round(),))
     assert run(waiting, group)[0] == "pending"
     group.release()
     group.finish()
 
 
 def waiting_round() -> Any:
-    return _C.DirectRound(sends=[], receives=[(0, 0, 8)], pack=None, keep=None, unpack=copies(0, 0), reduces=[])
+    return _C.ArenaRound(sends=[], receives=[(0, 0, 8)], pack=None, keep=None, unpack=copies(0, 0), reduces=[])
 
 
 def arena_of_released() -> None:
@@ -165,16 +165,16 @@ WRONG: dict[str, Wrong] = {
     "Arena of no bytes": lambda: _C.Arena(0),
     "Arena of too many bytes": lambda: _C.Arena(2**63),
     "Arena of another file": lambda: _C.Arena("/dev/null", 4096),
-    "DirectGroup, no arena": lambda: group_of(arenas=[None]),
-    "DirectGroup, place": lambda: group_of(place=1),
-    "DirectGroup, sockets": lambda: group_of(sockets=[-1, -1]),
-    "DirectGroup, short arenas": lambda: group_of(arenas=[_C.Arena(64)]),
-    "DirectGroup, an arena that is released": arena_of_released,
-    "DirectGroup.connect": lambda: group_of().connect(9, -1),
-    "DirectGroup.run, no plan": lambda: run(None),
-    "DirectGroup.run, released": lambda: run(_C.DirectPlan(()), released()),
-    "DirectGroup.finish, released": lambda: released().finish(),
-    "DirectGroup.finish, released under way": released_under_way,
+    "ArenaGroup, no arena": lambda: group_of(arenas=[None]),
+    "ArenaGroup, place": lambda: group_of(place=1),
+    "ArenaGroup, sockets": lambda: group_of(sockets=[-1, -1]),
+    "ArenaGroup, short arenas": lambda: group_of(arenas=[_C.Arena(64)]),
+    "ArenaGroup, an arena that is released": arena_of_released,
+    "ArenaGroup.connect": lambda: group_of().connect(9, -1),
+    "ArenaGroup.run, no plan": lambda: run(None),
+    "ArenaGroup.run, released": lambda: run(_C.ArenaPlan(()), released()),
+    "ArenaGroup.finish, released": lambda: released().finish(),
+    "ArenaGroup.finish, released under way": released_under_way,
     "ByteMoves, kept in no target": moves(keeps=[(HERE, (5, 0, 8))]),
     "ByteMoves, kept of no source": moves(keeps=[((5, 0, 8), HERE)]),
     "ByteMoves, kept of other length": moves(keeps=[(HERE, (0, 0, 4))]),
@@ -196,12 +196,12 @@ WRONG: dict[str, Wrong] = {
     "PiecewiseReduction, piece": piecewise([(4, 0, 8)], [HERE]),
     "PiecewiseReduction, result": piecewise([HERE], [(4, 0, 8)]),
     "PiecewiseReduction, lengths": piecewise([HERE], [(0, 0, 4)]),
-    "DirectPlan, rounds": lambda: _C.DirectPlan((None,)),
-    "DirectRound, unpack": planned(unpack=copies(5, 0)),
-    "DirectRound, keep": planned(keep=copies(0, 5)),
-    "DirectRound, pack": planned(pack=copies(5, 0)),
-    "DirectRound, sends": planned(sends=[(4, 0, 8)]),
-    "DirectRound, sends outside of the slot": planned(sends=[(0, 2**64 - 4, 8)]),
+    "ArenaPlan, rounds": lambda: _C.ArenaPlan((None,)),
+    "ArenaRound, unpack": planned(unpack=copies(5, 0)),
+    "ArenaRound, keep": planned(keep=copies(0, 5)),
+    "ArenaRound, pack": planned(pack=copies(5, 0)),
+    "ArenaRound, sends": planned(sends=[(4, 0, 8)]),
+    "ArenaRound, sends outside of the slot": planned(sends=[(0, 2**64 - 4, 8)]),
     "CopyTable": lambda: copies(-1, 0),
     "CopyTable.run, pointers": lambda: copies(1, 0).run([ADDRESS], [ADDRESS], 1),
     "CopyTable.run, null": lambda: copies(0, 0).run([0], [ADDRESS], 1),
@@ -226,7 +226,7 @@ def outlive_its_plan() -> None:
     group = group_of()
     group.set_timeout(30)
     seen: list[None] = []
-    plan = _C.DirectPlan((waiting_round(),)).observed("unpack", lambda: seen.append(None))
+    plan = _C.ArenaPlan((waiting_round(),)).observed("unpack", lambda: seen.append(None))
     assert group.run(plan, [ADDRESS], [ADDRESS], 1, 1, 1, ADDRESS)[0] == "pending"
     before = sys.getrefcount(plan)
     del plan

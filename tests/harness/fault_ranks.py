@@ -259,7 +259,7 @@ def _live(place: _Place, rank: int, pipe: Connection, stacks: Path) -> None:
     is_double = place.transport in ("nccl", "slots")
     transport = "sockets" if is_double else place.transport
     os.environ.update(TRITONDT_TRANSPORT=transport, GLOO_SOCKET_IFNAME="lo")
-    os.environ["TRITONDT_DIRECT"] = str(int(place.transport == "slots"))
+    os.environ["TRITONDT_SLOTS"] = str(int(place.transport == "slots"))
     torch.set_num_threads(1)  # the server may have imported torch with more, which wait for each other on busy cores
     try:
         _serve(place, rank, pipe)

@@ -18,8 +18,8 @@ import tritondt as T
 from tests.harness.faults import SIZE, Case, Code, Moment
 from tests.ops.sharded import distribute
 from tritondt.comm import world
-from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.comm.transports.threads import ThreadCommunicator
 
@@ -183,7 +183,7 @@ _NATIVE_STEPS: dict[Moment, Literal["pack", "keep", "unpack"]] = {
 
 def faulty_transport(communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool = False) -> None:
     """Lets `act` be called at a moment of the communicator's next exchange, by a double of what runs it."""
-    if isinstance(communicator, DirectCommunicator):
+    if isinstance(communicator, SharedMemoryCommunicator):
         FaultyPlan(communicator, moment, act)
     elif isinstance(communicator, NcclCommunicator) and communicator._arenas is not None:
         FaultySlots(communicator, moment, act, is_raised=is_raised)

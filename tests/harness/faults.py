@@ -10,11 +10,11 @@ from typing import Literal, NamedTuple
 
 SIZE = 3
 Moment = Literal["pack", "exchange", "unpack"]
-Ranks = Literal["threads", "sockets", "direct", "gloo", "nccl", "slots"]
+Ranks = Literal["threads", "sockets", "shared-memory", "gloo", "nccl", "slots"]
 Code = Literal["forward", "backward", "hook"]
 MOMENTS: tuple[Moment, ...] = ("pack", "exchange", "unpack")
 # Those of the table; slots on GPUs are NCCL's ranks that pack into each other's memory.
-RANKS: tuple[Ranks, ...] = ("threads", "sockets", "direct", "gloo", "nccl")
+RANKS: tuple[Ranks, ...] = ("threads", "sockets", "shared-memory", "gloo", "nccl")
 
 
 class Fault(NamedTuple):

@@ -287,14 +287,14 @@ def use_fake_backend() -> None:
 
 
 def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:
-    """Processes on the backend "tritondt": over gloo, direct, or nccl, which is then the double."""
-    if over in ("direct", "gloo"):  # over NCCL nothing of a group goes there
-        environment["TRITONDT_TRANSPORT"] = "direct" if over == "direct" else "sockets"
+    """Processes on the backend "tritondt": over gloo, shared memory, or nccl, which is then the double."""
+    if over in ("shared-memory", "gloo"):  # over NCCL nothing of a group goes there
+        environment["TRITONDT_TRANSPORT"] = "shared-memory" if over == "shared-memory" else "sockets"
     return GlooRanks(size, environment, prepare=use_fake_backend if over == "nccl" else None, backend="tritondt")
 
 
 def ranks_on(transport: str, size: int, **environment: str) -> GlooRanks:
-    """Processes whose messages go over sockets, direct, gloo, or nccl, which is then the double."""
+    """Processes whose messages go over sockets, shared memory, gloo, or nccl, which is then the double."""
     if transport == "nccl":
         return GlooRanks(size, environment, prepare=use_fake_nccl)
     return GlooRanks(size, {**environment, "TRITONDT_TRANSPORT": transport})

@@ -14,7 +14,7 @@ from tritondt.comm.transports import device_arenas
 
 
 def placed_ranks(size: int, prepare: Any = use_fake_nccl, **variables: str) -> GlooRanks:
-    return GlooRanks(size, {"TRITONDT_DIRECT": "1", "TRITONDT_TIMEOUT": "30", **variables}, prepare=prepare)
+    return GlooRanks(size, {"TRITONDT_SLOTS": "1", "TRITONDT_TIMEOUT": "30", **variables}, prepare=prepare)
 
 
 def use_two_hosts() -> None:

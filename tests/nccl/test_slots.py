@@ -1,4 +1,4 @@
-"""The engine with messages packed into peers' GPU memory (TRITONDT_DIRECT=1): exact, at once, later and replayed."""
+"""The engine with messages packed into peers' GPU memory (TRITONDT_SLOTS=1): exact, at once, later and replayed."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def ranks_of(setting_of: SettingOf) -> Iterator[RanksOf]:
 
     def find(where: str, size: int) -> GlooRanks:
         if where not in started:
-            started[where] = setting_of(where, size).alike(TRITONDT_DIRECT="1", TRITONDT_TIMEOUT="60")
+            started[where] = setting_of(where, size).alike(TRITONDT_SLOTS="1", TRITONDT_TIMEOUT="60")
         return started[where]
 
     yield find

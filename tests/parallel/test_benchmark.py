@@ -38,10 +38,12 @@ def test_a_tiny_run_has_equal_losses_and_counts():
 @pytest.mark.parametrize("command", ["tensor_parallel", "fully_sharded"])
 def test_the_loopback_counter_is_read_where_messages_cross_it(command, monkeypatch):
     module = importlib.import_module(f"benchmarks.parallel.{command}")
-    monkeypatch.setenv("TRITONDT_TRANSPORT", "direct")
+    monkeypatch.setenv("TRITONDT_TRANSPORT", "shared-memory")
     result = CliRunner().invoke(getattr(module, command), ["--loopback"])
     assert result.exit_code == 2
-    assert "--loopback measures the sockets; TRITONDT_TRANSPORT=direct is set, allowed is sockets" in result.output
+    assert (
+        "--loopback measures the sockets; TRITONDT_TRANSPORT=shared-memory is set, allowed is sockets" in result.output
+    )
 
 
 def test_sizes_must_divide():

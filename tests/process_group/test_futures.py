@@ -25,7 +25,7 @@ from tritondt.process_group.futures import FailedTensor, fail
 RanksOf = Callable[[str, int], GlooRanks]
 TIMEOUT_S = 1.0
 # Over NCCL, whose watch looks once a second, on its double.
-OVER = ("direct", "nccl")
+OVER = ("shared-memory", "nccl")
 
 
 def ddp_of(group: Any, rank: int, **settings: Any) -> DistributedDataParallel:
@@ -127,7 +127,7 @@ def test_an_optimizer_that_steps_in_the_hook(ranks_of: RanksOf, over: str) -> No
     ranks_of(over, 2).run(train_with_zero)
 
 
-@pytest.fixture(params=["direct", pytest.param("nccl", marks=pytest.mark.extended)])
+@pytest.fixture(params=["shared-memory", pytest.param("nccl", marks=pytest.mark.extended)])
 def mortal_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     started = backend_ranks(request.param, 2, TRITONDT_TIMEOUT="20")
     yield started

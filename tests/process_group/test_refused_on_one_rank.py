@@ -68,6 +68,6 @@ def ask(rank: int, name: str) -> str:
 @pytest.mark.in_core(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_others_hear_of_it(ranks_of: RanksOf, name: str) -> None:
-    first, second = ranks_of("direct", 2).run(ask, name, timeout_s=50)
+    first, second = ranks_of("shared-memory", 2).run(ask, name, timeout_s=50)
     assert CASES[name][1] in second
     assert first.startswith("rank 1 failed while rank 0 waited for rank 1")

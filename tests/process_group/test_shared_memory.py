@@ -26,7 +26,7 @@ LARGE = 100_003  # float32 of more than 256 KB, which do not divide
 
 @pytest.fixture
 def ranks(ranks_of: RanksOf) -> GlooRanks:
-    return ranks_of("direct", 4)
+    return ranks_of("shared-memory", 4)
 
 
 def communicator_of(group: Any) -> Any:
@@ -271,7 +271,7 @@ def die(rank: int) -> str:
 
 @pytest.mark.extended
 def test_a_rank_that_is_killed() -> None:
-    mortal = backend_ranks("direct", 3, TRITONDT_TIMEOUT="60")
+    mortal = backend_ranks("shared-memory", 3, TRITONDT_TIMEOUT="60")
     try:
         *told, died = mortal.outcomes(die)
     finally:

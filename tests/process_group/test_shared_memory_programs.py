@@ -20,7 +20,7 @@ from tests.process_group.test_shared_memory import communicator_of
 
 @pytest.fixture
 def ranks(ranks_of: Callable[[str, int], GlooRanks]) -> GlooRanks:
-    return ranks_of("direct", 4)
+    return ranks_of("shared-memory", 4)
 
 
 def wait_in_a_callback(rank: int) -> list[float]:

@@ -169,7 +169,7 @@ _ALONE = {"reduce_scatter_into_what_is_read", "with_gaps"}
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - _ALONE))
 def test_as_gloo_does(ranks_of: RanksOf, name: str) -> None:
-    ranks_of("direct", 4).run(run_case, name)
+    ranks_of("shared-memory", 4).run(run_case, name)
 
 
 def run_in_place(rank: int) -> list[torch.Tensor]:
@@ -179,7 +179,7 @@ def run_in_place(rank: int) -> list[torch.Tensor]:
 
 
 def test_a_part_is_reduced_into_what_is_read(ranks_of: RanksOf) -> None:
-    for found in ranks_of("direct", 4).run(run_in_place):
+    for found in ranks_of("shared-memory", 4).run(run_in_place):
         for each in found:
             torch.testing.assert_close(each, own(0, 3001) * 10, rtol=0, atol=0)
 
@@ -195,7 +195,7 @@ def reduce_lists(rank: int) -> list[str]:
 
 def test_a_list_has_programs_of_its_own(ranks_of: RanksOf) -> None:
     one, of_both = "all_reduce (sum) of 4 float32", "all_reduce (sum) of 4 + 8 float32"
-    for found in ranks_of("direct", 4).run(reduce_lists):
+    for found in ranks_of("shared-memory", 4).run(reduce_lists):
         assert sorted(found) == [of_both, of_both, one]
 
 
@@ -206,7 +206,7 @@ def run_with_gaps(rank: int) -> list[torch.Tensor]:
 def test_tensors_with_gaps(ranks_of: RanksOf) -> None:
     whole = own(0, 2400).view(4, 600)
     columns = own(0, 24).view(3, 8).t() * 10
-    for rank, (reduced, sent, moved, gathered, *lists) in enumerate(ranks_of("direct", 4).run(run_with_gaps)):
+    for rank, (reduced, sent, moved, gathered, *lists) in enumerate(ranks_of("shared-memory", 4).run(run_with_gaps)):
         torch.testing.assert_close(gathered, columns, rtol=0, atol=0)
         torch.testing.assert_close(torch.stack(lists), columns[::2], rtol=0, atol=0)
         torch.testing.assert_close(moved, torch.stack([whole[rank] * (each + 1) for each in range(4)]), rtol=0, atol=0)
@@ -227,7 +227,7 @@ def exchange_other_dtypes(rank: int) -> list[torch.Tensor]:
 
 
 def test_programs_are_kept_by_dtype(ranks_of: RanksOf) -> None:
-    for rank, found in enumerate(ranks_of("direct", 4).run(exchange_other_dtypes)):
+    for rank, found in enumerate(ranks_of("shared-memory", 4).run(exchange_other_dtypes)):
         expected = torch.cat([own(source, 20)[rank * 5 : rank * 5 + 5] for source in range(4)])
         torch.testing.assert_close(found[0], expected, rtol=0, atol=0)
         assert found[1].dtype is torch.int32
@@ -251,4 +251,4 @@ def run_in_another_order(rank: int) -> list[torch.Tensor]:
 
 
 def test_a_group_in_an_order_of_its_own(ranks_of: RanksOf) -> None:
-    ranks_of("direct", 4).run(run_in_another_order)
+    ranks_of("shared-memory", 4).run(run_in_another_order)

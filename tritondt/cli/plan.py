@@ -67,8 +67,8 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
 @click.option(
     "--transport",
-    type=click.Choice(["sockets", "direct"]),
-    help="What carries messages between CPUs.  [default: TRITONDT_TRANSPORT, or direct]",
+    type=click.Choice(["sockets", "shared-memory"]),
+    help="What carries messages between CPUs.  [default: TRITONDT_TRANSPORT, or shared-memory]",
 )
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
@@ -150,9 +150,9 @@ def plan(
 
 def _costs(device: str, transport: str | None) -> CostTable:
     """Default prices on a type of device, of ranks whose messages a transport carries."""
-    is_direct = (environment.transport() if transport is None else transport) == "direct"
+    is_shared = (environment.transport() if transport is None else transport) == "shared-memory"
     arena_bytes, is_placed = environment.arena_bytes(), environment.packs_into_peers()
-    return built_in(CostTable().ranks_per_host, arena_bytes * is_direct, arena_bytes * is_placed)[device]
+    return built_in(CostTable().ranks_per_host, arena_bytes * is_shared, arena_bytes * is_placed)[device]
 
 
 def _moved_by_torch(

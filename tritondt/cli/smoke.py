@@ -23,7 +23,7 @@ from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.machine import Finding, machine_findings
 from tritondt.comm import world
 from tritondt.comm.objects import gather_objects
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.debug.tracing.clock import Offset, answer_pings, ping
 from tritondt.errors import TritondtError
 
@@ -46,7 +46,7 @@ class Began:
 class Passed:
     """A transport whose test passed: the number of exchanges, and the median seconds of the small and large ones.
 
-    With `is_elsewhere` the ranks share no memory, and "direct" sent everything over sockets.
+    With `is_elsewhere` the ranks share no memory, and "shared-memory" sent everything over sockets.
     """
 
     transport: str
@@ -94,7 +94,7 @@ class Smoke:
 
 def transports() -> tuple[str, ...]:
     """Transports that can be tested by this process and one more of this machine."""
-    return (*_ON_CPU, "direct", *(("nccl",) if torch.cuda.device_count() >= NUM_RANKS else ()))
+    return (*_ON_CPU, "shared-memory", *(("nccl",) if torch.cuda.device_count() >= NUM_RANKS else ()))
 
 
 def smoke_test(seconds: float) -> Smoke:
@@ -166,7 +166,7 @@ def _compare_hosts(tell: Callable[[object], None]) -> tuple[str, ...]:
     )
     gpus = [(host, place) for host, (place, count) in told if place < count]
     # Ranks of several hosts share no memory.
-    on_one_host = ("direct",) if len(first_on) == 1 else ()
+    on_one_host = ("shared-memory",) if len(first_on) == 1 else ()
     return (*_ON_CPU, *on_one_host, *(("nccl",) if len(set(gpus)) == len(told) else ()))
 
 
@@ -193,8 +193,8 @@ def _tested(name: str, rank: int, seconds: float) -> Passed:
         goes_on.fill_(time.monotonic() - started < seconds)
         dist.broadcast(goes_on, 0)
     small, large = (median(times[shape]) for shape in _SHAPES)
-    is_elsewhere = name == "direct" and not isinstance(
-        world.current().communicator(tuple(range(num_ranks))), DirectCommunicator
+    is_elsewhere = name == "shared-memory" and not isinstance(
+        world.current().communicator(tuple(range(num_ranks))), SharedMemoryCommunicator
     )
     return Passed(name, 2 * sum(map(len, times.values())), small, large, is_elsewhere)
 

@@ -39,10 +39,10 @@ from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
 from tritondt.comm.transports.arenas import share_arenas
 from tritondt.comm.transports.device_arenas import share_device_arenas
-from tritondt.comm.transports.direct import DirectCommunicator
 from tritondt.comm.transports.gloo import GlooCommunicator
 from tritondt.comm.transports.interfaces import asked_filter, asked_interface
 from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
@@ -336,7 +336,7 @@ def _on_cpu(context: ProcessContext) -> Communicator:
     if uses_gloo:
         return GlooCommunicator(context)
     arenas = share_arenas(context)
-    return SocketCommunicator(context) if arenas is None else DirectCommunicator(context, arenas)
+    return SocketCommunicator(context) if arenas is None else SharedMemoryCommunicator(context, arenas)
 
 
 def _agree_on_gloo(context: ProcessContext, uses_gloo: bool) -> None:
@@ -397,9 +397,9 @@ def default_costs(world_size: int) -> dict[str, CostTable]:
     """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
     per_host, given = environment.ranks_per_host(), environment.costs()
     arena_bytes, is_placed = environment.arena_bytes(), environment.packs_into_peers()
-    is_direct = environment.transport() == "direct"
+    is_shared = environment.transport() == "shared-memory"
     tables = prices.built_in(
-        world_size if per_host is None else per_host, arena_bytes * is_direct, arena_bytes * is_placed
+        world_size if per_host is None else per_host, arena_bytes * is_shared, arena_bytes * is_placed
     )
     if given is None:
         return tables

@@ -26,7 +26,7 @@ _MAY_BE_ZERO = (
     "one_shot_bytes",
     "arena_bytes",
     "device_arena_bytes",
-    "direct_launch_s",
+    "slot_launch_s",
     "collective_launch_s",
     "registered_bytes",
 )
@@ -56,7 +56,7 @@ class CostTable:
     its predicted time, though another one brings fewer; 0 for the fewest always. `arena_bytes` is the shared memory of
     a rank in a communicator, in which the others of its host read its messages; 0 where they are sent to them.
     `device_arena_bytes` are of its GPU, and the others pack messages for it there: those that fit take the link
-    `direct` and `direct_launch_s` in place of the host's and `launch_s`; 0 where NCCL carries all.
+    `slots` and `slot_launch_s` in place of the host's and `launch_s`; 0 where NCCL carries all.
     `collectives` are those of NCCL that may be taken for messages of our own: 0 none, 1 what has one result in any
     order, 2 sums of floats of 32 bits and more as well, 3 those of 16 bits too, which it rounds at every addition. Each
     takes `collective_launch_s`, and moves bytes `collective_speedup` times as fast as messages do on the same link.
@@ -77,8 +77,8 @@ class CostTable:
     one_shot_bytes: int = 0
     arena_bytes: int = 0
     device_arena_bytes: int = 0
-    direct: Link = Link(0.2e-6, 300e9, busy_share=0.25)
-    direct_launch_s: float = 0.0
+    slots: Link = Link(0.2e-6, 300e9, busy_share=0.25)
+    slot_launch_s: float = 0.0
     collectives: int = 0
     collective_launch_s: float = 0.0
     collective_speedup: float = 1.0
@@ -127,11 +127,11 @@ class CostTable:
         """
         return 0 if self.arena_bytes and not self.shares_memory(num_ranks) else self.one_shot_bytes
 
-    def direct_slot_bytes(self, num_ranks: int) -> int:
+    def slot_bytes(self, num_ranks: int) -> int:
         """The longest message that a rank packs into memory of another one of its host, of so many ranks in all.
 
         >>> table = CostTable(device_arena_bytes=16 << 20, ranks_per_host=8)
-        >>> table.direct_slot_bytes(32), CostTable().direct_slot_bytes(32)
+        >>> table.slot_bytes(32), CostTable().slot_bytes(32)
         (1048064, 0)
         """
         near = min(num_ranks, self.ranks_per_host)
@@ -158,12 +158,12 @@ class CostTable:
         """Slowest link for messages of so many bytes within groups of `span` of `num_ranks` ranks.
 
         >>> table = CostTable(device_arena_bytes=16 << 20, ranks_per_host=8)
-        >>> [table.link_of(8, 8, num_bytes) is table.direct for num_bytes in (1 << 19, 1 << 21)]
+        >>> [table.link_of(8, 8, num_bytes) is table.slots for num_bytes in (1 << 19, 1 << 21)]
         [True, False]
         """
         link = self.link(span)
-        fits = 0 < message_bytes <= self.direct_slot_bytes(num_ranks) and link is not self.network
-        return self.direct if fits else link
+        fits = 0 < message_bytes <= self.slot_bytes(num_ranks) and link is not self.network
+        return self.slots if fits else link
 
 
 def _with_prices(table: _Table, prices: Any) -> _Table:
@@ -217,7 +217,7 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     num_peers, received = _peers(step), received_elements(step)
     received_bytes, sizes = received * itemsize, step.source.mesh_shape
     link = costs.link_of(prod(sizes[step.moving_axes[0] :]), prod(sizes), received_bytes / max(num_peers, 1))
-    launch_s = costs.direct_launch_s if link is costs.direct else costs.launch_s
+    launch_s = costs.slot_launch_s if link is costs.slots else costs.launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
 

@@ -41,7 +41,7 @@ def pace_of(rows: Rows, num_others: int, num_threads: int, costs: CostTable) -> 
     link, num_products = _link_of(rows, costs), rows.num_features * num_others
     return Pace(
         rows.num_bytes * (1 / link.bandwidth + 1 / costs.copy_bandwidth),
-        link.latency_s + (costs.direct_launch_s if link is costs.direct else 0.0),
+        link.latency_s + (costs.slot_launch_s if link is costs.slots else 0.0),
         2 * rows.num_rows * num_products / (costs.flop_rate * num_threads),
         num_products * rows.itemsize / (2 * costs.copy_bandwidth),  # the matrix is read, and laid out in the cache
     )

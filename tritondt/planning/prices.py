@@ -34,9 +34,9 @@ CUDA = CostTable(
     launch_s=15e-6,
     one_shot_bytes=1 << 18,
     # The same NVLink, over which one kernel packs for all peers; its signals are in the launch below.
-    direct=Link(0.2e-6, 300e9, busy_share=0.25),
+    slots=Link(0.2e-6, 300e9, busy_share=0.25),
     # A pack, an unpack and two signals, some 3 us each, a guess.
-    direct_launch_s=12e-6,
+    slot_launch_s=12e-6,
     # Sums of 16 bits stay as they are everywhere: added in fp32 and rounded once.
     collectives=WIDE,
     # One kernel and nothing packed, a guess.

@@ -66,7 +66,7 @@ def near_ranks(costs: CostTable, num_ranks: int, place: int) -> Near | None:
     Near(first=4, end=8, slot_bytes=130560)
     >>> near_ranks(CostTable(), 8, 5)
     """
-    slot_bytes, first = costs.direct_slot_bytes(num_ranks), place - place % costs.ranks_per_host
+    slot_bytes, first = costs.slot_bytes(num_ranks), place - place % costs.ranks_per_host
     return Near(first, first + costs.ranks_per_host, slot_bytes) if slot_bytes else None
 
 

@@ -9,10 +9,10 @@ from typing import Any
 from weakref import WeakSet
 
 from tritondt.comm import world
-from tritondt.comm.packing.direct_transfer import ProgramTransfer
+from tritondt.comm.packing.arena_transfer import ProgramTransfer
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.transports.arenas import map_arenas
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.errors import ForkedError, WorldError
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.fingerprint import exchange_fingerprint
@@ -50,7 +50,7 @@ class SharedMemoryGroup:
         self._turn = threading.Lock()
         self._runner = 0  # the thread that runs what was issued, and what follows from that
         self._world: ProcessWorld | None = None
-        self._communicator: DirectCommunicator | None = None
+        self._communicator: SharedMemoryCommunicator | None = None
         self._made: dict[Hashable, ProgramTransfer] = {}
         self._timeout_s = timeout.total_seconds()
         self._ended = ""
@@ -105,7 +105,7 @@ class SharedMemoryGroup:
         return work
 
     def _transfers(
-        self, communicator: DirectCommunicator, call: Call, text: Callable[[], str]
+        self, communicator: SharedMemoryCommunicator, call: Call, text: Callable[[], str]
     ) -> list[ProgramTransfer]:
         # Of several steps the text is all of theirs, which the keys do not say.
         texts = (text(),) if len(call.steps) > 1 else ()
@@ -119,7 +119,7 @@ class SharedMemoryGroup:
             self._runner = outer
 
     def _move(
-        self, communicator: DirectCommunicator, call: Call, transfers: list[ProgramTransfer], timeout_s: float
+        self, communicator: SharedMemoryCommunicator, call: Call, transfers: list[ProgramTransfer], timeout_s: float
     ) -> None:
         if timeout_s != self._timeout_s:
             communicator.set_timeout(timeout_s)
@@ -129,7 +129,7 @@ class SharedMemoryGroup:
         _copy(call)
 
     def _transfer(
-        self, communicator: DirectCommunicator, key: Hashable, step: Step, text: Callable[[], str]
+        self, communicator: SharedMemoryCommunicator, key: Hashable, step: Step, text: Callable[[], str]
     ) -> ProgramTransfer:
         """The program of a step, made where it has not been lately."""
         found = self._made.get(key)
@@ -144,7 +144,7 @@ class SharedMemoryGroup:
             self._made[key] = found
         return found
 
-    def _current(self, text: Callable[[], str]) -> DirectCommunicator | None:
+    def _current(self, text: Callable[[], str]) -> SharedMemoryCommunicator | None:
         """The communicator, made by the first call of all ranks; None where they share no memory."""
         if self._ended:
             raise WorldError(f"{text()} was asked of {self._name}, which {self._ended}; make a new one")
@@ -155,7 +155,7 @@ class SharedMemoryGroup:
             name, ranks = f"{self._name} in shared memory", tuple(sorted(self._ranks))
             with found.joining(name, ranks, self.timeout) as context:
                 arenas = map_arenas(context, "collectives go over Gloo", _ARENA_BYTES)
-                self._communicator = None if arenas is None else DirectCommunicator(context, arenas)
+                self._communicator = None if arenas is None else SharedMemoryCommunicator(context, arenas)
             self._world, self._timeout_s = found, self.timeout.total_seconds()
             self._made.clear()
             if self._communicator is not None:
@@ -197,7 +197,7 @@ def _copy(call: Call) -> None:
 class _Part:
     """A communicator that ends with its world without meeting the others: what it sent can be read without it."""
 
-    def __init__(self, communicator: DirectCommunicator) -> None:
+    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         self._communicator = communicator
 
     def close(self) -> None:

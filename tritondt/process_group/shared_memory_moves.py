@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.process_group.shared_memory_programs import Members, Span, byte_moves
 from tritondt.process_group.shared_memory_steps import Call, Find, Lists, Step, Tensors, call_of, meet
 from tritondt.process_group.staging import NewCopies, all_readable, all_writable, in_place, readable, writable
@@ -42,7 +42,7 @@ def _gathered_into(own: int, size: int, output: torch.Tensor, given: torch.Tenso
     return Step((_all_gather_bytes_into, given.dtype, num_bytes), (sent,), (whole,), copies)
 
 
-def _all_gather_bytes_into(members: Members, num_bytes: int) -> DirectTransfer:
+def _all_gather_bytes_into(members: Members, num_bytes: int) -> ArenaTransfer:
     numbers = range(len(members.places))
     receives = [(number, (0, number * num_bytes, num_bytes)) for number in numbers]
     return byte_moves(members, [(number, (0, 0, num_bytes)) for number in numbers], receives, 1)
@@ -87,7 +87,7 @@ def _meet_others(own: int, sent: torch.Tensor, written: Tensors) -> bool:
     return False
 
 
-def _all_gather_bytes(members: Members, sizes: tuple[int, ...]) -> DirectTransfer:
+def _all_gather_bytes(members: Members, sizes: tuple[int, ...]) -> ArenaTransfer:
     own_bytes = sizes[members.own]
     sends = [(number, (0, 0, own_bytes)) for number in range(len(sizes)) if own_bytes]
     receives = [(number, (number, 0, count)) for number, count in enumerate(sizes) if count]
@@ -107,7 +107,7 @@ def _broadcast(own: int, size: int, tensors: Tensors, opts: Any) -> Call | None:
     return Call((Step(key, (memory,), (memory,), written),), tensors)
 
 
-def _broadcast_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
+def _broadcast_bytes(members: Members, num_bytes: int, root: int) -> ArenaTransfer:
     whole, is_root = (0, 0, num_bytes), members.own == root
     sends = [(number, whole) for number in members.others] if is_root else []
     return byte_moves(members, sends, [] if is_root else [(root, whole)], 1)
@@ -130,7 +130,7 @@ def _gather(own: int, size: int, outputs: Lists, inputs: Tensors, opts: Any) -> 
     return Call((Step((_gather_bytes, sent.dtype, sent.nbytes, root), (sent,), written, copies),), lists)
 
 
-def _gather_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
+def _gather_bytes(members: Members, num_bytes: int, root: int) -> ArenaTransfer:
     numbers = range(len(members.places)) if members.own == root else ()
     receives = [(number, (number, 0, num_bytes)) for number in numbers]
     return byte_moves(members, [(root, (0, 0, num_bytes))], receives, 1)
@@ -155,7 +155,7 @@ def _scatter(own: int, size: int, outputs: Tensors, inputs: Lists, opts: Any) ->
     return Call((Step((_scatter_bytes, part.dtype, part.nbytes, root), sent, (part,), copies),), outputs)
 
 
-def _scatter_bytes(members: Members, num_bytes: int, root: int) -> DirectTransfer:
+def _scatter_bytes(members: Members, num_bytes: int, root: int) -> ArenaTransfer:
     size = len(members.places)
     numbers = range(size) if members.own == root else ()
     sends = [(number, (number, 0, num_bytes)) for number in numbers]
@@ -221,7 +221,7 @@ def _all_to_all_key(
     return _to_all_key(given.dtype, 1, leaving, coming)
 
 
-def _all_to_all_even_bytes(members: Members, num_bytes: int) -> DirectTransfer:
+def _all_to_all_even_bytes(members: Members, num_bytes: int) -> ArenaTransfer:
     spans = tuple((number, (0, number * num_bytes, num_bytes)) for number in range(len(members.places)))
     return _all_to_all_bytes(members, spans, spans)
 
@@ -244,7 +244,7 @@ def _to_all_key(dtype: torch.dtype, num_tensors: int, leaving: PeerSpans, coming
     return _all_to_all_bytes, (dtype, num_tensors), leaving, coming
 
 
-def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -> DirectTransfer:
+def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -> ArenaTransfer:
     # Both sides of a message know that it is empty.
     sends, receives = ([each for each in spans if each[1][2]] for spans in (leaving, coming))
     return byte_moves(members, sends, receives, max(len(leaving) - 1, 1))
@@ -254,7 +254,7 @@ def _barrier(own: int, size: int, opts: Any) -> Call:
     return Call((Step((_barrier_signals, None), (), ()),), ())
 
 
-def _barrier_signals(members: Members) -> DirectTransfer:
+def _barrier_signals(members: Members) -> ArenaTransfer:
     signals = [(number, (0, 0, 0)) for number in members.others]
     return byte_moves(members, signals, signals, 1)
 

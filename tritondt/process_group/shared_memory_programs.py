@@ -7,8 +7,8 @@ a round for each, so that tensors of any length pass, and what is packed is unpa
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tritondt._C import ByteMoves, DirectProgram, OneShotReduction, PiecewiseReduction, Reducer
-from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt._C import ArenaProgram, ByteMoves, OneShotReduction, PiecewiseReduction, Reducer
+from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.planning import slots
 
 # Terms that a rank reads of others, in bytes, up to which all ranks reduce all of them: one round instead of two.
@@ -57,7 +57,7 @@ class Reduction(NamedTuple):
 
 def byte_moves(
     members: Members, sends: Sequence[tuple[int, Span]], receives: Sequence[tuple[int, Span]], num_packed: int
-) -> DirectTransfer:
+) -> ArenaTransfer:
     """Bytes of sources to ranks and bytes of ranks to targets, by number, this rank's own too.
 
     `num_packed` is the most different spans that any rank sends to others.
@@ -78,7 +78,7 @@ def byte_moves(
     return _compiled(native, peers, [span[2] for _, span in leaving], [span[2] for _, span in coming])
 
 
-def all_reduce(members: Members, numel: int, reduction: Reduction) -> DirectTransfer:
+def all_reduce(members: Members, numel: int, reduction: Reduction) -> ArenaTransfer:
     """A reduction of one tensor in place: of all of it on every rank if short, else in pieces that are gathered."""
     size = len(members.places)
     num_bytes = numel * reduction.itemsize
@@ -88,18 +88,18 @@ def all_reduce(members: Members, numel: int, reduction: Reduction) -> DirectTran
     return _piecewise(members, reduction, pieces, pieces)
 
 
-def reduce_scatter(members: Members, pieces: Sequence[Span], reduction: Reduction) -> DirectTransfer:
+def reduce_scatter(members: Members, pieces: Sequence[Span], reduction: Reduction) -> ArenaTransfer:
     """A reduction of a piece for every rank, by number, to this rank's target."""
     return _piecewise(members, reduction, pieces, [(0, 0, pieces[members.own][2])])
 
 
-def reduce_scatter_even(members: Members, num_bytes: int, reduction: Reduction) -> DirectTransfer:
+def reduce_scatter_even(members: Members, num_bytes: int, reduction: Reduction) -> ArenaTransfer:
     """A reduction of pieces of one tensor, `num_bytes` for every rank, to this rank's target."""
     pieces = [(0, number * num_bytes, num_bytes) for number in range(len(members.places))]
     return reduce_scatter(members, pieces, reduction)
 
 
-def one_shot(members: Members, numel: int, reduction: Reduction, root: int) -> DirectTransfer:
+def one_shot(members: Members, numel: int, reduction: Reduction, root: int) -> ArenaTransfer:
     """A reduction of one tensor whose terms the rank with the number `root` reads, or all where that is -1."""
     whole = (0, 0, numel * reduction.itemsize)
     reducer = _reducer(members, reduction, members.chunk_bytes(1))
@@ -113,7 +113,7 @@ def one_shot(members: Members, numel: int, reduction: Reduction, root: int) -> D
 
 def _piecewise(
     members: Members, reduction: Reduction, pieces: Sequence[Span], results: Sequence[Span]
-) -> DirectTransfer:
+) -> ArenaTransfer:
     others, own_bytes = members.others, pieces[members.own][2]
     reducer = _reducer(members, reduction, members.chunk_bytes(max(len(others), 1)))
     past_cache = members.is_past_cache(sum(span[2] for span in results))
@@ -146,6 +146,6 @@ def _cut(numel: int, size: int) -> list[tuple[int, int]]:
 
 
 def _compiled(
-    native: DirectProgram, peers: Sequence[int], sent: Sequence[int], received: Sequence[int]
-) -> DirectTransfer:
-    return DirectTransfer(native, tuple(peers), sum(sent), sum(received), len(sent), len(received), 0)
+    native: ArenaProgram, peers: Sequence[int], sent: Sequence[int], received: Sequence[int]
+) -> ArenaTransfer:
+    return ArenaTransfer(native, tuple(peers), sum(sent), sum(received), len(sent), len(received), 0)

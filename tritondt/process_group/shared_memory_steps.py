@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.process_group.shared_memory_programs import Members
 from tritondt.process_group.staging import Copies
 
@@ -25,10 +25,10 @@ class Step(NamedTuple):
     targets: Tensors
     copies: Copies = ()
 
-    def program(self, members: Members) -> DirectTransfer:
+    def program(self, members: Members) -> ArenaTransfer:
         """The program, which equal keys may share."""
         make, _, *arguments = self.key
-        made: DirectTransfer = make(members, *arguments)
+        made: ArenaTransfer = make(members, *arguments)
         return made
 
 

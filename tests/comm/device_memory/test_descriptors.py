@@ -273,10 +273,10 @@ def call_as_nobody(rank: int, told: Mapping[str, str]) -> list[int]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
-def test_another_user_is_turned_away(three: Places, four_direct_ranks: GlooRanks) -> None:
+def test_another_user_is_turned_away(three: Places, four_shared_memory_ranks: GlooRanks) -> None:
     """Its token is right. Processes of their own change their user: in this one, all threads would."""
     first = three.start(0)
-    assert four_direct_ranks.run(call_as_nobody, dict(three.told[0])) == [[]] * 4
+    assert four_shared_memory_ranks.run(call_as_nobody, dict(three.told[0])) == [[]] * 4
     others = [three.start(1), three.start(2)]
     assert [contents(each.result()) for each in (first, *others)] == [of_others(place, 3) for place in range(3)]
 

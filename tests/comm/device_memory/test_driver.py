@@ -65,8 +65,8 @@ def share(rank: int, path: str) -> tuple[int, bool, bool, int]:
     return memory.num_bytes, was_clear, is_there, cuda.live()
 
 
-def test_processes_write_into_each_others_memory(double: Path, four_direct_ranks: GlooRanks) -> None:
-    assert four_direct_ranks.run(share, str(double)) == [(2 * PAGE, True, True, 0)] * 4
+def test_processes_write_into_each_others_memory(double: Path, four_shared_memory_ranks: GlooRanks) -> None:
+    assert four_shared_memory_ranks.run(share, str(double)) == [(2 * PAGE, True, True, 0)] * 4
 
 
 @pytest.mark.parametrize(("asked", "given"), [(1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)])

@@ -175,7 +175,7 @@ def receive_from_other_sources(rank: int) -> str:
     return "no error"
 
 
-@pytest.fixture(scope="module", params=["direct", "sockets", "gloo"])
+@pytest.fixture(scope="module", params=["shared-memory", "sockets", "gloo"])
 def four_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     with GlooRanks(4, {"TRITONDT_TIMEOUT": "60", "TRITONDT_TRANSPORT": request.param}) as found:
         yield found

@@ -44,7 +44,7 @@ def _is_in_ci(job: Job) -> bool:
     fault, ranks = job
     if ranks == "threads" or (ranks == "sockets" and fault.not_on_threads):
         return True
-    if ranks == "direct":
+    if ranks == "shared-memory":
         return fault.name == "killed"
     return fault.name in ("killed", "stopped with the store", "raises in forward")
 

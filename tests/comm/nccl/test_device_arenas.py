@@ -255,7 +255,7 @@ def test_where_one_rank_cannot_map_memory_all_go_through_nccl() -> None:
 
 
 def ask_for_none(rank: int) -> tuple[list[str], Any]:
-    os.environ["TRITONDT_DIRECT"] = str(int(rank != 1))
+    os.environ["TRITONDT_SLOTS"] = str(int(rank != 1))
     return arenas_here(rank)
 
 

@@ -8,7 +8,7 @@ import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
 from tritondt.comm.transports import announced
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.debug.tracing.record import Span
 from tritondt.debug.tracing.recording import Recording
 
@@ -35,7 +35,7 @@ def recorded(rank: int, source: str, target: list[Any], shape: tuple[int, int]) 
     finally:
         recording.end()
     x.redistribute(placements=target)
-    later = sum(len(found.take_steps()) for found in announced.made if isinstance(found, DirectCommunicator))
+    later = sum(len(found.take_steps()) for found in announced.made if isinstance(found, SharedMemoryCommunicator))
     record = recording.record(rank, 4)
     (exchange,) = [span for span in record.spans if span.kind == "exchange"]
     inside = [
@@ -50,9 +50,9 @@ def recorded(rank: int, source: str, target: list[Any], shape: tuple[int, int]) 
     return Recorded(exchange, inside, sends, receives, later)
 
 
-def test_steps_of_every_round_are_spans_in_the_order_they_ran(four_direct_ranks: GlooRanks) -> None:
+def test_steps_of_every_round_are_spans_in_the_order_they_ran(four_shared_memory_ranks: GlooRanks) -> None:
     # Messages of 2 MB are four rounds of 512 kB.
-    for found in four_direct_ranks.run(recorded, "S0", [T.Shard(1)], (2048, 4096)):
+    for found in four_shared_memory_ranks.run(recorded, "S0", [T.Shard(1)], (2048, 4096)):
         assert [span.kind for span in found.inside] == ["wait", "pack", "keep", "wait", "unpack"] * 4
         ends = [time for span in found.inside for time in (span.start_ns, span.end_ns)]
         assert ends == sorted(ends)
@@ -61,9 +61,9 @@ def test_steps_of_every_round_are_spans_in_the_order_they_ran(four_direct_ranks:
         assert found.noted_later == 0
 
 
-def test_both_sides_have_the_same_messages(four_direct_ranks: GlooRanks) -> None:
+def test_both_sides_have_the_same_messages(four_shared_memory_ranks: GlooRanks) -> None:
     for source, target, num_bytes in (("S0", [T.Shard(1)], 240), ("P", [T.Replicate()], 3840)):
-        found = four_direct_ranks.run(recorded, source, target, (24, 40))
+        found = four_shared_memory_ranks.run(recorded, source, target, (24, 40))
         for rank in ALL:
             assert sorted(peer for peer, _, _ in found[rank].sends) == [peer for peer in ALL if peer != rank]
             for peer, sequence, sent in found[rank].sends:

@@ -19,9 +19,9 @@ ALL = (0, 1, 2, 3)
 WHOLE = torch.arange(48.0).view(6, 8)
 
 
-@pytest.fixture(params=["sockets", pytest.param("direct", marks=pytest.mark.extended)])
+@pytest.fixture(params=["sockets", pytest.param("shared-memory", marks=pytest.mark.extended)])
 def ranks(request: pytest.FixtureRequest) -> GlooRanks:
-    name = "four_ranks" if request.param == "sockets" else "four_direct_ranks"
+    name = "four_ranks" if request.param == "sockets" else "four_shared_memory_ranks"
     found: GlooRanks = request.getfixturevalue(name)
     return found
 
@@ -125,7 +125,7 @@ def refuse_on_rank_1(rank: int) -> tuple[str, float]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("transport", ["sockets", "direct"])
+@pytest.mark.parametrize("transport", ["sockets", "shared-memory"])
 def test_a_rank_that_dies_before_anybody_is_connected_with_it(transport: str) -> None:
     """Its port refuses whoever calls it; whom it would have called hears of that, or runs out of time."""
     with GlooRanks(4, {"TRITONDT_TRANSPORT": transport, "TRITONDT_TIMEOUT": "8"}) as mortal:

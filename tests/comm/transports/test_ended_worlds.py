@@ -40,11 +40,11 @@ def left_behind(rank: int) -> tuple[list[int], list[int]]:
     return alive, descriptors
 
 
-@pytest.mark.parametrize("transport", ["sockets", "direct"])
+@pytest.mark.parametrize("transport", ["sockets", "shared-memory"])
 def test_nothing_is_left_of_worlds_that_were_closed(
-    four_ranks: GlooRanks, four_direct_ranks: GlooRanks, transport: str
+    four_ranks: GlooRanks, four_shared_memory_ranks: GlooRanks, transport: str
 ) -> None:
-    ranks = four_direct_ranks if transport == "direct" else four_ranks
+    ranks = four_shared_memory_ranks if transport == "shared-memory" else four_ranks
     for alive, descriptors in ranks.run(left_behind):
         assert alive == [0, 0, 0]
         assert descriptors[-1] <= descriptors[0], descriptors

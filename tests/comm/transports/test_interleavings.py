@@ -32,7 +32,7 @@ def test_on_thread_ranks(size: int, times: int) -> None:
     every()
 
 
-@pytest.fixture(scope="module", params=["sockets", "direct", "gloo", "nccl"])
+@pytest.fixture(scope="module", params=["sockets", "shared-memory", "gloo", "nccl"])
 def ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     with ranks_on(request.param, 4, TRITONDT_TIMEOUT="20") as started:
         started.transport = request.param  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ def run_all(rank: int, several: list[Program]) -> None:
 
 @TIMES
 def test_on_processes(ranks: GlooRanks, times: int) -> None:
-    num_orders = times * {"sockets": 7, "direct": 3, "gloo": 1, "nccl": 2}[ranks.transport]  # type: ignore[attr-defined]
+    num_orders = times * {"sockets": 7, "shared-memory": 3, "gloo": 1, "nccl": 2}[ranks.transport]  # type: ignore[attr-defined]
 
     # Nothing is shrunk: what fails on processes alone may not fail again.
     @settings(max_examples=num_orders, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

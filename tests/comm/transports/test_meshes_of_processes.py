@@ -42,8 +42,8 @@ def test_random_pairs_of_meshes_over_the_messages_of_gloo(four_gloo_ranks: GlooR
 
 
 @pytest.mark.extended
-def test_random_pairs_of_meshes_in_shared_memory(four_direct_ranks: GlooRanks) -> None:
-    check_on(four_direct_ranks, 2_002_000)
+def test_random_pairs_of_meshes_in_shared_memory(four_shared_memory_ranks: GlooRanks) -> None:
+    check_on(four_shared_memory_ranks, 2_002_000)
 
 
 @pytest.mark.soak
@@ -99,5 +99,5 @@ def test_a_list_and_a_norm_on_several_meshes_over_sockets(four_ranks: GlooRanks)
 
 
 @pytest.mark.extended
-def test_a_list_and_a_norm_on_several_meshes_in_shared_memory(four_direct_ranks: GlooRanks) -> None:
-    check_a_list(four_direct_ranks)
+def test_a_list_and_a_norm_on_several_meshes_in_shared_memory(four_shared_memory_ranks: GlooRanks) -> None:
+    check_a_list(four_shared_memory_ranks)

@@ -287,7 +287,9 @@ def gather(rank: int) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("transport", "name"), [("sockets", "SocketCommunicator"), ("direct", "DirectCommunicator")])
+@pytest.mark.parametrize(
+    ("transport", "name"), [("sockets", "SocketCommunicator"), ("shared-memory", "SharedMemoryCommunicator")]
+)
 def test_prices_that_ask_a_transport_for_collectives_are_refused(transport: str, name: str) -> None:
     with ranks_on(transport, 2, TRITONDT_COSTS=PRICES) as started:
         for outcome in started.outcomes(gather):

@@ -7,7 +7,7 @@ import torch
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
-from tritondt.comm.packing import direct_transfer
+from tritondt.comm.packing import arena_transfer
 from tritondt.planning import slots
 
 # Rows and columns that begin and end within lines of the cache, and lengths that do not divide.
@@ -42,8 +42,8 @@ def moved(rank: int, bound_bytes: int, dtype: torch.dtype) -> list[tuple[torch.T
 
 @pytest.mark.parametrize("bound_bytes", [0, 1 << 40], ids=["past the cache", "through the cache"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int16], ids=str)
-def test_results_are_the_same(four_direct_ranks: GlooRanks, dtype: torch.dtype, bound_bytes: int) -> None:
-    for pairs in four_direct_ranks.run(moved, bound_bytes, dtype):
+def test_results_are_the_same(four_shared_memory_ranks: GlooRanks, dtype: torch.dtype, bound_bytes: int) -> None:
+    for pairs in four_shared_memory_ranks.run(moved, bound_bytes, dtype):
         for found, expected in pairs:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -56,22 +56,22 @@ def tables(rank: int, side: int, count: int) -> list[Any]:
         told.append(is_past_cache)
         return made(boxes, is_past_cache)
 
-    mesh, made = T.Mesh((4,)), vars(direct_transfer)["CopyTable"]
+    mesh, made = T.Mesh((4,)), vars(arena_transfer)["CopyTable"]
     x = T.distribute_tensor(torch.zeros(side, side), mesh, [T.Shard(0)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slots, "_PAST_CACHE_BYTES", 1 << 20)
-        patch.setattr(direct_transfer, "CopyTable", noted)
+        patch.setattr(arena_transfer, "CopyTable", noted)
         moves = [(x, [T.Replicate()])] * count
         T.redistribute_many(moves, bucket_bytes=1) if count > 1 else x.redistribute(placements=[T.Replicate()])
     return sorted(told)
 
 
-def test_what_is_packed_and_small_results_stay_in_the_cache(four_direct_ranks: GlooRanks) -> None:
+def test_what_is_packed_and_small_results_stay_in_the_cache(four_shared_memory_ranks: GlooRanks) -> None:
     """From 1 MB of results on for each core: those of 516 x 516 take more, of one rank alone."""
-    assert four_direct_ranks.run(tables, 200, 1) == [[False, False, False]] * 4
-    assert four_direct_ranks.run(tables, 516, 1) == [[False, True, True]] * 4
+    assert four_shared_memory_ranks.run(tables, 200, 1) == [[False, False, False]] * 4
+    assert four_shared_memory_ranks.run(tables, 516, 1) == [[False, True, True]] * 4
 
 
-def test_results_of_a_list_are_large_together(four_direct_ranks: GlooRanks) -> None:
+def test_results_of_a_list_are_large_together(four_shared_memory_ranks: GlooRanks) -> None:
     """8 tensors of 160 kB, in a bucket each."""
-    assert four_direct_ranks.run(tables, 204, 8) == [[*[False] * 8, *[True] * 16]] * 4
+    assert four_shared_memory_ranks.run(tables, 204, 8) == [[*[False] * 8, *[True] * 16]] * 4

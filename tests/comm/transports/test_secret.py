@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tritondt as T
-from tests.comm.transports.test_direct import set_to
+from tests.comm.transports.test_shared_memory import set_to
 from tests.comm.transports.test_tcp_connect import Places, assert_connected, places
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm.secret import NONCE_BYTES, PROOF_BYTES, Connecting, Secret, draw
@@ -164,12 +164,12 @@ SAYS = "; set TRITONDT_SECRET or TRITONDT_SECRET_FILE to the same on all ranks, 
 
 @pytest.mark.in_core(3)
 @pytest.mark.parametrize("own", [None, "another secret of rank 1", "short"])
-@pytest.mark.parametrize(("transport", "late"), [("direct", 1), ("sockets", 2), ("gloo", 0)])
+@pytest.mark.parametrize(("transport", "late"), [("shared-memory", 1), ("sockets", 2), ("gloo", 0)])
 def test_a_rank_with_another_secret_is_named_on_all_ranks(
-    four_direct_ranks: GlooRanks, transport: str, late: int, own: str | None
+    four_shared_memory_ranks: GlooRanks, transport: str, late: int, own: str | None
 ) -> None:
     """One rank comes when the others have refused and left."""
-    texts = four_direct_ranks.run(connect_with_secret, transport, own, late, timeout_s=40)
+    texts = four_shared_memory_ranks.run(connect_with_secret, transport, own, late, timeout_s=40)
     for rank, text in enumerate(texts):
         assert text.startswith("rank ") if own != "short" or rank != 1 else text.startswith("TRITONDT_SECRET is"), text
         assert "rank 1" in text or rank == 1, text
@@ -194,13 +194,15 @@ def connect_with_secret(rank: int, transport: str, own: str | None, late: int) -
 
 
 @pytest.mark.in_core(1)
-@pytest.mark.parametrize("transport", ["direct", "sockets", "gloo"])
-def test_ranks_with_the_same_secret_exchange(four_direct_ranks: GlooRanks, tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shared-memory", "sockets", "gloo"])
+def test_ranks_with_the_same_secret_exchange(
+    four_shared_memory_ranks: GlooRanks, tmp_path: Path, transport: str
+) -> None:
     """One has it in a file, the others in the variable."""
     file = tmp_path / "secret"
     file.write_text("the secret of all of them\n")
     file.chmod(0o600)
-    assert four_direct_ranks.run(exchange_with_secret, transport, str(file)) == [[0.0, 1.0, 2.0, 3.0]] * 4
+    assert four_shared_memory_ranks.run(exchange_with_secret, transport, str(file)) == [[0.0, 1.0, 2.0, 3.0]] * 4
 
 
 def exchange_with_secret(rank: int, transport: str, file: str) -> list[float]:

@@ -174,7 +174,7 @@ def test_ranks_that_never_listen_are_named() -> None:
 def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITONDT_TRANSPORT", "pigeons")
     with pytest.raises(
-        T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets, direct and gloo"
+        T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets, shared-memory and gloo"
     ):
         environment.transport()
 

@@ -18,7 +18,7 @@ void check_sweeps();
 void check_casts();
 void check_reductions();
 void check_socket_groups();
-void check_direct_groups();
+void check_arena_groups();
 void check_recorder();
 void check_watchdog();
 void check_nccl();

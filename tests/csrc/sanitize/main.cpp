@@ -14,7 +14,7 @@ int main() {
                {"casts", check_casts},
                {"reductions", check_reductions},
                {"socket groups", check_socket_groups},
-               {"direct groups", check_direct_groups},
+               {"arena groups", check_arena_groups},
                {"flight recorder", check_recorder},
                {"NCCL", check_nccl},
                {"watchdog", check_watchdog}};

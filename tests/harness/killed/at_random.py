@@ -98,7 +98,7 @@ def _join(port: int, generation: int, rank: int) -> None:
 
 
 def _set_up() -> None:
-    os.environ.update(TRITONDT_TRANSPORT="direct", TRITONDT_TIMEOUT=f"{_TIMEOUT_S:g}", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(TRITONDT_TRANSPORT="shared-memory", TRITONDT_TIMEOUT=f"{_TIMEOUT_S:g}", GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
 
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 
 
 def kill_at(number: int) -> None:
     """Kills this process in its `number`-th exchange: when its messages are half out, or in arenas before they are."""
     so_far = [0]
-    for owner, name in ((PackedCommunicator, "_keep"), (DirectCommunicator, "_run")):
+    for owner, name in ((PackedCommunicator, "_keep"), (SharedMemoryCommunicator, "_run")):
         setattr(owner, name, _counted(getattr(owner, name), so_far, number))
 
 

@@ -26,7 +26,7 @@ def share_arenas(context: ProcessContext) -> list[Arena] | None:
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
-    if len(context.ranks) > 1 and (environment.transport() != "direct" or _are_elsewhere(len(context.ranks))):
+    if len(context.ranks) > 1 and (environment.transport() != "shared-memory" or _are_elsewhere(len(context.ranks))):
         Answers(context).tell("arena", {})
         return None
     return map_arenas(context, "messages go over sockets")

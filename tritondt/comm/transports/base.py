@@ -23,7 +23,7 @@ from tritondt.comm.monitor.comparison import (
     write_note,
 )
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
-from tritondt.comm.packing.direct_transfer import DirectTransfer
+from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices, message_buffers
 from tritondt.comm.packing.packed_transfer import (
     ALIGNED,
@@ -45,7 +45,7 @@ from tritondt.planning.alignment import DENSE
 from tritondt.planning.collectives import Collective
 
 _BARRIER_FINGERPRINT = 0x62617272
-AnyTransfer = PackedTransfer | DirectTransfer | PlacedTransfer
+AnyTransfer = PackedTransfer | ArenaTransfer | PlacedTransfer
 # Sources and targets of an exchange, and their addresses.
 Operands = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int], list[int]]
 # Name of an exchange's range in torch.profiler, while one is on.

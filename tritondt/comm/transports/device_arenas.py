@@ -168,7 +168,7 @@ def share_device_arenas(
 ) -> DeviceArenas | None:
     """Arenas of this host's ranks of a communicator, on device `number` of CUDA, for tensors on `device`.
 
-    A collective call; None where this rank is alone on its host, asks for none (TRITONDT_DIRECT), or where some of
+    A collective call; None where this rank is alone on its host, asks for none (TRITONDT_SLOTS), or where some of
     them cannot map each other's memory. Raises PeerError where some do not come.
     """
     if len(context.ranks) == 1:

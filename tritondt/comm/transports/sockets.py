@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from tritondt._C import DirectGroup, SocketGroup
+from tritondt._C import ArenaGroup, SocketGroup
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
@@ -145,9 +145,7 @@ class SocketCommunicator(PackedCommunicator):
             self._watch.report(self._key, None, error)
         self._close_sockets()
 
-    def _finish_watched(
-        self, record: ExchangeRecord, group: SocketGroup | DirectGroup, outcome: str, peer: int
-    ) -> None:
+    def _finish_watched(self, record: ExchangeRecord, group: SocketGroup | ArenaGroup, outcome: str, peer: int) -> None:
         """Finishes an exchange that is not done at once, the only kind that the watch hears of."""
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: group.interrupt(), self._timeout_s)
         wait.is_timed = False  # by the watchdog, which needs no GIL

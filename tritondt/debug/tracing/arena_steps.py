@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary
 
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.messages import Slice, Slices
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.planning.exchange import Message
 
 
@@ -20,7 +20,7 @@ class ArenaSteps:
         # collector's to visit.
         self._slices: WeakKeyDictionary[Transfer, tuple[Slices, Slices]] = WeakKeyDictionary()
 
-    def exchange_of(self, communicator: DirectCommunicator) -> Callable[..., None]:
+    def exchange_of(self, communicator: SharedMemoryCommunicator) -> Callable[..., None]:
         """The communicator's exchange, whose steps are recorded."""
         exchange = communicator._exchange
 
@@ -33,7 +33,7 @@ class ArenaSteps:
 
         return recorded
 
-    def _record(self, communicator: DirectCommunicator, transfer: Transfer) -> None:
+    def _record(self, communicator: SharedMemoryCommunicator, transfer: Transfer) -> None:
         steps = communicator.take_steps()
         for kind, started, ended in steps:
             self._add(kind, transfer.description if kind == "wait" else kind, started, ended)

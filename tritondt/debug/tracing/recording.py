@@ -23,7 +23,7 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports import announced
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.comm.work import QUEUE_THREAD
 from tritondt.debug.tracing.arena_steps import ArenaSteps
 from tritondt.debug.tracing.explanations import Compiled, explained
@@ -213,7 +213,7 @@ class Recording:
         """Records a communicator's exchanges, by functions that hide those of its class."""
         for kind, has_work in (("pack", _packs), ("keep", _keeps), ("unpack", _unpacks)):
             self._hide(communicator, f"_{kind}", self._phase(getattr(communicator, f"_{kind}"), kind, has_work))
-        if isinstance(communicator, DirectCommunicator):
+        if isinstance(communicator, SharedMemoryCommunicator):
             communicator.time_steps(True)
             self._undo.append(lambda: communicator.time_steps(False))
             self._hide(communicator, "_exchange", self._arenas.exchange_of(communicator))

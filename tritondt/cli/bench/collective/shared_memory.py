@@ -17,7 +17,7 @@ from tritondt.cli.bench.collective.sides import Call, NotOfferedError, Run
 from tritondt.comm import world
 from tritondt.comm.process_world import ProcessWorld
 from tritondt.comm.transports.arenas import map_arenas
-from tritondt.comm.transports.direct import DirectCommunicator
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 from tritondt.redistribution.compile import compile_plan
 from tritondt.redistribution.run import run_step
 
@@ -53,13 +53,13 @@ def redistribution(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensor
 
 
 @lru_cache(maxsize=1)
-def _communicator(of: ProcessWorld) -> DirectCommunicator | None:
+def _communicator(of: ProcessWorld) -> SharedMemoryCommunicator | None:
     """The communicator of all ranks of a world through arenas, made at the first call, which is collective."""
     with of.joining(_NAME, tuple(range(of.identity.size)), of.timeout) as context:
         arenas = map_arenas(context, "shared memory is not measured")
         if arenas is None:
             return None
-        made = DirectCommunicator(context, arenas)
+        made = SharedMemoryCommunicator(context, arenas)
     of.keep(_NAME, made)
     return made
 

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "transport/arena.h"
-#include "transport/direct_board.h"
-#include "transport/direct_program.h"
+#include "transport/arena_board.h"
+#include "transport/arena_program.h"
 #include "transport/socket_group.h"
 #include "transport/timed_exchange.h"
 
@@ -28,16 +28,16 @@ namespace tritondt {
 // in which it is found. That a peer has left is seen at its socket.
 //
 // One thread at a time calls `run`, `finish` and `skip`; `interrupt` may be called from any thread.
-class DirectGroup : public TimedExchange {
+class ArenaGroup : public TimedExchange {
  public:
   // `arenas` and `sockets` by place, equally long arenas; `sockets` are for liveness, -1 where
   // there is none so far. A wait looks `num_spins` times before it sleeps. Throws
   // std::invalid_argument.
-  DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
-              std::shared_ptr<SocketGroup> group, std::vector<int> sockets, int num_spins);
-  ~DirectGroup() override = default;
-  DirectGroup(const DirectGroup&) = delete;
-  DirectGroup& operator=(const DirectGroup&) = delete;
+  ArenaGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
+             std::shared_ptr<SocketGroup> group, std::vector<int> sockets, int num_spins);
+  ~ArenaGroup() override = default;
+  ArenaGroup(const ArenaGroup&) = delete;
+  ArenaGroup& operator=(const ArenaGroup&) = delete;
 
   // The connection to a peer, before the first exchange with it; by the thread that exchanges.
   // Throws std::out_of_range.
@@ -49,7 +49,7 @@ class DirectGroup : public TimedExchange {
   // Runs exchange number `sequence`, higher than that of the call before, to its end, or comes back
   // as `finish` does. `program` must live until then, which is what `keep` is for. Throws
   // std::invalid_argument for messages that do not fit, and for tensors that there are not.
-  Ending run(const DirectProgram* program, Operands operands, std::uint64_t sequence,
+  Ending run(const ArenaProgram* program, Operands operands, std::uint64_t sequence,
              std::uint64_t tag);
 
   // Carries on. Comes back with kPending, and a peer that it waits for, when a fifth of a second
@@ -102,7 +102,7 @@ class DirectGroup : public TimedExchange {
 
   const std::size_t place_;
   std::vector<std::shared_ptr<Arena>> arenas_;
-  std::vector<DirectBoard> boards_;
+  std::vector<ArenaBoard> boards_;
   const std::shared_ptr<SocketGroup> group_;
   std::vector<int> sockets_;
   const int num_spins_;
@@ -125,7 +125,7 @@ class DirectGroup : public TimedExchange {
 
   // The exchange under way: its round, and the round's number among all of this group's.
   Step step_ = Step::kDone;
-  const DirectProgram* program_ = nullptr;
+  const ArenaProgram* program_ = nullptr;
   std::shared_ptr<const void> kept_;
   std::size_t round_ = 0;
   std::uint64_t sequence_ = 0, tag_ = 0;

@@ -29,9 +29,9 @@ struct Operands {
 // One rank's side of an exchange, for all times that it runs: rounds of pack, announce, keep and
 // unpack. Two ranks that exchange in a round do so in the round of the same number; otherwise
 // ranks may have as many rounds as they need.
-class DirectProgram {
+class ArenaProgram {
  public:
-  virtual ~DirectProgram() = default;
+  virtual ~ArenaProgram() = default;
 
   virtual std::size_t num_rounds() const = 0;
   // Throws std::invalid_argument where a tensor of the program is not among the operands, before
@@ -50,7 +50,7 @@ class DirectProgram {
 };
 
 // What a round of an exchange of boxes packs, sends and unpacks. Any of its steps may be empty.
-struct DirectRound {
+struct ArenaRound {
   using Run = std::function<void(const Addresses&, const Addresses&, int num_threads)>;
 
   std::vector<SlotMessage> sends;
@@ -62,9 +62,9 @@ struct DirectRound {
 };
 
 // An exchange of boxes, by tables.
-class DirectPlan : public DirectProgram {
+class ArenaPlan : public ArenaProgram {
  public:
-  explicit DirectPlan(std::vector<DirectRound> rounds) : rounds(std::move(rounds)) {}
+  explicit ArenaPlan(std::vector<ArenaRound> rounds) : rounds(std::move(rounds)) {}
 
   std::size_t num_rounds() const override { return rounds.size(); }
   void check(const Operands&) const override {}  // tables check what they are run on
@@ -74,7 +74,7 @@ class DirectPlan : public DirectProgram {
   void keep(std::size_t round, const Operands& operands) const override;
   void unpack(std::size_t round, const Operands& operands, const Addresses& arrived) const override;
 
-  std::vector<DirectRound> rounds;
+  std::vector<ArenaRound> rounds;
 };
 
 }  // namespace tritondt

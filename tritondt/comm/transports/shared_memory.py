@@ -13,11 +13,11 @@ from contextlib import ExitStack
 import torch
 from torch.autograd import profiler
 
-from tritondt._C import Arena, DirectGroup
+from tritondt._C import Arena, ArenaGroup
 from tritondt.comm.communicator import CPU, Traffic, Transfer
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, ExchangeRecord
-from tritondt.comm.packing.direct_transfer import DirectTransfer, ProgramTransfer, direct_transfer
+from tritondt.comm.packing.arena_transfer import ArenaTransfer, ProgramTransfer, arena_transfer
 from tritondt.comm.packing.packed_transfer import PackedTransfer
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.planning.slots import chunk_bytes
@@ -26,25 +26,25 @@ from tritondt.planning.slots import chunk_bytes
 _NUM_SPINS = 500
 
 
-class DirectCommunicator(SocketCommunicator):
+class SharedMemoryCommunicator(SocketCommunicator):
     """A communicator of ranks that have mapped each other's `arenas`, by place; made by all of them together."""
 
     def __init__(self, context: ProcessContext, arenas: Sequence[Arena]) -> None:
         super().__init__(context)
         num_ranks = len(arenas)
-        self.slot_bytes = DirectGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
+        self.slot_bytes = ArenaGroup.slot_bytes(arenas[0].num_bytes, num_ranks)
         self._chunk_bytes = chunk_bytes(num_ranks, self.slot_bytes)
         self.num_cores = len(os.sched_getaffinity(0))
         num_spins = _NUM_SPINS if num_ranks <= self.num_cores else 0
         with self._told_of_failure(), ExitStack() as undone:
             undone.callback(super()._close_sockets)
-            self._direct = DirectGroup(self._place, list(arenas), self._group, [-1] * num_ranks, num_spins)
-            self._watchdog.watch(self._direct, self._timeout_s, self._recorder, self._flight.path_text)
+            self._arenas = ArenaGroup(self._place, list(arenas), self._group, [-1] * num_ranks, num_spins)
+            self._watchdog.watch(self._arenas, self._timeout_s, self._recorder, self._flight.path_text)
             undone.pop_all()
 
     def _note_connection(self, place: int, descriptor: int) -> None:
         super()._note_connection(place, descriptor)
-        self._direct.connect(place, descriptor)
+        self._arenas.connect(place, descriptor)
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""
@@ -55,7 +55,7 @@ class DirectCommunicator(SocketCommunicator):
 
     def _compiled(  # type: ignore[override]  # `_move` takes both
         self, transfer: Transfer
-    ) -> PackedTransfer | DirectTransfer:
+    ) -> PackedTransfer | ArenaTransfer:
         if isinstance(transfer, ProgramTransfer):
             assert transfer.plan is not None, "a program's transfer is made with it"
             return transfer.plan
@@ -63,7 +63,7 @@ class DirectCommunicator(SocketCommunicator):
         moves = bool(exchange.sends or exchange.receives)
         if transfer.collective is not None or transfer.wire_dtype is not None or not (moves and self._chunk_bytes):
             return super()._compiled(transfer)
-        return direct_transfer(transfer, len(self._ranks), self._chunk_bytes, self.num_cores)
+        return arena_transfer(transfer, len(self._ranks), self._chunk_bytes, self.num_cores)
 
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
@@ -96,7 +96,7 @@ class DirectCommunicator(SocketCommunicator):
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        plan: PackedTransfer | DirectTransfer,
+        plan: PackedTransfer | ArenaTransfer,
         record: ExchangeRecord,
         transfer: Transfer,
     ) -> None:
@@ -110,7 +110,7 @@ class DirectCommunicator(SocketCommunicator):
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        plan: DirectTransfer,
+        plan: ArenaTransfer,
         record: ExchangeRecord,
     ) -> None:
         if len(sources) == len(targets) == 1:  # a comprehension is a call
@@ -129,11 +129,11 @@ class DirectCommunicator(SocketCommunicator):
                 self._reach(record, plan.peers)
             self._started = time.monotonic()
             # A number of its own says which exchange a message is of: the tag has no need to.
-            outcome, peer = self._direct.run(
+            outcome, peer = self._arenas.run(
                 plan.native, source_pointers, target_pointers, threads, sequence, record.fingerprint, staging
             )
             if outcome != "done":
-                self._finish_watched(record, self._direct, outcome, peer)
+                self._finish_watched(record, self._arenas, outcome, peer)
             self._started = 0.0
         except BaseException as error:
             self.break_off(record, error)
@@ -142,37 +142,37 @@ class DirectCommunicator(SocketCommunicator):
 
     def time_steps(self, is_on: bool) -> None:
         """Notes from now on when an exchange packs, keeps, waits and unpacks in its rounds, or no more."""
-        self._direct.time_steps(is_on)
+        self._arenas.time_steps(is_on)
 
     def take_steps(self) -> list[tuple[str, int, int]]:
         """Kind, start and end, by `time.monotonic_ns`, of the steps of this thread's last exchange."""
-        return self._direct.take_steps()
+        return self._arenas.take_steps()
 
     def _refuse(self, error: BaseException) -> None:
         super()._refuse(error)
-        self._direct.skip(self.sequence)
+        self._arenas.skip(self.sequence)
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Disconnects, and lets go of all arenas: nothing can be exchanged any more."""
         super().break_off(record, error)
-        self._direct.release()
+        self._arenas.release()
 
     def _disconnect(self, reason: BaseException) -> None:
         super()._disconnect(reason)
-        self._direct.release()
+        self._arenas.release()
 
     def release(self) -> None:
         """Lets go of all arenas, when the communicator has ended and nothing runs on it."""
-        self._direct.release()
+        self._arenas.release()
 
     def set_timeout(self, seconds: float) -> None:
         """Sets how long an exchange may take from now on, in seconds."""
         super().set_timeout(seconds)
-        self._direct.set_timeout(seconds)
+        self._arenas.set_timeout(seconds)
 
     def _interrupt(self, reason: BaseException) -> None:
-        self._direct.interrupt()  # and the sockets with it
+        self._arenas.interrupt()  # and the sockets with it
 
     def _close_sockets(self) -> None:
-        self._watchdog.unwatch(self._direct)
+        self._watchdog.unwatch(self._arenas)
         super()._close_sockets()

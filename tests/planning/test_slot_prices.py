@@ -35,10 +35,10 @@ def explained(
 def test_forms_with_latency_first_where_messages_fit_slots(
     source: str, target: str, side: int, in_slots: list[str], by_nccl: list[str]
 ) -> None:
-    direct, nccl = (explained(source, target, side, costs) for costs in (COSTS, NCCL_ONLY))
-    assert [step.kind for step in direct.steps] == in_slots
+    slots, nccl = (explained(source, target, side, costs) for costs in (COSTS, NCCL_ONLY))
+    assert [step.kind for step in slots.steps] == in_slots
     assert [step.kind for step in nccl.steps] == by_nccl
-    assert sum(step.seconds for step in direct.steps) <= sum(step.seconds for step in nccl.steps)
+    assert sum(step.seconds for step in slots.steps) <= sum(step.seconds for step in nccl.steps)
 
 
 def test_what_fits_slots_needs_no_temporary_memory() -> None:
@@ -69,7 +69,7 @@ def test_messages_to_other_hosts_are_nccls() -> None:
 
 def test_a_step_within_hosts_has_the_price_of_slots_and_one_between_them_has_not() -> None:
     within, between = (explained(source, "R,R" if source == "R,S0" else "S1,R", 64, COSTS, (2, 8)) for source in PAIRS)
-    assert within.steps[0].seconds == pytest.approx(COSTS.direct_launch_s, rel=0.2)
+    assert within.steps[0].seconds == pytest.approx(COSTS.slot_launch_s, rel=0.2)
     assert between.steps[0].seconds > COSTS.launch_s
 
 
@@ -80,11 +80,11 @@ def test_ranks_agree_on_the_prices_of_slots() -> None:
     tables = built_in(8, 1 << 20, ARENA_BYTES)
     assert from_json(to_json(tables)) == tables
     assert tables["cpu"].device_arena_bytes == 0
-    assert CostTable().with_json('{"direct": {"latency_s": 1e-7}}').direct.latency_s == 1e-7
+    assert CostTable().with_json('{"slots": {"latency_s": 1e-7}}').slots.latency_s == 1e-7
 
 
 def test_a_rank_alone_on_its_host_packs_for_nobody() -> None:
-    assert built_in(1, 0, ARENA_BYTES)["cuda"].direct_slot_bytes(8) == 0
+    assert built_in(1, 0, ARENA_BYTES)["cuda"].slot_bytes(8) == 0
 
 
 def test_messages_of_a_narrower_dtype_have_the_price_of_nccls() -> None:

@@ -1,4 +1,4 @@
-#include "transport/direct_group.h"
+#include "transport/arena_group.h"
 
 #include <poll.h>
 
@@ -27,15 +27,14 @@ void relax() {
 
 }  // namespace
 
-DirectGroup::DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
-                         std::shared_ptr<SocketGroup> group, std::vector<int> sockets,
-                         int num_spins)
+ArenaGroup::ArenaGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> arenas,
+                       std::shared_ptr<SocketGroup> group, std::vector<int> sockets, int num_spins)
     : place_(place),
       arenas_(std::move(arenas)),
       group_(std::move(group)),
       sockets_(std::move(sockets)),
       num_spins_(num_spins),
-      board_bytes_(DirectBoard::num_bytes(arenas_.size())),
+      board_bytes_(ArenaBoard::num_bytes(arenas_.size())),
       slot_bytes_(arenas_.empty() || arenas_[0] == nullptr
                       ? 0
                       : slot_bytes(arenas_[0]->num_bytes(), arenas_.size())),
@@ -60,14 +59,14 @@ DirectGroup::DirectGroup(std::size_t place, std::vector<std::shared_ptr<Arena>> 
   }
 }
 
-std::uint64_t DirectGroup::slot_bytes(std::size_t arena_bytes, std::size_t num_ranks) {
-  const std::size_t board_bytes = DirectBoard::num_bytes(num_ranks);
+std::uint64_t ArenaGroup::slot_bytes(std::size_t arena_bytes, std::size_t num_ranks) {
+  const std::size_t board_bytes = ArenaBoard::num_bytes(num_ranks);
   // Whole pages each.
   return arena_bytes <= board_bytes ? 0 : (arena_bytes - board_bytes) / 2 / 4096 * 4096;
 }
 
-Ending DirectGroup::run(const DirectProgram* program, Operands operands, std::uint64_t sequence,
-                        std::uint64_t tag) {
+Ending ArenaGroup::run(const ArenaProgram* program, Operands operands, std::uint64_t sequence,
+                       std::uint64_t tag) {
   if (boards_.empty()) throw std::invalid_argument("the arenas are released");
   if (first_round_of(sequence) <= sequence_) {
     throw std::invalid_argument("exchange " + std::to_string(sequence) + " after exchange " +
@@ -97,7 +96,7 @@ Ending DirectGroup::run(const DirectProgram* program, Operands operands, std::ui
 }
 
 // The messages of a round, checked before anything is written.
-void DirectGroup::begin_round() {
+void ArenaGroup::begin_round() {
   sends_.clear();
   receives_.clear();
   step_ = Step::kDone;
@@ -124,7 +123,7 @@ void DirectGroup::begin_round() {
 }
 
 template <typename Run>
-auto DirectGroup::timed(const char* kind, const Run& run) {
+auto ArenaGroup::timed(const char* kind, const Run& run) {
   if (!times_steps_.load(std::memory_order_relaxed)) return run();
   const std::int64_t started_ns = monotonic_ns();
   if constexpr (std::is_void_v<decltype(run())>) {
@@ -137,7 +136,7 @@ auto DirectGroup::timed(const char* kind, const Run& run) {
   }
 }
 
-void DirectGroup::connect(std::size_t peer, int socket) {
+void ArenaGroup::connect(std::size_t peer, int socket) {
   if (peer >= sockets_.size()) {
     throw std::out_of_range("a connection to place " + std::to_string(peer) + " of " +
                             std::to_string(sockets_.size()));
@@ -145,7 +144,7 @@ void DirectGroup::connect(std::size_t peer, int socket) {
   sockets_[peer] = socket;
 }
 
-Ending DirectGroup::finish() {
+Ending ArenaGroup::finish() {
   if (boards_.empty()) throw std::invalid_argument("the arenas are released");
   slice_end_ns_ = coarse_ns() + kPatienceNs;
   const Ending ending = end_exchange(advance());
@@ -153,7 +152,7 @@ Ending DirectGroup::finish() {
   return ending;
 }
 
-Ending DirectGroup::advance() {
+Ending ArenaGroup::advance() {
   while (step_ != Step::kDone) {
     Ending ending = {Outcome::kDone, -1};
     if (step_ == Step::kSlot) {
@@ -171,7 +170,7 @@ Ending DirectGroup::advance() {
 }
 
 // Until nobody reads what lay in the slot before.
-Ending DirectGroup::await_slot() {
+Ending ArenaGroup::await_slot() {
   const Readers& before = readers_[parity_of(sequence_)];
   return await(boards_[place_].readings(), [&] {
     pending_.clear();
@@ -182,7 +181,7 @@ Ending DirectGroup::await_slot() {
   });
 }
 
-void DirectGroup::send() {
+void ArenaGroup::send() {
   const std::size_t parity = parity_of(sequence_);
   const std::uint64_t slot = board_bytes_ + parity * slot_bytes_;
   const auto base = reinterpret_cast<std::uintptr_t>(arenas_[place_]->base());
@@ -204,7 +203,7 @@ void DirectGroup::send() {
   timed("keep", [&] { program_->keep(round_, operands_); });
 }
 
-Ending DirectGroup::await_arrivals() {
+Ending ArenaGroup::await_arrivals() {
   arrived_.assign(arenas_.size(), 0);
   int num_looks = 0;
   return await(boards_[place_].arrivals(), [&] {
@@ -227,8 +226,8 @@ Ending DirectGroup::await_arrivals() {
 }
 
 // Whether a message is there; its address is noted where it is the expected one.
-Outcome DirectGroup::look(const SlotMessage& message) {
-  const DirectBoard& board = boards_[message.peer];
+Outcome ArenaGroup::look(const SlotMessage& message) {
+  const ArenaBoard& board = boards_[message.peer];
   const std::size_t parity = parity_of(sequence_);
   const Announcement& found = board.announcement(parity, place_);
   std::uint64_t sequence = found.sequence.load(std::memory_order_acquire);
@@ -260,7 +259,7 @@ Outcome DirectGroup::look(const SlotMessage& message) {
 
 // A peer that has sent this rank a message of this round, or of one before, that it did not expect;
 // -1 where there is none. One that is overwritten by the next is found by what that says of it.
-std::int64_t DirectGroup::unexpected() const {
+std::int64_t ArenaGroup::unexpected() const {
   for (std::size_t peer = 0; peer < boards_.size(); ++peer) {
     for (std::size_t parity = 0; parity < 2 && peer != place_; ++parity) {
       const std::uint64_t sequence =
@@ -277,7 +276,7 @@ std::int64_t DirectGroup::unexpected() const {
   return -1;
 }
 
-void DirectGroup::end_round() {
+void ArenaGroup::end_round() {
   timed("unpack", [&] { program_->unpack(round_, operands_, arrived_); });
   boards_[place_].read().sequence.store(sequence_);
   for (const SlotMessage& message : receives_) ring(&boards_[message.peer].readings());
@@ -286,18 +285,18 @@ void DirectGroup::end_round() {
   begin_round();
 }
 
-void DirectGroup::skip(std::uint64_t sequence) {
+void ArenaGroup::skip(std::uint64_t sequence) {
   if (boards_.empty()) return;
   sequence_ = std::max(sequence_, first_round_of(sequence) + kMaxRounds - 1);
   skipped_ = sequence_;
   boards_[place_].read().sequence.store(sequence_);
-  for (const DirectBoard& board : boards_) ring(&board.readings());
+  for (const ArenaBoard& board : boards_) ring(&board.readings());
 }
 
 // Until `look`, which lists in `pending_` for whom this rank waits, finds nobody, or says that
 // something is wrong. Everybody who is waited for rings at `bell`, this rank's own.
 template <typename Look>
-Ending DirectGroup::await(Bell& bell, const Look& look) {
+Ending ArenaGroup::await(Bell& bell, const Look& look) {
   for (int i = 0; i < num_spins_; ++i) {
     const Ending ending = look();
     if (ending.outcome != Outcome::kDone || pending_.empty()) return ending;
@@ -326,7 +325,7 @@ Ending DirectGroup::await(Bell& bell, const Look& look) {
 }
 
 // kDone where nothing is in the way of waiting on.
-Ending DirectGroup::why_stopped(bool has_rung) const {
+Ending ArenaGroup::why_stopped(bool has_rung) const {
   const auto first = static_cast<std::int64_t>(pending_.front());
   if (has_expired()) return {Outcome::kExpired, first};
   if (is_interrupted_.load()) return {Outcome::kInterrupted, first};
@@ -339,17 +338,17 @@ Ending DirectGroup::why_stopped(bool has_rung) const {
   return {Outcome::kDone, -1};
 }
 
-bool DirectGroup::has_left(std::size_t peer) const {
+bool ArenaGroup::has_left(std::size_t peer) const {
   pollfd polled = {sockets_[peer], POLLRDHUP, 0};
   return poll(&polled, 1, 0) > 0 && polled.revents != 0;
 }
 
-void DirectGroup::interrupt() {
+void ArenaGroup::interrupt() {
   is_interrupted_.store(true);
   wake();
 }
 
-void DirectGroup::wake() {
+void ArenaGroup::wake() {
   group_->interrupt();
   const std::lock_guard<std::mutex> held(releasing_);
   if (boards_.empty()) return;
@@ -359,7 +358,7 @@ void DirectGroup::wake() {
   }
 }
 
-void DirectGroup::release() {
+void ArenaGroup::release() {
   const std::lock_guard<std::mutex> held(releasing_);
   boards_.clear();
   for (const std::shared_ptr<Arena>& arena : arenas_) arena->unmap();

@@ -38,10 +38,10 @@ struct alignas(64) Progress {
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
 // A rank's board, wherever its arena is mapped.
-class DirectBoard {
+class ArenaBoard {
  public:
-  DirectBoard() = default;
-  DirectBoard(char* base, std::size_t num_ranks) : base_(base), num_ranks_(num_ranks) {}
+  ArenaBoard() = default;
+  ArenaBoard(char* base, std::size_t num_ranks) : base_(base), num_ranks_(num_ranks) {}
 
   static std::size_t num_bytes(std::size_t num_ranks) {
     const std::size_t used = kFirstBytes + num_ranks * 2 * sizeof(Announcement);

@@ -16,8 +16,8 @@ from tests.comm.transports.test_reductions import in_order, random_terms, reduce
 from tests.harness.descriptors import open_targets
 from tests.harness.gloo_ranks import GlooRanks
 from tritondt.comm import answers, world
-from tritondt.comm.packing.direct_transfer import DirectTransfer
-from tritondt.comm.transports import arenas, direct
+from tritondt.comm.packing.arena_transfer import ArenaTransfer
+from tritondt.comm.transports import arenas, shared_memory
 from tritondt.planning import slots
 from tritondt.planning.explain import explain_layouts
 from tritondt.planning.prices import built_in
@@ -29,13 +29,13 @@ ALL = (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("first_seed", [500_000, 500_060, pytest.param(500_120, marks=pytest.mark.extended)])
-def test_random_cases(four_direct_ranks: GlooRanks, first_seed: int) -> None:
-    check_on(four_direct_ranks, first_seed)
+def test_random_cases(four_shared_memory_ranks: GlooRanks, first_seed: int) -> None:
+    check_on(four_shared_memory_ranks, first_seed)
 
 
 @pytest.fixture(scope="module")
 def ranks_in_many_rounds() -> Iterator[GlooRanks]:
-    with GlooRanks(4, {"TRITONDT_TRANSPORT": "direct"}, prepare=shorten_chunks) as ranks:
+    with GlooRanks(4, {"TRITONDT_TRANSPORT": "shared-memory"}, prepare=shorten_chunks) as ranks:
         yield ranks
 
 
@@ -71,16 +71,16 @@ def gather_and_reduce(rank: int, terms: list[torch.Tensor], op: str) -> tuple[to
 
 
 @contextmanager
-def compiled() -> Iterator[list[DirectTransfer]]:
+def compiled() -> Iterator[list[ArenaTransfer]]:
     """What is compiled for arenas within the context."""
-    made, plans = vars(direct)["direct_transfer"], list[DirectTransfer]()
+    made, plans = vars(shared_memory)["arena_transfer"], list[ArenaTransfer]()
 
-    def kept(*arguments: Any) -> DirectTransfer:
+    def kept(*arguments: Any) -> ArenaTransfer:
         plans.append(made(*arguments))
         return plans[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(direct, "direct_transfer", kept)
+        patch.setattr(shared_memory, "arena_transfer", kept)
         yield plans
 
 
@@ -114,10 +114,10 @@ def moved(rank: int, shape: tuple[int, int], source: str, target: str) -> tuple[
     return found, f"{type(communicator).__name__}: {plan.native.num_rounds} rounds"
 
 
-def test_long_messages_go_through_arenas_in_rounds(four_direct_ranks: GlooRanks) -> None:
-    assert four_direct_ranks.run(in_new_world, 16, (400, 700)) == ["DirectCommunicator: 1 rounds"] * 4
+def test_long_messages_go_through_arenas_in_rounds(four_shared_memory_ranks: GlooRanks) -> None:
+    assert four_shared_memory_ranks.run(in_new_world, 16, (400, 700)) == ["SharedMemoryCommunicator: 1 rounds"] * 4
     # 201 rows of 376 columns are a message of 302 kB, of which a slot of 0.5 MB holds 170 kB for each of three peers.
-    assert four_direct_ranks.run(in_new_world, 1, (801, 1501)) == ["DirectCommunicator: 2 rounds"] * 4
+    assert four_shared_memory_ranks.run(in_new_world, 1, (801, 1501)) == ["SharedMemoryCommunicator: 2 rounds"] * 4
 
 
 def in_new_world(rank: int, arena_mb: int, shape: tuple[int, int]) -> str:
@@ -139,15 +139,15 @@ def set_to(name: str, value: str | None) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 61, 100])
 def test_planning_knows_how_long_slots_are(num_ranks: int) -> None:
-    group: Any = vars(direct)["DirectGroup"]
+    group: Any = vars(shared_memory)["ArenaGroup"]
     for arena_bytes in (4096, 3 * 4096, 1 << 20, 1 << 27, 123 << 20):
         assert slot_bytes(arena_bytes, num_ranks) == group.slot_bytes(arena_bytes, num_ranks)
 
 
-def test_what_is_foretold_of_slots_is_so(four_direct_ranks: GlooRanks) -> None:
+def test_what_is_foretold_of_slots_is_so(four_shared_memory_ranks: GlooRanks) -> None:
     """With slots of 0.5 MB, in one round and in several."""
     for shape in [(400, 700), (801, 1501)]:
-        for foretold, found in four_direct_ranks.run(foretell, shape):
+        for foretold, found in four_shared_memory_ranks.run(foretell, shape):
             assert foretold == found
             assert foretold[0] > 0
 
@@ -165,17 +165,17 @@ def foretell(rank: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], tuple[
     return (step.slot_bytes, step.packed_bytes, step.staged_bytes), (plan.sent_bytes, 0, plan.staged_bytes)
 
 
-def test_all_holders_have_the_same_bits_again_and_again(four_direct_ranks: GlooRanks) -> None:
+def test_all_holders_have_the_same_bits_again_and_again(four_shared_memory_ranks: GlooRanks) -> None:
     terms = random_terms(torch.bfloat16, 4)
     expected = in_order(terms, "avg")
-    for local in four_direct_ranks.run(reduce_often, terms):
+    for local in four_shared_memory_ranks.run(reduce_often, terms):
         torch.testing.assert_close(local, expected, rtol=0, atol=0)
 
 
-def test_small_sums_take_one_exchange_and_have_the_same_bits_on_all_ranks(four_direct_ranks: GlooRanks) -> None:
+def test_small_sums_take_one_exchange_and_have_the_same_bits_on_all_ranks(four_shared_memory_ranks: GlooRanks) -> None:
     terms = random_terms(torch.float32, 4)
     expected = in_order(terms, "sum")
-    for local, num_exchanges, explained in four_direct_ranks.run(reduce_counted, terms):
+    for local, num_exchanges, explained in four_shared_memory_ranks.run(reduce_counted, terms):
         torch.testing.assert_close(local, expected, rtol=0, atol=0)
         assert num_exchanges == 1
         assert "every term goes to everybody in one step" in explained, explained
@@ -198,9 +198,9 @@ def reduce_often(rank: int, terms: list[torch.Tensor]) -> torch.Tensor:
     return found[0]
 
 
-def test_many_exchanges_whose_ranks_dawdle(four_direct_ranks: GlooRanks) -> None:
+def test_many_exchanges_whose_ranks_dawdle(four_shared_memory_ranks: GlooRanks) -> None:
     """Of one sender and of all; a slot is packed again only when everybody has read it."""
-    for text in four_direct_ranks.run(exchange_often, 300):
+    for text in four_shared_memory_ranks.run(exchange_often, 300):
         assert text == ""
 
 
@@ -220,8 +220,8 @@ def exchange_often(rank: int, count: int) -> str:
     return ""
 
 
-def test_ranks_that_disagree_find_out(four_direct_ranks: GlooRanks) -> None:
-    for kind, text in four_direct_ranks.run(disagree):
+def test_ranks_that_disagree_find_out(four_shared_memory_ranks: GlooRanks) -> None:
+    for kind, text in four_shared_memory_ranks.run(disagree):
         assert kind in ("MismatchError", "PeerError"), text
         assert "ranks disagree at exchange 1: rank" in text, text
 
@@ -239,9 +239,9 @@ def disagree(rank: int) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("what", ["another transport", "another length"])
-def test_where_one_rank_cannot_share_memory_all_use_sockets(four_direct_ranks: GlooRanks, what: str) -> None:
+def test_where_one_rank_cannot_share_memory_all_use_sockets(four_shared_memory_ranks: GlooRanks, what: str) -> None:
     """Refusals of the system are in test_real_limits."""
-    assert four_direct_ranks.run(connect_but_for, what) == [("SocketCommunicator", [])] * 4
+    assert four_shared_memory_ranks.run(connect_but_for, what) == [("SocketCommunicator", [])] * 4
 
 
 def connect_but_for(rank: int, what: str) -> tuple[str, list[str]]:
@@ -257,11 +257,14 @@ def connect_but_for(rank: int, what: str) -> tuple[str, list[str]]:
     return type(communicator).__name__, [str(each.message) for each in said if "share memory" in str(each.message)]
 
 
-def test_ranks_of_several_hosts_need_not_hear_each_other(four_direct_ranks: GlooRanks) -> None:
+def test_ranks_of_several_hosts_need_not_hear_each_other(four_shared_memory_ranks: GlooRanks) -> None:
     """Where the launcher says that a host has fewer ranks, nobody asks; where the user names the transport, all do."""
-    assert four_direct_ranks.run(connect_with_store_watched, "2", None) == [("SocketCommunicator", 0)] * 4
-    assert four_direct_ranks.run(connect_with_store_watched, "4", None) == [("DirectCommunicator", 2)] * 4
-    assert four_direct_ranks.run(connect_with_store_watched, "2", "direct") == [("DirectCommunicator", 2)] * 4
+    assert four_shared_memory_ranks.run(connect_with_store_watched, "2", None) == [("SocketCommunicator", 0)] * 4
+    assert four_shared_memory_ranks.run(connect_with_store_watched, "4", None) == [("SharedMemoryCommunicator", 2)] * 4
+    assert (
+        four_shared_memory_ranks.run(connect_with_store_watched, "2", "shared-memory")
+        == [("SharedMemoryCommunicator", 2)] * 4
+    )
 
 
 def connect_with_store_watched(rank: int, per_host: str, transport: str | None) -> tuple[str, int]:
@@ -287,8 +290,8 @@ def plant(patch: pytest.MonkeyPatch, what: str) -> None:
     patch.setenv(f"TRITONDT_{name}", value)
 
 
-def test_nothing_is_left_and_a_forked_child_maps_nothing(four_direct_ranks: GlooRanks) -> None:
-    for own, childs, left, descriptors in four_direct_ranks.run(connect_fork_and_close):
+def test_nothing_is_left_and_a_forked_child_maps_nothing(four_shared_memory_ranks: GlooRanks) -> None:
+    for own, childs, left, descriptors in four_shared_memory_ranks.run(connect_fork_and_close):
         assert (own, childs, left, descriptors) == (4, 0, 0, 0)
 
 

@@ -11,19 +11,19 @@
 
 #include "check.h"
 #include "groups.h"
+#include "transport/arena_group.h"
 #include "transport/byte_moves.h"
-#include "transport/direct_group.h"
 #include "transport/reductions.h"
 
 namespace {
 
 using tritondt::Addresses;
 using tritondt::Arena;
+using tritondt::ArenaGroup;
+using tritondt::ArenaPlan;
+using tritondt::ArenaProgram;
+using tritondt::ArenaRound;
 using tritondt::ByteMoves;
-using tritondt::DirectGroup;
-using tritondt::DirectPlan;
-using tritondt::DirectProgram;
-using tritondt::DirectRound;
 using tritondt::Ending;
 using tritondt::Outcome;
 
@@ -33,33 +33,33 @@ constexpr std::uint64_t kNumExchanges = 300;
 constexpr std::uint64_t kMaxBytes = 4096;
 
 // Ranks of one process, which share the mapping of each arena as processes share its memory.
-class DirectRanks {
+class SharedMemoryRanks {
  public:
-  explicit DirectRanks(std::size_t count) : ranks_(count) {
+  explicit SharedMemoryRanks(std::size_t count) : ranks_(count) {
     for (std::size_t rank = 0; rank < count; ++rank) {
       arenas_.push_back(std::make_shared<Arena>(kArenaBytes));
     }
     for (std::size_t rank = 0; rank < count; ++rank) {
-      groups_.push_back(std::make_shared<DirectGroup>(rank, arenas_, ranks_.group(rank),
-                                                      ranks_.sockets(rank), rank == 0 ? 100 : 0));
+      groups_.push_back(std::make_shared<ArenaGroup>(rank, arenas_, ranks_.group(rank),
+                                                     ranks_.sockets(rank), rank == 0 ? 100 : 0));
     }
   }
-  DirectGroup* group(std::size_t rank) { return groups_[rank].get(); }
+  ArenaGroup* group(std::size_t rank) { return groups_[rank].get(); }
   char* arena(std::size_t rank) { return arenas_[rank]->base(); }
   void leave(std::size_t rank) { ranks_.leave(rank); }
 
  private:
   Ranks ranks_;
   std::vector<std::shared_ptr<Arena>> arenas_;
-  std::vector<std::shared_ptr<DirectGroup>> groups_;
+  std::vector<std::shared_ptr<ArenaGroup>> groups_;
 };
 
-Ending complete(DirectGroup* group, Ending ending) {
+Ending complete(ArenaGroup* group, Ending ending) {
   while (ending.outcome == Outcome::kPending) ending = group->finish();
   return ending;
 }
 
-DirectPlan empty_plan() { return DirectPlan({DirectRound{}}); }
+ArenaPlan empty_plan() { return ArenaPlan({ArenaRound{}}); }
 
 // Bytes that `source` sends to `target` in one exchange, known to both; 0 for no message.
 std::uint64_t message_bytes(std::size_t source, std::size_t target, std::uint64_t exchange) {
@@ -72,8 +72,8 @@ char message_byte(std::size_t source, std::size_t target, std::uint64_t exchange
 }
 
 // The messages of a rank in one exchange, and their checking where they are read.
-DirectPlan random_plan(std::size_t rank, std::uint64_t exchange) {
-  DirectPlan plan = empty_plan();
+ArenaPlan random_plan(std::size_t rank, std::uint64_t exchange) {
+  ArenaPlan plan = empty_plan();
   for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
     if (peer == rank) continue;
     const std::uint64_t leaving = message_bytes(rank, peer, exchange);
@@ -106,9 +106,9 @@ DirectPlan random_plan(std::size_t rank, std::uint64_t exchange) {
   return plan;
 }
 
-void exchange_all(DirectGroup* group, std::size_t rank) {
+void exchange_all(ArenaGroup* group, std::size_t rank) {
   for (std::uint64_t exchange = 1; exchange <= kNumExchanges; ++exchange) {
-    const DirectPlan plan = random_plan(rank, exchange);
+    const ArenaPlan plan = random_plan(rank, exchange);
     const Ending ending = complete(group, group->run(&plan, {}, exchange, exchange * 5));
     CHECK(ending.outcome == Outcome::kDone);
     CHECK(group->started_ns() == 0);
@@ -116,7 +116,7 @@ void exchange_all(DirectGroup* group, std::size_t rank) {
 }
 
 void check_exchanges() {
-  DirectRanks ranks(kNumRanks);
+  SharedMemoryRanks ranks(kNumRanks);
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < kNumRanks; ++rank) {
     threads.emplace_back([&ranks, rank] { exchange_all(ranks.group(rank), rank); });
@@ -126,7 +126,7 @@ void check_exchanges() {
 
 // Messages of random lengths between all pairs, in rounds of one line each, so that ranks have
 // different numbers of rounds; then sums in pieces and in one shot, of several rounds too.
-void move_bytes(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
+void move_bytes(ArenaGroup* group, std::size_t rank, std::uint64_t exchange) {
   std::vector<char> source(kNumRanks * kMaxBytes), target(kNumRanks * kMaxBytes);
   std::vector<ByteMoves::PeerSpan> sends, receives;
   for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
@@ -151,7 +151,7 @@ void move_bytes(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
   }
 }
 
-void sum_up(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
+void sum_up(ArenaGroup* group, std::size_t rank, std::uint64_t exchange) {
   std::vector<float> terms(kNumRanks * 40);
   for (std::size_t i = 0; i < terms.size(); ++i) {
     terms[i] = static_cast<float>(rank * 100 + i + exchange);
@@ -161,7 +161,7 @@ void sum_up(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
   std::vector<tritondt::Span> pieces;
   for (std::size_t peer = 0; peer < kNumRanks; ++peer) pieces.push_back({0, peer * 160, 160});
   const std::uint64_t num_bytes = terms.size() * sizeof(float);
-  std::unique_ptr<DirectProgram> program;
+  std::unique_ptr<ArenaProgram> program;
   if (exchange % 3 == 1) {
     program =
         std::make_unique<tritondt::PiecewiseReduction>(reducer, pieces, pieces, exchange % 2 == 1);
@@ -179,7 +179,7 @@ void sum_up(DirectGroup* group, std::size_t rank, std::uint64_t exchange) {
 }
 
 void check_rounds() {
-  DirectRanks ranks(kNumRanks);
+  SharedMemoryRanks ranks(kNumRanks);
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < kNumRanks; ++rank) {
     threads.emplace_back([&ranks, rank] {
@@ -191,25 +191,25 @@ void check_rounds() {
   for (std::thread& thread : threads) thread.join();
 }
 
-DirectPlan sending(std::uint64_t num_bytes) {
-  DirectPlan plan = empty_plan();
+ArenaPlan sending(std::uint64_t num_bytes) {
+  ArenaPlan plan = empty_plan();
   plan.rounds[0].sends.push_back({0, 0, num_bytes});
   return plan;
 }
 
-DirectPlan receiving(std::uint64_t num_bytes) {
-  DirectPlan plan = empty_plan();
+ArenaPlan receiving(std::uint64_t num_bytes) {
+  ArenaPlan plan = empty_plan();
   plan.rounds[0].receives.push_back({1, 0, num_bytes});
   return plan;
 }
 
 // Rank 0 waits in a thread of its own for rank 1 in exchange 1 while `act` does something to it.
 template <typename Act>
-Ending wait_while(DirectRanks* ranks, const Act& act) {
-  const DirectPlan plan = receiving(100);
+Ending wait_while(SharedMemoryRanks* ranks, const Act& act) {
+  const ArenaPlan plan = receiving(100);
   Ending ending = {};
   std::thread waiting([&] {
-    DirectGroup* group = ranks->group(0);
+    ArenaGroup* group = ranks->group(0);
     ending = complete(group, group->run(&plan, {}, 1, 5));
   });
   while (ranks->group(0)->started_ns() == 0) std::this_thread::yield();
@@ -220,19 +220,19 @@ Ending wait_while(DirectRanks* ranks, const Act& act) {
 
 void check_endings() {
   for (int i = 0; i < 5; ++i) {
-    DirectRanks interrupted(2);
+    SharedMemoryRanks interrupted(2);
     CHECK(wait_while(&interrupted, [&] { interrupted.group(0)->interrupt(); }).outcome ==
           Outcome::kInterrupted);
 
-    DirectRanks expired(2);
-    DirectGroup* group = expired.group(0);
+    SharedMemoryRanks expired(2);
+    ArenaGroup* group = expired.group(0);
     const Ending ending = wait_while(&expired, [&] { CHECK(group->expire(group->started_ns())); });
     CHECK(ending.outcome == Outcome::kExpired && ending.peer == 1);
-    const DirectPlan nothing = empty_plan();
+    const ArenaPlan nothing = empty_plan();
     CHECK(group->run(&nothing, {}, 2, 6).outcome == Outcome::kExpired);
 
-    DirectRanks nested(2);
-    DirectPlan outer = empty_plan();
+    SharedMemoryRanks nested(2);
+    ArenaPlan outer = empty_plan();
     bool is_refused = false;
     outer.rounds[0].pack = [&](const Addresses&, const Addresses&, int) {
       try {
@@ -243,7 +243,7 @@ void check_endings() {
     };
     CHECK(nested.group(0)->run(&outer, {}, 1, 5).outcome == Outcome::kDone && is_refused);
 
-    DirectRanks left(2);
+    SharedMemoryRanks left(2);
     CHECK(wait_while(&left, [&] { left.leave(1); }).outcome == Outcome::kClosed);
   }
 }
@@ -251,8 +251,8 @@ void check_endings() {
 // What rank 1 runs while rank 0 waits for 100 bytes with tag 5 in exchange 1.
 void check_disagreements() {
   const auto run_other = [](std::uint64_t num_bytes, std::uint64_t sequence, std::uint64_t tag) {
-    DirectRanks ranks(2);
-    const DirectPlan plan = sending(num_bytes);
+    SharedMemoryRanks ranks(2);
+    const ArenaPlan plan = sending(num_bytes);
     return wait_while(&ranks, [&] {
       CHECK(ranks.group(1)->run(&plan, {}, sequence, tag).outcome == Outcome::kDone);
     });
@@ -269,9 +269,9 @@ void check_nonsense() {
   for (const std::uint64_t offset :
        {std::uint64_t{0}, std::uint64_t{kArenaBytes}, std::uint64_t{kArenaBytes - 64},
         std::uint64_t{4097}, std::numeric_limits<std::uint64_t>::max() - 63}) {
-    DirectRanks ranks(2);
+    SharedMemoryRanks ranks(2);
     const Ending ending = wait_while(&ranks, [&] {
-      const tritondt::DirectBoard board(ranks.arena(1), 2);
+      const tritondt::ArenaBoard board(ranks.arena(1), 2);
       tritondt::Announcement& announcement =
           board.announcement(tritondt::parity_of(tritondt::first_round_of(1)), 0);
       announcement.tag.store(5);
@@ -285,9 +285,9 @@ void check_nonsense() {
 
 // A slot that a peer has not read is not written again, unless the peer says that it never will.
 void check_slots() {
-  DirectRanks ranks(2);
-  const DirectPlan plan = sending(100);
-  DirectGroup* const sender = ranks.group(1);
+  SharedMemoryRanks ranks(2);
+  const ArenaPlan plan = sending(100);
+  ArenaGroup* const sender = ranks.group(1);
   CHECK(sender->run(&plan, {}, 1, 5).outcome == Outcome::kDone);
   CHECK(sender->run(&plan, {}, 2, 5).outcome == Outcome::kDone);
   CHECK(sender->run(&plan, {}, 3, 5).outcome == Outcome::kPending);
@@ -298,16 +298,16 @@ void check_slots() {
 
 // Of two peers that a rank waits for, the last one wakes it.
 void check_bells() {
-  DirectRanks ranks(3);
-  DirectPlan both = receiving(100);
+  SharedMemoryRanks ranks(3);
+  ArenaPlan both = receiving(100);
   both.rounds[0].receives.push_back({2, 0, 100});
-  const DirectPlan plan = sending(100);
+  const ArenaPlan plan = sending(100);
   Ending ending = {};
   std::thread waiting([&] {
-    DirectGroup* const group = ranks.group(0);
+    ArenaGroup* const group = ranks.group(0);
     ending = complete(group, group->run(&both, {}, 1, 5));
   });
-  tritondt::Bell& bell = tritondt::DirectBoard(ranks.arena(0), 3).arrivals();
+  tritondt::Bell& bell = tritondt::ArenaBoard(ranks.arena(0), 3).arrivals();
   while (bell.wanted.load() == 0) std::this_thread::yield();
   CHECK(bell.wanted.load() == 2);
   CHECK(ranks.group(1)->run(&plan, {}, 1, 5).outcome == Outcome::kDone);
@@ -317,14 +317,14 @@ void check_bells() {
   CHECK(ending.outcome == Outcome::kDone);
   CHECK(bell.rings.load() == 2 && bell.wanted.load() == 0);
 
-  DirectRanks interrupted(2);
+  SharedMemoryRanks interrupted(2);
   interrupted.group(0)->interrupt();
-  CHECK(tritondt::DirectBoard(interrupted.arena(0), 2).arrivals().rings.load() == 1);
+  CHECK(tritondt::ArenaBoard(interrupted.arena(0), 2).arrivals().rings.load() == 1);
 }
 
 }  // namespace
 
-void check_direct_groups() {
+void check_arena_groups() {
   check_bells();
   check_exchanges();
   check_rounds();

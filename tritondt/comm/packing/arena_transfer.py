@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tritondt._C import CopyTable, DirectPlan, DirectProgram, DirectRound
+from tritondt._C import ArenaPlan, ArenaProgram, ArenaRound, CopyTable
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.packing.packed_transfer import moves, part_bytes
 from tritondt.comm.packing.piece_boxes import Held, PieceBoxes
@@ -18,13 +18,13 @@ from tritondt.planning.rounds import Piece, Round, last_rounds, pieces, rounds, 
 from tritondt.planning.slots import goes_past_cache, in_lines
 
 
-class DirectTransfer(NamedTuple):
+class ArenaTransfer(NamedTuple):
     """A transfer compiled to a program of the extension, and the places of its peers.
 
     Staged are terms that wait for those of later rounds.
     """
 
-    native: DirectProgram
+    native: ArenaProgram
     peers: tuple[int, ...]
     sent_bytes: int
     received_bytes: int
@@ -39,7 +39,7 @@ class DirectTransfer(NamedTuple):
 class ProgramTransfer(Transfer):
     """A transfer of whole tensors that is made as a program: it has no boxes."""
 
-    plan: DirectTransfer | None = None
+    plan: ArenaTransfer | None = None
 
 
 class _Peer(NamedTuple):
@@ -58,13 +58,13 @@ class _Packed(NamedTuple):
     num_bytes: int
 
 
-def direct_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int) -> DirectTransfer:
+def arena_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int) -> ArenaTransfer:
     """A transfer among `num_ranks` of `num_cores` compiled for their arenas, `chunk_bytes` of a message in a round."""
     written_bytes = max(_written_bytes(transfer), transfer.result_bytes)
     is_past_cache = goes_past_cache(written_bytes, num_ranks, num_cores)
     native, staged_bytes = _Compilation(transfer, num_ranks, chunk_bytes, is_past_cache).run()
     sends, receives = transfer.exchange.sends, transfer.exchange.receives
-    return DirectTransfer(
+    return ArenaTransfer(
         native,
         tuple(dict.fromkeys(found.peer for found in (*sends, *receives))),
         sum(part_bytes(transfer, part) for found in sends for part in found.parts),
@@ -95,7 +95,7 @@ class _Compilation:
         self.last = last_rounds((each.rounds for each in self.receives), self._moves)
         self.staged: dict[tuple[int, int | None, Piece], Held] = {}
 
-    def run(self) -> tuple[DirectPlan, int]:
+    def run(self) -> tuple[ArenaPlan, int]:
         """The program, and the bytes of terms that wait for those of later rounds."""
         num_rounds = max(len(each.rounds) for each in (*self.sends, *self.receives))
         staged_bytes = self._place_staged()
@@ -108,7 +108,7 @@ class _Compilation:
             self._round(number, [] if number else keeps, of_round, waited)
             for number, (of_round, waited) in enumerate(zip(kept, waiting, strict=True))
         ]
-        return DirectPlan(tuple(found)), staged_bytes
+        return ArenaPlan(tuple(found)), staged_bytes
 
     def _peers(self, messages: Sequence[Message]) -> list[_Peer]:
         return [_Peer(message.peer, rounds(message, self.itemsizes, self.chunk_bytes)) for message in messages]
@@ -138,7 +138,7 @@ class _Compilation:
 
     def _round(
         self, number: int, keeps: Sequence[CopyBox], kept: Sequence[Piece], waited: Sequence[Held]
-    ) -> DirectRound:
+    ) -> ArenaRound:
         """Round `number`, in which `keeps` are copied; terms `kept`, and `waited` since earlier ones, are reduced."""
         packed, arrived = self._placed(number), self._arrived(number)
         once = {found.start: found.pieces for found in packed}
@@ -153,7 +153,7 @@ class _Compilation:
                 unpacks += self.boxes.unpacks(held)
             else:
                 terms.append(held)
-        return DirectRound(
+        return ArenaRound(
             sends=[(found.peer, found.start, found.num_bytes) for found in packed],
             receives=[
                 (each.place, 0, self._num_bytes(each.rounds[number]))
