@@ -121,6 +121,7 @@ setup(
         *(f"tritondt.kernels.{package}" for package in find_packages(str(ROOT / "kernels"))),
     ],
     package_dir={"tritondt.kernels": "kernels"},
+    py_modules=["tritondt_autoload"],
     ext_modules=[
         Extension(
             "tritondt._C",

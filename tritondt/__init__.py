@@ -1,20 +1,17 @@
-"""tritondt moves a tensor from any layout on a mesh of ranks to any other: fewest bytes, no padding, one exchange."""
+"""tritondt moves a tensor from any layout on a mesh of ranks to any other: fewest bytes, no padding, one exchange.
 
-from types import ModuleType
+A name is imported when it is first asked for: `import tritondt` takes milliseconds, and planning imports no torch.
+"""
+
 from typing import TYPE_CHECKING
 
 from tritondt import _importing
 
-_importing.check_extension()
-
-with _importing.without_collections():
+if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    import tritondt.interop.registration  # torch's checkpoints and state dicts take distributed tensors
-    import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
-    from tritondt.comm.world import close as shutdown
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
     from tritondt.dtensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from tritondt.dtensor.gradient_norm import clip_grad_norm_
@@ -104,17 +101,51 @@ __all__ = [
     "redistribute",
     "redistribute_many",
     "set_timeout",
-    "shutdown",
     "to_torch",
     "zeros",
 ]
 
-# Public packages that are imported when they are first asked for: `T.debug.mark_step()` needs no import of its own.
-_ON_DEMAND = frozenset(("debug", "experimental", "fsdp", "nccl", "parallel", "random", "sharded"))
+# The module of every name, as above.
+_NAMES_OF = {
+    "torch.distributed.device_mesh": ("DeviceMesh",),
+    "tritondt.comm.work": ("Work",),
+    "tritondt.comm.world": ("abort", "close", "set_timeout"),
+    "tritondt.dtensor.distribute": ("distribute_module", "distribute_tensor"),
+    "tritondt.dtensor.factories": ("empty", "full", "linspace", "logspace", "ones", "rand", "randn", "zeros"),
+    "tritondt.dtensor.gradient_norm": ("clip_grad_norm_",),
+    "tritondt.dtensor.many": ("redistribute_many",),
+    "tritondt.dtensor.prefetch": ("prefetch",),
+    "tritondt.dtensor.tensor": ("DTensor",),
+    "tritondt.errors": tuple(name for name in __all__ if name.endswith(("Error", "Warning"))),
+    "tritondt.interop.with_torch": ("accelerate_torch", "answer_clients", "from_torch", "to_torch"),
+    "tritondt.kernels.memory": ("empty_cache",),
+    "tritondt.ops.propagation.replication": ("implicit_replication",),
+    "tritondt.redistribution.autograd": ("redistribute",),
+    "tritondt.redistribution.compile": ("explain",),
+    "tritondt.redistribution.implicit": ("explicit_redistribution",),
+    "tritondt.sharding.layout": ("Layout",),
+    "tritondt.sharding.mesh": ("Mesh", "init_device_mesh"),
+    "tritondt.sharding.placement": ("Partial", "Placement", "Replicate", "Shard", "parse_placements"),
+    "tritondt.sharding.spec": ("DTensorSpec", "TensorMeta", "compute_local_shape_and_global_offset"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names}
+_PACKAGES = frozenset(
+    ("debug", "errors", "experimental", "fsdp", "interop", "kernels", "nccl", "ops", "parallel", "random", "sharded")
+)
+
+_importing.check_extension()
+_importing.tell_torch()
 
 if not TYPE_CHECKING:  # to type checkers, a name that is in no list stays an error
 
-    def __getattr__(name: str) -> ModuleType:
-        if name in _ON_DEMAND:
-            return _importing.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module 'tritondt' has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name in _PACKAGES:
+            return _importing.import_quickly(f"{__name__}.{name}")  # which makes it an attribute
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'tritondt' has no attribute {name!r}")
+        module = _importing.import_quickly(_MODULE_OF[name])
+        found = globals()[name] = getattr(module, name)
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULE_OF, *_PACKAGES})

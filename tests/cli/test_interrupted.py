@@ -22,7 +22,7 @@ def interrupted():
 
 
 def test_a_command_that_is_interrupted_ends_with_one_line():
-    group = LazyGroup(commands_at={"run": f"{__name__}:interrupted"})
+    group = LazyGroup(commands_at={"run": (f"{__name__}:interrupted", "Ends.")})
     ended = CliRunner().invoke(group, ["run"])
     assert (ended.exit_code, ended.stderr, ended.stdout) == (130, "Error: interrupted\n", "")
 

@@ -16,9 +16,9 @@ from torch.testing import assert_close
 
 import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
+from tritondt._importing import when_imported
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.interop import checkpoint
-from tritondt.interop.when_imported import when_imported
 from tritondt.ops import set_fallback
 from tritondt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 

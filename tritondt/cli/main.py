@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 import tritondt
 from tritondt.errors import TritondtError
@@ -16,28 +17,43 @@ INTERRUPTED = 130
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are named by `module:attribute` and imported on first use.
+    """A group whose commands are named by `module:attribute` and imported when one is run.
 
-    Errors of our own end the program with their sentence and status 1, Ctrl-C with one line and status 130, as shells
-    have it; others keep their traceback.
+    Each has its line of help here, since a command's own would need its module, and most modules import torch. Errors
+    of our own end the program with their sentence and status 1, Ctrl-C with one line and status 130, as shells have
+    it; others keep their traceback.
     """
 
-    def __init__(self, *args: Any, commands_at: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, commands_at: Mapping[str, tuple[str, str]], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._commands_at = dict(commands_at)
+        self.commands_at = dict(commands_at)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of the commands in the order in which they were given."""
-        return list(self._commands_at)
+        return list(self.commands_at)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command; None for an unknown name."""
-        if cmd_name not in self._commands_at:
+        if cmd_name not in self.commands_at:
             return None
-        module, attribute = self._commands_at[cmd_name].split(":")
+        module, attribute = self.commands_at[cmd_name][0].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command), f"{module}:{attribute} is no command"
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands, each with its line."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self.commands_at.items()])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands that begin so, or else options."""
+        found = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in self.commands_at.items()
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command."""
@@ -53,12 +69,12 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     commands_at={
-        "demo": "tritondt.cli.demo.command:demo",
-        "bench": "tritondt.cli.main:bench",
-        "plan": "tritondt.cli.plan:plan",
-        "trace": "tritondt.cli.trace.command:trace",
-        "doctor": "tritondt.cli.doctor:doctor",
-        "tune": "tritondt.cli.tune:tune",
+        "demo": ("tritondt.cli.demo.command:demo", "Train a small GPT on 4 CPU ranks and on one process."),
+        "bench": ("tritondt.cli.main:bench", "Time tritondt in turns with others; compare results."),
+        "plan": ("tritondt.cli.plan:plan", "Explain a redistribution: steps, bytes, memory, time."),
+        "trace": ("tritondt.cli.trace.command:trace", "Run a program on ranks and write a timeline of it."),
+        "doctor": ("tritondt.cli.doctor:doctor", "Say what this machine has, and try each transport."),
+        "tune": ("tritondt.cli.tune:tune", "Time a GPU's kernels and record the fastest choices."),
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="""\b
@@ -80,11 +96,14 @@ _COLLECTIVES = (
 @click.group(
     cls=LazyGroup,
     commands_at={
-        "redistribute": "tritondt.cli.bench:redistribute",
-        **{name: f"tritondt.cli.bench.collective.command:{name}" for name in _COLLECTIVES},
-        "compare": "tritondt.cli.bench.compare:compare",
-        "calibrate": "tritondt.cli.bench.calibrate:calibrate",
-        "report": "tritondt.cli.bench.page:report",
+        "redistribute": ("tritondt.cli.bench:redistribute", "Time redistributions on CPU processes."),
+        **{
+            name: (f"tritondt.cli.bench.collective.command:{name}", f"Time {name} as nccl-tests does.")
+            for name in _COLLECTIVES
+        },
+        "compare": ("tritondt.cli.bench.compare:compare", "Print the ratios of two results' median times."),
+        "calibrate": ("tritondt.cli.bench.calibrate:calibrate", "Measure the prices that plans are made by."),
+        "report": ("tritondt.cli.bench.page:report", "Write one HTML page of all results in a folder."),
     },
 )
 def bench() -> None:

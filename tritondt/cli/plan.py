@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
 from tritondt import environment
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
 from tritondt.cli.progress import ProgressLine
-from tritondt.cli.torch_moves import torch_moves
-from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.errors import LayoutError
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
@@ -29,13 +27,23 @@ from tritondt.planning.traffic import MOST_MESSAGES, RankTraffic, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-        *(torch.complex64, torch.complex128),
-    )
+if TYPE_CHECKING:
+    from tritondt.cli.wide_traffic import WideTraffic
+
+# Torch would take a second to import.
+_ITEM_BYTES = {
+    "float32": 4,
+    "float64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+    "complex64": 8,
+    "complex128": 16,
 }
 
 
@@ -62,7 +70,7 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--to", "target", required=True, help="Placement on each mesh axis after.")
 @click.option("--from-order", "source_order", callback=_numbers, metavar="INTS", help="Cut order of the axes before.")
 @click.option("--to-order", "target_order", callback=_numbers, metavar="INTS", help="Cut order of the axes after.")
-@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="float32", show_default=True)
+@click.option("--dtype", type=click.Choice(list(_ITEM_BYTES)), default="float32", show_default=True)
 @click.option("--coordinate", callback=_numbers, metavar="INTS", help="The rank to explain.  [default: the first]")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
 @click.option(
@@ -116,11 +124,11 @@ def plan(
     if html is not None and html == png:
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
-    itemsize, costs = _DTYPES[dtype].itemsize, _costs(device, transport)
+    itemsize, costs = _ITEM_BYTES[dtype], _costs(device, transport)
     found = explain_layouts(before, after, itemsize, costs, coordinate)
     fields, lines, of_torch = json.loads(found.to_json()), [str(found)], None
     if against is not None:
-        fields["torch"], of_torch = _moved_by_torch(before, after, _DTYPES[dtype], found, device)
+        fields["torch"], of_torch = _moved_by_torch(before, after, dtype, found, device)
         lines.append(of_torch)
     lists = any(found is not None for found in (html, png, network))
     if all_ranks or lists:
@@ -156,12 +164,14 @@ def _costs(device: str, transport: str | None) -> CostTable:
 
 
 def _moved_by_torch(
-    before: Layout, after: Layout, dtype: torch.dtype, ours: Explanation, device: str
+    before: Layout, after: Layout, dtype: str, ours: Explanation, device: str
 ) -> tuple[dict[str, Any], str]:
     """What torch would move to the explained rank, as fields of JSON and as a line."""
+    torch = importlib.import_module("torch")
     version = str(torch.__version__)
     try:
-        collectives = torch_moves(before, after, dtype, ours.coordinate, device)
+        torch_moves = importlib.import_module("tritondt.cli.torch_moves").torch_moves
+        collectives = torch_moves(before, after, getattr(torch, dtype), ours.coordinate, device)
     except LayoutError as refusal:
         return {"version": version, "refusal": str(refusal)}, f"torch {version}: {refusal}"
     received = sum(each.received_bytes for each in collectives)
@@ -173,7 +183,10 @@ def _moved_by_torch(
 
 def _traffic(steps: Plan, itemsize: int, num_messages: int) -> RankTraffic | WideTraffic:
     """Traffic message by message, or by fans where messages are too many."""
-    return (rank_traffic if num_messages <= MOST_MESSAGES else WideTraffic)(steps, itemsize)
+    if num_messages <= MOST_MESSAGES:
+        return rank_traffic(steps, itemsize)
+    found: WideTraffic = importlib.import_module("tritondt.cli.wide_traffic").WideTraffic(steps, itemsize)
+    return found
 
 
 def _loads(traffic: RankTraffic | WideTraffic, network: Topology | None) -> dict[str, tuple[Spread, Link]]:
@@ -181,7 +194,7 @@ def _loads(traffic: RankTraffic | WideTraffic, network: Topology | None) -> dict
     if network is None:
         return {}
     return loads_by_kind(
-        traffic.link_loads(network) if isinstance(traffic, WideTraffic) else link_loads(traffic, network)
+        link_loads(traffic, network) if isinstance(traffic, RankTraffic) else traffic.link_loads(network)
     )
 
 

@@ -6,13 +6,16 @@ import importlib
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tritondt.cli.html_page import page, table
-from tritondt.cli.wide_traffic import WideTraffic
 from tritondt.planning.explain import Explanation
 from tritondt.planning.spread import Spread
 from tritondt.planning.topology import Link
 from tritondt.planning.traffic import RankTraffic
+
+if TYPE_CHECKING:
+    from tritondt.cli.wide_traffic import WideTraffic
 
 _MOST_GROUPS = 64
 _SIDE, _LEFT, _TOP = 640, 60, 30

@@ -18,9 +18,9 @@ from typing import Any, get_args
 import torch
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from tritondt._importing import LoaderThatAdds
 from tritondt.dtensor.tensor import DTensor
 from tritondt.errors import ArgumentError
-from tritondt.interop.when_imported import LoaderThatAdds
 
 _NEVER = frozenset(("torch", "tritondt", "builtins"))
 _NAME = "isinstance"

@@ -2,11 +2,22 @@
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
+from tritondt._importing import when_imported
 from tritondt.dtensor.tensor import DTensor
 from tritondt.interop.data_parallel import guard_distributed_data_parallel, guard_fully_shard, guard_replicate
-from tritondt.interop.when_imported import when_imported
-from tritondt.interop.with_torch import to_torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor as TorchDTensor
+
+
+def _to_torch(self: DTensor, device_mesh: "DeviceMesh | None" = None) -> "TorchDTensor":
+    """The torch.distributed.tensor.DTensor that shares this tensor's memory: see tritondt.to_torch."""
+    # By name: it imports modules that are importing this tensor's.
+    made: TorchDTensor = importlib.import_module("tritondt.interop.with_torch").to_torch(self, device_mesh)
+    return made
 
 
 def _add_checkpoints(_: ModuleType) -> None:
@@ -22,7 +33,7 @@ def _add_saving(module: ModuleType) -> None:
     importlib.import_module("tritondt.interop.transformers.saving").save_laid_out_models(module)
 
 
-DTensor.to_torch = to_torch  # type: ignore[attr-defined]
+DTensor.to_torch = _to_torch  # type: ignore[attr-defined]
 when_imported("torch.distributed.checkpoint.planner_helpers", _add_checkpoints)
 when_imported("torch.distributed._state_dict_utils", _add_state_dicts)
 when_imported("torch.distributed.fsdp._fully_shard._fsdp_init", guard_fully_shard)

@@ -4,6 +4,7 @@ Torch knows its own class there and takes any other tensor for a plain one, so t
 the shard of a rank as if it were the whole. The three functions through which all of it goes are wrapped.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,10 +17,18 @@ from tritondt.dtensor.tensor import DTensor
 
 
 def add_distributed_tensors(module: ModuleType) -> None:
-    """Wraps the functions of `torch.distributed._state_dict_utils`, before others import them by name."""
-    module._gather_state_dict = _gathering(module._gather_state_dict)  # type: ignore[attr-defined]
-    module._broadcast_tensors = _broadcasting(module._broadcast_tensors)  # type: ignore[attr-defined]
-    module._distribute_state_dict = _distributing(module._distribute_state_dict)  # type: ignore[attr-defined]
+    """Wraps the functions of `torch.distributed._state_dict_utils`, where others have imported them by name as well."""
+    for name, wrap in (
+        ("_gather_state_dict", _gathering),
+        ("_broadcast_tensors", _broadcasting),
+        ("_distribute_state_dict", _distributing),
+    ):
+        before = getattr(module, name)
+        wrapped = wrap(before)
+        setattr(module, name, wrapped)
+        for other in [sys.modules[each] for each in tuple(sys.modules) if each.startswith("torch.distributed.")]:
+            if vars(other).get(name) is before:
+                setattr(other, name, wrapped)
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from tritondt._importing import BACKEND
 from tritondt.errors import TransportError
 from tritondt.process_group.router import CPU, Router
 
-NAME = "tritondt"
 CUDA = torch.device("cuda")
 _Base: Any = dist.ProcessGroup
 
@@ -34,7 +34,7 @@ class Group(_Base):  # type: ignore[misc]
     def __init__(self, options: Any, backend_options: object = None) -> None:
         if backend_options is not None:
             raise TransportError(
-                f"a process group was given the options {backend_options!r}; the backend {NAME!r} takes none: "
+                f"a process group was given the options {backend_options!r}; the backend {BACKEND!r} takes none: "
                 "TRITONDT_NCCL_OPTIONS sets those of its communicators"
             )
         super().__init__(options.group_rank, options.group_size)
@@ -86,11 +86,11 @@ class Group(_Base):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
         """The backend's name in torch.distributed."""
-        return NAME
+        return BACKEND
 
     def name(self) -> str:
         """The backend's name in torch.distributed."""
-        return NAME
+        return BACKEND
 
     def get_group_store(self) -> dist.Store:
         """The store in which the group's ranks meet."""
@@ -132,11 +132,11 @@ class NcclBackend(_BackendBase):  # type: ignore[misc]
 
     def getBackendName(self) -> str:  # noqa: N802  C++ looks for it
         """The backend's name in torch.distributed."""
-        return NAME
+        return BACKEND
 
     def name(self) -> str:
         """The backend's name in torch.distributed."""
-        return NAME
+        return BACKEND
 
     @property
     def options(self) -> None:

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import torch
 
-from tritondt.interop.when_imported import when_imported
+from tritondt._importing import when_imported
 from tritondt.sharded.operators import call
 from tritondt.sharded.saving import rebuild_sharded_tensor
 from tritondt.sharded.tensor import ShardedTensor

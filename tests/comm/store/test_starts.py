@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tritondt import _importing
 from tritondt.comm.store import starts
 from tritondt.errors import PeerError, WorldError
 
@@ -102,7 +103,7 @@ def test_a_world_of_a_restart_without_keys_of_its_own_is_refused(monkeypatch):
     torchs, named = dist.PrefixStore("default_pg", store), starts.own_keys(store, 0, 1)
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_PORT", str(store.port))
-    monkeypatch.setattr(starts, "_was_late", True)
+    monkeypatch.setattr(_importing, "came_late", True)
     starts.check_keys(torchs)  # a first start
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     starts.check_keys(dist.PrefixStore("default_pg", named))

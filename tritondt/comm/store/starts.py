@@ -6,48 +6,30 @@ torchrun tells tells starts apart on one machine only: those who join later coun
 and the others answer. What dead ranks have left is no answer: each process has a number drawn for it.
 """
 
-import importlib
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from tritondt import environment
+from tritondt import _importing, environment
 from tritondt.comm.store import presence
 from tritondt.errors import PeerError, WorldError
 
-# torch.distributed has a function of the module's name.
-_handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
 # How often a rank looks for its start: often at first, when all come at once.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _LEADER = "tritondt/start"
-_was_late = False
-
-Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
-def register() -> None:
-    """Has init_process_group take stores of torchrun so, from now on."""
-    global _was_late
-    _was_late = dist.is_initialized()
-    for scheme in ("env", "tcp"):
-        _handlers[scheme] = _with_own_keys(_handlers[scheme])
-
-
-def _with_own_keys(handler: Handler) -> Handler:
-    @wraps(handler)
-    def handled(*arguments: Any, **named: Any) -> Iterator[tuple[Any, int, int]]:
-        for store, rank, size in handler(*arguments, **named):
-            # Without a number of ranks, which remote procedure calls allow, there are none to agree with.
-            found = own_keys(store, rank, size) if _is_of_torchrun(store) and size > 0 else store
-            if size > 0:
-                presence.announce_early(found, rank)
-            yield found, rank, size
-
-    return handled
+def with_own_keys(found: Iterator[tuple[Any, int, int]]) -> Iterator[tuple[Any, int, int]]:
+    """Stores, ranks and sizes as torch's rendezvous handler finds them, the stores of torchrun under own keys."""
+    for store, rank, size in found:
+        # Without a number of ranks, which remote procedure calls allow, there are none to agree with.
+        own = own_keys(store, rank, size) if _is_of_torchrun(store) and size > 0 else store
+        if size > 0:
+            presence.announce_early(own, rank)
+        yield own, rank, size
 
 
 def _is_of_torchrun(store: Any) -> bool:
@@ -118,7 +100,7 @@ def _confirmed(name: str, rank: int) -> str:
 def check_keys(store: Any) -> None:
     """WorldError where the default group's store has keys of ranks that torchrun has started before these."""
     restarts = environment.num_restarts()
-    if restarts and _was_late and _is_of_torchrun(getattr(store, "underlying_store", None)):
+    if restarts and _importing.came_late and _is_of_torchrun(getattr(store, "underlying_store", None)):
         raise WorldError(
             f"torchrun has started these ranks again ({restarts}), and its store has what those before them wrote: "
             "import tritondt before init_process_group, which gives each start keys of its own"
