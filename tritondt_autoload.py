@@ -18,7 +18,7 @@ def register() -> None:
 
 def _group(options: Any, backend_options: object = None) -> Any:
     is_late = "tritondt" not in sys.modules
-    importing = import_module("tritondt._importing")
+    importing: Any = import_module("tritondt._importing")
     if is_late:
         importing.came_late = True
         store = options.store

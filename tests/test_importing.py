@@ -47,7 +47,7 @@ def test_every_public_name_comes_from_the_module_that_type_checkers_read() -> No
     tree = ast.parse(Path(tritondt.__file__).read_text(encoding="utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     read = {
-        alias.asname or alias.name: node.module
+        alias.asname or alias.name: str(node.module)
         for node in checked.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
