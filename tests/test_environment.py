@@ -51,6 +51,7 @@ def test_variables_are_read_in_one_file() -> None:
 
 
 TIMES = "allowed is a number of seconds above 0, at most 100000000"
+LOGS = "allowed are 0, 1, debug, info, warning, error, and levels of world, moves, exchanges, such as info,moves=debug"
 OPTIONS = 'allowed is a JSON object of whole numbers and texts, such as {"max_ctas": 4}'
 
 
@@ -67,7 +68,8 @@ OPTIONS = 'allowed is a JSON object of whole numbers and texts, such as {"max_ct
         ("TRITONDT_TRANSPORT", "pigeons", environment.transport, "allowed are sockets, shared-memory and gloo"),
         ("TRITONDT_TRANSPORT", "", environment.transport, "allowed are sockets, shared-memory and gloo"),
         ("TRITONDT_DEBUG", "yes", environment.compares, "allowed are 0 and 1"),
-        ("TRITONDT_LOG", "true", environment.logs, "allowed are 0 and 1"),
+        *(("TRITONDT_LOG", value, environment.log_levels, LOGS)
+          for value in ("true", "", "move=debug", "moves", "info,", "=info", "moves=loud")),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_allowed(

@@ -1,6 +1,7 @@
 """The environment variables that tritondt reads, all of them, and nowhere else."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -16,6 +17,10 @@ _MAX_TIMEOUT_S = 1e8
 _FIRST_PORT, _NUM_PORTS = 15_000, 10_000
 # A shorter one could be found by trying.
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 16, 4096
+# Names of loggers under "tritondt", and levels that they take.
+_LOGGERS = ("", "world", "moves", "exchanges")
+_LOG_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_LOG_WORDS = {"1": "info,moves=debug"}
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 # Launchers that say who a process is, but not in the words of torch.distributed: the variable that tells so, and how to
 # start a program that they start. The host of rank 0 is MASTER_ADDR. MPI's go first: Slurm starts MPI's own daemons.
@@ -300,13 +305,32 @@ def flight_directory() -> str | None:
 
 
 def compares() -> bool:
-    """Whether ranks compare their next exchange before they run it: TRITONDT_DEBUG=1."""
-    return _switch("TRITONDT_DEBUG")
+    """Whether ranks compare their next exchange before they run it: TRITONDT_DEBUG=1, else what torch's DETAIL says."""
+    return _switch("TRITONDT_DEBUG") if "TRITONDT_DEBUG" in os.environ else _torchs_debug_level() == "detail"
 
 
-def logs() -> bool:
-    """Whether every redistribution that nobody asked for by name is logged: TRITONDT_LOG=1."""
-    return _switch("TRITONDT_LOG")
+def log_levels() -> dict[str, int]:
+    """Levels of `logging` by the name under "tritondt", "" for all: TRITONDT_LOG, else INFO where torch's is above OFF.
+
+    TRITONDT_LOG is a level, or levels by name, as in "info,moves=debug", which is what 1 stands for.
+    """
+    text = os.environ.get("TRITONDT_LOG")
+    if text is None:
+        return {"": logging.INFO} if _torchs_debug_level() in ("info", "detail") else {}
+    found: dict[str, int] = {}
+    for item in _LOG_WORDS.get(text, text).split(",") if text != "0" else ():
+        name, equals, level = item.strip().rpartition("=")
+        if level.lower() not in _LOG_LEVELS or name not in _LOGGERS or bool(equals) != bool(name):
+            raise WorldError(
+                f"TRITONDT_LOG={text!r} is set; allowed are 0, 1, debug, info, warning, error, and levels of "
+                f"{', '.join(filter(None, _LOGGERS))}, such as info,moves=debug"
+            )
+        found[name] = _LOG_LEVELS[level.lower()]
+    return found
+
+
+def _torchs_debug_level() -> str:
+    return os.environ.get("TORCH_DISTRIBUTED_DEBUG", "off").lower()
 
 
 def _switch(name: str) -> bool:

@@ -184,8 +184,8 @@ def test_what_operators_move_is_logged_where_asked_for(monkeypatch, caplog, caps
     for rank, line in enumerate(sorted(caplog.messages)):
         assert re.fullmatch(rf"rank {rank}{told}called at .*test_comm_mode\.py:\d+", line)
     monkeypatch.setenv("TRITONDT_LOG", "all")
-    with pytest.raises(T.WorldError, match="TRITONDT_LOG='all' is set; allowed are 0 and 1"):
-        run_ranks(1, lambda rank: environment.logs())
+    with pytest.raises(T.WorldError, match="TRITONDT_LOG='all' is set; allowed are 0, 1, debug, info,"):
+        run_ranks(1, lambda rank: environment.log_levels())
 
 
 def picture(mesh_shape: tuple[int, ...], placements: str, shape: tuple[int, ...], order: Any = None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tritondt import environment
+from tritondt import environment, logs
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.member import CommunicatorContext
@@ -19,6 +19,7 @@ class FakeWorld:
     """One rank of a world of any size, whose exchanges move nothing; it opens no store, no thread and no file."""
 
     def __init__(self, who: Identity) -> None:
+        logs.set_up()
         self.identity, self._costs = who, default_costs(who.size)
         self.flight = Flight(who.rank, who.size, None)
         self._communicators: dict[tuple[int, ...], FakeCommunicator] = {}

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tritondt import environment
+from tritondt import environment, logs
 from tritondt._C import Watchdog
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.forked import InheritedWorld
@@ -95,6 +95,7 @@ class ProcessWorld:
             asked_interface()
         memory.pool.most_bytes = environment.pool_bytes()
         self._compares = environment.compares()
+        logs.set_up()
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
         self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
@@ -105,6 +106,7 @@ class ProcessWorld:
         self._store_host.announce(self._store, who.rank)
         self._costs = self._agreed(default_costs(who.size))
         self._closed = False
+        logs.world.info("rank %d: world of %d ranks made, timeout %s", who.rank, who.size, self._timeout)
 
     def _agreed(self, own: dict[str, CostTable]) -> dict[str, CostTable]:
         """Cost tables of the rank that came first: all ranks read the same, and none waits for one that never comes."""
@@ -149,7 +151,15 @@ class ProcessWorld:
             )
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         with self.joining(name, ranks, self._timeout) as context:
-            return make(context)
+            made = make(context)
+        logs.world.info(
+            "rank %d: %s for tensors on %s made of ranks %s",
+            self.identity.rank,
+            type(made).__name__,
+            device_type,
+            ranks,
+        )
+        return made
 
     @contextmanager
     def joining(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> Iterator[ProcessContext]:
@@ -246,6 +256,7 @@ class ProcessWorld:
     def close(self) -> None:
         """Ends all communicators; a collective call."""
         self._closed = True
+        logs.world.info("rank %d: world of %d ranks closes", self.identity.rank, self.identity.size)
         try:
             self._end_rendezvous()  # before the others are met: the store may leave with one of them
             # In an order that all ranks share, whichever they used first: closing waits for the others.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from tritondt import logs
 from tritondt._importing import BACKEND
 from tritondt.errors import TransportError
 from tritondt.process_group.router import CPU, Router
@@ -40,6 +41,8 @@ class Group(_Base):  # type: ignore[misc]
         super().__init__(options.group_rank, options.group_size)
         self._store, self._num_splits = options.store, 0
         self._router = Router(options, self._configured_types)
+        logs.set_up()
+        logs.world.info("rank %d: %s made of ranks %s", options.group_rank, self._router.name, self._router.ranks)
         # What C++ asks a group for and does not forward to this class, it asks of these.
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # 2.15 asks it for rank, size and hooks
         self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)

@@ -10,15 +10,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch._ops import OpOverload
 
-from tritondt import environment, events
+from tritondt import events, logs
 from tritondt.comm.monitor.call_site import calling_line
 from tritondt.errors import ImplicitRedistributionError, ImplicitRedistributionWarning, PropagationError
 from tritondt.redistribution.compile import received_bytes
 from tritondt.redistribution.run import redistribute_local
 from tritondt.sharding.placement import placements_code, placements_text
 from tritondt.sharding.spec import DTensorSpec
-
-_logger = logging.getLogger("tritondt.moves")
 
 
 class _Watch(NamedTuple):
@@ -34,9 +32,9 @@ _watch: ContextVar[_Watch | None] = ContextVar("watch of implicit redistribution
 def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> torch.Tensor:
     """Local tensor of an argument of `op`, redistributed from `source` to the `target` that the operator needs.
 
-    ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. With TRITONDT_LOG=1 each
-    that sends bytes is a line of the logger "tritondt.moves", on stderr where nobody has set up logging. A meta tensor
-    has nothing to send: torch asks so for the shape of a product with zeros, as forward derivatives have.
+    ImplicitRedistributionError within `explicit_redistribution()`, where bytes would be sent. Each that sends
+    bytes is a record of the logger "tritondt.moves" at DEBUG. A meta tensor has nothing to send: torch asks so for the
+    shape of a product with zeros, as forward derivatives have.
     """
     if local.is_meta:
         return local.new_empty(target.local_shape)
@@ -45,7 +43,7 @@ def redistribute_input(op: OpOverload, local: torch.Tensor, source: DTensorSpec,
         _tell(op, source, target, watch)
     if events.enabled():
         events.emit(events.ImplicitRedistribution(str(op), str(source), str(target), source.shape))
-    if environment.logs():
+    if logs.moves.isEnabledFor(logging.DEBUG):
         _log(op, source, target)
     return redistribute_local(local, source, target)
 
@@ -68,10 +66,7 @@ def _log(op: OpOverload, source: DTensorSpec, target: DTensorSpec) -> None:
     num_bytes = received_bytes(source, target)
     if not num_bytes:
         return
-    if not _logger.hasHandlers():
-        _logger.addHandler(logging.StreamHandler())
-    _logger.setLevel(logging.INFO)
-    _logger.info(
+    logs.moves.debug(
         "rank %d: %s needs %s as %s, which moves up to %s bytes to a rank; called at %s",
         source.mesh.identity.rank,
         op,

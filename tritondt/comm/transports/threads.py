@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from tritondt import environment, identity
+from tritondt import environment, identity, logs
 from tritondt.comm import registry
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.forked import InheritedWorld
@@ -248,6 +248,7 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
     [0, 1, 4]
     """
     _guard_devices()
+    logs.set_up()
     scheduler, generation = TurnScheduler(size), identity.new_generation()
     table = CostTable(ranks_per_host=size) if costs is None else costs
     results: list[Result | None] = [None] * size
