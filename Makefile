@@ -15,8 +15,6 @@ DEADLINE ?= 560
 DRY_PYTHON ?= $(BIN)/python
 # Which modules `make mutants` changes, all of the core without a name: see tests/tools/mutation.py.
 ONLY ?=
-# What `make reference` describes.
-PUBLIC := tritondt $(addprefix tritondt.,debug experimental fsdp nccl ops parallel random sharded)
 # How long `make soak` runs; empty: until its tests end. A shell's own SECONDS is none.
 SOAK_SECONDS := $(if $(filter command line,$(origin SECONDS)),$(SECONDS))
 
@@ -27,7 +25,7 @@ CSRC := $(wildcard csrc/*/*.cpp csrc/*/*.h)
 CSRC_TESTS := $(wildcard $(foreach folder,tests/csrc/* tests/doubles/fake_nccl/* tests/doubles/fake_cuda benchmarks/nccl/no_op_nccl benchmarks/nccl/stub_cuda benchmarks/collectives/mpi_loops,$(folder)/*.cpp $(folder)/*.h))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv compiled demo test test-all soak mutants nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel reference format clean
+.PHONY: help venv compiled demo test test-all soak mutants nccl check check-style check-types check-stub check-warnings sanitize bench gpu gpu-dry versions wheel docs format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -160,8 +158,9 @@ wheel: venv ## build dist/: the source distribution, and from it a wheel tagged 
 	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist dist/linux/*.whl
 	mv dist/linux/*.tar.gz dist/ && rm -rf dist/linux
 
-reference: venv ## write the API reference, from docstrings, to build/reference/index.html
-	$(BIN)/python -m pdoc --output-directory build/reference $(PUBLIC)
+# mkdocs-material announces its successor, Zensical, at every run.
+docs: venv ## write the documentation site, strictly, to build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 format: venv ## rewrite Python and C++ in the project's format
 	$(BIN)/ruff format

@@ -150,6 +150,25 @@ def test_wheel_says_its_licence_and_what_it_needs(wheel: Path) -> None:
 
 
 @pytest.mark.extended
+def test_the_wheel_is_installed_by_its_name_and_plans_without_torch(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=200)
+    python = str(environment / "bin" / "python")
+    options = ["--quiet", "--disable-pip-version-check", "--no-index", "--no-deps", "--find-links", str(wheel.parent)]
+    subprocess.run([python, "-m", "pip", "install", *options, "tritondt"], check=True, timeout=200)
+    program = """
+from tritondt import Layout, parse_placements
+from tritondt._C import ArenaGroup
+from tritondt.planning.cost import CostTable
+from tritondt.planning.explain import explain_layouts
+source, target = (Layout((4,), parse_placements(each), (10, 3)) for each in ("S0", "R"))
+print(explain_layouts(source, target, 4, CostTable()).received_bytes)
+"""
+    ran = subprocess.run([python, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout == "84\n", ran.stderr
+
+
+@pytest.mark.extended
 def test_source_distribution_holds_all_that_a_build_reads(checkout: Path, tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "sdist", "--dist-dir", str(tmp_path)]
     subprocess.run(command, cwd=checkout, check=True)
