@@ -1,4 +1,4 @@
-"""The programs of examples/ run as ranks; the Python that README.md and the guides show; links, and README's size.
+"""The programs of examples/ run as ranks; the Python that README.md and the guides show; links.
 
 A block of Python in README.md or a guide is lines of a file of examples/, or else part of its page's program: the
 other blocks of the page, in order, which two ranks run.
@@ -16,7 +16,6 @@ from tests.harness.ports import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
-MAX_README_BYTES = 8192
 GUIDES = ("guide", "sharded_guide", "benchmark", "theory")
 PAGES = (REPOSITORY / "README.md", *(REPOSITORY / "docs" / f"{name}.md" for name in GUIDES))
 
@@ -134,8 +133,51 @@ def test_pages_show_python():
     assert all(shown_in(page) for page in PAGES)
 
 
-def test_readme_is_short():
-    assert (REPOSITORY / "README.md").stat().st_size <= MAX_README_BYTES
+# What stands around the program of README.md: heads that do not divide over 4 ranks, other inputs on each pair of 4.
+_AROUND = (
+    """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.out = nn.Linear(24, 96), nn.Linear(96, 24)
+
+    def forward(self, x):
+        return self.out(self.q(x).relu())
+
+def loss_of(model, group):
+    torch.manual_seed(group)
+    return model(torch.randn(3, 24)).square().mean()
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model, head_dim = Block(), 16
+alone = [loss_of(model, group).item() for group in range(2)]
+""",
+    """
+loss = loss_of(model, dist.get_rank() // 4)
+loss.backward()
+found = [None] * 8
+dist.all_gather_object(found, (model.q.weight.to_local().shape[0], abs(loss.item() - alone[dist.get_rank() // 4])))
+if dist.get_rank() == 0:
+    print([rows for rows, _ in found], max(error for _, error in found) < 1e-6)
+dist.destroy_process_group()
+""",
+)
+
+
+@pytest.mark.extended
+def test_the_readme_turns_a_program_of_torch_into_one_for_ranks_that_the_heads_do_not_divide_over(tmp_path):
+    (diff,) = re.findall(r"^```diff\n(.*?)^```$", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert diff.count("\n-") == diff.count("\n+") == 4
+    program = "\n".join(line[1:] for line in diff.splitlines() if not line.startswith("-"))
+    file = tmp_path / "program.py"
+    file.write_text(program.replace("cuda", "cpu").join(_AROUND))
+    # fully_shard cuts 2 heads' rows over 2 ranks; the fourth rank has no head.
+    assert run(file, 8, tmp_path).splitlines()[-1] == "[16, 16, 16, 0, 16, 16, 16, 0] True"
 
 
 def anchors_of(page):

@@ -114,5 +114,8 @@ def write_png(path: Path, title: str, traffic: RankTraffic | WideTraffic) -> Non
     end = len(rows) * size - 0.5
     image = axes.imshow(rows, cmap="Blues", interpolation="nearest", vmin=0, extent=(-0.5, end, end, -0.5))
     axes.set(title=title, xlabel="receiver", ylabel="sender")
+    whole = importlib.import_module("matplotlib.ticker").MaxNLocator
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(whole(integer=True))  # a rank has no half
     figure.colorbar(image, label="bytes" if size == 1 else f"bytes between groups of {size} ranks")
     figure.savefig(path, format="png", dpi=120)
