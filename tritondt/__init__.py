@@ -12,6 +12,7 @@ with _importing.without_collections():
 
     import tritondt.interop.registration  # torch's checkpoints and state dicts take distributed tensors
     import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
+    from tritondt.comm.transports.table import Transport, register_transport
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
     from tritondt.comm.world import close as shutdown
@@ -74,6 +75,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "TensorMeta",
+    "Transport",
     "TransportError",
     "TritondtError",
     "Work",
@@ -103,6 +105,7 @@ __all__ = [
     "randn",
     "redistribute",
     "redistribute_many",
+    "register_transport",
     "set_timeout",
     "shutdown",
     "to_torch",
