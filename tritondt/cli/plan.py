@@ -98,7 +98,7 @@ def plan(
     """Explain a redistribution: steps, messages, bytes, memory, time.
 
     Bytes and messages are what one rank will send; times come from the default cost table. A
-    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3) or S0(repeats=3). With --against
+    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3) or S0(block=64). With --against
     torch the installed torch says which collectives it would call, over Gloo or, for cuda, NCCL.
 
     \b
