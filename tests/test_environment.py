@@ -65,8 +65,6 @@ OPTIONS = 'allowed is a JSON object of whole numbers and texts, such as {"max_ct
           for value in ("", "0", "-1", "2.5", "nan", "1e3", "9" * 5000, "²")),
         *(("TRITONDT_NCCL_OPTIONS", value, environment.nccl_options, OPTIONS)
           for value in ("", "4", "{", "[]", '{"a": 1.5}', '{"a": true}', '{"a": null}', '{"a": NaN}')),
-        ("TRITONDT_TRANSPORT", "pigeons", environment.transport, "allowed are sockets, shared-memory and gloo"),
-        ("TRITONDT_TRANSPORT", "", environment.transport, "allowed are sockets, shared-memory and gloo"),
         ("TRITONDT_DEBUG", "yes", environment.compares, "allowed are 0 and 1"),
         *(("TRITONDT_LOG", value, environment.log_levels, LOGS)
           for value in ("true", "", "move=debug", "moves", "info,", "=info", "moves=loud")),

@@ -10,6 +10,7 @@ from tritondt import _importing
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from tritondt.comm.transports.table import Transport, register_transport
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
@@ -71,6 +72,7 @@ __all__ = [
     "Replicate",
     "Shard",
     "TensorMeta",
+    "Transport",
     "TransportError",
     "TritondtError",
     "Work",
@@ -100,6 +102,7 @@ __all__ = [
     "randn",
     "redistribute",
     "redistribute_many",
+    "register_transport",
     "set_timeout",
     "to_torch",
     "zeros",
@@ -108,6 +111,7 @@ __all__ = [
 # The module of every name, as above.
 _NAMES_OF = {
     "torch.distributed.device_mesh": ("DeviceMesh",),
+    "tritondt.comm.transports.table": ("Transport", "register_transport"),
     "tritondt.comm.work": ("Work",),
     "tritondt.comm.world": ("abort", "close", "set_timeout"),
     "tritondt.dtensor.distribute": ("distribute_module", "distribute_tensor"),

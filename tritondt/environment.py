@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from datetime import timedelta
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 from tritondt.errors import WorldError
 
@@ -188,22 +188,9 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-def transport() -> Literal["sockets", "shared-memory", "gloo"]:
-    """Transport of messages between processes: TRITONDT_TRANSPORT, shared-memory (the default), sockets or gloo."""
-    text = os.environ.get("TRITONDT_TRANSPORT", "shared-memory")
-    if text not in ("sockets", "shared-memory", "gloo"):
-        raise WorldError(f"TRITONDT_TRANSPORT={text!r} is set; allowed are sockets, shared-memory and gloo")
-    return cast(Literal["sockets", "shared-memory", "gloo"], text)
-
-
-def names_transport() -> bool:
-    """Whether TRITONDT_TRANSPORT is set."""
-    return "TRITONDT_TRANSPORT" in os.environ
-
-
-def groups_share_memory() -> bool:
-    """Whether process groups move tensors on the CPU through shared memory: unless TRITONDT_TRANSPORT names another."""
-    return transport() == "shared-memory"
+def transport() -> str | None:
+    """Name of what carries messages between processes: TRITONDT_TRANSPORT, None where it is not set."""
+    return os.environ.get("TRITONDT_TRANSPORT")
 
 
 def arena_bytes() -> int:

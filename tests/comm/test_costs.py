@@ -12,7 +12,8 @@ from tritondt.planning.cost import CostTable, Link
 
 def test_the_environment_changes_prices(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert default_costs(4) == prices.built_in(4, arena_bytes=16 << 20)
+    tables = prices.built_in(4)
+    assert default_costs(4) == {**tables, "cpu": prices.in_shared_memory(tables["cpu"], 16 << 20)}
     monkeypatch.setenv("TRITONDT_TRANSPORT", "sockets")
     assert default_costs(4) == prices.built_in(4)
     assert default_costs(4)["cpu"] == CostTable(ranks_per_host=4)

@@ -126,7 +126,8 @@ def make_group(rank: int) -> str:
 def test_the_others_hear_why_one_cannot_make_a_group() -> None:
     with GlooRanks(3, {"TRITONDT_TIMEOUT": f"{TIMEOUT_S}"}) as ranks:
         told = ranks.run(make_group)
-    why = "TRITONDT_TRANSPORT='carrier pigeon' is set; allowed are sockets, shared-memory and gloo"
+    names = "gloo, nccl, shared-memory, sockets and MODULE:NAME of your own"
+    why = f"TRITONDT_TRANSPORT='carrier pigeon' is set; allowed are {names}"
     assert told[_REFUSED] == why
     for rank in (0, 2):
         assert told[rank].startswith(f"rank {_REFUSED} failed while rank {rank} made process group "), told

@@ -30,6 +30,7 @@ PRINTED = {
         r"0\.0\.weight \(S0, S0\) \(3, 6\) of \(9, 6\)[\s\S]*1\.2\.weight \(S0, S1\) \(3, 5\)",
     ),
     "own_collective": (2, r"the ring gives \[1\.0, 3\.0, 5\.0, 7\.0, 9\.0, 11\.0, 13\.0\]"),
+    "own_transport": (2, r"over pipes: \[\[0\.0, 1\.0\], \[3\.0, 4\.0\], \[6\.0, 7\.0\], \[9\.0, 10\.0\]\]"),
     "own_pack": (None, r"transposed by the box: \[\[0, 3\], \[1, 4\], \[2, 5\]\]"),
     "redistribute": (4, r"exchange +\(S0, S0\) +\(R, S1\)[\s\S]*\(256, 1000\) -> \(1023, 500\).*\(256, 1000\)"),
     "sharded_tensor": (2, r"rank 0 holds \[\(1, 4\), \(4, 1\)\]"),

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 import torch
 
-from tritondt.comm import process_world
 from tritondt.comm.communicator import Communicator
 from tritondt.comm.member import ProcessContext
+from tritondt.comm.transports import table
 from tritondt.kernels import tables
 from tritondt.kernels.device_types import ByDeviceType
 from tritondt.process_group import stream
@@ -39,7 +39,7 @@ def doubled(
             ...
     """
     with ExitStack() as stack:
-        _replace(stack, process_world.transports, device_type, transport)
+        _replace(stack, table.makers, device_type, transport)
         _replace(stack, stream.nccl_devices, device_type, nccl_device)
         _replace(stack, tables.table_makers, device_type, table_maker)
         yield

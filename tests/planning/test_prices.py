@@ -55,7 +55,7 @@ def test_no_form_brings_more_bytes_than_where_latency_decides() -> None:
 @pytest.mark.parametrize(("size", "kinds"), [(8, ["reduce"]), (16, ["reduce", "gather"])])
 def test_terms_go_to_everybody_only_where_all_ranks_share_memory(size: int, kinds: list[str]) -> None:
     """On two hosts of 8 ranks, every rank would receive 15 terms of 16 kB, over the network."""
-    costs = prices.built_in(8, arena_bytes=1 << 24)["cpu"]
+    costs = prices.in_shared_memory(prices.built_in(8)["cpu"], 1 << 24)
     plan = make_plan(*layouts(size, (64, 64)), 4, costs)
     assert [step.kind for step in plan.steps] == kinds
     assert (why_more_bytes(plan, 4, costs) is None) == (size == 16)
@@ -63,7 +63,7 @@ def test_terms_go_to_everybody_only_where_all_ranks_share_memory(size: int, kind
 
 @pytest.mark.parametrize(("side", "kinds"), [(64, ["reduce"]), (1024, ["reduce", "gather"])])
 def test_small_terms_in_shared_memory_are_read_by_everybody(side: int, kinds: list[str]) -> None:
-    costs = prices.built_in(4, arena_bytes=1 << 27)["cpu"]
+    costs = prices.in_shared_memory(prices.built_in(4)["cpu"], 1 << 27)
     plan = make_plan(*layouts(4, (side, side)), 4, costs)
     assert [step.kind for step in plan.steps] == kinds
     reason = why_more_bytes(plan, 4, costs)

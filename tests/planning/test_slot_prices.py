@@ -5,12 +5,12 @@ import pytest
 from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
-from tritondt.planning.prices import built_in, from_json, to_json
+from tritondt.planning.prices import built_in, from_json, in_slots, to_json
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import parse_placements
 
 ARENA_BYTES = 16 << 20
-COSTS = built_in(8, 0, ARENA_BYTES)["cuda"]
+COSTS = in_slots(built_in(8)["cuda"], ARENA_BYTES)
 NCCL_ONLY = built_in(8)["cuda"]
 
 
@@ -22,7 +22,7 @@ def explained(
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "side", "in_slots", "by_nccl"),
+    ("source", "target", "side", "by_slots", "by_nccl"),
     [
         ("P", "R", 64, ["reduce"], ["all_reduce"]),  # one exchange: everybody adds all terms
         ("P", "R", 1024, ["all_reduce"], ["all_reduce"]),
@@ -33,10 +33,10 @@ def explained(
     ],
 )
 def test_forms_with_latency_first_where_messages_fit_slots(
-    source: str, target: str, side: int, in_slots: list[str], by_nccl: list[str]
+    source: str, target: str, side: int, by_slots: list[str], by_nccl: list[str]
 ) -> None:
     slots, nccl = (explained(source, target, side, costs) for costs in (COSTS, NCCL_ONLY))
-    assert [step.kind for step in slots.steps] == in_slots
+    assert [step.kind for step in slots.steps] == by_slots
     assert [step.kind for step in nccl.steps] == by_nccl
     assert sum(step.seconds for step in slots.steps) <= sum(step.seconds for step in nccl.steps)
 
@@ -77,14 +77,14 @@ PAIRS = ("R,S0", "S0,R")
 
 
 def test_ranks_agree_on_the_prices_of_slots() -> None:
-    tables = built_in(8, 1 << 20, ARENA_BYTES)
+    tables = {"cpu": built_in(8)["cpu"], "cuda": COSTS}
     assert from_json(to_json(tables)) == tables
     assert tables["cpu"].device_arena_bytes == 0
     assert CostTable().with_json('{"slots": {"latency_s": 1e-7}}').slots.latency_s == 1e-7
 
 
 def test_a_rank_alone_on_its_host_packs_for_nobody() -> None:
-    assert built_in(1, 0, ARENA_BYTES)["cuda"].slot_bytes(8) == 0
+    assert in_slots(built_in(1)["cuda"], ARENA_BYTES).slot_bytes(8) == 0
 
 
 def test_messages_of_a_narrower_dtype_have_the_price_of_nccls() -> None:

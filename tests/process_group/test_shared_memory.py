@@ -92,8 +92,8 @@ def reduce_where_one_rank_names_gloo(rank: int) -> tuple[list[str], bool]:
 
 def test_all_ranks_use_gloo_where_one_names_it(ranks: GlooRanks) -> None:
     told = (
-        r"collectives of process group \d+ on the CPU go over Gloo: TRITONDT_TRANSPORT names sockets or gloo on ranks "
-        r"\[2\], and shared memory takes all ranks; set it alike on all of them"
+        r"collectives of process group \d+ on the CPU go over Gloo: TRITONDT_TRANSPORT names another transport "
+        r"than shared-memory on ranks \[2\], and shared memory takes all ranks; set it alike on all of them"
     )
     for rank, (messages, has_memory) in enumerate(ranks.run(reduce_where_one_rank_names_gloo, timeout_s=100)):
         assert not has_memory

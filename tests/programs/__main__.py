@@ -17,7 +17,7 @@ from tests.programs.printing import listing, printed
 from tests.programs.ranks import Trace, quieten, run_on_processes
 from tests.programs.statements import Program
 
-SWITCHES = (*WEIGHTS, "partial", "outside", "no_grad", "inference_mode", "enable_grad", "refused")
+SWITCHES = (*WEIGHTS, "partial", "outside", "no_grad", "inference_mode", "enable_grad", "refused", "dealt")
 
 
 def main() -> int:

@@ -33,8 +33,8 @@ WEIGHTS: Mapping[str, float] = {
     "reshape_in_place": 1.5, "requires_grad": 1, "backward": 3, "grad": 3, "hook": 1, "compile": 2,
     "to_local": 3, "full_tensor": 2, "from_local": 2,
 }  # fmt: skip
-# Kinds that came later: without them a seed gives the program that it gave before.
-LATER = ("to_local", "full_tensor", "from_local")
+# Kinds of statements, and blocks dealt in turns, that came later: without them a seed gives the program of before.
+LATER = ("to_local", "full_tensor", "from_local", "dealt")
 WRITES = frozenset({*WRITING, "backward", "grad", "hook"})
 REFUSED_SHARE = 0.05
 # So many programs in a row share a mesh, some shapes and some layouts: what was decided for one then serves another.
@@ -110,7 +110,8 @@ class Generator:
         if chosen.random() < 0.8:
             chosen = random.Random(f"family {self._family}, {shape}, {dtype}, {chosen.randrange(4)}")
         while True:
-            placements, order = random_placements(chosen, self.mesh_shape, tuple(shape), dtype)
+            is_dealt = "dealt" not in self._leave_out
+            placements, order = random_placements(chosen, self.mesh_shape, tuple(shape), dtype, is_dealt=is_dealt)
             if "partial" not in self._leave_out or not any(placement.is_partial() for placement in placements):
                 return tuple(map(repr, placements)), order
 

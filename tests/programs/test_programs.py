@@ -69,7 +69,7 @@ def test_a_seed_gives_the_program_of_before_without_the_kinds_that_came_later():
     assert first == Make("v0", 353, (6, 7, 5), "bool", ("S0(repeats=2)", "R", "S0"))
     assert random_program(122390, (*WITHOUT, *LATER)).statements[6].source.endswith("v2.mul_(v3)")
     kinds = {it.kind for seed in range(20) for it in random_program(seed, WITHOUT).statements}
-    assert kinds.issuperset(LATER)
+    assert kinds.issuperset({*LATER} & {*WEIGHTS})
 
 
 @pytest.mark.filterwarnings("ignore")

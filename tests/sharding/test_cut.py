@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.harness.oracle.arithmetic import pieces
-from tritondt.sharding.cut import Cut
+from tritondt.sharding.cut import BlockCyclicCut, ChunkCut, Cut
 from tritondt.sharding.intervals import Intervals, total
 from tritondt.sharding.placement import Shard
 
@@ -36,10 +36,12 @@ def some_cuts(length: int, parts: int) -> Iterator[Shard]:
             0, sizes=(rest, *[0] * (parts - 2), block - rest)[:parts] if parts > 1 else (block,), repeats=repeats
         )
         yield Shard(0, sizes=(*[0] * (parts - 1), block), repeats=repeats)
+    for block in (1, 2, 3, 5, length + 1):
+        yield Shard(0, block=block)
 
 
 def cut_of(shard: Shard, length: int, parts: int) -> Cut:
-    return Cut(parts, length, shard.unit, shard.sizes, shard.repeats)
+    return shard.cut(parts, length)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 8])
@@ -62,6 +64,8 @@ def test_the_second_cut_takes_what_the_first_left(length: int, parts: int) -> No
             for repeats in (value for value in (1, 2, 3) if length % value == 0):
                 if (length // repeats) % first.unit == 0:
                     check_nested(held, length, parts, Shard(0, unit=1, repeats=repeats))
+            for block in (1, 2, 3):
+                check_nested(held, length, parts, Shard(0, block=block))
 
 
 def check_nested(held: torch.Tensor, length: int, parts: int, shard: Shard) -> None:
@@ -89,22 +93,30 @@ def test_pieces_that_meet_are_found_without_listing_them(length: int, parts: int
 
 def test_pieces_are_found_by_arithmetic_where_there_are_many() -> None:
     """A billion indices in a million pieces: listing any of them would take minutes."""
-    cut = Cut(1 << 20, 1 << 30)
+    cut = ChunkCut(1 << 20, 1 << 30)
     assert cut.piece(((0, 1 << 30),), 12345) == ((12345 << 10, 12346 << 10),)
     assert cut.pieces_meeting(((0, 1 << 30),), ((5 << 10, (7 << 10) + 1),)) == [5, 6, 7]
     far = 1_000_000 << 10
     assert cut.pieces_meeting(((0, 1 << 30),), ((5 << 10, (5 << 10) + 1), (far, far + 1))) == [5, 1_000_000]
 
 
+def test_dealt_blocks_are_found_by_arithmetic_where_there_are_many() -> None:
+    cut = BlockCyclicCut(1 << 20, 1 << 30, 1 << 8)
+    period = 1 << 28
+    assert cut.piece(((0, 1 << 30),), 5) == tuple((turn * period + 1280, turn * period + 1536) for turn in range(4))
+    assert cut.pieces_meeting(((0, 1 << 30),), ((250, 300), (period + 1, period + 2))) == [0, 1]
+    assert cut.largest(1 << 30) == 1 << 10
+
+
 def test_units_stay_whole() -> None:
     """10 heads of 128 over 4 ranks are 3, 3, 3 and 1 heads."""
-    cut = Cut(4, 1280, unit=128)
+    cut = ChunkCut(4, 1280, unit=128)
     assert [total(cut.piece(((0, 1280),), index)) // 128 for index in range(4)] == [3, 3, 3, 1]
 
 
 def test_what_an_earlier_cut_has_left_is_bounded_in_units() -> None:
-    assert Cut(2, 16, unit=4).largest(8) == 4
+    assert ChunkCut(2, 16, unit=4).largest(8) == 4
 
 
 def test_only_blocks_that_are_held_in_part_are_visited() -> None:
-    assert list(Cut(2, 12, repeats=3)._blocks(((0, 3), (4, 5)))) == [((0, 3),), ((4, 5),)]
+    assert list(ChunkCut(2, 12, repeats=3)._blocks(((0, 3), (4, 5)))) == [((0, 3),), ((4, 5),)]

@@ -11,7 +11,7 @@ import click
 from tritondt.cli import ranks
 from tritondt.cli.flight.command import flight
 from tritondt.cli.machine import Finding, machine_findings
-from tritondt.cli.smoke import Clock, Passed, Ranks, smoke_test, transports
+from tritondt.cli.smoke import Clock, Passed, Ranks, smoke_test, transports_here
 
 _WIDTH = 100
 _INDENT = 16
@@ -65,7 +65,7 @@ def smoke_findings(seconds: float) -> list[Finding]:
         return [*found, Finding("exchange", "OK")]
     transport, reason = smoke.failed
     known = [each.transport for each in smoke.passed]
-    left = [name for name in transports() if name not in (transport, *known)]
+    left = [name for name in transports_here() if name not in (transport, *known)]
     advice = "the traceback above names the call; TRITONDT_SOCKET_IFNAME chooses an interface, TRITONDT_TRANSPORT "
     advice += f"another transport (passed: {', '.join(known) or 'none'})"
     not_tested = [Finding(f"{name} test", "not reached", "note", "mend what failed before") for name in left]

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritondt import environment
 from tritondt.cli.outputs import refuse_unwritable
 from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write_html, write_png
 from tritondt.cli.progress import ProgressLine
+from tritondt.comm.transports.table import chosen, named, transports
 from tritondt.errors import LayoutError
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
@@ -75,8 +75,7 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose prices.")
 @click.option(
     "--transport",
-    type=click.Choice(["sockets", "shared-memory"]),
-    help="What carries messages between CPUs.  [default: TRITONDT_TRANSPORT, or shared-memory]",
+    help="What carries messages: a transport's name.  [default: TRITONDT_TRANSPORT, or shared-memory and nccl]",
 )
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
@@ -107,7 +106,7 @@ def plan(
     """Explain a redistribution: steps, messages, bytes, memory, time.
 
     Bytes and messages are what one rank will send; times come from the default cost table. A
-    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3) or S0(repeats=3). With --against
+    placement is R, P, P(max), S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3) or S0(block=64). With --against
     torch the installed torch says which collectives it would call, over Gloo or, for cuda, NCCL.
 
     \b
@@ -158,9 +157,14 @@ def plan(
 
 def _costs(device: str, transport: str | None) -> CostTable:
     """Default prices on a type of device, of ranks whose messages a transport carries."""
-    is_shared = (environment.transport() if transport is None else transport) == "shared-memory"
-    arena_bytes, is_placed = environment.arena_bytes(), environment.packs_into_peers()
-    return built_in(CostTable().ranks_per_host, arena_bytes * is_shared, arena_bytes * is_placed)[device]
+    found = chosen(device) if transport is None else named(transport, "--transport")
+    if device not in found.device_types:
+        fitting = " and ".join(each.name for each in transports() if device in each.device_types)
+        raise click.UsageError(
+            f"--transport {found.name} carries tensors on {' and '.join(found.device_types)}, not on {device}; allowed "
+            f"for --device {device} are {fitting}"
+        )
+    return found.price(built_in(CostTable().ranks_per_host)[device])
 
 
 def _moved_by_torch(

@@ -23,12 +23,11 @@ from tritondt.cli.launch import RankFailedError, run_on_ranks
 from tritondt.cli.machine import Finding, machine_findings
 from tritondt.comm import world
 from tritondt.comm.objects import gather_objects
-from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
+from tritondt.comm.transports import table
 from tritondt.debug.tracing.clock import Offset, answer_pings, ping
 from tritondt.errors import TritondtError
 
 NUM_RANKS = 2
-_ON_CPU = ("sockets", "gloo")
 # Rows of unequal number, small and large: eager messages, and more than a socket's buffer takes at once.
 _SHAPES = ((5, 3), (1025, 511))
 _ROUNDS_AT_ONCE = 4
@@ -46,7 +45,7 @@ class Began:
 class Passed:
     """A transport whose test passed: the number of exchanges, and the median seconds of the small and large ones.
 
-    With `is_elsewhere` the ranks share no memory, and "shared-memory" sent everything over sockets.
+    With `is_elsewhere` another transport carried it all: of ranks that share no memory, sockets.
     """
 
     transport: str
@@ -92,9 +91,18 @@ class Smoke:
     ranks: Ranks | None = None
 
 
-def transports() -> tuple[str, ...]:
+def tested_transports(*, is_one_host: bool, has_gpus: bool) -> tuple[str, ...]:
+    """Names of the transports that ranks can be tested with, of which each has a GPU of its own, or none needs one."""
+    return tuple(
+        transport.name
+        for transport in table.transports()
+        if ("cpu" in transport.device_types or has_gpus) and (transport.crosses_hosts or is_one_host)
+    )
+
+
+def transports_here() -> tuple[str, ...]:
     """Transports that can be tested by this process and one more of this machine."""
-    return (*_ON_CPU, "shared-memory", *(("nccl",) if torch.cuda.device_count() >= NUM_RANKS else ()))
+    return tested_transports(is_one_host=True, has_gpus=torch.cuda.device_count() >= NUM_RANKS)
 
 
 def smoke_test(seconds: float) -> Smoke:
@@ -165,9 +173,9 @@ def _compare_hosts(tell: Callable[[object], None]) -> tuple[str, ...]:
         )
     )
     gpus = [(host, place) for host, (place, count) in told if place < count]
-    # Ranks of several hosts share no memory.
-    on_one_host = ("shared-memory",) if len(first_on) == 1 else ()
-    return (*_ON_CPU, *on_one_host, *(("nccl",) if len(set(gpus)) == len(told) else ()))
+    own_names = tested_transports(is_one_host=len(first_on) == 1, has_gpus=len(set(gpus)) == len(told))
+    known = gather_objects(own_names)  # a transport of one's own may be registered on some ranks alone
+    return tuple(name for name in own_names if all(name in names for names in known))
 
 
 def _places_of_gpus() -> tuple[int, int]:
@@ -178,11 +186,11 @@ def _places_of_gpus() -> tuple[int, int]:
 
 def _tested(name: str, rank: int, seconds: float) -> Passed:
     """Rows to columns and terms to their sum, in turns until the time is over, on rank 0's word."""
-    device = "cuda" if name == "nccl" else "cpu"
+    transport = table.named(name)
+    device = "cpu" if "cpu" in transport.device_types else transport.device_types[0]
     if device == "cuda":
         torch.cuda.set_device(_places_of_gpus()[0])
-    else:
-        os.environ["TRITONDT_TRANSPORT"] = name
+    os.environ["TRITONDT_TRANSPORT"] = name
     num_ranks = dist.get_world_size()
     mesh = T.init_device_mesh(device, (num_ranks,), mesh_dim_names=("ranks",))
     times: dict[tuple[int, ...], list[float]] = {shape: [] for shape in _SHAPES}
@@ -193,9 +201,8 @@ def _tested(name: str, rank: int, seconds: float) -> Passed:
         goes_on.fill_(time.monotonic() - started < seconds)
         dist.broadcast(goes_on, 0)
     small, large = (median(times[shape]) for shape in _SHAPES)
-    is_elsewhere = name == "shared-memory" and not isinstance(
-        world.current().communicator(tuple(range(num_ranks))), SharedMemoryCommunicator
-    )
+    carrying = world.current().communicator(tuple(range(num_ranks)), device)
+    is_elsewhere = not isinstance(carrying, transport.communicator_class)
     return Passed(name, 2 * sum(map(len, times.values())), small, large, is_elsewhere)
 
 

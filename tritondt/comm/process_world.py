@@ -4,19 +4,17 @@ A communicator is made on first use, by exactly the ranks in it, under a store p
 through new_group, whose counters diverge when only some ranks call it.
 """
 
-import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
 from tritondt import environment, logs
@@ -29,25 +27,17 @@ from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.flight_folder import FlightFolder, TemporaryFlightFolder
 from tritondt.comm.monitor.watch import Watch
 from tritondt.comm.nccl import aborts
-from tritondt.comm.nccl.library import nccl_library
-from tritondt.comm.nccl.streams import CudaStreams
 from tritondt.comm.registry import World
 from tritondt.comm.secret import Secret
 from tritondt.comm.store import presence, starts
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.store.rendezvous import Rendezvous
-from tritondt.comm.transports.arenas import share_arenas
-from tritondt.comm.transports.device_arenas import share_device_arenas
-from tritondt.comm.transports.gloo import GlooCommunicator
-from tritondt.comm.transports.interfaces import asked_filter, asked_interface
-from tritondt.comm.transports.nccl import NcclCommunicator
-from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
-from tritondt.comm.transports.sockets import SocketCommunicator
+from tritondt.comm.transports import table as transport_table
+from tritondt.comm.transports.interfaces import asked_filter
 from tritondt.errors import TransportError, WorldError
 from tritondt.identity import Identity
 from tritondt.kernels import memory
-from tritondt.kernels.device_types import ByDeviceType
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
 
@@ -91,8 +81,7 @@ class ProcessWorld:
         )
         self._watch = Watch(self._store_client, who.rank)
         asked_filter()  # what is not allowed is refused now, on all ranks
-        if environment.transport() == "gloo":
-            asked_interface()
+        transport_table.check_settings()
         memory.pool.most_bytes = environment.pool_bytes()
         self._compares = environment.compares()
         logs.set_up()
@@ -143,12 +132,7 @@ class ProcessWorld:
         return found
 
     def _connected(self, ranks: tuple[int, ...], device_type: str) -> Communicator:
-        make = transports.get(device_type)
-        if make is None:
-            raise TransportError(
-                f"a communicator for tensors on {device_type} was asked for; there are transports for "
-                f"{' and '.join(transports)}"
-            )
+        make = transport_table.maker(device_type)
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
         with self.joining(name, ranks, self._timeout) as context:
             made = make(context)
@@ -341,39 +325,6 @@ def _presence() -> dist.Store:
     return presence.of_group(store)
 
 
-def _on_cpu(context: ProcessContext) -> Communicator:
-    uses_gloo = environment.transport() == "gloo"
-    _agree_on_gloo(context, uses_gloo)
-    if uses_gloo:
-        return GlooCommunicator(context)
-    arenas = share_arenas(context)
-    return SocketCommunicator(context) if arenas is None else SharedMemoryCommunicator(context, arenas)
-
-
-def _agree_on_gloo(context: ProcessContext, uses_gloo: bool) -> None:
-    """WorldError where this rank's messages go over Gloo, and those of the rank that came first do not, or so."""
-    own = json.dumps([context.rank, "Gloo" if uses_gloo else "shared memory or sockets"])
-    key = f"{context.key}/messages"
-    found = context.client.call(lambda store: store.compare_set(key, "", own), context.timeout.total_seconds())
-    (rank, first), (_, here) = json.loads(found), json.loads(own)
-    if first != here:
-        raise WorldError(
-            f"rank {rank} exchanges messages of {context.name} over {first}, rank {context.rank} over {here}; set "
-            "TRITONDT_TRANSPORT alike on all ranks"
-        )
-
-
-def _on_gpu(context: ProcessContext) -> Communicator:
-    device = torch.device("cuda", torch.cuda.current_device())
-    streams = CudaStreams(device)
-    streams.current().synchronize()  # makes the device's context, where there is none yet
-    return NcclCommunicator(context, nccl_library(), streams, share_device_arenas(context, device.index, device))
-
-
-# What makes communicators, by the type of the devices that tensors are on.
-transports = ByDeviceType[Callable[[ProcessContext], Communicator]](cpu=_on_cpu, cuda=_on_gpu)
-
-
 def _name_of(ranks: tuple[int, ...]) -> str:
     """Name of a communicator in the store and in flight records, short for any number of ranks.
 
@@ -407,11 +358,8 @@ def _watching(flight: Flight) -> Watchdog:
 def default_costs(world_size: int) -> dict[str, CostTable]:
     """Cost tables by the type of device: TRITONDT_COSTS over the built-in prices; WorldError where that is no table."""
     per_host, given = environment.ranks_per_host(), environment.costs()
-    arena_bytes, is_placed = environment.arena_bytes(), environment.packs_into_peers()
-    is_shared = environment.transport() == "shared-memory"
-    tables = prices.built_in(
-        world_size if per_host is None else per_host, arena_bytes * is_shared, arena_bytes * is_placed
-    )
+    environment.arena_bytes()  # what is not allowed is refused now, whether a transport needs it or not
+    tables = transport_table.built_in_costs(world_size if per_host is None else per_host)
     if given is None:
         return tables
     try:

@@ -143,7 +143,7 @@ def _input(tensor: DTensor, placements: Placements, mesh: Mesh, *, redistribute:
 def _is_uneven(layout: Layout) -> bool:
     """Whether ranks may hold different lengths of a dim."""
     cuts = [layout.cut(axis) for axis in layout.axes_where(Shard)]
-    return any(cut.sizes is not None or cut.length % (cut.parts * cut.unit * cut.repeats) for cut in cuts)
+    return not all(cut.is_even for cut in cuts)
 
 
 def _output(result: Any, placements: Placements, mesh: Mesh, *, uneven: bool) -> Any:

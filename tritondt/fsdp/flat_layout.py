@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tritondt.kernels.boxes import CastBox, CopyBox
 from tritondt.sharding.coordinates import coordinate_at
-from tritondt.sharding.cut import Cut
+from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.strides import dense_strides
 
 
@@ -33,7 +33,7 @@ class Member(NamedTuple):
         start, stop = 0, self.shape[self.dim]
         sizes = self.cuts or (num_ranks,)
         for size, index in zip(sizes, coordinate_at(rank, sizes), strict=True):
-            first, last = Cut(size, stop - start).bounds(stop - start, index)
+            first, last = ChunkCut(size, stop - start).bounds(stop - start, index)
             start, stop = start + first, start + last
         return start, stop
 

@@ -95,7 +95,7 @@ def torch_placements(layout: Layout) -> list[Any]:
     if not _is_even(layout):
         raise LayoutError(
             f"torch's DTensor cannot hold {layout} of {layout.shape}: there axes cut a dim from left to right, into "
-            "the pieces of torch.chunk; redistribute to Shard(dim) without unit, sizes, repeats and order first"
+            "the pieces of torch.chunk; redistribute to Shard(dim) without unit, sizes, repeats, block and order first"
         )
     found = []
     for axis, placement in enumerate(layout.placements):

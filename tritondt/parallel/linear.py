@@ -178,5 +178,5 @@ class RowLinear(LinearRun):
         bias, wanted = distributed_parameter(module, "bias"), self.wanted
         assert isinstance(bias, DTensor), f"the bias of {module} is distributed with its weight"
         if isinstance(wanted, Shard):
-            wanted = Shard(0, wanted.unit, wanted.sizes, wanted.repeats)
+            wanted = wanted.on(0)
         return bias.redistribute(placements=(wanted,)).to_local()

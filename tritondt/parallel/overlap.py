@@ -106,7 +106,7 @@ def is_divisible(spec: DTensorSpec) -> bool:
     return (
         len(spec.placements) == 1
         and isinstance(placement, Shard)
-        and placement.repeats == 1
+        and placement.is_one_run
         and placement.dim != spec.ndim - 1
     )
 
@@ -116,7 +116,7 @@ def _schedule_of(spec: DTensorSpec, asked: int | None) -> ChunkSchedule:
     if not is_divisible(spec):
         raise LayoutError(
             f"{spec} on {spec.mesh} cannot travel in chunks of positions; allowed is Shard of a dim before the last, "
-            'without repeats, on a mesh of one axis, such as mesh["tp"]'
+            'without repeats or block, on a mesh of one axis, such as mesh["tp"]'
         )
     if asked is None:
         return ChunkSchedule(spec, _shares(spec), merges=True)

@@ -12,7 +12,7 @@ from math import prod
 
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.coordinates import coordinate_at, position_of
-from tritondt.sharding.cut import Cut
+from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Coordinate, Layout
 
@@ -55,7 +55,7 @@ class FlatPieces:
     def bounds(self, coordinate: Coordinate) -> tuple[int, int]:
         """Flat positions [start, stop) in the layout's local tensor that a coordinate takes."""
         size = prod(self.layout.local_shape(coordinate))
-        return Cut(self.parts, size).bounds(size, self.part(coordinate))
+        return ChunkCut(self.parts, size).bounds(size, self.part(coordinate))
 
     def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
         """Regions that a coordinate takes, in the order in which they lie in its flat piece."""

@@ -44,18 +44,31 @@ CUDA = CostTable(
 )
 
 
-def built_in(ranks_per_host: int, arena_bytes: int = 0, device_arena_bytes: int = 0) -> dict[str, CostTable]:
-    """Built-in tables by the type of device, for so many ranks on each host, whose processes may share memory.
+def built_in(ranks_per_host: int) -> dict[str, CostTable]:
+    """Built-in tables by the type of device, for so many ranks on each host, whose messages go over sockets or NCCL.
 
-    So many bytes of it belong to each rank, on the host or on its GPU.
-
-    >>> built_in(8)["cpu"].one_shot_bytes, built_in(8, arena_bytes=1 << 20)["cpu"].one_shot_bytes
-    (0, 262144)
+    >>> built_in(8)["cpu"].ranks_per_host, built_in(8)["cpu"].one_shot_bytes
+    (8, 0)
     """
-    cpu, cuda = CPU, replace(CUDA, device_arena_bytes=device_arena_bytes)
-    if arena_bytes:
-        cpu = replace(CPU, one_shot_bytes=_SHARED_MEMORY_ONE_SHOT_BYTES, arena_bytes=arena_bytes)
-    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", cpu), ("cuda", cuda))}
+    return {name: replace(table, ranks_per_host=ranks_per_host) for name, table in (("cpu", CPU), ("cuda", CUDA))}
+
+
+def in_shared_memory(table: CostTable, arena_bytes: int) -> CostTable:
+    """Prices of processes that read each other's messages in shared memory, of which so much belongs to each rank.
+
+    >>> in_shared_memory(CPU, 1 << 20).one_shot_bytes
+    262144
+    """
+    return replace(table, one_shot_bytes=_SHARED_MEMORY_ONE_SHOT_BYTES, arena_bytes=arena_bytes)
+
+
+def in_slots(table: CostTable, arena_bytes: int) -> CostTable:
+    """Prices of ranks that pack messages into each other's GPU memory, of which so much of each GPU is for that.
+
+    >>> in_slots(CUDA, 1 << 20).device_arena_bytes
+    1048576
+    """
+    return replace(table, device_arena_bytes=arena_bytes)
 
 
 def with_prices(tables: Mapping[str, CostTable], text: str) -> dict[str, CostTable]:

@@ -18,6 +18,7 @@ from tritondt.comm.daemons import within
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
+from tritondt.comm.transports import table as transport_table
 from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
 from tritondt.process_group.checks import check_parts, check_plain_dtypes
 from tritondt.process_group.cpu_works import FinishedWork, StagedWork
@@ -91,8 +92,8 @@ def _all_want_memory(store: "dist.Store", name: str, ranks: Sequence[int]) -> bo
     others = [rank for rank, wish in zip(ranks, wishes, strict=True) if wish.decode() != _MEMORY]
     if others:
         warnings.warn(
-            f"collectives of {name} on the CPU go over Gloo: TRITONDT_TRANSPORT names sockets or gloo on ranks "
-            f"{others}, and shared memory takes all ranks; set it alike on all of them",
+            f"collectives of {name} on the CPU go over Gloo: TRITONDT_TRANSPORT names another transport "
+            f"than shared-memory on ranks {others}, and shared memory takes all ranks; set it alike on all of them",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -117,7 +118,7 @@ class Router:
         store = asked = dist.PrefixStore(f"gloo/{making}", options.store)
         try:
             presence.announce(store, rank)
-            wants_memory = size > 1 and environment.groups_share_memory()
+            wants_memory = size > 1 and transport_table.chosen("cpu").groups_share_memory
             # Before Gloo connects the ranks: afterwards all wishes are there.
             store.set(_wish(rank), _MEMORY if wants_memory else _GLOO)
             asked = dist.PrefixStore(f"gloo/{making}", options.store.clone())

@@ -4,6 +4,7 @@ Cuts nest: the second axis that shards a dim cuts what the first left it, laid e
 answered by arithmetic on piece bounds, or by bisection where the sizes are given, never by listing pieces.
 """
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,9 +22,42 @@ from tritondt.sharding.intervals import (
 from tritondt.sharding.lengths import least
 
 
+class Cut(ABC):
+    """Division of a dim of `length` indices among the `parts` coordinates of one axis; `Shard.cut` makes it.
+
+    Whoever asks what coordinates hold asks the cut: a new kind of cut is a subclass, and a form of Shard.
+    """
+
+    __slots__ = ()
+
+    parts: int
+    length: int
+
+    @property
+    @abstractmethod
+    def is_even(self) -> bool:
+        """Whether all coordinates take equally many of all indices."""
+
+    @abstractmethod
+    def bounds(self, held: int, index: int) -> Interval:
+        """Positions [start, stop) that piece `index` takes of `held` positions, where the piece is one run of them."""
+
+    @abstractmethod
+    def piece(self, held: Intervals, index: int) -> Intervals:
+        """Indices of the dim that piece `index` takes of the indices `held`."""
+
+    @abstractmethod
+    def pieces_meeting(self, held: Intervals, wanted: Intervals) -> list[int]:
+        """Numbers of the pieces of `held` that hold any index of `wanted`, ascending."""
+
+    @abstractmethod
+    def largest(self, held: int) -> int:
+        """Most positions that any piece takes of `held` positions; an upper bound where that depends on which."""
+
+
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Division of a dim of `length` indices among the `parts` coordinates of one axis.
+class ChunkCut(Cut):
+    """Division in one piece for each coordinate, as torch.chunk cuts, or in one of each of several blocks.
 
     A block is the dim divided by `repeats`; what is held of a block, laid end to end, is cut in pieces of
     ceil(units / parts) units, trailing pieces short or empty.
@@ -39,10 +73,15 @@ class Cut:
     def __post_init__(self) -> None:
         object.__setattr__(self, "_ends", tuple(accumulate(self.sizes or ())))
 
+    @property
+    def is_even(self) -> bool:
+        """Whether all coordinates take equally many of all indices."""
+        return self.sizes is None and self.length % (self.parts * self.unit * self.repeats) == 0
+
     def bounds(self, held: int, index: int) -> Interval:
         """Positions [start, stop) that piece `index` takes of `held` positions.
 
-        >>> [Cut(4, 10).bounds(10, i) for i in range(4)]
+        >>> [ChunkCut(4, 10).bounds(10, i) for i in range(4)]
         [(0, 3), (3, 6), (6, 9), (9, 10)]
         """
         if self.sizes is not None:
@@ -100,6 +139,74 @@ class Cut:
         size = self.length // self.repeats
         for start, stop in _grouped_by_block(held, size):
             yield intersect_intervals(held, ((start, stop),))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCyclicCut(Cut):
+    """Division in blocks of `block` positions, dealt to the coordinates in turns; the last block may be short.
+
+    Source: the block-cyclic distribution of ScaLAPACK, whose NUMROC counts what a process has (with a block size NB,
+    and the first block on process 0).
+    """
+
+    parts: int
+    length: int
+    block: int
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all coordinates take equally many of all indices."""
+        return self.length % self._period == 0
+
+    @property
+    def _period(self) -> int:
+        """Positions in which every coordinate has one block."""
+        return self.parts * self.block
+
+    def bounds(self, held: int, index: int) -> Interval:
+        """Positions of the one run that a lone coordinate takes; no other is asked for runs (`Shard.is_one_run`)."""
+        assert self.parts == 1, f"piece {index} of {self} is several blocks, not one run"
+        return 0, held
+
+    def piece(self, held: Intervals, index: int) -> Intervals:
+        """Indices of the dim that piece `index` takes of the indices `held`.
+
+        >>> BlockCyclicCut(2, 7, 2).piece(((0, 7),), 0), BlockCyclicCut(2, 7, 2).piece(((0, 1), (3, 7)), 1)
+        (((0, 2), (4, 6)), ((4, 6),))
+        """
+        if self.parts == 1:
+            return held
+        found: list[Interval] = []
+        first, passed = index * self.block, 0
+        for low, high in held:
+            end = passed + high - low
+            # The first block of the piece that ends behind `passed` positions.
+            start = max((passed - first - self.block) // self._period + 1, 0) * self._period + first
+            while start < end:
+                found.append((low - passed + max(start, passed), low - passed + min(start + self.block, end)))
+                start += self._period
+            passed = end
+        return merge(found)
+
+    def pieces_meeting(self, held: Intervals, wanted: Intervals) -> list[int]:
+        """Numbers of the pieces of `held` that hold any index of `wanted`, ascending."""
+        common = intersect_intervals(held, wanted)
+        found: set[int] = set()
+        for position, (start, stop) in zip(positions(held, common), common, strict=True):
+            first, last = position // self.block, (position + stop - start - 1) // self.block
+            if last - first + 1 >= self.parts:
+                return list(range(self.parts))
+            found.update(block % self.parts for block in range(first, last + 1))
+        return sorted(found)
+
+    def largest(self, held: int) -> int:
+        """Most positions that any piece takes of `held` positions: those of the first piece.
+
+        >>> BlockCyclicCut(2, 7, 2).largest(7)
+        4
+        """
+        rounds, rest = divmod(held, self._period)
+        return rounds * self.block + min(rest, self.block)
 
 
 def _grouped_by_block(held: Intervals, size: int) -> Iterator[Interval]:

@@ -156,7 +156,7 @@ class Layout:
         return (self.region(coordinate),)
 
     def boxes(self, coordinate: Coordinate) -> tuple[Box, ...]:
-        """Boxes that a coordinate holds: one without `repeats`, none where the coordinate holds nothing."""
+        """Boxes that a coordinate holds: one without `repeats` and `block`, none where the coordinate holds nothing."""
         return tuple(regions.boxes(self.region(coordinate)))
 
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
@@ -170,8 +170,8 @@ class Layout:
             return regions.total(self.intervals(dim, coordinate))
         held = self.shape[dim]
         for axis in self.axes_of_dim[dim]:
-            cut = self.cut(axis)
-            if cut.repeats != 1:
+            cut, shard = self.cut(axis), self.placements[axis]
+            if not (isinstance(shard, Shard) and shard.is_one_run):
                 self._check_known(dim)
             start, stop = cut.bounds(held, coordinate[axis])
             held = stop - start
@@ -283,7 +283,7 @@ def _checked_placements(
                 raise LayoutError(f"axis {axis} shards dim {placement.dim}, but a tensor of shape {shape} has {dims}")
             if placement.dim < 0:
                 dim = placement.dim + len(shape)
-                placement = Shard(dim, placement.unit, placement.sizes, placement.repeats)
+                placement = placement.on(dim)
         checked.append(placement)
     ops = {placement.reduce_op for placement in checked if isinstance(placement, Partial)}
     if len(ops) > 1 and ops != {"sum", "avg"}:
@@ -331,30 +331,19 @@ def _checked_cuts(
                     f"sizes are allowed only for the first cut of a dim: put axis {axis} first in order=..."
                 )
             for earlier_axis, earlier_shard in earlier:
-                if earlier_shard.unit % shard.unit:
+                if earlier_shard.grain % shard.unit:
+                    kind = earlier_shard.grain_name
                     raise LayoutError(
                         f"axis {axis} cuts dim {dim} in units of {shard.unit} after axis {earlier_axis} has cut it in "
-                        f"units of {earlier_shard.unit}; a later unit must divide every earlier one: give axis "
-                        f"{earlier_axis} unit={lcm(shard.unit, earlier_shard.unit)}"
+                        f"{kind}s of {earlier_shard.grain}; a later unit must divide every earlier one: give axis "
+                        f"{earlier_axis} {kind}={lcm(shard.unit, earlier_shard.grain)}"
                     )
-            cuts[axis] = Cut(mesh_shape[axis], shape[dim], shard.unit, shard.sizes, shard.repeats)
+            cuts[axis] = shard.cut(mesh_shape[axis], shape[dim])
             earlier.append((axis, shard))
     return tuple(cuts)
 
 
 def _check_shard(axis: int, parts: int, shard: Shard, length: int) -> None:
-    asked = f"axis {axis} of size {parts} cuts dim {shard.dim} of length {length} by {shard!r}"
-    block = length // shard.repeats
-    if length % shard.repeats:
-        raise LayoutError(f"{asked}; repeats must divide the length")
-    if block % shard.unit:
-        what = "the length" if shard.repeats == 1 else f"a block's length {block}"
-        raise LayoutError(f"{asked}; the unit must divide {what}")
-    if shard.sizes is None:
-        return
-    if len(shard.sizes) != parts:
-        raise LayoutError(f"{asked}; {len(shard.sizes)} sizes were given, allowed are {parts}, one per coordinate")
-    if sum(shard.sizes) != block:
-        raise LayoutError(f"{asked}; the sizes sum to {sum(shard.sizes)}, they must sum to {block}")
-    if any(size % shard.unit for size in shard.sizes):
-        raise LayoutError(f"{asked}; every size must be a multiple of the unit")
+    misfit = shard.misfit(parts, length)
+    if misfit is not None:
+        raise LayoutError(f"axis {axis} of size {parts} cuts dim {shard.dim} of length {length} by {shard!r}; {misfit}")

@@ -81,12 +81,8 @@ def _global_shape(mesh: Mesh, placements: tuple[Placement, ...], local_shape: tu
         if isinstance(placement, Shard):
             given = placements[axis]
             assert isinstance(given, Shard), f"{given!r} was taken for a shard"
-            if given.sizes is not None and given.sizes[mesh.coordinate[axis]]:
-                shape[placement.dim] = shape[placement.dim] // given.sizes[mesh.coordinate[axis]] * sum(given.sizes)
-            elif given.sizes is not None:
-                shape[placement.dim] = sum(given.sizes) * given.repeats
-            else:
-                shape[placement.dim] *= mesh.shape[axis]
+            dim, index = placement.dim, mesh.coordinate[axis]
+            shape[dim] = given.whole_length(shape[dim], mesh.shape[axis], index)
     return tuple(shape)
 
 

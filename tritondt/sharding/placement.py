@@ -1,18 +1,19 @@
 """Placements of a tensor along one mesh axis, as plain values that know nothing of ranks or of torch.
 
 The text form is short and reads back: ``S0``, ``S1(unit=128)``, ``S0(sizes=5/0/3)``, ``S0(repeats=3)``,
-``R``, ``P(sum)``; a tuple of placements is written ``(S0, R)``.
+``S0(block=64)``, ``R``, ``P(sum)``; a tuple of placements is written ``(S0, R)``.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Any, Literal, cast, get_args
 
 from tritondt.errors import LayoutError
 from tritondt.errors.arguments import checked, checked_class
-from tritondt.sharding.cut import Cut
+from tritondt.sharding.cut import BlockCyclicCut, ChunkCut, Cut
 
 ReduceOp = Literal["sum", "avg", "max", "min", "product"]
 ElementKind = Literal["float", "complex", "int", "bool"]
@@ -69,10 +70,9 @@ def _size_and_offset(shard: "Shard", curr_local_size: int, num_chunks: int, rank
     """Length of piece `rank` of so many indices cut in `num_chunks` pieces, and the place where it starts among them.
 
     The place is relative to the `curr_local_size` indices that are cut. An empty piece starts at their end. LayoutError
-    for a piece of several blocks (`repeats`), which has no one place.
+    for a piece of several blocks (`repeats`, `block`), which has no one place.
     """
-    cut = Cut(num_chunks, curr_local_size, shard.unit, shard.sizes, shard.repeats)
-    held = cut.piece(((0, curr_local_size),) if curr_local_size else (), rank)
+    held = shard.cut(num_chunks, curr_local_size).piece(((0, curr_local_size),) if curr_local_size else (), rank)
     if len(held) > 1:
         raise LayoutError(
             f"{shard} gives piece {rank} of {curr_local_size} indices {len(held)} blocks, at no one offset"
@@ -89,18 +89,21 @@ class Shard(Placement):
     `dim` is a tensor dim, counted from the end where negative. `unit` is a number of indices that stay together: pieces
     are whole multiples of it (heads, quantisation blocks). `sizes` are the lengths of the pieces in indices, one per
     coordinate; they sum to the length, and are for the first cut of a dim only. With `repeats` the dim is so many equal
-    blocks, each cut alike (merged q, k and v). Pieces may be uneven and empty; nothing is padded.
+    blocks, each cut alike (merged q, k and v). With `block`, alone, blocks of so many indices are dealt to the
+    coordinates in turns, the last one short: ScaLAPACK's block-cyclic distribution, in which each coordinate keeps its
+    share of every part of the dim. Pieces may be uneven and empty; nothing is padded.
 
     Raises LayoutError for values that no tensor could have; `Layout` refuses those that one tensor has not.
 
-    >>> Shard(0), Shard(1, unit=128), Shard(0, sizes=(5, 0, 3)), Shard(0, repeats=3)
-    (S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3))
+    >>> Shard(0), Shard(1, unit=128), Shard(0, sizes=(5, 0, 3)), Shard(0, repeats=3), Shard(0, block=64)
+    (S0, S1(unit=128), S0(sizes=5/0/3), S0(repeats=3), S0(block=64))
     """
 
     dim: int
     unit: int = 1
     sizes: tuple[int, ...] | None = None
     repeats: int = 1
+    block: int | None = None
 
     # torch calls this of the class as well as of a placement.
     local_shard_size_and_offset = _SizeAndOffset()
@@ -108,7 +111,8 @@ class Shard(Placement):
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
             raise LayoutError(f"Shard takes a tensor dim as an int, got {self.dim!r}")
-        for name, value in (("unit", self.unit), ("repeats", self.repeats)):
+        counts = (("unit", self.unit), ("repeats", self.repeats), ("block", 1 if self.block is None else self.block))
+        for name, value in counts:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise LayoutError(f"Shard({self.dim}) got {name}={value!r}; allowed is an int of 1 or more")
         if self.sizes is not None:
@@ -116,11 +120,22 @@ class Shard(Placement):
             if any(not isinstance(size, int) or size < 0 for size in sizes):
                 raise LayoutError(f"Shard({self.dim}) got sizes={sizes}; allowed are ints of 0 or more")
             object.__setattr__(self, "sizes", sizes)
+        if self.block is not None and (self.unit, self.sizes, self.repeats) != (1, None, 1):
+            given = ", ".join(self._details())
+            raise LayoutError(
+                f"Shard({self.dim}) got {given}; allowed is block alone: blocks are dealt in turns, without "
+                "unit, sizes and repeats"
+            )
 
     def __hash__(self) -> int:
         return self.dim  # equal placements have equal dims; a hash of four fields takes three times as long
 
     def __repr__(self) -> str:
+        details = self._details()
+        return f"S{self.dim}" + (f"({', '.join(details)})" if details else "")
+
+    def _details(self) -> list[str]:
+        """The fields beside the dim that say something, as text that `parse_placements` reads."""
         details = []
         if self.unit != 1:
             details.append(f"unit={self.unit}")
@@ -128,7 +143,144 @@ class Shard(Placement):
             details.append("sizes=" + "/".join(map(str, self.sizes)))
         if self.repeats != 1:
             details.append(f"repeats={self.repeats}")
-        return f"S{self.dim}" + (f"({', '.join(details)})" if details else "")
+        if self.block is not None:
+            details.append(f"block={self.block}")
+        return details
+
+    def cut(self, parts: int, length: int) -> Cut:
+        """Division of `length` indices among `parts` coordinates.
+
+        >>> Shard(0, block=2).cut(2, 7).piece(((0, 7),), 1)
+        ((2, 4), (6, 7))
+        """
+        if self.block is not None:
+            return BlockCyclicCut(parts, length, self.block)
+        return ChunkCut(parts, length, self.unit, self.sizes, self.repeats)
+
+    def misfit(self, parts: int, length: int) -> str | None:
+        """Clause that says why `length` indices cannot be cut so among `parts` coordinates; None where they can."""
+        block = length // self.repeats
+        if length % self.repeats:
+            return "repeats must divide the length"
+        if block % self.unit:
+            what = "the length" if self.repeats == 1 else f"a block's length {block}"
+            return f"the unit must divide {what}"
+        if self.sizes is None:
+            return None
+        if len(self.sizes) != parts:
+            return f"{len(self.sizes)} sizes were given, allowed are {parts}, one per coordinate"
+        if sum(self.sizes) != block:
+            return f"the sizes sum to {sum(self.sizes)}, they must sum to {block}"
+        if any(size % self.unit for size in self.sizes):
+            return "every size must be a multiple of the unit"
+        return None
+
+    @property
+    def is_one_run(self) -> bool:
+        """Whether each piece is one run of what is cut."""
+        return self.repeats == 1 and self.block is None
+
+    @property
+    def grain(self) -> int:
+        """Number of indices of which every piece has whole multiples, where the length has: later units divide it.
+
+        >>> Shard(0, unit=4).grain, Shard(0, block=6).grain
+        (4, 6)
+        """
+        return self.unit if self.block is None else self.block
+
+    @property
+    def grain_name(self) -> str:
+        """Name of the field that says the grain."""
+        return "unit" if self.block is None else "block"
+
+    def cut_of_block(self, parts: int, length: int) -> ChunkCut | None:
+        """Cut of each of the `repeats` equal blocks, of which coordinates have one run; None where blocks are dealt."""
+        return ChunkCut(parts, length // self.repeats, self.unit, self.sizes) if self.block is None else None
+
+    def on(self, dim: int) -> "Shard":
+        """The same cut of another dim, as long.
+
+        >>> Shard(0, unit=4).on(2)
+        S2(unit=4)
+        """
+        return Shard(dim, self.unit, self.sizes, self.repeats, self.block)
+
+    def whole_length(self, held: int, parts: int, index: int) -> int:
+        """Length of a dim of which coordinate `index` holds `held`; without sizes, as if all held as much."""
+        if self.sizes is None:
+            return held * parts
+        own = self.sizes[index]
+        return held // own * sum(self.sizes) if own else sum(self.sizes) * self.repeats
+
+    def scaled(self, outer: int, inner: int) -> "Shard":
+        """The cut of this dim merged with `outer` indices outside it and `inner` inside.
+
+        LayoutError where that is no one cut.
+
+        >>> Shard(0, unit=2).scaled(3, 5), Shard(0, block=2).scaled(1, 5)
+        (S0(unit=10, repeats=3), S0(block=10))
+        """
+        if self.block is not None:
+            if outer != 1:
+                raise LayoutError(f"{self!r} would deal its blocks anew in each of {outer} indices outside it")
+            return Shard(self.dim, block=max(self.block * inner, 1))
+        sizes = None if self.sizes is None else tuple(size * inner for size in self.sizes)
+        return Shard(self.dim, max(self.unit * inner, 1), sizes, self.repeats * outer)
+
+    def divided(self, inner: int) -> "Shard | None":
+        """The cut of a dim each of whose indices is `inner` of this cut's; None where a piece ends inside of one.
+
+        Without sizes and blocks pieces end where their units do, whose lengths the caller must know to be multiples.
+
+        >>> Shard(0, unit=10).divided(5), Shard(0, sizes=(4, 6)).divided(4), Shard(0, block=6).divided(3)
+        (S0(unit=2), None, S0(block=2))
+        """
+        if self.block is not None:
+            return None if self.block % inner else Shard(self.dim, block=self.block // inner)
+        if self.sizes is None:
+            return Shard(self.dim, lcm(self.unit, inner) // inner, None, self.repeats)
+        if any(size % inner for size in self.sizes):
+            return None
+        sizes = tuple(size // inner for size in self.sizes)
+        return Shard(self.dim, lcm(self.unit, inner) // inner, sizes, self.repeats)
+
+    def of_whole_blocks(self, parts: int, length: int, start: int, stop: int, *, is_lone: bool) -> "Shard | None":
+        """The cut of indices [start, stop) by which coordinates keep their own, whole blocks; None where there is none.
+
+        `is_lone` says whether no other axis cuts the dim.
+
+        >>> Shard(0, repeats=3).of_whole_blocks(2, 12, 4, 12, is_lone=True)
+        S0(repeats=2)
+        >>> Shard(0, block=2).of_whole_blocks(2, 12, 4, 9, is_lone=True)
+        S0(block=2)
+        """
+        if self.block is not None:
+            return self if is_lone and start % (parts * self.block) == 0 else None
+        block = length // self.repeats
+        if start % block or stop % block:
+            return None
+        return Shard(self.dim, self.unit, self.sizes, (stop - start) // block)
+
+
+def joined(shards: Sequence[Shard], lengths: Sequence[int], parts: int, *, is_lone: bool) -> Shard | None:
+    """The cut of tensors joined along the dim that `shards` cut, if each coordinate's parts are its part of the whole.
+
+    `is_lone` says whether no other axis cuts the dim.
+
+    >>> joined([Shard(0), Shard(0, repeats=2)], [4, 8], 2, is_lone=True)
+    S0(repeats=3)
+    >>> [joined([Shard(0, block=2)] * 2, lengths, 2, is_lone=True) for lengths in ([4, 3], [3, 4])]
+    [S0(block=2), None]
+    """
+    first = shards[0]
+    if any(shard.block is not None for shard in shards):
+        alike = is_lone and all(shard == first for shard in shards)
+        return first if alike and all(length % (parts * first.grain) == 0 for length in lengths[:-1]) else None
+    blocks = {(length // shard.repeats, shard.unit, shard.sizes) for shard, length in zip(shards, lengths, strict=True)}
+    if len(blocks) > 1:
+        return None
+    return Shard(first.dim, first.unit, first.sizes, sum(shard.repeats for shard in shards))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +395,7 @@ def _placement_code(placement: Placement) -> str:
     if not isinstance(placement, Shard):
         return "Replicate()"
     details = [str(placement.dim)]
-    for name, default in (("unit", 1), ("sizes", None), ("repeats", 1)):
+    for name, default in (("unit", 1), ("sizes", None), ("repeats", 1), ("block", None)):
         value = getattr(placement, name)
         if value != default:
             details.append(f"{name}={value}")
@@ -252,7 +404,7 @@ def _placement_code(placement: Placement) -> str:
 
 _SHARD = re.compile(r"S(-?\d+)(?:\((.*)\))?")
 _PARTIAL = re.compile(r"P(?:\((\w+)\))?")
-_DETAIL = re.compile(r"\s*(?:(unit|repeats)=(\d+)|sizes=(\d+(?:/\d+)*))\s*")
+_DETAIL = re.compile(r"\s*(?:(unit|repeats|block)=(\d+)|sizes=(\d+(?:/\d+)*))\s*")
 
 
 def _parse_placement(text: str) -> Placement:
@@ -265,7 +417,7 @@ def _parse_placement(text: str) -> Placement:
     if match is None or None in details:
         raise LayoutError(
             f"cannot read the placement {text!r}; allowed are R, P, P(op), S<dim> and "
-            "S<dim>(unit=4, sizes=5/0/3, repeats=2), for example (S0, R)"
+            "S<dim>(unit=4, sizes=5/0/3, repeats=2) or S<dim>(block=64), for example (S0, R)"
         )
     found: dict[str, Any] = {}
     for name, count, sizes in (detail.groups() for detail in details if detail is not None):
@@ -280,7 +432,8 @@ def _parse_placement(text: str) -> Placement:
 def parse_placements(text: str) -> tuple[Placement, ...]:
     """Placements that a text names: S0, R, P or P(op), separated by commas, in parentheses or not.
 
-    A shard may have unit, sizes and repeats: S0(unit=4), S0(sizes=5/0/3). Raises LayoutError for any other text.
+    A shard may have unit, sizes and repeats, or block: S0(unit=4), S0(sizes=5/0/3), S0(block=64). Raises LayoutError
+    for any other text.
 
     >>> parse_placements("S0(unit=4, repeats=2), R, P")
     (S0(unit=4, repeats=2), R, P(sum))

@@ -448,8 +448,9 @@ def compute_local_shape_and_global_offset(
     `global_shape` has the tensor's lengths in elements, `placements` one placement per axis of `mesh`, `order` the cut
     order. An empty piece starts at the end of its dim. A rank outside the mesh gets ((0,), ()). Not a collective call.
 
-    Raises LayoutError where `repeats` gives the rank several boxes, which `DTensorSpec.layout.boxes(coordinate)` lists,
-    and as DTensorSpec does. Source: torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
+    Raises LayoutError where `repeats` or `block` gives the rank several boxes, which the spec's
+    `layout.boxes(coordinate)` lists, and as DTensorSpec does. Source:
+    torch.distributed.tensor._utils.compute_local_shape_and_global_offset.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> from tritondt.sharding.placement import Shard

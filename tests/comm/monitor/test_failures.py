@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import tritondt as T
 from tests.harness.gloo_ranks import Failure, GlooRanks, UncaughtError
 from tests.harness.nccl_on_host import ranks_on
+from tests.harness.own_transport import pipe_ranks
 from tritondt.comm import world
 from tritondt.comm.transports import gloo
 
@@ -25,10 +27,11 @@ def abort(rank: int) -> None:
     T.abort()
 
 
-@pytest.fixture(scope="module", params=["sockets", "gloo", "nccl"])
+@pytest.fixture(scope="module", params=["sockets", "gloo", "nccl", "pipes"])
 def failing_ranks(request: pytest.FixtureRequest) -> Iterator[GlooRanks]:
     """Four ranks; each test has communicators of its own, and those that fail are not used again."""
-    with ranks_on(request.param, 4, TRITONDT_TIMEOUT=str(TIMEOUT_S)) as ranks:
+    start = pipe_ranks if request.param == "pipes" else partial(ranks_on, request.param)
+    with start(4, TRITONDT_TIMEOUT=str(TIMEOUT_S)) as ranks:
         ranks.transport = request.param  # type: ignore[attr-defined]
         yield ranks
         ranks.outcomes(abort)  # one that failed alone has left the others in a world that cannot be closed together

@@ -20,7 +20,7 @@ from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.comm.transports import arenas, shared_memory
 from tritondt.planning import slots
 from tritondt.planning.explain import explain_layouts
-from tritondt.planning.prices import built_in
+from tritondt.planning.prices import built_in, in_shared_memory
 from tritondt.planning.slots import slot_bytes
 from tritondt.sharded import Shard, ShardMetadata, init_from_local_shards
 from tritondt.sharding.layout import Layout
@@ -159,7 +159,7 @@ def foretell(rank: int, shape: tuple[int, int]) -> tuple[tuple[int, ...], tuple[
         moved(rank, shape, "S0", "S1")
         before, after = (Layout((4,), T.parse_placements(text), shape) for text in ("S0", "S1"))
         # Tables are agreed in a program's first world, whose arenas were longer.
-        step = explain_layouts(before, after, 4, built_in(4, arena_bytes=1 << 20)["cpu"], (rank,)).steps[0]
+        step = explain_layouts(before, after, 4, in_shared_memory(built_in(4)["cpu"], 1 << 20), (rank,)).steps[0]
     (plan,) = plans
     T.close()
     return (step.slot_bytes, step.packed_bytes, step.staged_bytes), (plan.sent_bytes, 0, plan.staged_bytes)

@@ -13,7 +13,6 @@ import pytest
 import torch.distributed as dist
 
 import tritondt as T
-from tritondt import environment
 from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
@@ -169,14 +168,6 @@ def test_ranks_that_never_listen_are_named() -> None:
         made.start(2)
         made.join()
     assert str(made.errors[2]) == "rank 9 waited 0.5 s for ranks [4, 7] to connect"
-
-
-def test_an_unknown_transport_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITONDT_TRANSPORT", "pigeons")
-    with pytest.raises(
-        T.WorldError, match=r"TRITONDT_TRANSPORT='pigeons' is set; allowed are sockets, shared-memory and gloo"
-    ):
-        environment.transport()
 
 
 class StoppedStore(dist.HashStore):

@@ -25,9 +25,14 @@ def pieces(held: torch.Tensor, length: int, parts: int, shard: Shard) -> list[to
 
     >>> pieces(torch.arange(6), 6, 2, Shard(0, repeats=2))
     [tensor([0, 1, 3, 4]), tensor([2, 5])]
+    >>> pieces(torch.arange(5), 5, 2, Shard(0, block=2))
+    [tensor([0, 1, 4]), tensor([2, 3])]
     """
     if length == 0:
         return [held] * parts
+    if shard.block is not None:  # dealt in turns, like cards
+        dealt = torch.arange(len(held)) // shard.block % parts
+        return [held[dealt == part] for part in range(parts)]
     block_of = held // (length // shard.repeats)
     blocks = [held[block_of == block] for block in range(shard.repeats)]
     cut = [_cut_block(block, parts, shard) for block in blocks]

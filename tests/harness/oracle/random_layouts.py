@@ -1,4 +1,4 @@
-"""Random layouts: any mix of placements, units, sizes, repeats and cut orders that can exist."""
+"""Random layouts: any mix of placements, units, sizes, repeats, dealt blocks and cut orders that can exist."""
 
 import random
 from math import gcd, prod
@@ -40,9 +40,14 @@ def random_shape(chosen: random.Random) -> tuple[int, ...]:
 
 
 def random_placements(
-    chosen: random.Random, mesh_shape: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype
+    chosen: random.Random,
+    mesh_shape: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    is_dealt: bool = True,
 ) -> tuple[tuple[T.Placement, ...], tuple[int, ...] | None]:
-    """Placements and cut order of a random layout, None for the default order."""
+    """Placements and cut order of a random layout, None for the default one; dealt blocks too, where `is_dealt`."""
     axes = list(range(len(mesh_shape)))
     order = chosen.sample(axes, len(axes)) if chosen.random() < 0.5 else None
     op = chosen.choice(OPS_OF_KIND[element_kind(dtype)])
@@ -54,8 +59,11 @@ def random_placements(
             placements[axis] = T.Partial(_companion(chosen, op, dtype))
         elif kind == "S" and shape:
             dim = chosen.randrange(len(shape))
-            shard = _random_shard(chosen, dim, shape[dim], mesh_shape[axis], units.get(dim))
-            units[dim] = shard.unit
+            if is_dealt and chosen.random() < 0.2:
+                shard = T.Shard(dim, block=chosen.choice((1, 2, 3, 4, 5)))
+            else:
+                shard = _random_shard(chosen, dim, shape[dim], mesh_shape[axis], units.get(dim))
+            units[dim] = gcd(units.get(dim, 0), shard.grain)
             placements[axis] = shard
     return tuple(placements), None if order is None else tuple(order)
 

@@ -14,7 +14,7 @@ def choose_sockets(what: str) -> None:
 
     Raises UsageError where it names another one, of which `what` sees nothing.
     """
-    if not environment.names_transport():
+    if environment.transport() is None:
         os.environ[_NAME] = "sockets"
         click.get_current_context().call_on_close(lambda: os.environ.pop(_NAME, None))
     found = environment.transport()

@@ -21,12 +21,12 @@ from tritondt.comm.transports.interfaces import machine
 _DESCRIPTORS_OF_SOCKETS = 3
 
 
-def share_arenas(context: ProcessContext) -> list[Arena] | None:
+def share_arenas(context: ProcessContext, *, asks_for_arenas: bool) -> list[Arena] | None:
     """Arenas of all ranks of the communicator, by place, mapped here; None where sockets alone carry its messages.
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
-    if len(context.ranks) > 1 and (environment.transport() != "shared-memory" or _are_elsewhere(len(context.ranks))):
+    if len(context.ranks) > 1 and (not asks_for_arenas or _are_elsewhere(len(context.ranks))):
         Answers(context).tell("arena", {})
         return None
     return map_arenas(context, "messages go over sockets")
@@ -55,7 +55,7 @@ def _are_elsewhere(num_ranks: int) -> bool:
     Asked for by name, the transport is tried all the same: two launchers of one machine count their own ranks only.
     """
     per_host = environment.ranks_per_host()
-    return per_host is not None and num_ranks > per_host and not environment.names_transport()
+    return per_host is not None and num_ranks > per_host and environment.transport() is None
 
 
 class _Sharing:

@@ -15,15 +15,16 @@ from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
+from tritondt.comm.nccl.library import nccl_library
 from tritondt.comm.nccl.stream_queue import StreamQueue
-from tritondt.comm.nccl.streams import Event, Streams
+from tritondt.comm.nccl.streams import CudaStreams, Event, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.comm.packing.collective_transfer import collective_transfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, message_buffers
 from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, PackedTransfer, TensorStarts
 from tritondt.comm.packing.placed_transfer import PlacedTransfer, placed_transfer
 from tritondt.comm.transports.base import AnyTransfer, Operands, PackedCommunicator
-from tritondt.comm.transports.device_arenas import DeviceArenas
+from tritondt.comm.transports.device_arenas import DeviceArenas, share_device_arenas
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
 from tritondt.kernels.tables import made_together
@@ -319,3 +320,11 @@ class NcclCommunicator(PackedCommunicator):
         if self._is_inherited or self._watched.leave(limit_s):
             return
         self.begin_abort()
+
+
+def connect(context: ProcessContext) -> NcclCommunicator:
+    """A communicator of this rank's current GPU and the others'."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    streams = CudaStreams(device)
+    streams.current().synchronize()  # makes the device's context, where there is none yet
+    return NcclCommunicator(context, nccl_library(), streams, share_device_arenas(context, device.index, device))

@@ -19,6 +19,7 @@ from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, ExchangeRecord
 from tritondt.comm.packing.arena_transfer import ArenaTransfer, ProgramTransfer, arena_transfer
 from tritondt.comm.packing.packed_transfer import PackedTransfer
+from tritondt.comm.transports.arenas import share_arenas
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.planning.slots import chunk_bytes
 
@@ -176,3 +177,17 @@ class SharedMemoryCommunicator(SocketCommunicator):
     def _close_sockets(self) -> None:
         self._watchdog.unwatch(self._arenas)
         super()._close_sockets()
+
+
+def connect(context: ProcessContext) -> SocketCommunicator:
+    """A communicator through shared memory where all ranks share it, else over sockets, with one warning."""
+    return _with(context, share_arenas(context, asks_for_arenas=True))
+
+
+def connect_without_arenas(context: ProcessContext) -> SocketCommunicator:
+    """A communicator over sockets, of ranks that others may ask for shared memory."""
+    return _with(context, share_arenas(context, asks_for_arenas=False))
+
+
+def _with(context: ProcessContext, arenas: Sequence[Arena] | None) -> SocketCommunicator:
+    return SocketCommunicator(context) if arenas is None else SharedMemoryCommunicator(context, arenas)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from itertools import product
-from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -170,18 +169,14 @@ def _group_splits(call: _Call, axis: int) -> Iterator[_Split]:
             yield from (_Split(cut, of_keys, exact=True) for of_keys in _cut_of_keys(cut, call, axis))
             yield _Split(cut, Replicate(), exact=True)
         elif role is _Role.KEY:
-            sizes = None if cut.sizes is None else tuple(size * call.group for size in cut.sizes)
-            yield _Split(Shard(_HEADS, cut.unit * call.group, sizes, cut.repeats), cut, exact=True)
+            yield _Split(cut.scaled(1, call.group), cut, exact=True)
 
 
 def _cut_of_keys(cut: Shard, call: _Call, axis: int) -> Iterator[Shard]:
     """The cut of key heads with which every rank holds those of its heads, if there is one."""
-    sizes = cut.sizes
-    if sizes is not None:
-        if any(size % call.group for size in sizes):
-            return
-        sizes = tuple(size // call.group for size in sizes)
-    found = Shard(_HEADS, cut.unit // gcd(cut.unit, call.group), sizes, cut.repeats)
+    found = cut.divided(call.group)
+    if found is None:
+        return
     parts = call.schema.mesh.shape[axis : axis + 1]
     try:
         query, key = (Layout(parts, (of,), spec.shape) for of, spec in ((cut, call.query), (found, call.key)))

@@ -83,7 +83,7 @@ def _matrix_dims(schema: OpSchema) -> list[int]:
     """Those of the last two dims that may be cut: every rank holds one piece of them."""
     (spec,) = schema.args_spec
     last = range(max(spec.ndim - 2, 0), spec.ndim)
-    repeated = {p.dim for p in spec.placements if isinstance(p, Shard) and p.repeats > 1}
+    repeated = {p.dim for p in spec.placements if isinstance(p, Shard) and not p.is_one_run}
     return [dim for dim in last if dim not in repeated]
 
 

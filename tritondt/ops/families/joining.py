@@ -11,6 +11,7 @@ from tritondt.ops.propagation.selection import decide
 from tritondt.ops.rules.view_layouts import cuts_of, real_cuts, shard_of_sizes, tiled
 from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, view_of
 from tritondt.sharding.placement import Placement, Replicate, Shard
+from tritondt.sharding.placement import joined as joined_cut
 from tritondt.sharding.spec import DTensorSpec
 
 aten = torch.ops.aten
@@ -60,11 +61,10 @@ def _along(specs: Sequence[DTensorSpec], dim: int, axis: int) -> Iterator[AxisSt
     if joined[0].mesh.shape[axis] == 1:
         yield AxisStrategy(current, (Shard(dim),), exact=True)
         return
-    blocks = {(spec.shape[dim] // s.repeats, s.unit, s.sizes) for spec, s in zip(joined, shards, strict=True)}
-    if len(blocks) == 1:
-        ((_, unit, sizes),) = blocks
-        repeats = sum(shard.repeats for shard in shards)
-        yield AxisStrategy(current, (Shard(dim, unit, sizes, repeats),), exact=True)
+    is_lone = all([by for by, _ in real_cuts(spec.layout, cuts_of(spec.layout)[dim])] == [axis] for spec in joined)
+    kept = joined_cut(shards, [spec.shape[dim] for spec in joined], joined[0].mesh.shape[axis], is_lone=is_lone)
+    if kept is not None:
+        yield AxisStrategy(current, (kept,), exact=True)
         return
     in_turn = _sizes_in_turn(joined, dim, axis)
     if in_turn is not None:
@@ -79,7 +79,7 @@ def _sizes_in_turn(joined: Sequence[DTensorSpec], dim: int, axis: int) -> list[i
     last = 0
     for spec in joined:
         cuts = real_cuts(spec.layout, cuts_of(spec.layout)[dim])
-        if [by for by, _ in cuts] != [axis] or cuts[0][1].repeats > 1:
+        if [by for by, _ in cuts] != [axis] or not cuts[0][1].is_one_run:
             return None
         cut = spec.layout.cut(axis)
         for index in range(cut.parts):

@@ -50,7 +50,7 @@ def _longer(layout: Layout, ends: Sequence[Ends]) -> Layout:
         if ends[dim] == (0, 0) or not real:
             cuts.append([*of_dim] if ends[dim] == (0, 0) else [(axis, Shard(dim)) for axis, _ in of_dim])
             continue
-        if len(real) > 1 or real[0][1].repeats > 1:
+        if len(real) > 1 or not real[0][1].is_one_run:
             raise LayoutError(f"dim {dim} is cut into several pieces on a rank, and only its ends can be padded")
         ((axis, shard),) = real
         sizes = [stop - start for start, stop in _pieces(layout, dim, axis, ends[dim])]

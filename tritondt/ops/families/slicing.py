@@ -26,7 +26,7 @@ from tritondt.ops.rules.view_layouts import (
 )
 from tritondt.ops.rules.views import dim_of, meta_of_view, rule_of, spec_of_view, view_of
 from tritondt.redistribution.implicit import redistribute_input
-from tritondt.sharding.cut import Cut
+from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.intervals import Intervals
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Replicate, Shard
@@ -169,7 +169,7 @@ def slice_backward(schema: OpSchema) -> OutputSharding:
     given = schema.args_spec[0]
     cuts = real_cuts(given.layout, cuts_of(given.layout)[dim])
     source = given
-    if len(kept) < meta.shape[dim] and (len(cuts) > 1 or any(shard.repeats > 1 for _, shard in cuts)):
+    if len(kept) < meta.shape[dim] and (len(cuts) > 1 or any(not shard.is_one_run for _, shard in cuts)):
         source = given.with_placements([Replicate() if p.is_shard(dim) else p for p in given.placements])
     layout = _before_slice(source.layout, dim, kept, meta.shape[dim])
     output = DTensorSpec(source.mesh, layout.placements, meta, layout.order)
@@ -191,19 +191,20 @@ def _before_slice(layout: Layout, dim: int, kept: range, length: int) -> Layout:
 
 def _widened(layout: Layout, dim: int, axis: int, kept: range, length: int) -> Shard:
     """The cut of a dim of `length` whose pieces hold, of the indices `kept`, what the pieces of the slice are."""
-    cut = layout.cut(axis)
+    cut, shard = layout.cut(axis), layout.placements[axis]
+    assert isinstance(shard, Shard), f"axis {axis} of {layout!r} cuts a dim"
     bounds = [cut.bounds(layout.shape[dim], index) for index in range(cut.parts)]
     sizes = [stop - start for start, stop in bounds]
     # The slice comes from a default cut as a rule.
-    for tried in (cut.unit, 1):
-        if length % tried == 0 and sizes == _sliced_sizes(Cut(cut.parts, length, tried), length, kept):
+    for tried in (shard.unit, 1):
+        if length % tried == 0 and sizes == _sliced_sizes(ChunkCut(cut.parts, length, tried), length, kept):
             return Shard(dim, tried)
     # What lies between two pieces goes to the former, what lies in front of all to the first that holds anything.
     ends = [0 if stop == 0 else length if stop == len(kept) else kept[stop] for _, stop in bounds]
     return shard_of_sizes(dim, [end - start for start, end in zip([0, *ends], ends, strict=False)])
 
 
-def _sliced_sizes(cut: Cut, length: int, kept: range) -> list[int]:
+def _sliced_sizes(cut: ChunkCut, length: int, kept: range) -> list[int]:
     return [num_within(kept, *cut.bounds(length, index)) for index in range(cut.parts)]
 
 

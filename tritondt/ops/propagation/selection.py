@@ -57,7 +57,7 @@ def with_cuts(strategy: AxisStrategy, current: Placements) -> Iterator[AxisStrat
 def _cut_like(placement: Placement, cut: Shard) -> Placement:
     if not isinstance(placement, Shard):
         return placement
-    return Shard(placement.dim, cut.unit, cut.sizes, cut.repeats)
+    return cut.on(placement.dim)
 
 
 def select_for_axis(

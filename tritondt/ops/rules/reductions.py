@@ -153,11 +153,7 @@ def _gathering(spec: DTensorSpec, dims: Sequence[int], dtype: torch.dtype) -> Co
 
     def spec_with(on_cut_axes: Placement) -> DTensorSpec:
         placements = [
-            on_cut_axes
-            if axis in cutting
-            else Shard(p.dim + 2, p.unit, p.sizes, p.repeats)
-            if isinstance(p, Shard)
-            else p
+            on_cut_axes if axis in cutting else p.on(p.dim + 2) if isinstance(p, Shard) else p
             for axis, p in enumerate(spec.placements)
         ]
         return DTensorSpec(spec.mesh, placements, meta, spec.order)

@@ -7,12 +7,13 @@ grow with the mesh, except with the different lengths of pieces where several ax
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import gcd, lcm, prod
 from typing import NamedTuple
 
 from tritondt.errors import LayoutError
-from tritondt.ops.rules.view_layouts import AxisCut, cuts_of, scaled, with_cuts
-from tritondt.sharding.cut import Cut
+from tritondt.ops.rules.view_layouts import AxisCut, cuts_of, with_cuts
+from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Shard
 
@@ -115,7 +116,7 @@ def _merged(cuts: Sequence[Sequence[AxisCut]], lengths: Sequence[int], mesh_shap
         for axis, shard in cuts_of_dim:
             # Sizes are for the first cut of a dim only.
             fitting = _without_sizes(shard, mesh_shape[axis], lengths[dim]) if found else shard
-            found.append((axis, scaled(fitting, outer, inner)))
+            found.append((axis, fitting.scaled(outer, inner)))
     return found
 
 
@@ -126,11 +127,11 @@ def _without_sizes(shard: Shard, parts: int, length: int) -> Shard:
     block = length // shard.repeats
     # The largest unit that the first piece allows makes the longest pieces.
     unit = gcd(shard.sizes[0], block)
-    same = unit % shard.unit == 0 and _pieces(Cut(parts, block, unit), block) == shard.sizes
+    same = unit % shard.unit == 0 and _pieces(ChunkCut(parts, block, unit), block) == shard.sizes
     return Shard(shard.dim, unit, None, shard.repeats) if same else shard
 
 
-def _pieces(cut: Cut, held: int) -> tuple[int, ...]:
+def _pieces(cut: ChunkCut, held: int) -> tuple[int, ...]:
     """Lengths of all pieces of `held` positions."""
     return tuple(stop - start for start, stop in (cut.bounds(held, index) for index in range(cut.parts)))
 
@@ -175,36 +176,33 @@ class _Division(NamedTuple):
         """The most indices that any rank holds of all that lies outside `dim`, or more."""
         held = list(self.lengths)
         for of_dim, (axis, shard) in done:
-            cut = Cut(self.mesh_shape[axis], self.lengths[of_dim], shard.unit, shard.sizes, shard.repeats)
-            held[of_dim] = cut.largest(held[of_dim])
+            held[of_dim] = shard.cut(self.mesh_shape[axis], self.lengths[of_dim]).largest(held[of_dim])
         return prod(held[:dim])
 
     def _cut_of_part(self, axis: int, shard: Shard, dim: int, repeats: int, done: Sequence[Placed]) -> Shard | None:
         """The cut of `dim` with the pieces that `shard` cuts; None where a piece ends inside an index."""
         inner, block = prod(self.lengths[dim + 1 :]), self.lengths[dim] // repeats
         earlier = [cut for of_dim, cut in done if of_dim == dim]
-        # Pieces are multiples of the unit and of the indices.
-        unit = lcm(shard.unit, inner) // inner
-        if shard.sizes is not None:
-            if earlier or any(size % inner for size in shard.sizes):
-                return None
-            return Shard(dim, unit, tuple(size // inner for size in shard.sizes), repeats)
-        if shard.unit % inner:
-            cut = Cut(self.mesh_shape[axis], block * inner, shard.unit)
+        found = shard.divided(inner)
+        if found is None or (earlier and shard.sizes is not None):
+            return None
+        found = replace(found, dim=dim, repeats=repeats)
+        if shard.sizes is None and shard.grain % inner:
+            cut = ChunkCut(self.mesh_shape[axis], block * inner, shard.unit)
             # All pieces but the last are as long as the first.
             lengths = self._held(dim, repeats, earlier)
             if lengths is None or any(cut.bounds(held * inner, 0)[1] % inner for held in lengths):
                 return None
-        return Shard(dim, unit, None, repeats) if block % unit == 0 else None
+        return found if found.sizes is not None or block % found.unit == 0 else None
 
     def _held(self, dim: int, repeats: int, earlier: Sequence[AxisCut]) -> set[int] | None:
         """All lengths that earlier cuts of `dim` may leave of a block; None where their blocks differ."""
         block = self.lengths[dim] // repeats
         held = {block}
         for axis, shard in earlier:
-            if shard.repeats != repeats:
+            cut = shard.cut_of_block(self.mesh_shape[axis], self.lengths[dim])
+            if cut is None or cut.length != block:
                 return None
-            cut = Cut(self.mesh_shape[axis], block, shard.unit, shard.sizes)
             held = {piece for total in held for piece in _pieces(cut, total)}
         return held
 

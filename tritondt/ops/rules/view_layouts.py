@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from tritondt.errors import LayoutError
 from tritondt.sharding import intervals as regions
-from tritondt.sharding.cut import Cut
+from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.intervals import Intervals
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Placement, Replicate, Shard
@@ -81,7 +81,7 @@ def expanded(layout: Layout, shape: Sequence[int]) -> Layout:
     cuts: list[list[AxisCut]] = [[] for _ in range(lead)]
     for dim, cuts_of_dim in enumerate(cuts_of(layout)):
         times = shape[lead + dim] if layout.shape[dim] == 1 else 1
-        cuts.append([(axis, scaled(shard, 1, times)) for axis, shard in cuts_of_dim])
+        cuts.append([(axis, shard.scaled(1, times)) for axis, shard in cuts_of_dim])
     return with_cuts(layout, shape, cuts)
 
 
@@ -91,18 +91,8 @@ def tiled(layout: Layout, times: Sequence[int]) -> Layout:
     lengths = [*times[:lead], *(many * length for many, length in zip(times[lead:], layout.shape, strict=True))]
     cuts: list[list[AxisCut]] = [[] for _ in range(lead)]
     for many, cuts_of_dim in zip(times[lead:], cuts_of(layout), strict=True):
-        cuts.append([(axis, scaled(shard, many, 1) if many else Shard(0)) for axis, shard in cuts_of_dim])
+        cuts.append([(axis, shard.scaled(many, 1) if many else Shard(0)) for axis, shard in cuts_of_dim])
     return with_cuts(layout, lengths, cuts)
-
-
-def scaled(shard: Shard, outer: int, inner: int) -> Shard:
-    """The cut of a dim merged with `outer` indices outside it and `inner` inside.
-
-    >>> scaled(Shard(0, unit=2), 3, 5)
-    S0(unit=10, repeats=3)
-    """
-    sizes = None if shard.sizes is None else tuple(size * inner for size in shard.sizes)
-    return Shard(shard.dim, max(shard.unit * inner, 1), sizes, shard.repeats * outer)
 
 
 def sliced(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout:
@@ -126,25 +116,42 @@ def sliced(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout
 def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range) -> list[AxisCut]:
     if not kept or not real:
         return [(axis, Shard(dim)) for axis, _ in real]
-    blocks = [layout.shape[dim] // shard.repeats for _, shard in real]
-    if kept.step == 1 and all(kept.start % block == 0 and kept.stop % block == 0 for block in blocks):
-        num_kept = kept.stop - kept.start
-        return [
-            (axis, replace(shard, repeats=num_kept // block)) for (axis, shard), block in zip(real, blocks, strict=True)
-        ]
+    if kept.step == 1:
+        found = _of_whole_blocks(layout, dim, real, kept)
+        if found is not None:
+            return found
     if len(real) > 1:
         axes = ", ".join(str(axis) for axis, _ in real)
         raise LayoutError(
             f"axes {axes} cut dim {dim}, and only a lone cut, or whole blocks of all, can be sliced in place"
         )
-    ((axis, shard),), (block,) = real, blocks
+    ((axis, shard),) = real
+    cut = shard.cut_of_block(layout.mesh_shape[axis], layout.shape[dim])
+    if cut is None:
+        raise LayoutError(
+            f"axis {axis} cuts dim {dim} by {shard!r}, and only slices that begin with a block of the first coordinate "
+            "keep that"
+        )
+    block = cut.length
     number = kept.start // block
     if kept[-1] // block != number:
         raise LayoutError(f"axis {axis} cuts dim {dim} by {shard!r}, and the slice lies in several blocks of {block}")
-    cut = Cut(layout.mesh_shape[axis], block, shard.unit, shard.sizes)
     within = range(kept.start - number * block, kept[-1] - number * block + 1, kept.step)
     sizes = [num_within(within, *cut.bounds(block, index)) for index in range(cut.parts)]
     return [(axis, shard_of_sizes(dim, sizes, shard.unit))]
+
+
+def _of_whole_blocks(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range) -> list[AxisCut] | None:
+    """The cuts of a slice of whole blocks of every cut; None where it is none."""
+    found: list[AxisCut] = []
+    for axis, shard in real:
+        left = shard.of_whole_blocks(
+            layout.mesh_shape[axis], layout.shape[dim], kept.start, kept.stop, is_lone=len(real) == 1
+        )
+        if left is None:
+            return None
+        found.append((axis, left))
+    return found
 
 
 def num_within(indices: range, start: int, stop: int) -> int:
@@ -166,13 +173,13 @@ def shard_of_sizes(dim: int, sizes: Sequence[int], unit: int = 1) -> Shard:
     length, parts = sum(sizes), len(sizes)
     units = [unit, 1] if all(size % unit == 0 for size in sizes) else [1]
     for tried in units:
-        cut = Cut(parts, length, tried)
+        cut = ChunkCut(parts, length, tried)
         if all(stop - start == size for (start, stop), size in zip(_all_bounds(cut, length), sizes, strict=True)):
             return Shard(dim, tried)
     return Shard(dim, units[0], tuple(sizes))
 
 
-def _all_bounds(cut: Cut, held: int) -> list[tuple[int, int]]:
+def _all_bounds(cut: ChunkCut, held: int) -> list[tuple[int, int]]:
     return [cut.bounds(held, index) for index in range(cut.parts)]
 
 
