@@ -67,11 +67,6 @@ def test_strategies_have_the_names_of_torch_beside_the_former_ones():
     assert "children" in inspect.signature(op_schema_reference.TupleStrategy).parameters
 
 
-def test_a_world_is_shut_down_as_it_is_closed():
-    assert T.shutdown is T.close
-    assert {"close", "shutdown"} <= set(T.__all__)
-
-
 def test_terms_by_torchs_reduce_op_are_terms_by_its_name():
     names: tuple[Any, ...] = ("sum", "avg", "product", "max", "min")
     unknown: list[Any] = [ReduceOp.BAND, 3]

@@ -14,7 +14,6 @@ with _importing.without_collections():
     import tritondt.process_group  # noqa: F401  torch.distributed knows it by its name from here on
     from tritondt.comm.work import Work
     from tritondt.comm.world import abort, close, set_timeout
-    from tritondt.comm.world import close as shutdown
     from tritondt.dtensor.distribute import distribute_module, distribute_tensor
     from tritondt.dtensor.factories import empty, full, linspace, logspace, ones, rand, randn, zeros
     from tritondt.dtensor.gradient_norm import clip_grad_norm_
@@ -104,7 +103,6 @@ __all__ = [
     "redistribute",
     "redistribute_many",
     "set_timeout",
-    "shutdown",
     "to_torch",
     "zeros",
 ]

@@ -132,7 +132,7 @@ _WITHOUT_ARGUMENTS = {
     *("DTensor", "Work", "UnshardHandle", "TokensUnderWay", "DispatchedTokens", "Buffer", "Window", "Call", "Count"),
     *("Placement", "Replicate", "ParallelStyle", "PlacementSpec", "ShardingSpec", "Sharder", "ShardingPlanner"),
     *("TensorMeta", "DTensorExtensions", "CommDebugMode", "FSDPModule", "ShardedTensorMetadata", "TensorProperties"),
-    *("abort", "accelerate_torch", "close", "shutdown", "empty_cache", "mark_step", "loss_parallel"),
+    *("abort", "accelerate_torch", "close", "empty_cache", "mark_step", "loss_parallel"),
     *(
         "explicit_redistribution",
         "ExplicitRedistributionContext",

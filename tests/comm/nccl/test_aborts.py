@@ -94,7 +94,7 @@ def close_with_a_live_graph(rank: int) -> str:
     captured(rank)
     watched._CAPTURED_S = 0.5
     with pytest.raises(T.TransportError) as caught:
-        T.shutdown()
+        T.close()
     fakes().destroy_graphs()
     return str(caught.value)
 
@@ -114,7 +114,7 @@ def test_an_abort_says_which_communicator_a_graph_keeps(two_ranks: GlooRanks) ->
 
 
 def test_an_orderly_end_says_which_communicator_a_graph_keeps(two_ranks: GlooRanks) -> None:
-    text = f"NCCL did not end ranks 0,1 within 0.5 s {CAPTURED}; delete them before tritondt.shutdown()"
+    text = f"NCCL did not end ranks 0,1 within 0.5 s {CAPTURED}; delete them before tritondt.close()"
     assert two_ranks.run(close_with_a_live_graph) == [text, text]
 
 

@@ -147,7 +147,7 @@ def end_behind_a_gate(rank: int) -> bool:
     end: Any = here.communicator._watched._under_way[-1].event  # type: ignore[attr-defined]
     assert not end.query()
     gate.open()
-    T.shutdown()
+    T.close()
     return bool(end.query())
 
 

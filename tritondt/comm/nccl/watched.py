@@ -246,7 +246,7 @@ class MonitoredNccl:
             if self.num_captured:
                 raise TransportError(
                     f"NCCL did not end {self._context.name} within {timeout.total_seconds():g} s"
-                    f"{aborts.captured_text(self.num_captured)}; delete them before tritondt.shutdown()"
+                    f"{aborts.captured_text(self.num_captured)}; delete them before tritondt.close()"
                 ) from None
 
     def leave(self, limit_s: float) -> bool:
