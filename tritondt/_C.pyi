@@ -1,7 +1,7 @@
 """Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, TypeAlias, overload
+from typing import Any, Literal, NoReturn, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
@@ -15,8 +15,8 @@ _Span = tuple[int, int, int]  # a tensor's number, the first byte, how many
 _Spans = Sequence[_Span]
 _PeerSpans = Sequence[tuple[int, _Span]]
 _Keeps = Sequence[tuple[_Span, _Span]]
-_Copy: TypeAlias = "CopyTable | None"
-_Reduces: TypeAlias = "Sequence[ReduceTable]"
+_Joints = Sequence[tuple[Sequence[int], Sequence[tuple[int, Sequence[int]]]]]  # lengths; offset and strides by storage
+_Parts = Sequence[tuple[int, Sequence[int], _Joints]]  # a tensor's number, and the part's lengths
 _Options = Mapping[str, int | str]
 _Asked = _Options | None
 _Splitter = Callable[[tuple[Any, ...], int], tuple[tuple[Any, ...], tuple[Any, ...]] | None]
@@ -73,18 +73,31 @@ class ArenaProgram:
     @property
     def num_rounds(self) -> int: ...
 
-class ArenaRound:
-    """A round of an exchange of boxes; messages in the slot are (peer, offset, bytes)."""
+class ArenaPlan(ArenaProgram):
+    """Rounds of an exchange, by tables."""
+
+    def observed(self, step: Literal["pack", "keep", "unpack"], call: Callable[[], None]) -> ArenaPlan: ...
+
+class BoxMoves(ArenaPlan):
+    """Boxes of ranks' tensors for others, and terms that are reduced, a chunk of each message a round."""
 
     def __init__(
-        self, *, sends: _Messages, receives: _Messages, pack: _Copy, keep: _Copy, unpack: _Copy, reduces: _Reduces
+        self,
+        *,
+        num_ranks: int,
+        chunk_bytes: int,
+        itemsizes: Sequence[int],
+        reductions: Sequence[tuple[str, str, int] | None],
+        leaving: _Parts,
+        arriving: _Parts,
+        sends: Sequence[tuple[int, Sequence[int]]],
+        receives: Sequence[tuple[int, Sequence[tuple[int, int]]]],
+        own_terms: Sequence[tuple[int, int]],
+        keeps: Sequence[CopyBox],
+        is_past_cache: bool,
     ) -> None: ...
-
-class ArenaPlan(ArenaProgram):
-    """One rank's side of an exchange of boxes."""
-
-    def __init__(self, rounds: tuple[ArenaRound, ...]) -> None: ...
-    def observed(self, step: Literal["pack", "keep", "unpack"], call: Callable[[], None]) -> ArenaPlan: ...
+    @property
+    def staged_bytes(self) -> int: ...
 
 class ArenaGroup(TimedExchange):
     """Ranks of one machine that read messages in each other's memory."""

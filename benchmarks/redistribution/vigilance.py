@@ -53,7 +53,7 @@ def careless(communicator: Any) -> Iterator[None]:
     def exchange(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         communicator._check_devices(sources, transfer)
         plan, record = communicator._plan(transfer)
-        communicator._move(sources, targets, plan, record, transfer.device)
+        communicator._move(sources, targets, plan, record, transfer)
 
     communicator._recorder, communicator.exchange = NoRecorder(), exchange
     try:

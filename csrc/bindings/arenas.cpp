@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -11,53 +12,84 @@
 #include <vector>
 
 #include "bindings/outcomes.h"
-#include "boxes/strided_copy.h"
-#include "boxes/strided_reduce.h"
 #include "transport/arena.h"
 #include "transport/arena_group.h"
+#include "transport/box_moves.h"
 
 namespace py = pybind11;
 
 namespace tritondt {
 namespace {
 
-// As tritondt.comm.packing.arena_transfer writes it: (peer, offset, bytes).
-using SlotMessageFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
+// As tritondt.comm.packing.arena_transfer writes them.
+using Integers = std::vector<std::int64_t>;
+using PlaceFields = std::pair<std::int64_t, Integers>;              // offset, strides
+using JointFields = std::pair<Integers, std::vector<PlaceFields>>;  // lengths, storages
+using PartFields = std::tuple<std::size_t, Integers, std::vector<JointFields>>;  // and the tensor
+using TermFields = std::pair<std::size_t, std::int64_t>;                     // part, contribution
+using ReductionFields = std::tuple<std::string, std::string, std::int64_t>;  // dtype, op, divisor
+using BoxFields = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t,
+                             Integers, Integers, Integers>;  // as CopyBox
 
-std::vector<SlotMessage> make_slot_messages(const std::vector<SlotMessageFields>& fields) {
-  std::vector<SlotMessage> messages;
-  messages.reserve(fields.size());
-  for (const auto& [peer, offset, num_bytes] : fields)
-    messages.push_back({peer, offset, num_bytes});
-  return messages;
+std::vector<BoxPart> make_parts(const std::vector<PartFields>& fields) {
+  std::vector<BoxPart> parts;
+  for (const auto& [tensor, lengths, joints] : fields) {
+    BoxPart part = {tensor, lengths, {}};
+    for (const auto& [of_box, storages] : joints) {
+      JointBox box = {of_box, {}};
+      for (const auto& [offset, strides] : storages) box.places.push_back({offset, strides});
+      part.boxes.push_back(std::move(box));
+    }
+    parts.push_back(std::move(part));
+  }
+  return parts;
 }
 
-// The tables are kept by the round's Python object.
-template <typename Table>
-ArenaRound::Run run_of(const Table* table) {
-  if (table == nullptr) return {};
-  return [table](const Addresses& sources, const Addresses& targets, int num_threads) {
-    table->run(sources, targets, num_threads);
-  };
+std::vector<BoxTerm> make_terms(const std::vector<TermFields>& fields) {
+  std::vector<BoxTerm> terms;
+  for (const auto& [part, contribution] : fields) terms.push_back({part, contribution});
+  return terms;
 }
 
-ArenaRound make_round(const std::vector<SlotMessageFields>& sends,
-                      const std::vector<SlotMessageFields>& receives, const CopyTable* pack,
-                      const CopyTable* keep, const CopyTable* unpack,
-                      const std::vector<const ReduceTable*>& reduces) {
-  std::vector<ArenaRound::Run> reducing;
-  for (const ReduceTable* table : reduces) reducing.push_back(run_of(table));
-  return {make_slot_messages(sends),
-          make_slot_messages(receives),
-          run_of(pack),
-          run_of(keep),
-          run_of(unpack),
-          std::move(reducing)};
+std::unique_ptr<BoxMoves> make_box_moves(
+    std::size_t num_ranks, std::uint64_t chunk_bytes, const Integers& itemsizes,
+    const std::vector<std::optional<ReductionFields>>& reductions,
+    const std::vector<PartFields>& leaving, const std::vector<PartFields>& arriving,
+    const std::vector<std::pair<std::size_t, std::vector<std::size_t>>>& sends,
+    const std::vector<std::pair<std::size_t, std::vector<TermFields>>>& receives,
+    const std::vector<TermFields>& own_terms, const std::vector<BoxFields>& keeps,
+    bool is_past_cache) {
+  BoxExchange exchange;
+  exchange.num_ranks = num_ranks;
+  exchange.chunk_bytes = chunk_bytes;
+  exchange.itemsizes = itemsizes;
+  for (const std::optional<ReductionFields>& found : reductions) {
+    exchange.reductions.emplace_back();
+    if (found) {
+      const auto& [dtype, op, divisor] = *found;
+      exchange.reductions.back() = BoxReduction{dtype, op, divisor};
+    }
+  }
+  exchange.leaving = make_parts(leaving);
+  exchange.arriving = make_parts(arriving);
+  exchange.sends = sends;
+  for (const auto& [peer, terms] : receives) {
+    exchange.receives.emplace_back(peer, make_terms(terms));
+  }
+  exchange.own_terms = make_terms(own_terms);
+  for (const auto& [source, target, source_offset, target_offset, itemsize, lengths, source_strides,
+                    target_strides] : keeps) {
+    exchange.keeps.push_back({source, target, source_offset, target_offset, itemsize, lengths,
+                              source_strides, target_strides});
+  }
+  exchange.is_past_cache = is_past_cache;
+  return std::make_unique<BoxMoves>(exchange);
 }
 
 // For tests: the plan with a call to Python before a step of its first round.
 std::unique_ptr<ArenaPlan> observed(const ArenaPlan& plan, const std::string& step,
                                     py::function call) {
+  if (plan.rounds.empty()) throw std::invalid_argument("the plan has no round");
   auto made = std::make_unique<ArenaPlan>(plan);
   ArenaRound& first = made->rounds.at(0);
   ArenaRound::Run* const found = step == "pack"     ? &first.pack
@@ -127,20 +159,16 @@ void bind_plan(py::module_* module) {
   py::class_<ArenaProgram>(*module, "ArenaProgram",
                            "One rank's side of an exchange through arenas, round by round.")
       .def_property_readonly("num_rounds", &ArenaProgram::num_rounds);
-  py::class_<ArenaRound>(*module, "ArenaRound",
-                         "What a round of an exchange of boxes packs, sends and unpacks.")
-      .def(py::init(&make_round), py::kw_only(), py::arg("sends"), py::arg("receives"),
-           py::arg("pack").none(true), py::arg("keep").none(true), py::arg("unpack").none(true),
-           py::arg("reduces"), py::keep_alive<1, 4>(), py::keep_alive<1, 5>(),
-           py::keep_alive<1, 6>(), py::keep_alive<1, 7>());
-  py::class_<ArenaPlan, ArenaProgram>(
-      *module, "ArenaPlan", "One rank's side of an exchange of boxes through arenas, by tables.")
-      .def(py::init([](const py::tuple& rounds) {
-             return std::make_unique<ArenaPlan>(rounds.cast<std::vector<ArenaRound>>());
-           }),
-           py::arg("rounds"), py::keep_alive<1, 2>())
-      .def("observed", &observed, py::arg("step"), py::arg("call"), py::keep_alive<0, 1>(),
+  py::class_<ArenaPlan, ArenaProgram>(*module, "ArenaPlan", "Rounds of an exchange, by tables.")
+      .def("observed", &observed, py::arg("step"), py::arg("call"),
            "For tests: the plan with a call before pack, keep or unpack of its first round.");
+  py::class_<BoxMoves, ArenaPlan>(
+      *module, "BoxMoves", "Boxes of ranks' tensors for others, a chunk of each message a round.")
+      .def(py::init(&make_box_moves), py::kw_only(), py::arg("num_ranks"), py::arg("chunk_bytes"),
+           py::arg("itemsizes"), py::arg("reductions"), py::arg("leaving"), py::arg("arriving"),
+           py::arg("sends"), py::arg("receives"), py::arg("own_terms"), py::arg("keeps"),
+           py::arg("is_past_cache"))
+      .def_property_readonly("staged_bytes", &BoxMoves::staged_bytes);
 }
 
 }  // namespace

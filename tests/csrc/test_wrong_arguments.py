@@ -102,9 +102,30 @@ def piecewise(pieces: list[Span], results: list[Span], **other: Any) -> Wrong:
     return lambda: run(_C.PiecewiseReduction(reducer(**other), pieces=pieces, results=results, is_past_cache=False))
 
 
+# Two elements of a part, in a tensor and in a message.
+IN_ORDER: Any = ([2], [(0, [1]), (0, [1])])
+TWO: Any = (0, [2], [IN_ORDER])
+
+
+def boxes(**other: Any) -> Any:
+    given: dict[str, Any] = {
+        "num_ranks": 1,
+        "chunk_bytes": 64,
+        "itemsizes": [4],
+        "reductions": [None],
+        "leaving": [],
+        "arriving": [],
+        "sends": [],
+        "receives": [],
+        "own_terms": [],
+        "keeps": [],
+        "is_past_cache": False,
+    }
+    return _C.BoxMoves(**(given | other))
+
+
 def planned(**other: Any) -> Wrong:
-    given: dict[str, Any] = {"sends": [], "receives": [], "pack": None, "keep": None, "unpack": None, "reduces": []}
-    return lambda: run(_C.ArenaPlan((_C.ArenaRound(**(given | other)),)))
+    return lambda: run(boxes(**other))
 
 
 def copies(source: int, target: int) -> Any:
@@ -119,14 +140,13 @@ def released() -> Any:
 
 def released_under_way() -> None:
     group = group_of()
-    waiting = _C.ArenaPlan((waiting_round(),))
-    assert run(waiting, group)[0] == "pending"
+    assert run(waiting(), group)[0] == "pending"
     group.release()
     group.finish()
 
 
-def waiting_round() -> Any:
-    return _C.ArenaRound(sends=[], receives=[(0, 0, 8)], pack=None, keep=None, unpack=copies(0, 0), reduces=[])
+def waiting() -> Any:
+    return boxes(arriving=[TWO], receives=[(0, [(0, 0)])])
 
 
 def arena_of_released() -> None:
@@ -172,7 +192,7 @@ WRONG: dict[str, Wrong] = {
     "ArenaGroup, an arena that is released": arena_of_released,
     "ArenaGroup.connect": lambda: group_of().connect(9, -1),
     "ArenaGroup.run, no plan": lambda: run(None),
-    "ArenaGroup.run, released": lambda: run(_C.ArenaPlan(()), released()),
+    "ArenaGroup.run, released": lambda: run(boxes(), released()),
     "ArenaGroup.finish, released": lambda: released().finish(),
     "ArenaGroup.finish, released under way": released_under_way,
     "ByteMoves, kept in no target": moves(keeps=[(HERE, (5, 0, 8))]),
@@ -196,12 +216,38 @@ WRONG: dict[str, Wrong] = {
     "PiecewiseReduction, piece": piecewise([(4, 0, 8)], [HERE]),
     "PiecewiseReduction, result": piecewise([HERE], [(4, 0, 8)]),
     "PiecewiseReduction, lengths": piecewise([HERE], [(0, 0, 4)]),
-    "ArenaPlan, rounds": lambda: _C.ArenaPlan((None,)),
-    "ArenaRound, unpack": planned(unpack=copies(5, 0)),
-    "ArenaRound, keep": planned(keep=copies(0, 5)),
-    "ArenaRound, pack": planned(pack=copies(5, 0)),
-    "ArenaRound, sends": planned(sends=[(4, 0, 8)]),
-    "ArenaRound, sends outside of the slot": planned(sends=[(0, 2**64 - 4, 8)]),
+    "BoxMoves, chunks": planned(chunk_bytes=2),
+    "BoxMoves, long chunks": planned(chunk_bytes=2**63),
+    "BoxMoves, itemsizes": planned(itemsizes=[0]),
+    "BoxMoves, tensors": planned(itemsizes=[4, 4], reductions=[None, None]),
+    "BoxMoves, reductions": planned(reductions=[]),
+    "BoxMoves, reduction": planned(
+        reductions=[("float32", "mod", 1)], arriving=[TWO], receives=[(0, [(0, 0), (0, 1)])]
+    ),
+    "BoxMoves, tensor": planned(leaving=[(5, [2], [IN_ORDER])]),
+    "BoxMoves, lengths": planned(leaving=[(0, [-2], [IN_ORDER])]),
+    "BoxMoves, many lengths": planned(leaving=[(0, [2**40, 2**40], [])]),
+    "BoxMoves, dims": planned(arriving=[(0, [2, 2], [IN_ORDER])]),
+    "BoxMoves, storages": planned(arriving=[(0, [2], [([2], [(0, [1])])])]),
+    "BoxMoves, strides": planned(arriving=[(0, [2], [([2], [(0, [1]), (0, [])])])]),
+    "BoxMoves, no stride": planned(arriving=[(0, [2], [([2], [(0, [1]), (0, [0])])])]),
+    "BoxMoves, long box": planned(arriving=[(0, [2], [([3], [(0, [1]), (0, [1])])])]),
+    "BoxMoves, sent part": planned(sends=[(0, [1])]),
+    "BoxMoves, received part": planned(receives=[(0, [(1, 0)])]),
+    "BoxMoves, own part": planned(own_terms=[(1, 0)]),
+    "BoxMoves, own part that moves": planned(arriving=[TWO], own_terms=[(0, 0)]),
+    "BoxMoves, own part without its storage": planned(
+        reductions=[("float32", "sum", 1)], arriving=[TWO], receives=[(0, [(0, 0)])], own_terms=[(0, 1)]
+    ),
+    "BoxMoves, receiver": planned(leaving=[TWO], sends=[(4, [0])]),
+    "BoxMoves, sender": planned(arriving=[TWO], receives=[(4, [(0, 0)])]),
+    "BoxMoves, keep": planned(keeps=[(0, 5, 0, 0, 4, [2], [1], [1])]),
+    "BoxMoves, many rounds": planned(leaving=[(0, [2**25], [])], sends=[(0, [0])]),
+    "BoxMoves, outside of the slot": planned(
+        num_ranks=1, chunk_bytes=2**20, leaving=[(0, [2**16], [])], sends=[(0, [0])]
+    ),
+    "BoxMoves.observed": lambda: boxes(keeps=[(0, 0, 0, 0, 4, [2], [1], [1])]).observed("send", print),
+    "BoxMoves.observed, no round": lambda: boxes().observed("keep", print),
     "CopyTable": lambda: copies(-1, 0),
     "CopyTable.run, pointers": lambda: copies(1, 0).run([ADDRESS], [ADDRESS], 1),
     "CopyTable.run, null": lambda: copies(0, 0).run([0], [ADDRESS], 1),
@@ -226,7 +272,7 @@ def outlive_its_plan() -> None:
     group = group_of()
     group.set_timeout(30)
     seen: list[None] = []
-    plan = _C.ArenaPlan((waiting_round(),)).observed("unpack", lambda: seen.append(None))
+    plan = waiting().observed("unpack", lambda: seen.append(None))
     assert group.run(plan, [ADDRESS], [ADDRESS], 1, 1, 1, ADDRESS)[0] == "pending"
     before = sys.getrefcount(plan)
     del plan

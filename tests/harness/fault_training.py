@@ -195,13 +195,26 @@ class FaultyPlan:
     """A double of the plan of a communicator's next exchange through arenas, which calls `act` at a moment of it."""
 
     def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None]) -> None:
-        self._communicator, self._moment, self._act, self._plan = communicator, moment, act, communicator._plan
-        communicator._plan = self._faulty
+        self._moment, self._act = moment, act
+        next_plan(communicator, self._faulty)
 
-    def _faulty(self, transfer: Any) -> Any:
-        del self._communicator._plan
-        plan, record = self._plan(transfer)
-        return plan._replace(native=plan.native.observed(_NATIVE_STEPS[self._moment], self._act)), record
+    def _faulty(self, plan: Any) -> Any:
+        return plan._replace(native=plan.native.observed(_NATIVE_STEPS[self._moment], self._act))
+
+
+def next_plan(communicator: Any, other: Callable[[Any], Any]) -> None:
+    """Lets the communicator's next exchange run what `other` makes of its plan, and only that one."""
+
+    def exchange(sources: Any, targets: Any, transfer: Any, site: int) -> None:
+        del communicator._exchange
+        plan, record = communicator._plan(transfer)
+        transfer.compiled[communicator] = other(plan), record
+        try:
+            communicator._exchange(sources, targets, transfer, site)
+        finally:
+            transfer.compiled[communicator] = plan, record
+
+    communicator._exchange = exchange
 
 
 class FaultySlots:
@@ -264,11 +277,9 @@ class ExhaustedStaging:
     """A double of the plan of a communicator's next exchange: it stages more bytes than there is memory."""
 
     def __init__(self, communicator: Any, tell: Callable[[], None]) -> None:
-        self._communicator, self._tell, self._plan = communicator, tell, communicator._plan
-        communicator._plan = self._huge
+        self._tell = tell
+        next_plan(communicator, self._huge)
 
-    def _huge(self, transfer: Any) -> Any:
-        del self._communicator._plan
+    def _huge(self, plan: Any) -> Any:
         self._tell()
-        plan, record = self._plan(transfer)
-        return plan._replace(staged_bytes=1 << 60), record
+        return plan._replace(staged_bytes=1 << 60)

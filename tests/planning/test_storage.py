@@ -11,8 +11,7 @@ import tritondt as T
 from tests.harness.oracle.arithmetic import coordinates, indices_of, take
 from tests.harness.oracle.random_layouts import random_pair
 from tritondt.planning.exchange import exchange
-from tritondt.planning.rounds import pieces
-from tritondt.planning.storage import Joint, blocks, clipped, contiguous_offset, joint_boxes, message_block
+from tritondt.planning.storage import Joint, blocks, contiguous_offset, joint_boxes, message_block
 from tritondt.sharding.intervals import Region
 from tritondt.sharding.layout import Layout
 
@@ -48,21 +47,6 @@ def check_messages(source: Layout, target: Layout, coordinate: tuple[int, ...]) 
             steps = found.diff()
             assert (offset is not None) == bool((steps == 1).all()), (source, target, coordinate)
             assert offset is None or offset == found[0]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_boxes_clipped_to_pieces_are_those_of_the_part(seed: int) -> None:
-    rng = random.Random(seed)
-    source, target = random_pair(rng, torch.float32)
-    for coordinate in list(coordinates(source.mesh_shape))[:3]:
-        stored = blocks(source, coordinate)
-        for part in [part for message in exchange(source, target, coordinate).sends for part in message.parts]:
-            joints = joint_boxes([stored, [message_block(part.region)]], part.region)
-            whole = places_of(joints, part.numel)
-            for _, start, numel, bounds in pieces(part, [1], rng.randint(1, part.numel + 1)):
-                found = places_of(clipped(joints, start, start + numel, bounds), part.numel)
-                assert torch.equal(found[start : start + numel], whole[start : start + numel]), (part, bounds)
-                assert int((found >= 0).sum()) == numel, "nothing of other pieces"
 
 
 def places_of(joints: Iterable[Joint], numel: int) -> torch.Tensor:

@@ -77,8 +77,7 @@ def _made(who: Identity) -> World:
 def close() -> None:
     """Ends the calling thread's world, if it has one: a collective call, before destroy_process_group.
 
-    Waits for all that was issued, and raises the failure of what nobody has
-    waited for.
+    Waits for all that was issued, and raises the failure of what nobody has waited for.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

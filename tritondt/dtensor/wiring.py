@@ -52,9 +52,9 @@ for _class in (DTensor, pending_class(DTensor), copied_view_class(DTensor)):
     _eval_frame.set_code_exec_strategy(_code, _eval_frame._FrameExecStrategy(_SKIP, _SKIP))
 
 # torch.load with weights_only takes what is listed; everything else in a saved tensor is plain values.
-# Saved files name the room, so that they load wherever the class stands; older ones name `tritondt.saving`.
+# Saved files name the room, so that they load wherever the class stands.
 DTensor.__module__ = rebuild_dtensor.__module__ = "tritondt.dtensor"
-torch.serialization.add_safe_globals([DTensor, rebuild_dtensor, (rebuild_dtensor, "tritondt.saving.loaded")])
+torch.serialization.add_safe_globals([DTensor, rebuild_dtensor])
 
 # Optimizers and clip_grad_norm_ take their list operators for these classes.
 for _types in (_optimizer_foreach_types, _utility_foreach_types):

@@ -1,10 +1,8 @@
 """Places of a message's parts in a rank's storage: strided boxes, without any tensor."""
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
-from operator import mul
 from typing import NamedTuple
 
 from tritondt.planning.flat_pieces import Holding
@@ -101,30 +99,6 @@ def _joint_positions(outers: Sequence[Intervals], inner: Intervals) -> Iterator[
     columns = [regions.positions(outer, inner) for outer in outers]
     for (start, stop), *starts in zip(inner, *columns, strict=True):
         yield list(starts), stop - start
-
-
-def clipped(joints: Sequence[Joint], start: int, stop: int, bounds: Sequence[tuple[int, int]]) -> Iterator[Joint]:
-    """What boxes of a part hold of its elements [start, stop), which are all those at the positions `bounds`.
-
-    `joints` are all boxes of the part, as `joint_boxes` gives them, with the part's message as their last storage.
-    """
-    if len(joints) > 1:  # both the first and the last elements of boxes ascend from box to box
-        joints = joints[bisect_left(joints, start, key=_last_element) :]
-        joints = joints[: bisect_left(joints, stop, key=lambda joint: joint.places[-1][0])]
-    for lengths, places in joints:
-        left, strides = places[-1]
-        shifts, kept = list[int](), list[int]()
-        for length, stride, (first, last) in zip(lengths, strides, bounds, strict=True):
-            position, left = divmod(left, stride)
-            shifts.append(max(first - position, 0))
-            kept.append(min(position + length, last) - max(position, first))
-        if all(length > 0 for length in kept):
-            yield Joint(tuple(kept), tuple((at + sum(map(mul, shifts, by)), by) for at, by in places))
-
-
-def _last_element(joint: Joint) -> int:
-    offset, strides = joint.places[-1]
-    return offset + sum((length - 1) * stride for length, stride in zip(joint.lengths, strides, strict=True))
 
 
 def contiguous_offset(stored: Sequence[Block], part: Region) -> int | None:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from tritondt.comm.monitor.comparison import Note, difference
 from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.polling import await_others
 from tritondt.errors import MismatchError, PeerError
 from tritondt.process_group.operation import fingerprint_of
 
 MUST = "call the same operations with the same sizes in the same order"
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.05
 
 
 class Parts(NamedTuple):
@@ -66,16 +66,14 @@ class Agreement:
             raise found
 
     def _await(self, keys: list[str], text: str, timeout_s: float) -> None:
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        while not self._store_client.call(lambda store: store.check(keys), timeout_s):
-            if time.monotonic() - started > timeout_s:
-                there = [self._store_client.call(lambda store, key=key: store.check([key])) for key in keys]  # type: ignore[misc]
-                missing = [rank for rank, is_there in zip(self._ranks, there, strict=True) if not is_there]
-                raise PeerError(
-                    f"rank {self._ranks[self._own_rank]} waited {timeout_s:g} s for ranks {missing} to come to {text}"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        deadline = time.monotonic() + timeout_s
+        if await_others(lambda: self._store_client.call(lambda store: store.check(keys), timeout_s), deadline):
+            return
+        there = [self._store_client.call(lambda store, key=key: store.check([key])) for key in keys]  # type: ignore[misc]
+        missing = [rank for rank, is_there in zip(self._ranks, there, strict=True) if not is_there]
+        raise PeerError(
+            f"rank {self._ranks[self._own_rank]} waited {timeout_s:g} s for ranks {missing} to come to {text}"
+        )
 
     def _key(self, sequence: int, group_rank: int) -> str:
         return f"{sequence}/{group_rank}"

@@ -311,7 +311,7 @@ def connect_without_the_store(rank: int) -> str:
     x = cut()
     communicator: Any = world.current().communicator(ALL)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicator._connections, "_told", None)
+        patch.setattr(communicator._connections, "_answers", None)
         torch.testing.assert_close(x.full_tensor(), WHOLE, rtol=0, atol=0)
     T.close()
     return "done"

@@ -15,7 +15,8 @@ from tests.comm.transports.test_gloo_cases import check_on
 from tests.comm.transports.test_reductions import in_order, random_terms, reduced_by
 from tests.harness.descriptors import open_targets
 from tests.harness.gloo_ranks import GlooRanks
-from tritondt.comm import answers, world
+from tritondt.comm import world
+from tritondt.comm.answers import Answers
 from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.comm.transports import arenas, shared_memory
 from tritondt.planning import slots
@@ -270,19 +271,19 @@ def test_ranks_of_several_hosts_need_not_hear_each_other(four_shared_memory_rank
 def connect_with_store_watched(rank: int, per_host: str, transport: str | None) -> tuple[str, int]:
     """The communicator's class, and how often the others' answers about arenas were read."""
     T.close()
-    values, asked = vars(answers)["values"], []
+    of_others, asked = Answers.of_others, []
 
-    def counted(*arguments: Any) -> Any:
-        asked.append(1)
-        return values(*arguments)
+    def counted(told: Answers, what: str, among: Any = None) -> dict[int, Any]:
+        asked.append(what)
+        return of_others(told, what, among)
 
     with pytest.MonkeyPatch.context() as patch, set_to("TRITONDT_TRANSPORT", transport):
-        patch.setattr(answers, "values", counted)
+        patch.setattr(Answers, "of_others", counted)
         patch.setenv("LOCAL_WORLD_SIZE", per_host)
         communicator = world.current().communicator(ALL)
         communicator.barrier()
         T.close()
-    return type(communicator).__name__, len(asked)
+    return type(communicator).__name__, sum(what in ("arena", "arena-taken") for what in asked)
 
 
 def plant(patch: pytest.MonkeyPatch, what: str) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 import tritondt as T
+from tritondt.comm.answers import Attempt
 from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
 from tritondt.comm.transports.interfaces import machine
-from tritondt.comm.transports.tcp_connect import Attempt, Connections
+from tritondt.comm.transports.tcp_connect import Connections
 
 RANKS, KEY = (4, 7, 9), "some communicator"
 Sockets = list[socket.socket | None]

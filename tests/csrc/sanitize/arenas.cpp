@@ -5,6 +5,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <random>
 #include <stdexcept>
 #include <thread>
@@ -12,6 +13,7 @@
 #include "check.h"
 #include "groups.h"
 #include "transport/arena_group.h"
+#include "transport/box_moves.h"
 #include "transport/byte_moves.h"
 #include "transport/reductions.h"
 
@@ -178,13 +180,59 @@ void sum_up(ArenaGroup* group, std::size_t rank, std::uint64_t exchange) {
   }
 }
 
+// Rows of all ranks, which lie column by column, to everybody, and sums of terms of everybody, in
+// rounds of a line each; terms wait where one rank sends no rows.
+void move_boxes(ArenaGroup* group, std::size_t rank, std::uint64_t exchange) {
+  constexpr std::int64_t kNumColumns = 10, kNumRows = 2 * kNumRanks, kNumTerms = 40;
+  const std::size_t silent = exchange % (kNumRanks + 1);  // none where there is no such rank
+  tritondt::BoxExchange boxes = {kNumRanks, 64, {8, 4}, {std::nullopt}, {}, {}, {}, {}, {}, {}, {}};
+  boxes.reductions.emplace_back(tritondt::BoxReduction{"float32", "sum", 1});
+  const auto rows_of = [](std::size_t place) -> tritondt::BoxPart {
+    const auto first = static_cast<std::int64_t>(2 * place);
+    return {0, {2, kNumColumns}, {{{2, kNumColumns}, {{first, {1, kNumRows}}, {0, {10, 1}}}}}};
+  };
+  const tritondt::BoxPlace whole = {0, {1}};
+  boxes.leaving = {rows_of(rank), {1, {kNumTerms}, {{{kNumTerms}, {whole, whole}}}}};
+  boxes.arriving = {{1, {kNumTerms}, {{{kNumTerms}, {whole, whole, whole}}}}};
+  boxes.own_terms = {{0, static_cast<std::int64_t>(rank)}};
+  for (std::size_t peer = 0; peer < kNumRanks; ++peer) {
+    boxes.arriving.push_back(rows_of(peer));
+    if (peer == rank) continue;
+    std::vector<std::size_t> sent = {0, 1};
+    std::vector<tritondt::BoxTerm> received = {{peer + 1, 0}, {0, static_cast<std::int64_t>(peer)}};
+    if (rank == silent) sent.erase(sent.begin());
+    if (peer == silent) received.erase(received.begin());
+    boxes.sends.emplace_back(peer, sent);
+    boxes.receives.emplace_back(peer, received);
+  }
+  const tritondt::BoxMoves program(boxes);
+  std::vector<std::int64_t> rows(kNumRows * kNumColumns), found(rows.size(), -1);
+  std::vector<float> terms(kNumTerms), sums(kNumTerms);
+  std::vector<char> staging(program.staged_bytes() + 1);
+  for (std::size_t i = 0; i < rows.size(); ++i)
+    rows[i] = static_cast<std::int64_t>(i + rank * 1000);
+  for (std::size_t i = 0; i < terms.size(); ++i) terms[i] = static_cast<float>(i * 2 + rank);
+  const auto at = [](auto& held) { return reinterpret_cast<std::uintptr_t>(held.data()); };
+  const Ending ending = complete(
+      group, group->run(&program, {{at(rows), at(terms)}, {at(found), at(sums)}, 1, at(staging)},
+                        exchange, exchange * 5));
+  CHECK(ending.outcome == Outcome::kDone);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::size_t owner = i % kNumRows / 2;
+    const bool has_come = owner != rank && owner != silent;
+    CHECK(found[i] == (has_come ? static_cast<std::int64_t>(i + owner * 1000) : -1));
+  }
+  for (std::size_t i = 0; i < sums.size(); ++i) CHECK(sums[i] == static_cast<float>(i * 6 + 3));
+}
+
 void check_rounds() {
   SharedMemoryRanks ranks(kNumRanks);
   std::vector<std::thread> threads;
   for (std::size_t rank = 0; rank < kNumRanks; ++rank) {
     threads.emplace_back([&ranks, rank] {
       for (std::uint64_t exchange = 1; exchange <= kNumExchanges; ++exchange) {
-        (exchange % 3 == 0 ? move_bytes : sum_up)(ranks.group(rank), rank, exchange);
+        const auto run = exchange % 4 == 0 ? move_boxes : exchange % 3 == 0 ? move_bytes : sum_up;
+        run(ranks.group(rank), rank, exchange);
       }
     });
   }

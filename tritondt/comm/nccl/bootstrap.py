@@ -27,7 +27,7 @@ def join_nccl(context: ProcessContext, library: NcclLibrary, streams: Streams) -
     Raises PeerError where some do not come, TransportError where NCCL cannot make it.
     """
     context.watch.prepare(streams.ignore_captures)
-    place, timeout, answers = context.place, context.timeout, Answers(context)
+    place, timeout, answers = context.place, context.timeout, Answers.of(context)
     if place == 0:
         unique_id = library.unique_id()
         answers.tell("nccl", unique_id.hex())

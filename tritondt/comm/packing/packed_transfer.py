@@ -7,7 +7,7 @@ from aligned addresses, its `Alignment` says where messages start in the buffer,
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 from tritondt.comm.communicator import Reduction, Transfer
 from tritondt.comm.packing.messages import Slice, Slices
@@ -20,6 +20,30 @@ from tritondt.planning.storage import Block, contiguous_offset, joint_boxes, mes
 from tritondt.sharding.placement import ReduceOp
 
 Blocks = Sequence[Block]
+
+
+class Program(Protocol):
+    """A transfer as a communicator has compiled it: what of it this rank sends and receives."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of all messages that leave."""
+        ...
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of all messages that arrive."""
+        ...
+
+    @property
+    def num_sent(self) -> int:
+        """Number of messages that leave."""
+        ...
+
+    @property
+    def num_received(self) -> int:
+        """Number of messages that arrive."""
+        ...
 
 
 class PackedTransfer(NamedTuple):
@@ -45,6 +69,16 @@ class PackedTransfer(NamedTuple):
     casting: "Casting | None" = None
     collective: "CollectiveCall | None" = None
     joint: Literal["pack", "unpack"] | None = None
+
+    @property
+    def num_sent(self) -> int:
+        """Number of messages that leave."""
+        return len(self.sends)
+
+    @property
+    def num_received(self) -> int:
+        """Number of messages that arrive."""
+        return len(self.receives)
 
 
 class Casting(NamedTuple):

@@ -84,7 +84,16 @@ class PlacedTransfer(NamedTuple):
     pack: Table | None
     unpack: Table | None
     reduces: tuple[Table, ...]
-    casting: None = None
+
+    @property
+    def num_sent(self) -> int:
+        """Number of messages that leave."""
+        return len(self.sends)
+
+    @property
+    def num_received(self) -> int:
+        """Number of messages that arrive."""
+        return len(self.receives)
 
 
 class _Side(NamedTuple):

@@ -14,14 +14,10 @@ import torch.distributed as dist
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.notices import Failed, Notices
+from tritondt.comm.store.polling import await_others
 from tritondt.errors import PeerError, WorldError
 
 Result = TypeVar("Result")
-
-# How often a rank looks who has come: often at first, when all come at once.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
-# How often it looks why some have not come.
-_LOOK_S = 0.5
 
 
 class Rendezvous:
@@ -91,23 +87,25 @@ class Rendezvous:
         """
         here, notices = [self._here(other) for other in self._ranks], Notices(self._client, rank, self._timeout_s)
         self._asked(lambda store: store.set(self._here(rank), ""))
-        started, pause = time.monotonic(), _FIRST_PAUSE_S
-        next_look = started + _LOOK_S
-        while not self._asked(lambda store: store.check(here)):
-            failed = notices.failure(self.key, 0)
-            if failed is None and time.monotonic() >= next_look:
-                failed, next_look = self._absent(notices), time.monotonic() + _LOOK_S
-            if failed is not None:
-                raise PeerError(
-                    f"rank {failed.rank} failed while rank {rank} waited for ranks {self._missing()} to connect: "
-                    f"{failed.error}"
-                )
-            if time.monotonic() - started > self._timeout_s:
-                late = PeerError(f"rank {rank} waited {self._timeout_s:g} s for ranks {self._missing()} to connect")
-                notices.report_for_good(self.key, late)
-                raise late
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+        def have_come() -> bool:
+            if self._asked(lambda store: store.check(here)):
+                return True
+            self._raise(rank, notices.failure(self.key, 0))  # at every look: who refuses is not waited for
+            return False
+
+        deadline = time.monotonic() + self._timeout_s
+        if not await_others(have_come, deadline, lambda: self._raise(rank, self._absent(notices))):
+            late = PeerError(f"rank {rank} waited {self._timeout_s:g} s for ranks {self._missing()} to connect")
+            notices.report_for_good(self.key, late)
+            raise late
+
+    def _raise(self, rank: int, failed: Failed | None) -> None:
+        if failed is not None:
+            raise PeerError(
+                f"rank {failed.rank} failed while rank {rank} waited for ranks {self._missing()} to connect: "
+                f"{failed.error}"
+            )
 
     def _absent(self, notices: Notices) -> Failed | None:
         """A rank that will not come, and why."""

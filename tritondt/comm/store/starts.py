@@ -15,10 +15,9 @@ import torch.distributed as dist
 
 from tritondt import _importing, environment
 from tritondt.comm.store import presence
+from tritondt.comm.store.polling import await_others
 from tritondt.errors import PeerError, WorldError
 
-# How often a rank looks for its start: often at first, when all come at once.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 _LEADER = "tritondt/start"
 
 
@@ -48,13 +47,10 @@ def _led(store: Any, size: int, deadline: float) -> str:
     """The name that rank 0 gives to this start, once all others have answered to it."""
     name = f"{_LEADER}/{secrets.token_hex(8)}"
     store.set(_LEADER, name)
-    answers, pause = [_answer(name, rank) for rank in range(1, size)], _FIRST_PAUSE_S
-    while answers and not store.check(answers):
-        if time.monotonic() > deadline:
-            raise _late(store, 0, f"ranks {_without_answer(store, name, size)}")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    answers = [_answer(name, rank) for rank in range(1, size)]
     if answers:
+        if not await_others(lambda: store.check(answers), deadline):
+            raise _late(store, 0, f"ranks {_without_answer(store, name, size)}")
         # To each its own answer: rank r is told no other's.
         store.multi_set([_confirmed(name, rank) for rank in range(1, size)], store.multi_get(answers))
     return name
@@ -62,20 +58,22 @@ def _led(store: Any, size: int, deadline: float) -> str:
 
 def _followed(store: Any, rank: int, size: int, number: str, deadline: float) -> str:
     """The name of the start in which rank 0 has heard this process: one that died has left its name, and hears none."""
-    answered, pause = "", _FIRST_PAUSE_S
-    while True:
-        name = store.get(_LEADER).decode() if store.check([_LEADER]) else ""
-        if name != answered:
-            store.set(_answer(name, rank), number)
-            answered = name
-        if name and store.check([_confirmed(name, rank)]) and store.get(_confirmed(name, rank)).decode() == number:
-            return name
-        if time.monotonic() > deadline:
-            # Rank 0 waits for those without an answer to its name, too, or has given them up.
-            missing = _without_answer(store, name, size) if name else []
-            raise _late(store, rank, f"ranks {missing}, as rank 0 does" if missing else "rank 0")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    name = ""
+
+    def is_heard() -> bool:
+        nonlocal name
+        latest = store.get(_LEADER).decode() if store.check([_LEADER]) else ""
+        if latest != name:
+            store.set(_answer(latest, rank), number)
+            name = latest
+        confirmed = _confirmed(name, rank)
+        return bool(name) and store.check([confirmed]) and store.get(confirmed).decode() == number
+
+    if not await_others(is_heard, deadline):
+        # Rank 0 waits for those without an answer to its name, too, or has given them up.
+        missing = _without_answer(store, name, size) if name else []
+        raise _late(store, rank, f"ranks {missing}, as rank 0 does" if missing else "rank 0")
+    return name
 
 
 def _without_answer(store: Any, name: str, size: int) -> list[int]:

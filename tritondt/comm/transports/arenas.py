@@ -8,6 +8,7 @@ whether they have succeeded, so that either all exchange through arenas or none 
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tritondt import environment
@@ -27,7 +28,7 @@ def share_arenas(context: ProcessContext, *, asks_for_arenas: bool) -> list[Aren
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
     """
     if len(context.ranks) > 1 and (not asks_for_arenas or _are_elsewhere(len(context.ranks))):
-        Answers(context).tell("arena", {})
+        Answers.of(context).tell("arena", {})
         return None
     return map_arenas(context, "messages go over sockets")
 
@@ -62,26 +63,20 @@ class _Sharing:
     """One rank's part in sharing arenas, within the communicator's timeout."""
 
     def __init__(self, context: ProcessContext, otherwise: str) -> None:
-        self._context, self._answers, self._otherwise = context, Answers(context), otherwise
+        self._context, self._answers, self._otherwise = context, Answers.of(context), otherwise
 
     def run(self, num_bytes: int) -> list[Arena] | None:
         """The arenas of all ranks, `num_bytes` each, where all ranks have mapped all of them."""
-        own, said = self._made(num_bytes)
+        own, offer = self._made(num_bytes)
+        if own is None:
+            self._answers.tell("arena", offer)
+            return None
         try:
-            self._answers.tell("arena", said)
-            # Who asks for none, is elsewhere, or has another length, differs for all: they decide alike.
-            found = {self._context.place: said, **self._answers.of_others("arena")}
-            if any(
-                not each or (each["here"], each["bytes"]) != (said["here"], said["bytes"]) for each in found.values()
-            ):
-                return None
-            assert own is not None, "no rank has an empty answer"
-            mapped = self._mapped(own, found)
-            self._answers.tell("mapped", mapped is not None)
-            return mapped if all(self._answers.of_others("mapped").values()) else None
+            return self._answers.share(
+                "arena", offer, lambda near: len(near) == len(self._context.ranks), partial(self._mapped, own)
+            )
         finally:  # the others have it open, or never will
-            if own is not None:
-                own.close_descriptor()
+            own.close_descriptor()
 
     def _made(self, num_bytes: int) -> tuple[Arena | None, dict[str, Any]]:
         """This rank's arena, and what others need to know to map it: nothing where there is none."""

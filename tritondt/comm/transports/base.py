@@ -23,17 +23,17 @@ from tritondt.comm.monitor.comparison import (
     write_note,
 )
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
-from tritondt.comm.packing.arena_transfer import ArenaTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices, message_buffers
 from tritondt.comm.packing.packed_transfer import (
     ALIGNED,
+    Casting,
     CollectiveCall,
     PackedTransfer,
+    Program,
     TensorStarts,
     buffer_places,
     packed_transfer,
 )
-from tritondt.comm.packing.placed_transfer import PlacedTransfer
 from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.announced import Announced
 from tritondt.comm.transports.ordered import OrderedCommunicator
@@ -45,7 +45,6 @@ from tritondt.planning.alignment import DENSE
 from tritondt.planning.collectives import Collective
 
 _BARRIER_FINGERPRINT = 0x62617272
-AnyTransfer = PackedTransfer | ArenaTransfer | PlacedTransfer
 # Sources and targets of an exchange, and their addresses.
 Operands = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], list[int], list[int]]
 # Name of an exchange's range in torch.profiler, while one is on.
@@ -71,7 +70,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         self._launch = launch or run_at_once
         self._traffic = Traffic()
         self._label = self._recorder.label(context.name)
-        self._realigned: WeakKeyDictionary[Transfer, dict[TensorStarts, PackedTransfer]] = WeakKeyDictionary()
+        self._realigned: WeakKeyDictionary[Transfer, dict[TensorStarts, Program]] = WeakKeyDictionary()
         self._compares = context.compares
 
     @property
@@ -97,18 +96,19 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""
         plan, _ = self._plan(transfer)
-        return Traffic(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+        return Traffic(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
 
-    def _plan(self, transfer: Transfer) -> tuple[PackedTransfer, ExchangeRecord]:
-        """The transfer compiled to messages and tables, and its record."""
-        found: tuple[PackedTransfer, ExchangeRecord] | None = transfer.compiled.get(self)
+    def _plan(self, transfer: Transfer) -> tuple[Program, ExchangeRecord]:
+        """The transfer as it is compiled here, and its record."""
+        found: tuple[Program, ExchangeRecord] | None = transfer.compiled.get(self)
         if found is None:
             record = self._new_record(transfer.fingerprint, transfer.description)
             with made_together(transfer.device):
                 found = transfer.compiled[self] = self._compiled(transfer), record
         return found
 
-    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:
+    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> Program:
+        """The transfer compiled to messages and tables, or to what the transport itself runs."""
         if transfer.collective is not None:
             return self._compiled_collective(transfer, transfer.collective, starts)
         wire_dtype = transfer.wire_dtype
@@ -156,10 +156,11 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        plan: PackedTransfer,
+        plan: Program,
         record: ExchangeRecord,
         transfer: Transfer,
     ) -> None:
+        """Runs a compiled exchange of these tensors, whatever they start at."""
         if len(sources) == len(targets) == 1:  # a comprehension is a call
             source_pointers, target_pointers = [sources[0].data_ptr()], [targets[0].data_ptr()]
             joined = source_pointers[0] | target_pointers[0]
@@ -167,15 +168,18 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
             source_pointers = [tensor.data_ptr() for tensor in sources]
             target_pointers = [tensor.data_ptr() for tensor in targets]
             joined = max((it % self.alignment.in_place for it in (*source_pointers, *target_pointers)), default=0)
-        if joined % self.alignment.in_place and plan.casting is None:
+        if joined % self.alignment.in_place:
             plan = self._plan_at(transfer, source_pointers, target_pointers)
         self._run_plan(plan, record, transfer.device, (sources, targets, source_pointers, target_pointers))
 
-    def _run_plan(self, plan: PackedTransfer, record: ExchangeRecord, device: torch.device, operands: Operands) -> None:
-        """Runs a compiled exchange of these tensors."""
+    def _run_plan(self, plan: Program, record: ExchangeRecord, device: torch.device, operands: Operands) -> None:
+        """Runs a compiled exchange of these tensors: one of messages and tables."""
+        assert isinstance(plan, PackedTransfer), f"{type(self).__name__} compiles no {type(plan).__name__}"
         sources, targets, source_pointers, target_pointers = operands
         threads = torch.get_num_threads()
-        memory, staging, buffer, widened = self._buffers(plan, device)
+        memory, staging, buffer, widened = self._buffers(
+            (plan.staged_bytes, plan.packed_bytes), device, plan.casting, plan.collective
+        )
         self.sequence += 1
         if plan.sends or plan.receives:
             self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
@@ -200,8 +204,10 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
             self._keep(plan, source_pointers, buffer, target_pointers, threads)
             self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
 
-    def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> PackedTransfer:
+    def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> Program:
         """The plan of the same messages that packs what would start at no multiple of the alignment."""
+        if transfer.wire_dtype is not None:  # all is cast into buffers
+            return self._plan(transfer)[0]
         starts = TensorStarts(self.alignment.behind(sources), self.alignment.behind(targets))
         kept = self._realigned.setdefault(transfer, {})
         found = kept.get(starts)
@@ -253,21 +259,30 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         for table in plan.reduces:
             self._launch(table.run, [*sources, staging], targets, threads)
 
-    def _buffers(self, plan: AnyTransfer, device: torch.device) -> tuple[torch.Tensor, int, int, int]:
-        """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes."""
-        packed_at, widened_at, num_bytes = buffer_places(plan.staged_bytes, plan.packed_bytes, plan.casting)
-        if num_bytes == 0:
+    def _buffers(
+        self,
+        num_bytes: tuple[int, int],
+        device: torch.device,
+        casting: Casting | None = None,
+        collective: CollectiveCall | None = None,
+    ) -> tuple[torch.Tensor, int, int, int]:
+        """Memory of the buffers, and addresses in it: of received, packed and, with a wire dtype, widened bytes.
+
+        `num_bytes` are those that are received and those that are packed.
+        """
+        packed_at, widened_at, all_bytes = buffer_places(*num_bytes, casting)
+        if all_bytes == 0:
             return _NO_BYTES, 0, 0, 0
         try:
-            memory = self._staging(plan, num_bytes, device)
+            memory = self._staging(all_bytes, device, collective)
         except BaseException as error:  # nothing has been sent: the others can be told
             self._refuse(error)
             raise
         start = memory.data_ptr()
         return memory, start, start + packed_at, start + widened_at
 
-    def _staging(self, plan: AnyTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for what is packed and what arrives, which lives for the one call."""
+    def _staging(self, num_bytes: int, device: torch.device, collective: CollectiveCall | None) -> torch.Tensor:
+        """Memory for what is packed and what arrives, which lives for the one call, of a collective or of messages."""
         return allocate((num_bytes,), torch.uint8, device)
 
     def _new_record(self, fingerprint: int, text: str) -> ExchangeRecord:

@@ -26,6 +26,8 @@ from tritondt.kernels.signals import FINGERPRINT_BITS, Signal, SignalTable, Stop
 from tritondt.planning.slots import NUM_SLOTS, DeviceSlots, device_slots
 
 _COUNTER_BYTES = 8
+# What ranks of a host have said of themselves, by place, and their memory.
+_Near = tuple[Mapping[int, Mapping[str, Any]], dict[int, MappedMemory]]
 
 
 class Memory(Protocol):
@@ -175,7 +177,7 @@ def share_device_arenas(
         return None
     try:
         if not environment.packs_into_peers():
-            Answers(context).tell("device-arena", {})
+            Answers.of(context).tell("device-arena", {})
             return None
         return _Sharing(context, driver(), number, device).run()
     except BaseException as error:
@@ -188,7 +190,7 @@ class _Sharing:
 
     def __init__(self, context: ProcessContext, driver: CudaDriver, number: int, device: torch.device) -> None:
         self._context, self._driver, self._number, self._device = context, driver, number, device
-        self._answers, self._place = Answers(context), context.place
+        self._answers, self._place = Answers.of(context), context.place
 
     def run(self) -> DeviceArenas | None:
         """The arenas of all ranks of the host, where all of them have mapped all of them."""
@@ -201,24 +203,24 @@ class _Sharing:
             undone.callback(own.close)
             undone.callback(os.close, descriptor)
             asked = environment.arena_bytes()
-            said: dict[str, Any] = {"here": _here(), "bytes": asked, "device": self._driver.identity(self._number)}
-            said["mapped_bytes"] = own.num_bytes  # whole pages
-            said["process"] = this_process()
-            self._answers.tell("device-arena", {**said, "swap": swap.told})
-            found = {self._place: said, **self._answers.of_others("device-arena")}
-            near = {place: found[place] for place in sorted(found) if _are_alike(found[place], said)}
-            slots = device_slots(asked, len(near))
-            if len(near) == 1 or not slots.slot_bytes:  # for all of them alike
+            offer: dict[str, Any] = {"here": _here(), "bytes": asked, "device": self._driver.identity(self._number)}
+            offer |= {"mapped_bytes": own.num_bytes, "process": this_process(), "swap": swap.told}  # whole pages
+
+            def take(near: Mapping[int, Mapping[str, Any]]) -> _Near | None:
+                told = {place: each["swap"] for place, each in near.items() if place != self._place}
+                descriptors = swap.swap(descriptor, told, self._place, self._answers.left_s, self._answers.look)
+                memories = self._mapped(near, descriptors)
+                undone.callback(_close_all, memories)
+                return None if memories is None else (near, memories)
+
+            def is_enough(near: Mapping[int, Mapping[str, Any]]) -> bool:
+                return len(near) > 1 and device_slots(asked, len(near)).slot_bytes > 0
+
+            found = self._answers.share("device-arena", offer, is_enough, take)
+            if found is None:
                 return None
-            told = {place: each["swap"] for place, each in near.items() if place != self._place}
-            descriptors = swap.swap(descriptor, told, self._place, self._answers.left_s, self._answers.look)
-            memories = self._mapped(near, descriptors)
-            undone.callback(_close_all, memories)
-            self._answers.tell("device-mapped", memories is not None)
-            others_have = all(self._answers.of_others("device-mapped", near).values())
-            if memories is None or not others_have:
-                return None
-            all_memories = {self._place: own, **memories}
+            near, memories = found
+            slots, all_memories = device_slots(asked, len(near)), {self._place: own, **memories}
             processes = Processes({place: near[place]["process"] for place in memories})
             undone.callback(processes.close)
             arenas = DeviceArenas(tuple(near), self._place, slots, all_memories, self._device, processes)
@@ -279,11 +281,6 @@ def _close_all(memories: Mapping[int, Memory] | None) -> None:
             refusals.append(str(error))
     if refusals:
         raise TransportError("; ".join(refusals))
-
-
-def _are_alike(other: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether another rank asks for an arena as long on the same host."""
-    return bool(other) and (other["here"], other["bytes"]) == (own["here"], own["bytes"])
 
 
 def _here() -> str:

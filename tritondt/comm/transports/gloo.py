@@ -168,14 +168,15 @@ class GlooCommunicator(PackedCommunicator):
 
 def _guarded(context: ProcessContext) -> Any:
     """Gloo's group; PeerError where some do not come within the timeout, and as soon as one has failed or ended."""
-    others = [rank for rank in context.ranks if rank != context.rank]
+    others = [place for place, rank in enumerate(context.ranks) if rank != context.rank]
     connection: Any = context.store
     store = dist.PrefixStore(context.key, connection.clone())  # Gloo keeps the connection while it waits
     make = partial(_connected, store, context.place, len(context.ranks), context.timeout)
     try:
-        return within(context.timeout, make, "tritondt-gloo", partial(Answers(context).look, others))
+        return within(context.timeout, make, "tritondt-gloo", partial(Answers.of(context).look, others))
     except TimeoutError:
-        text = f"rank {context.rank} waited {context.timeout.total_seconds():g} s for ranks {others} to connect by Gloo"
+        named = [context.ranks[place] for place in others]
+        text = f"rank {context.rank} waited {context.timeout.total_seconds():g} s for ranks {named} to connect by Gloo"
         raise PeerError(text) from None
 
 

@@ -21,9 +21,9 @@ from tritondt.comm.nccl.streams import CudaStreams, Event, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.comm.packing.collective_transfer import collective_transfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, message_buffers
-from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, PackedTransfer, TensorStarts
+from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, PackedTransfer, Program, TensorStarts
 from tritondt.comm.packing.placed_transfer import PlacedTransfer, placed_transfer
-from tritondt.comm.transports.base import AnyTransfer, Operands, PackedCommunicator
+from tritondt.comm.transports.base import Operands, PackedCommunicator
 from tritondt.comm.transports.device_arenas import DeviceArenas, share_device_arenas
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
@@ -128,22 +128,20 @@ class NcclCommunicator(PackedCommunicator):
             for transfer in transfers:
                 self._plan(transfer)
 
-    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> PackedTransfer:
+    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> Program:
         if self._arenas is not None and transfer.collective is None and transfer.wire_dtype is None:
             placed = placed_transfer(transfer, self._arenas, self.alignment, starts)
             if placed is not None:
-                return placed  # type: ignore[return-value]  # `_run_plan` takes both
+                return placed
         return super()._compiled(transfer, starts)
 
-    def _run_plan(
-        self, plan: PackedTransfer | PlacedTransfer, record: ExchangeRecord, device: torch.device, operands: Operands
-    ) -> None:
-        if isinstance(plan, PackedTransfer):
+    def _run_plan(self, plan: Program, record: ExchangeRecord, device: torch.device, operands: Operands) -> None:
+        if not isinstance(plan, PlacedTransfer):
             super()._run_plan(plan, record, device, operands)
             return
         assert self._arenas is not None, "the plan was made for arenas"
         sources, targets, source_pointers, target_pointers = operands
-        memory, staging, buffer, _ = self._buffers(plan, device)
+        memory, staging, buffer, _ = self._buffers((plan.staged_bytes, plan.packed_bytes), device)
         self.sequence += 1
         self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
         receives = message_buffers((plan.receives, targets, target_pointers, memory, staging))
@@ -175,10 +173,10 @@ class NcclCommunicator(PackedCommunicator):
             return None
         return f"the process of rank {' and that of rank '.join(ended)} has ended"
 
-    def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> PackedTransfer:
-        plan: AnyTransfer = self._plan(transfer)[0]
+    def _plan_at(self, transfer: Transfer, sources: Sequence[int], targets: Sequence[int]) -> Program:
+        plan = self._plan(transfer)[0]
         if isinstance(plan, PlacedTransfer) and not plan.far_sends and not plan.far_receives:
-            return plan  # type: ignore[return-value]  # packs and unpacks are for any start
+            return plan  # packs and unpacks are for any start
         return super()._plan_at(transfer, sources, targets)
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
@@ -227,11 +225,11 @@ class NcclCommunicator(PackedCommunicator):
         if call.divisor != 1:
             targets[0].div_(call.divisor)
 
-    def _staging(self, plan: AnyTransfer, num_bytes: int, device: torch.device) -> torch.Tensor:
-        call = plan.collective if isinstance(plan, PackedTransfer) else None
-        if call is None or not call.registered_bytes or self._queue.is_capturing:  # memory of a graph is the graph's
+    def _staging(self, num_bytes: int, device: torch.device, collective: CollectiveCall | None) -> torch.Tensor:
+        registered_bytes = 0 if collective is None else collective.registered_bytes
+        if not registered_bytes or self._queue.is_capturing:  # memory of a graph is the graph's
             return self._queue.staging(num_bytes, device)
-        return self._watched.registered(call.registered_bytes).first(num_bytes)
+        return self._watched.registered(registered_bytes).first(num_bytes)
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Does nothing: the stream runs what comes next when all messages have come."""

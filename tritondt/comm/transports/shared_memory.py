@@ -14,17 +14,18 @@ import torch
 from torch.autograd import profiler
 
 from tritondt._C import Arena, ArenaGroup
-from tritondt.comm.communicator import CPU, Traffic, Transfer
+from tritondt.comm.communicator import CPU, Transfer
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, ExchangeRecord
 from tritondt.comm.packing.arena_transfer import ArenaTransfer, ProgramTransfer, arena_transfer
-from tritondt.comm.packing.packed_transfer import PackedTransfer
+from tritondt.comm.packing.packed_transfer import ALIGNED, Program, TensorStarts
 from tritondt.comm.transports.arenas import share_arenas
 from tritondt.comm.transports.sockets import SocketCommunicator
 from tritondt.planning.slots import chunk_bytes
 
 # Looks before a wait sleeps, some 20 us, where every rank has a core; else the rank that is waited for needs this one.
 _NUM_SPINS = 500
+_NOT_COMPILED = None, None
 
 
 class SharedMemoryCommunicator(SocketCommunicator):
@@ -47,34 +48,23 @@ class SharedMemoryCommunicator(SocketCommunicator):
         super()._note_connection(place, descriptor)
         self._arenas.connect(place, descriptor)
 
-    def traffic_of(self, transfer: Transfer) -> Traffic:
-        """Bytes and messages that this rank will send and receive in an exchange."""
-        plan, _ = self._plan(transfer)
-        if isinstance(plan, PackedTransfer):
-            return super().traffic_of(transfer)
-        return Traffic(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
-
-    def _compiled(  # type: ignore[override]  # `_move` takes both
-        self, transfer: Transfer
-    ) -> PackedTransfer | ArenaTransfer:
+    def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> Program:
         if isinstance(transfer, ProgramTransfer):
             assert transfer.plan is not None, "a program's transfer is made with it"
             return transfer.plan
         exchange = transfer.exchange
         moves = bool(exchange.sends or exchange.receives)
-        if transfer.collective is not None or transfer.wire_dtype is not None or not (moves and self._chunk_bytes):
-            return super()._compiled(transfer)
+        is_of_boxes = transfer.collective is None and transfer.wire_dtype is None and transfer.device == CPU
+        if not (is_of_boxes and moves and self._chunk_bytes):
+            return super()._compiled(transfer, starts)
         return arena_transfer(transfer, len(self._ranks), self._chunk_bytes, self.num_cores)
 
     def _exchange(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
     ) -> None:
-        is_elsewhere = self.failure is not None or transfer.device != CPU
-        if is_elsewhere or self._compares or profiler._is_profiler_enabled:
-            super()._exchange(sources, targets, transfer, site)
-            return
-        plan, record = self._plan(transfer)
-        if isinstance(plan, PackedTransfer):
+        plan, record = transfer.compiled.get(self, _NOT_COMPILED)
+        is_usual = self.failure is None and not self._compares and not profiler._is_profiler_enabled
+        if not (is_usual and isinstance(plan, ArenaTransfer)):
             super()._exchange(sources, targets, transfer, site)
             return
         # What the base class does, without a call for each part of it: small exchanges take as long as their Python,
@@ -97,15 +87,15 @@ class SharedMemoryCommunicator(SocketCommunicator):
         self,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-        plan: PackedTransfer | ArenaTransfer,
+        plan: Program,
         record: ExchangeRecord,
         transfer: Transfer,
     ) -> None:
-        if isinstance(plan, PackedTransfer):
-            super()._move(sources, targets, plan, record, transfer)
-        else:
+        if isinstance(plan, ArenaTransfer):
             self._recorder.state(record.entry, EXCHANGING)
             self._run(sources, targets, plan, record)
+        else:
+            super()._move(sources, targets, plan, record, transfer)
 
     def _run(
         self,
@@ -121,7 +111,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
             target_pointers = [tensor.data_ptr() for tensor in targets]
         memory, staging = None, 0
         if plan.staged_bytes:
-            memory, staging, _, _ = self._buffers(plan, CPU)
+            memory, staging, _, _ = self._buffers((plan.staged_bytes, 0), CPU)
         sequence = self.sequence = self.sequence + 1
         self._traffic.count(plan.sent_bytes, plan.received_bytes, plan.num_sent, plan.num_received)
         threads = torch.get_num_threads()

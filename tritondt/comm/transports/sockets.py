@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from tritondt._C import ArenaGroup, SocketGroup
+from tritondt.comm.answers import Attempt
 from tritondt.comm.communicator import tag_of
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.monitor.watch import GRACE_S, Wait
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.tcp_connect import Attempt, Connections
+from tritondt.comm.transports.tcp_connect import Connections
 from tritondt.comm.work import ThreadQueue
 from tritondt.errors import PeerError, WorldError
 

@@ -6,47 +6,24 @@ first have messages for each other, of which both know: the one behind calls the
 pairs of 1,024 ranks would be more descriptors than a process may have by default.
 """
 
-import json
+import math
 import secrets
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
-
-import torch.distributed as dist
+from contextlib import contextmanager
 
 from tritondt import environment
+from tritondt.comm.answers import Answers, Attempt
 from tritondt.comm.secret import Secret
-from tritondt.comm.store.client import PATIENCE_S, SilentStoreError, StoreClient, values
+from tritondt.comm.store.client import StoreClient
+from tritondt.comm.store.polling import await_others
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
 from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
 from tritondt.errors import PeerError, WorldError
 
-Result = TypeVar("Result")
-
-# How often a rank looks what others have said: often at first, when all come at once.
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _MIN_BACKLOG = 128
 # Where a rank listens for those of its own machine, and for others.
 _NEAR, _FAR = "near", "far"
-
-
-class Attempt(NamedTuple):
-    """One time that a rank waits for others: until `deadline`, by time.monotonic, `timeout_s` from its beginning.
-
-    `look` is called now and then with the places of ranks that are missing, and may raise what ends the waiting.
-    """
-
-    deadline: float
-    timeout_s: float
-    look: Callable[[Sequence[int]], object]
-
-    @classmethod
-    def of(cls, timeout_s: float, look: Callable[[Sequence[int]], object] = lambda _: None) -> "Attempt":
-        """An attempt that begins now."""
-        return cls(time.monotonic() + timeout_s, timeout_s, look)
 
 
 class Connections:
@@ -71,7 +48,8 @@ class Connections:
         """
         self.sockets: list[socket.socket | None] = [None] * len(ranks)
         self._ranks, self._place, self._secret = ranks, place, secret
-        self._told = _Told(client, key, ranks, place)
+        # Without what `attempt` looks at, which has these connections: sockets are closed with the last name of theirs.
+        self._answers = Answers(client, key, ranks, place, Attempt.of(attempt.timeout_s))
         self._own = Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
         self._listeners: dict[str, socket.socket] = {}
         self._addresses: dict[int, Address] = {}
@@ -79,16 +57,16 @@ class Connections:
         self._lacking = {other for other in range(len(ranks)) if other != place}
         try:
             with self._named_errors():
-                self._listen(attempt)
+                self._listen(Answers(client, key, ranks, place, attempt))
         except BaseException:
             self._close_listeners()
             raise
 
-    def _listen(self, attempt: Attempt) -> None:
+    def _listen(self, answers: Answers) -> None:
         others = sorted(self._lacking)
         own_machine, guess = machine(), _guessed_address()
-        self._told.tell("machine", json.dumps([own_machine, guess]), attempt)
-        machines = dict(zip(others, map(json.loads, self._told.asked("machine", others, attempt)), strict=True))
+        answers.tell("machine", [own_machine, guess])
+        machines = answers.of_others("machine")
         distant = {other: guessed for other, (found, guessed) in machines.items() if found != own_machine}
         callers = [other for other in others if other > self._place]
         # Whoever has no address for other machines says so, called from there or not.
@@ -100,11 +78,10 @@ class Connections:
             if is_needed:
                 self._listeners[which] = self._listener(host)
         reached = {which: listener.getsockname()[:2] for which, listener in self._listeners.items()}
-        self._told.tell("address", json.dumps([reached, *self._own]), attempt)
+        answers.tell("address", [reached, *self._own])
         # Now, as the store may have gone, or stopped, when they are called.
         called = [other for other in others if other < self._place]
-        for other, text in zip(called, self._told.asked("address", called, attempt), strict=True):
-            theirs, *tokens = json.loads(text)
+        for other, (theirs, *tokens) in answers.of_others("address", called).items():
             self._addresses[other] = Address(*theirs[_FAR if other in distant else _NEAR], *tokens)
 
     @property
@@ -142,12 +119,15 @@ class Connections:
         They meet in the store, as connecting is more than they want of each other. `look` is called now and then with
         their places, and may raise what ends the waiting.
         """
-        pause = _FIRST_PAUSE_S
-        self._told.come(where)
-        while not self._told.have_come(where, self._lacking):
+        self._answers.come(where)
+
+        def have_come() -> bool:
+            if self._answers.have_come(where, self._lacking):
+                return True
             look(self._lacking)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            return False
+
+        await_others(have_come, math.inf)
 
     def close(self) -> None:
         """Closes the connections, also those that are being made, and refuses those who call."""
@@ -192,7 +172,7 @@ class Connections:
     def _shake_hands(self, handshakes: Handshakes, attempt: Attempt) -> dict[int, socket.socket]:
         try:
             if not handshakes.run(attempt.deadline, attempt.look):
-                raise self._told.late(handshakes.missing, attempt)
+                raise self._answers.late(handshakes.missing, attempt)
             for found in handshakes.connected.values():
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except BaseException as error:
@@ -203,68 +183,6 @@ class Connections:
                 raise PeerError(f"rank {rank} could not connect to rank {other}: {error}") from error
             raise
         return handshakes.connected
-
-
-@dataclass(frozen=True)
-class _Told:
-    """What the ranks of a communicator say of themselves in the store."""
-
-    client: StoreClient
-    key: str
-    ranks: Sequence[int]
-    place: int
-
-    def asked(self, what: str, others: Sequence[int], attempt: Attempt) -> list[str]:
-        """What `others` have said, in their order, when all have; PeerError where some do not in time."""
-        if not others:
-            return []
-        keys, pause = [self._named(what, other) for other in others], _FIRST_PAUSE_S
-        next_look = time.monotonic() + 1.0
-        while not self._call(lambda store: store.check(keys), attempt):
-            if time.monotonic() >= attempt.deadline:
-                there = {key: self._call(lambda store, key=key: store.check([key]), attempt) for key in keys}  # type: ignore[misc]
-                raise self.late([other for other, key in zip(others, keys, strict=True) if not there[key]], attempt)
-            if time.monotonic() >= next_look:
-                attempt.look(others)
-                next_look = time.monotonic() + 1.0
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
-        return [text.decode() for text in self._call(lambda store: values(store, keys), attempt)]
-
-    def tell(self, what: str, text: str, attempt: Attempt) -> None:
-        """Says something of this rank."""
-        self._call(lambda store: store.set(self._named(what, self.place), text), attempt)
-
-    def _named(self, what: str, place: int) -> str:
-        return f"{self.key}/{what}/{place}"
-
-    def _call(self, function: Callable[[dist.Store], Result], attempt: Attempt) -> Result:
-        """The result of `function` by the deadline; PeerError where the store has not answered by then."""
-        try:
-            return self.client.call(function, max(attempt.deadline - time.monotonic(), PATIENCE_S))
-        except SilentStoreError as error:
-            late = self.late([place for place in range(len(self.ranks)) if place != self.place], attempt)
-            raise PeerError(f"{late}, {self.client.silence(error)}") from error
-
-    def come(self, where: str) -> None:
-        """Says that this rank has come there, as soon as the store listens."""
-        with suppress(RuntimeError):
-            self.client.call(lambda store: store.set(self._named(where, self.place), ""))
-
-    def have_come(self, where: str, others: Iterable[int]) -> bool:
-        """Whether others have come there; true where the store has gone, for its process has ended and meets nobody."""
-        keys = [self._named(where, other) for other in others]
-        try:
-            return self.client.call(lambda store: store.check(keys))
-        except SilentStoreError:
-            return False
-        except RuntimeError:
-            return True
-
-    def late(self, missing: Iterable[int], attempt: Attempt) -> PeerError:
-        """The error that names those who have not come in time."""
-        named = [self.ranks[other] for other in missing]
-        return PeerError(f"rank {self.ranks[self.place]} waited {attempt.timeout_s:g} s for ranks {named} to connect")
 
 
 def _guessed_address() -> str:
