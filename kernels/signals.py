@@ -163,9 +163,10 @@ def signal_table(
        these counters go up by their steps. When `stop.asked` is set while one is missing, it sets `stop.met` instead.
 
     `fingerprint` (32 bits, unsigned) tells exchanges apart: ranks that run different ones wait for each other, and who
-    watches them asks for a stop, in memory of the host that the device can read. `by_store` has a GPU write words by
-    st.release.sys and not by an atomic exchange, for peers whose memory has no native atomics. What the addresses
-    point at, and the stop words, must outlive all runs and all CUDA graphs that have captured one.
+    watches them asks for a stop, in memory of the host that the device can read. `by_store` has a GPU write and read
+    words by st.release.sys and ld.acquire.sys in place of atomics, for peers whose memory has none that are native: all
+    who share words take the same. What the addresses point at, and the stop words, must outlive all runs and all CUDA
+    graphs that have captured one.
 
     Raises ValueError for an address that is not a positive multiple of 8, for two signals of one side that share a word
     or a counter, for a step that is not 0 or 1, for a fingerprint of more bits, for other stop words, and for any

@@ -101,7 +101,7 @@ def signal_kernel(
     publish_rows(rows, met, low, num_published, BLOCK, BY_STORE)
     # What one lane has counted another may await.
     tl.debug_barrier()
-    await_rows(rows + num_published * ROW, asked, met, low, num_awaited, BLOCK)
+    await_rows(rows + num_published * ROW, asked, met, low, num_awaited, BLOCK, BY_STORE)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def publish(words, contents, inside, BY_STORE: tl.constexpr = False):
 
 
 @triton.jit
-def await_all(words, contents, inside, asked):
+def await_all(words, contents, inside, asked, BY_STORE: tl.constexpr = False):
     """Waits until the int64 words at `words` are `contents`, and returns 0; a call for Triton's kernels.
 
     This program then sees all that was written before each word was published. Where a stop is asked for while words
@@ -155,6 +155,7 @@ def await_all(words, contents, inside, asked):
         inside: int1, (BLOCK,); words elsewhere are not looked at.
         asked: pointer to an int32 that this GPU can read; all waits end once the host has made it other than 0. A
             pinned tensor of the host's is one.
+        BY_STORE: looks by ld.acquire.sys, for words that peers publish so; compiled only, and not interpreted.
 
     An example that needs two GPUs:
 
@@ -167,8 +168,19 @@ def await_all(words, contents, inside, asked):
     lanes = tl.arange(0, words.shape[0])
     turn = 0
     while is_waiting:
-        # The sum of a word and 0 is a load with an order, which `tl.load` does not have.
-        found = tl.atomic_add(words, 0, mask=inside, sem="acquire", scope="sys")
+        if BY_STORE:
+            found = tl.inline_asm_elementwise(
+                "{ .reg .pred %inside; .reg .b64 %found; setp.ne.s32 %inside, $2, 0; mov.b64 %found, 0;"
+                " @%inside ld.acquire.sys.global.b64 %found, [$1]; mov.b64 $0, %found; }",
+                "=l,l,r",
+                [words.to(tl.int64), inside.to(tl.int32)],
+                dtype=tl.int64,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            # The sum of a word and 0 is a load with an order, which `tl.load` does not have.
+            found = tl.atomic_add(words, 0, mask=inside, sem="acquire", scope="sys")
         missing = tl.sum((inside & (found != contents)).to(tl.int32))
         turn += 1
         is_waiting = (missing > 0) & (tl.sum(_asked(asked, lanes, turn)) == 0)
@@ -195,7 +207,7 @@ def publish_rows(rows, met, low, count, BLOCK: tl.constexpr, BY_STORE: tl.conste
 
 
 @triton.jit
-def await_rows(rows, asked, met, low, count, BLOCK: tl.constexpr):
+def await_rows(rows, asked, met, low, count, BLOCK: tl.constexpr, BY_STORE: tl.constexpr):
     """Waits until each row's word is the next count of its counter, above `low`; then the counters go on by one step.
 
     Where a stop is asked for while one is missing, it ends within some turns, notes so, and the counters stay.
@@ -203,7 +215,7 @@ def await_rows(rows, asked, met, low, count, BLOCK: tl.constexpr):
     lanes = tl.arange(0, BLOCK)
     inside = lanes < count
     words, counters, nexts = _row_of_lane(rows, lanes, inside)
-    missing = await_all(words, (nexts << 32) | low, inside, asked)
+    missing = await_all(words, (nexts << 32) | low, inside, asked, BY_STORE)
     tl.store(counters, nexts, mask=inside & (missing == 0))
     tl.store(met + lanes * 0, (lanes + 1).to(tl.int64), mask=(lanes == 0) & (missing > 0))
 
