@@ -27,8 +27,6 @@ class Case(NamedTuple):
 def timed(rank: int, where: str, case: Case, rounds: int) -> dict[str, list[float]]:
     """This rank's seconds of a call, by side."""
     device = device_of(where)
-    if device.kind == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     here = torch.device("cuda", torch.cuda.current_device()) if device.kind == "cuda" else torch.device("cpu")
     rows = (torch.arange(case.rows * case.inner) % (rank + 5) - 2).float().reshape(case.rows, case.inner).to(here)
     weight = (torch.arange(case.inner * case.columns) % 7 - 3).float().reshape(case.inner, case.columns).to(here)

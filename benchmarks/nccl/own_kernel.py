@@ -20,10 +20,24 @@ from statistics import median
 import torch
 
 from benchmarks.nccl.judging import slowest
-from tests.nccl.devices import start, why_not
+from tests.harness.gloo_ranks import GlooRanks, RanksError
+from tests.nccl.devices import ON_ONE_MACHINE, start, why_not
 from tritondt.cli.surroundings import surroundings
 
 _LIMIT_S = 240.0
+
+
+def use_own_gpu() -> None:
+    """The preparation of a rank that has a GPU for itself."""
+    torch.cuda.set_device(int(os.environ["RANK"]))
+
+
+def started(where: str, num_ranks: int) -> GlooRanks:
+    """Ranks on a GPU each, with NCCL's settings as they are; or on one, or over the double."""
+    if where == "gpu" and torch.cuda.device_count() >= num_ranks:
+        on_rank = importlib.import_module("benchmarks.nccl.own_kernel")
+        return GlooRanks(num_ranks, dict(ON_ONE_MACHINE), prepare=on_rank.use_own_gpu, backend="tritondt", fresh=True)
+    return start(where, num_ranks)
 
 
 def parser_of() -> argparse.ArgumentParser:
@@ -56,8 +70,13 @@ def main(arguments: Sequence[str]) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     on_rank = importlib.import_module("benchmarks.nccl.gathered_product")
     case = on_rank.Case(given.rows, given.inner, given.columns)
-    with start(where, given.ranks) as ranks:
-        rounds = slowest(ranks.run(on_rank.timed, where, case, given.rounds, timeout_s=_LIMIT_S))
+    with started(where, given.ranks) as ranks:
+        try:
+            found = ranks.run(on_rank.timed, where, case, given.rounds, timeout_s=_LIMIT_S)
+        except RanksError as error:
+            sys.stderr.write(f"{error}\nError: {str(error).strip().splitlines()[-1]}\n")
+            return 1
+    rounds = slowest(found)
     seconds = {side: median(each) for side, each in rounds.items()}
     ratio = seconds[on_rank.FUSED] / seconds[on_rank.APART]
     times = ", ".join(f"{side} {each * 1e6:.1f} us" for side, each in seconds.items())

@@ -103,7 +103,20 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
     bench = (python, "-m", "benchmarks.kernels.copy_boxes_gpu", "--dry", "--mebibytes", "0.04", "--rounds", "1")
     nccl = (python, "-m", "benchmarks.nccl", "--double", "--rounds", "1", "--bytes", "64")
     bursts = (python, "-m", "benchmarks.nccl.host_bursts")
-    own = (python, "-m", "benchmarks.nccl.own_kernel", "--double", "--rounds", "1", "--rows", "9", "--inner", "8")
+    own = (
+        python,
+        "-m",
+        "benchmarks.nccl.own_kernel",
+        "--double",
+        "--rounds",
+        "1",
+        "--rows",
+        "9",
+        "--inner",
+        "8",
+        "--columns",
+        "16",
+    )
     interpret = (python, "-c", _CAN_INTERPRET)
     build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
     if short:
