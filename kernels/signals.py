@@ -52,9 +52,9 @@ class SignalTable(Protocol):
 class HostSignals:
     """Signals between threads or processes on the CPU, and the reference of those on a GPU.
 
-    Arguments and errors are those of `signal_table`; `device` is for DeviceSignals, which this one stands in for. `run`
-    returns when all signals have come or a stop is asked for. Other processors than x86 may show what was written
-    before a word after the word, unless both sides hold a lock around.
+    Arguments and errors are those of `signal_table`; `device` and `by_store` are for DeviceSignals, which this one
+    stands in for. `run` returns when all signals have come or a stop is asked for. Other processors than x86 may show
+    what was written before a word after the word, unless both sides hold a lock around.
     """
 
     def __init__(
@@ -64,46 +64,67 @@ class HostSignals:
         fingerprint: int,
         stop: Stop,
         device: torch.device | str = "cpu",
+        by_store: bool = False,
     ) -> None:
         check_signals(published, awaited, fingerprint, stop)
-        self._published, self._awaited = _cells(published), _cells(awaited)
-        self._fingerprint = fingerprint
-        self._stop_words = stop  # keeps their memory
-        self._asked = ctypes.c_int32.from_address(stop.asked.data_ptr())
-        self._met = ctypes.c_int64.from_address(stop.met.data_ptr())
+        self._published, self._awaited = tuple(published), tuple(awaited)
+        self._fingerprint, self._stop = fingerprint, stop  # keeps the memory of its words
 
     def run(self) -> None:
         """Publishes unless a wait was stopped before, then waits."""
-        if not self._met.value:
-            for cell in self._published:
-                cell.counter.value += cell.step
-                cell.word.value = self._content(cell.counter.value)
-        counts = [cell.counter.value + cell.step for cell in self._awaited]
-        expected = [self._content(count) for count in counts]
-        while [cell.word.value for cell in self._awaited] != expected:
-            if self._asked.value:
-                self._met.value = 1
-                return
-            time.sleep(_PAUSE_S)
-        for cell, count in zip(self._awaited, counts, strict=True):
-            cell.counter.value = count
+        met = _at(self._stop.met.data_ptr())
+        if not met.value:
+            publish([signal.word for signal in self._published], self._counted(self._published))
+        counts = [_at(signal.counter).value + signal.step for signal in self._awaited]
+        contents = [self._content(count) for count in counts]
+        if await_all([signal.word for signal in self._awaited], contents, self._stop.asked.data_ptr()):
+            met.value = 1
+            return
+        for signal, count in zip(self._awaited, counts, strict=True):
+            _at(signal.counter).value = count
+
+    def _counted(self, signals: Sequence[Signal]) -> list[int]:
+        """Counts on, and returns what the words are to hold."""
+        for signal in signals:
+            _at(signal.counter).value += signal.step
+        return [self._content(_at(signal.counter).value) for signal in signals]
 
     def _content(self, count: int) -> int:
         """What a word of the count holds: of the count as many bits as there is room for."""
         return ctypes.c_int64(count << FINGERPRINT_BITS | self._fingerprint).value
 
 
-class _Cell(NamedTuple):
-    """A signal's word and counter where they lie, and the step."""
+def publish(words: Sequence[int], contents: Sequence[int]) -> None:
+    """Writes each content to the int64 at its address; the reference of `gpu.signals.publish`.
 
-    word: ctypes.c_int64
-    counter: ctypes.c_int64
-    step: int
+    >>> word = torch.zeros(1, dtype=torch.int64)
+    >>> publish([word.data_ptr()], [7])
+    >>> word.item()
+    7
+    """
+    for word, content in zip(words, contents, strict=True):
+        _at(word).value = content
 
 
-def _cells(signals: Sequence[Signal]) -> list[_Cell]:
-    at = ctypes.c_int64.from_address
-    return [_Cell(at(word), at(counter), step) for word, counter, step in signals]
+def await_all(words: Sequence[int], contents: Sequence[int], asked: int) -> int:
+    """Waits until the int64 at each address is its content; the reference of `gpu.signals.await_all`.
+
+    Returns 0, or how many words are missing when the int32 at the address `asked` is not 0.
+
+    >>> word, asked = torch.tensor([7]), torch.ones(1, dtype=torch.int32)
+    >>> [await_all([word.data_ptr()], [content], asked.data_ptr()) for content in (7, 8)]
+    [0, 1]
+    """
+    stop = ctypes.c_int32.from_address(asked)
+    while missing := sum(_at(word).value != content for word, content in zip(words, contents, strict=True)):
+        if stop.value:
+            return missing
+        time.sleep(_PAUSE_S)
+    return 0
+
+
+def _at(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
 
 
 def _device_signals(
@@ -112,14 +133,15 @@ def _device_signals(
     fingerprint: int,
     stop: Stop,
     device: torch.device,
+    by_store: bool,
 ) -> SignalTable:
     """Signals of Triton's kernel. Triton is imported with the first: it takes 0.3 s, and the CPU never needs it."""
     module = importlib.import_module("tritondt.kernels.gpu.signals")
-    table: SignalTable = module.DeviceSignals(published, awaited, fingerprint, stop, device)
+    table: SignalTable = module.DeviceSignals(published, awaited, fingerprint, stop, device, by_store)
     return table
 
 
-Maker = Callable[[Sequence[Signal], Sequence[Signal], int, Stop, torch.device], SignalTable]
+Maker = Callable[[Sequence[Signal], Sequence[Signal], int, Stop, torch.device, bool], SignalTable]
 signal_makers = ByDeviceType[Maker](cpu=HostSignals, cuda=_device_signals)
 
 
@@ -129,6 +151,7 @@ def signal_table(
     fingerprint: int,
     stop: Stop,
     device: torch.device,
+    by_store: bool = False,
 ) -> SignalTable:
     """Table of signals for words and counters in memory of `device`, cpu or cuda, or mapped there.
 
@@ -140,8 +163,10 @@ def signal_table(
        these counters go up by their steps. When `stop.asked` is set while one is missing, it sets `stop.met` instead.
 
     `fingerprint` (32 bits, unsigned) tells exchanges apart: ranks that run different ones wait for each other, and who
-    watches them asks for a stop, in memory of the host that the device can read. What the addresses point at, and the
-    stop words, must outlive all runs and all CUDA graphs that have captured one.
+    watches them asks for a stop, in memory of the host that the device can read. `by_store` has a GPU write and read
+    words by st.release.sys and ld.acquire.sys in place of atomics, for peers whose memory has none that are native: all
+    who share words take the same. What the addresses point at, and the stop words, must outlive all runs and all CUDA
+    graphs that have captured one.
 
     Raises ValueError for an address that is not a positive multiple of 8, for two signals of one side that share a word
     or a counter, for a step that is not 0 or 1, for a fingerprint of more bits, for other stop words, and for any
@@ -165,7 +190,7 @@ def signal_table(
     found = signal_makers.get(device.type)
     if found is None:
         raise ValueError(f"a table of signals on {device}; there are tables for cpu and for cuda")
-    return found(published, awaited, fingerprint, stop, device)
+    return found(published, awaited, fingerprint, stop, device, by_store)
 
 
 def check_signals(published: Sequence[Signal], awaited: Sequence[Signal], fingerprint: int, stop: Stop) -> None:

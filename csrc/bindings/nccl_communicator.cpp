@@ -126,7 +126,12 @@ void bind_memory(CommunicatorClass* type) {
            py::arg("timeout_s") = 300.0, Released(),
            "A window of all ranks, or NcclUnsupportedError; symmetric memory unless flags is 0.")
       .def("deregister_window", &Communicator::deregister_window, py::arg("window"), Released(),
-           "Ends what `register_window` began.");
+           "Ends what `register_window` began.")
+      .def("peer_pointers", &Communicator::peer_pointers, py::arg("window"), py::arg("offset"),
+           Released(), "Addresses here of a byte of every rank's part of a window; 0 for none.")
+      .def("multimem_pointer", &Communicator::multimem_pointer, py::arg("window"),
+           py::arg("offset"), Released(),
+           "The address of a byte of all parts at once, or NcclUnsupportedError.");
 }
 
 void put(Communicator& self, const std::vector<PutFields>& puts, std::uintptr_t window,

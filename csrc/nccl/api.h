@@ -193,6 +193,9 @@ class Api {
   F<R(In, Out, Size, Dtype, int, Comm, Stream, CallConfig)> ncclScatterConfig{
       nccl_, "ncclScatterConfig", 23102};
 
+  F<R(Window, Size, int, Out*)> ncclGetPeerDevicePointer{nccl_, "ncclGetPeerDevicePointer", 22902};
+  F<R(Window, Size, Out*)> ncclGetLsaMultimemDevicePointer{nccl_, "ncclGetLsaMultimemDevicePointer",
+                                                           22902};
   F<R(In, Size, Dtype, int, Window, Size, int, int, unsigned int, Comm, Stream)> ncclPutSignal{
       nccl_, "ncclPutSignal", 22902};
   F<R(int, int, int, unsigned int, Comm, Stream)> ncclSignal{nccl_, "ncclSignal", 22902};

@@ -102,6 +102,12 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
                                  double timeout_s);
   void deregister_window(std::uintptr_t window);
 
+  // Where this process has the byte `offset` of a symmetric window, for kernels: of every rank's
+  // part, 0 where its memory cannot be loaded from here; and of all parts at once (multimem), which
+  // throws Unsupported where the GPUs have no such address. Valid as long as the window. 2.29.
+  std::vector<std::uintptr_t> peer_pointers(std::uintptr_t window, std::size_t offset);
+  std::uintptr_t multimem_pointer(std::uintptr_t window, std::size_t offset);
+
   // One-sided, into a window of the peers; 2.29. A put adds one to its peer's signal (`index`,
   // `context`) when its bytes are there; one of no bytes is the signal alone, and needs no window.
   // `wait_signals` makes the stream wait for so many from each.

@@ -9,6 +9,10 @@ namespace {
 
 void* pointer_to(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
+void require_window(std::uintptr_t window) {
+  if (window == 0) throw std::invalid_argument("the window is null; register_window returns one");
+}
+
 void check_message(const Message& message, Place place) {
   check_call(
       {CallKind::kSend, message.address, 0, message.num_bytes, ncclUint8, ncclSum, message.peer},
@@ -132,6 +136,38 @@ void Communicator::deregister_window(std::uintptr_t window) {
   call(api_->ncclCommWindowDeregister, comm(), reinterpret_cast<ncclWindow_t>(window));
 }
 
+std::vector<std::uintptr_t> Communicator::peer_pointers(std::uintptr_t window, std::size_t offset) {
+  const Turn turn(*this);
+  const Place place = known_place();
+  require_window(window);
+  std::vector<std::uintptr_t> pointers;
+  for (int rank = 0; rank < place.num_ranks; ++rank) {
+    void* pointer = nullptr;
+    call(api_->ncclGetPeerDevicePointer, reinterpret_cast<ncclWindow_t>(window), offset, rank,
+         &pointer);
+    pointers.push_back(reinterpret_cast<std::uintptr_t>(pointer));
+  }
+  return pointers;
+}
+
+std::uintptr_t Communicator::multimem_pointer(std::uintptr_t window, std::size_t offset) {
+  const Turn turn(*this);
+  require_ready();
+  require_window(window);
+  const auto& function = api_->ncclGetLsaMultimemDevicePointer;
+  void* pointer = nullptr;
+  call(function, reinterpret_cast<ncclWindow_t>(window), offset, &pointer);
+  if (pointer == nullptr) {
+    throw Unsupported(
+        function.name(),
+        std::string(function.name()) +
+            " gave no address: the GPUs of this communicator have no multimem (NVLink "
+            "SHARP), or NCCL_NVLS_ENABLE is 0; " +
+            api_->library().description());
+  }
+  return reinterpret_cast<std::uintptr_t>(pointer);
+}
+
 void Communicator::put(const std::vector<Put>& puts, std::uintptr_t window, Signal signal,
                        cudaStream_t stream) {
   const Turn turn(*this);
@@ -139,9 +175,7 @@ void Communicator::put(const std::vector<Put>& puts, std::uintptr_t window, Sign
   api_->ncclPutSignal.require();
   for (const Put& put : puts) {
     check_message(put.message, place);
-    if (put.message.num_bytes != 0 && window == 0) {
-      throw std::invalid_argument("the window is null; register_window returns one");
-    }
+    if (put.message.num_bytes != 0) require_window(window);
   }
   Group group(*api_);
   for (const auto& [message, target_offset] : puts) {

@@ -44,6 +44,24 @@ def test_a_window_of_a_nonblocking_communicator_is_waited_for(recording):
         comm.register_window(4096, 8192, timeout_s=0.05)
 
 
+def test_addresses_of_a_window(recording):
+    comm = recording.init(num_ranks=4)
+    assert comm.peer_pointers(88, 64) == [1064, 2064, 0, 4064]  # rank 2 is of another host
+    assert comm.multimem_pointer(88, 64) == 9064
+    lines = [f"ncclGetPeerDevicePointer 88 64 {peer}" for peer in range(4)]
+    assert recording.take()[-5:] == [*lines, "ncclGetLsaMultimemDevicePointer 88 64"]
+    recording.set_windows(False)
+    with pytest.raises(NcclUnsupportedError) as raised:
+        comm.multimem_pointer(88, 64)
+    assert str(raised.value) == (
+        "ncclGetLsaMultimemDevicePointer gave no address: the GPUs of this communicator have no multimem (NVLink "
+        f"SHARP), or NCCL_NVLS_ENABLE is 0; NCCL 2.32.3 ({recording.nccl.path})"
+    )
+    for ask in (comm.peer_pointers, comm.multimem_pointer):
+        with pytest.raises(ValueError, match=r"^the window is null; register_window returns one$"):
+            ask(0, 0)
+
+
 def test_puts_and_signals(recording):
     comm = recording.init(num_ranks=3)
     comm.put([(1, 100, 7, 64), (2, 0, 0, 0)], 88, STREAM)

@@ -115,6 +115,8 @@ def test_revoke_ends_what_is_under_way(recording):
         (22203, "ncclCommGetUniqueId", "2.29.2", lambda comm: comm.grow_id()),
         (22203, "ncclPutSignal", "2.29.2", lambda comm: comm.put([(1, 16, 4, 0)], 88, STREAM)),
         (22203, "ncclWaitSignal", "2.29.2", lambda comm: comm.wait_signals([(1, 1)], STREAM)),
+        (22203, "ncclGetPeerDevicePointer", "2.29.2", lambda comm: comm.peer_pointers(88, 0)),
+        (22203, "ncclGetLsaMultimemDevicePointer", "2.29.2", lambda comm: comm.multimem_pointer(88, 0)),
     ],
 )
 def test_what_came_later_says_with_which_version(libraries, version, function, since, use):

@@ -94,8 +94,8 @@ def run(program, num_ranks, folder):
 
 
 def test_every_example_is_run():
-    # The last one needs a double, or GPUs: tests/nccl/test_public.py runs it.
-    assert {*PRINTED, "nccl_raw"} == {path.stem for path in EXAMPLES.glob("*.py")}
+    # The last two need a double, or GPUs: tests/nccl/ runs them (test_public.py, test_own_fused_kernel.py).
+    assert {*PRINTED, "nccl_raw", "own_fused_kernel"} == {path.stem for path in EXAMPLES.glob("*.py")}
 
 
 # That of elastic is run, killed and run again by tests/interop/test_elastic.py.

@@ -266,7 +266,8 @@ def use_fake_nccl() -> None:
     fake.set(FAKE_NCCL_PEER_LOSS="error")
 
     def make(member: ProcessContext) -> NcclCommunicator:
-        arenas = share_device_arenas(member, 0, torch.device("cpu"), lambda: CudaDriver(str(build_fake_cuda())))
+        number = int(os.environ.get("FAKE_CUDA_DEVICE", "0"))
+        arenas = share_device_arenas(member, number, torch.device("cpu"), lambda: CudaDriver(str(build_fake_cuda())))
         return NcclCommunicator(member, NcclLibrary(str(path), None), fake_streams(fake), arenas)
 
     keep(doubled("cpu", transport=make))

@@ -37,11 +37,10 @@ class TwoPhases:
         published: Sequence[Signal],
         awaited: Sequence[Signal],
         fingerprint: int,
-        stop: torch.Tensor,
-        device: torch.device,
+        *others: Any,
     ) -> None:
-        self.publish = make(published, [], fingerprint, stop, device)
-        self.wait = make([], awaited, fingerprint, stop, device)
+        self.publish = make(published, [], fingerprint, *others)
+        self.wait = make([], awaited, fingerprint, *others)
 
     def run(self) -> None:
         raise AssertionError("phases are run one by one")

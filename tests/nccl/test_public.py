@@ -1,5 +1,6 @@
 """tritondt.nccl, the public module of raw communicators: its names, its example, what it refuses, on the double."""
 
+import ctypes
 import inspect
 import os
 import re
@@ -218,6 +219,33 @@ def test_memory_is_registered_within_a_block(alone: nccl.Communicator, double: F
     num_allocations = double.counts()[3]
     del buffer, window, source, memory
     assert double.counts()[3] == num_allocations - 1
+
+
+def write_into_peers(rank: int, path: Path) -> list[int]:
+    """Each rank writes its number, by plain stores, where each of the others has its window."""
+    library = nccl.library(str(path))
+    memory = nccl.empty((5,), torch.int64, "cpu", library).zero_()
+    with nccl.bootstrap(library=library) as communicator, communicator.register_window(memory) as window:
+        pointers = window.peer_pointers(8)
+        assert (pointers.dtype, pointers.shape) == (torch.int64, (3,))
+        assert pointers[rank] == memory.data_ptr() + 8
+        dist.barrier()
+        for address in pointers.tolist():
+            ctypes.c_int64.from_address(address + 8 * rank).value = rank + 1
+        dist.barrier()
+        for offset in (-1, 40):
+            sentence = f"^byte {offset} of a window was asked for; it has 40 bytes, counted from 0$"
+            for ask in (window.peer_pointers, window.multimem_pointer):
+                with pytest.raises(ValueError, match=sentence):
+                    ask(offset)
+        with pytest.raises(nccl.NcclUnsupportedError, match="gave no address: the GPUs of this communicator have no"):
+            window.multimem_pointer()
+        return memory.tolist()
+
+
+def test_peers_windows_are_written_to_at_their_addresses(double: FakeNccl) -> None:
+    with GlooRanks(3) as ranks:
+        assert ranks.run(write_into_peers, double.path) == [[0, 1, 2, 3, 0]] * 3
 
 
 def test_a_failed_block_aborts(double: FakeNccl) -> None:

@@ -72,6 +72,7 @@ def parts(python: str) -> tuple[Part, ...]:
             can_run=share,
             tests=True,
         ),
+        Part("bench-own-kernel", bench("nccl.own_kernel", "own_kernel_gpu", "--rounds", "20"), 90, can_run=share),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=ask),
         Part("tests-kernels", tests("tests/kernels/test_gpu_kernels.py", *beside), 900, tests=True),
         Part("tests-engine", tests("tests/test_gpu.py", *beside), 900, tests=True),
@@ -102,6 +103,20 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
     bench = (python, "-m", "benchmarks.kernels.copy_boxes_gpu", "--dry", "--mebibytes", "0.04", "--rounds", "1")
     nccl = (python, "-m", "benchmarks.nccl", "--double", "--rounds", "1", "--bytes", "64")
     bursts = (python, "-m", "benchmarks.nccl.host_bursts")
+    own = (
+        python,
+        "-m",
+        "benchmarks.nccl.own_kernel",
+        "--double",
+        "--rounds",
+        "1",
+        "--rows",
+        "9",
+        "--inner",
+        "8",
+        "--columns",
+        "16",
+    )
     interpret = (python, "-c", _CAN_INTERPRET)
     build = Part("build", (python, "setup.py", "--quiet", "build_ext", "--inplace"), 300, essential=True)
     if short:
@@ -113,6 +128,7 @@ def dry_parts(python: str, *, short: bool) -> tuple[Part, ...]:
         Part("bench-rows", (*bench, *_ROWS), 240, can_run=interpret, interprets=True),
         Part("bench-host", (*bursts, "--double", "--rounds", "1"), 120),
         Part("tests-nccl", (*host, "host-1"), 240, tests=True),
+        Part("bench-own-kernel", own, 240, can_run=interpret, interprets=True),
         Part("libraries", (python, "-m", "tests.nccl.libraries"), 60, can_run=(python, "-c", _CAN_ASK)),
         Part(
             "tests-kernels",

@@ -206,7 +206,7 @@ def test_the_documentation_lists_the_parts_in_order() -> None:
 def test_what_interprets_is_skipped_by_name_without_numpy() -> None:
     """Triton's interpreter imports NumPy, which a machine with a GPU need not have."""
     asking = [part for part in dry_parts("python", short=False) if part.interprets]
-    assert [part.name for part in asking] == ["bench-rows", "tests-kernels", "tests-engine"]
+    assert [part.name for part in asking] == ["bench-rows", "bench-own-kernel", "tests-kernels", "tests-engine"]
     assert all(part.can_run == ("python", "-c", "import numpy") for part in asking)
 
 

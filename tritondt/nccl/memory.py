@@ -104,5 +104,45 @@ class Window(_Registered):
         """
         self._native.wait_signals(list(num_signals.items()), stream_handle(stream, self.tensor), signal, context)
 
+    def peer_pointers(self, offset: int = 0) -> torch.Tensor:
+        """Addresses of a byte of every rank's window, by rank, for kernels that read and write there.
+
+        int64 of shape (num_ranks,) on the window's device; `offset` counts bytes from the window's start. 0 stands for
+        a rank whose memory this GPU cannot load from: NCCL reaches those of one host, or of one NVLink domain. Not
+        collective, and the host waits for a copy to the device: ask once, not at every launch. The addresses hold
+        until the window is closed, and whoever uses them orders accesses itself: `publish` and `await_all` of
+        `tritondt.kernels.gpu.signals` do. The window must be symmetric, as `register_window` makes it by default.
+        Raises ValueError for an offset outside of the window, NcclUnsupportedError before NCCL 2.29. Source: NCCL's
+        documentation of ncclGetPeerDevicePointer.
+
+        An example that needs two GPUs:
+
+        >>> pointers = window.peer_pointers()  # doctest: +SKIP
+        >>> kernel[(1,)](pointers, window.tensor)  # reads (pointers + peer) as tl.pointer_type  # doctest: +SKIP
+        """
+        self._check_offset(offset)
+        found = self._native.peer_pointers(self._handle, offset)
+        return torch.tensor(found, dtype=torch.int64).to(self.tensor.device)
+
+    def multimem_pointer(self, offset: int = 0) -> int:
+        """The address of a byte of all ranks' windows at once: what `multimem` instructions store to, or sum.
+
+        `offset` counts bytes from the window's start. Not collective; holds until the window is closed. Raises
+        ValueError for an offset outside of the window, NcclUnsupportedError before NCCL 2.29 and where the GPUs have
+        no multimem (NVLink SHARP). Source: NCCL's documentation of ncclGetLsaMultimemDevicePointer.
+
+        An example that needs GPUs with NVLink SHARP:
+
+        >>> address = window.multimem_pointer()  # doctest: +SKIP
+        """
+        self._check_offset(offset)
+        return self._native.multimem_pointer(self._handle, offset)
+
+    def _check_offset(self, offset: int) -> None:
+        if not 0 <= offset < self.tensor.nbytes:
+            raise ValueError(
+                f"byte {offset} of a window was asked for; it has {self.tensor.nbytes} bytes, counted from 0"
+            )
+
     def _deregister(self) -> None:
         self._native.deregister_window(self._handle)

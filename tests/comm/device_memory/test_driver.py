@@ -282,18 +282,21 @@ def test_who_can_access_whom(cuda: FakeCuda, driver: CudaDriver) -> None:
     memory.close()
 
 
-def test_devices_without_atomics_between_them_share_nothing(cuda: FakeCuda, driver: CudaDriver) -> None:
+def test_who_has_atomics_in_whose_memory(cuda: FakeCuda, driver: CudaDriver) -> None:
     cuda.set_atomics(0, 1, False)
-    assert [driver.can_access(0, driver.identity(peer)) for peer in range(3)] == [True, False, True]
-    assert driver.can_access(1, driver.identity(0))
+    assert [driver.has_atomics(0, driver.identity(peer)) for peer in range(3)] == [True, False, True]
+    assert all(driver.can_access(0, driver.identity(peer)) for peer in range(3))
+    assert driver.has_atomics(1, driver.identity(0))
     cuda.set_atomics(0, 1, True)
 
 
 def test_of_a_hidden_device_nothing_is_known(cuda: FakeCuda, driver: CudaDriver) -> None:
     hidden = driver.identity(2)
     assert driver.can_access(0, hidden)
+    assert driver.has_atomics(0, hidden)
     cuda.set_devices(2)
     assert not driver.can_access(0, hidden)
+    assert not driver.has_atomics(0, hidden)
 
 
 @pytest.mark.parametrize("attribute", [102, 103])

@@ -111,6 +111,34 @@ def test_ranks_of_other_hosts_get_messages_of_nccl() -> None:
             assert kinds == [2, 2, 2]
 
 
+def send_far_beside_a_late_peer(rank: int) -> bool:
+    """Rank 1 of this host, which rank 0 gets rows of, is late; rank 2 of the other one gets rank 0's meanwhile."""
+    mesh, lengths = T.Mesh((3,), ranks=(2, 0, 1)), (0, 4, 4)
+    before, after = T.Shard(0, sizes=lengths), T.Shard(0, sizes=(4, 4, 0))
+    whole = whole_tensor(8, 6)
+    local = whole.split(list(lengths))[(1, 2, 0)[rank]].contiguous()
+    x = T.DTensor.from_local(local, mesh, [before], shape=(8, 6), stride=(6, 1))
+    x.redistribute(placements=[after]).to_local()  # the communicator is there
+    gate = Gate(communicator_of(mesh)._queue.stream._stream) if rank == 1 else None
+    moved = x.redistribute(placements=[after], async_op=True)
+    if rank == 2:
+        assert torch.equal(moved.to_local(), whole[:4])  # waits, and rank 1 does not come before
+    dist.barrier()
+    is_over = rank == 0 and bool(moved.work and moved.work.is_completed())
+    dist.barrier()
+    if gate is not None:
+        gate.open()
+    if rank == 0:
+        assert torch.equal(moved.to_local(), whole[4:])
+    moved.to_local()
+    return is_over
+
+
+def test_messages_to_other_hosts_do_not_wait_for_ranks_of_this_one() -> None:
+    with placed_ranks(3, use_two_hosts, TRITONDT_TIMEOUT="90") as ranks:
+        assert ranks.run(send_far_beside_a_late_peer) == [False] * 3
+
+
 def sum_at_once(rank: int, count: int) -> int:
     """Sums, rows and columns, without a wait between them; then what the double's driver has."""
     mesh = T.Mesh((2,))
@@ -252,6 +280,28 @@ def test_where_one_rank_cannot_map_memory_all_go_through_nccl() -> None:
     assert text.startswith("rank 1 cannot share memory of its GPU with ranks [0, 1, 2] (")
     assert "cuMemMap" in text
     assert text.endswith("); its messages go through NCCL")
+
+
+def use_devices_without_atomics() -> None:
+    """A device for each rank; that of rank 1 has no atomics in rank 0's memory, and rank 0's has them in all."""
+    os.environ["FAKE_CUDA_DEVICE"] = os.environ["RANK"]
+    cuda = FakeCuda(build())
+    cuda.set_devices(3)
+    cuda.set_atomics(1, 0, False)
+    use_fake_nccl()
+
+
+def signal_by_stores(rank: int) -> tuple[tuple[list[str], Any], bool]:
+    return arenas_here(rank), communicator_of(T.Mesh((3,)))._arenas._by_store
+
+
+@pytest.mark.parametrize(
+    ("prepare", "by_store"),
+    [(use_devices_without_atomics, True), pytest.param(use_fake_nccl, False, marks=pytest.mark.extended)],
+)
+def test_without_atomics_between_some_all_signal_by_stores(prepare: Any, by_store: bool) -> None:
+    with placed_ranks(3, prepare) as ranks:
+        assert ranks.run(signal_by_stores) == [(([], (0, 1, 2)), by_store)] * 3
 
 
 def ask_for_none(rank: int) -> tuple[list[str], Any]:

@@ -215,6 +215,17 @@ ncclResult_t ncclCommGrow(ncclComm_t comm, int num_ranks, const ncclUniqueId* id
   *made = child;
   return result == ncclSuccess ? begin(child) : result;
 }
+ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, std::size_t offset, int peer,
+                                      void** pointer) {
+  // Rank 2 is of another host.
+  *pointer = reinterpret_cast<void*>(peer == 2 ? 0 : 1000 * (std::uintptr_t(peer) + 1) + offset);
+  return record("ncclGetPeerDevicePointer", reinterpret_cast<void*>(window), offset, peer);
+}
+ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, std::size_t offset,
+                                             void** pointer) {
+  *pointer = reinterpret_cast<void*>(has_windows ? 9000 + offset : 0);
+  return record("ncclGetLsaMultimemDevicePointer", reinterpret_cast<void*>(window), offset);
+}
 ncclResult_t ncclPutSignal(const void* source, std::size_t count, ncclDataType_t dtype, int peer,
                            ncclWindow_t window, std::size_t offset, int signal, int context,
                            unsigned int flags, ncclComm_t comm, cudaStream_t stream) {

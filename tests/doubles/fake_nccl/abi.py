@@ -69,6 +69,7 @@ PARAMETERS = {
     "ncclWinGetUserPtr": "ppp",
     "ncclGetLsaDevicePointer": "pnip",
     "ncclGetPeerDevicePointer": "pnip",
+    "ncclGetLsaMultimemDevicePointer": "pnp",
     "ncclPutSignal": "pniipniiupp",
     "ncclSignal": "iiiupp",
     "ncclWaitSignal": "ippp",

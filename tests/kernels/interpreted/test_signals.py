@@ -6,8 +6,11 @@ import time
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
-from tritondt.kernels.gpu.signals import DeviceSignals
+from tritondt.kernels import signals as reference
+from tritondt.kernels.gpu.signals import DeviceSignals, await_all, publish
 from tritondt.kernels.signals import HostSignals, Signal, Stop, signal_makers, signal_table
 
 # Only a signal that never comes meets it.
@@ -159,6 +162,9 @@ def test_the_stop_word_ends_a_wait():
     awaited.words[1] = word_of(1, 9)  # another exchange's
     table = DeviceSignals(published.signals, awaited.signals, 8, stop, CPU)
     running = Running(table)
+    ends_at = time.monotonic() + LIMIT_S
+    while not published.words.all() and time.monotonic() < ends_at:  # the first launch takes long on a busy machine
+        time.sleep(MOMENT_S)
     told = published.numbers()
     assert told == ([1 << 32 | 8] * 2, [1, 1])
     stop.asked[0] = -1
@@ -180,3 +186,41 @@ def test_the_table_of_cuda_is_the_kernels():
     with signal_makers.replaced("cpu", signal_makers["cuda"]):
         table = signal_table([], [], 0, stop_words(), CPU)
     assert type(table) is DeviceSignals
+
+
+@triton.jit
+def own_kernel(published, awaited, contents, asked, missing, num_published, num_awaited, BLOCK: tl.constexpr):  # noqa: N803
+    """A kernel of a user's: addresses of words in two tensors, and what they are to hold."""
+    lanes = tl.arange(0, BLOCK)
+    contents = tl.load(contents + lanes)
+    words = tl.load(published + lanes).to(tl.pointer_type(tl.int64))
+    publish(words, contents, lanes < num_published)
+    words = tl.load(awaited + lanes).to(tl.pointer_type(tl.int64))
+    tl.store(missing, await_all(words, contents, lanes < num_awaited, asked))
+
+
+def addresses_of(words, block):
+    return torch.tensor([*addresses(words), *[0] * (block - len(words))])
+
+
+@pytest.mark.in_core(4)
+@pytest.mark.parametrize("come", [8, 5])
+@pytest.mark.parametrize(("num_published", "num_awaited"), [(3, 8), (8, 0)])
+def test_functions_for_own_kernels_are_the_references(num_published, num_awaited, come):
+    block, found = 8, []
+    contents = torch.arange(block) * (2**40 + 1) + 1
+    asked = torch.tensor([int(come < num_awaited)], dtype=torch.int32)
+    for is_reference in (False, True):
+        published, awaited = torch.zeros(block, dtype=torch.int64), torch.where(torch.arange(block) < come, contents, 0)
+        missing = torch.tensor([-1], dtype=torch.int32)
+        if is_reference:
+            reference.publish(addresses(published)[:num_published], contents.tolist()[:num_published])
+            words = addresses(awaited)[:num_awaited], contents.tolist()[:num_awaited]
+            missing[0] = reference.await_all(*words, asked.data_ptr())
+        else:
+            tensors = (addresses_of(published, block), addresses_of(awaited, block), contents, asked, missing)
+            own_kernel[(1,)](*tensors, num_published, num_awaited, block)
+        found.append((published.tolist(), awaited.tolist(), missing.item()))
+    assert found[0] == found[1]
+    assert found[0][0] == [*contents.tolist()[:num_published], *[0] * (block - num_published)]
+    assert found[0][2] == max(num_awaited - come, 0)

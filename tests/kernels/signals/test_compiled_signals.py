@@ -22,10 +22,12 @@ from tritondt.kernels.gpu.side_by_side import compiling_side_by_side
 from tritondt.kernels.gpu.signals import DeviceSignals, signal_kernel
 from tritondt.kernels.signals import Signal, Stop
 
-TYPES = {"rows": "*i64", "asked": "*i32", "met": "*i64", "BLOCK": "constexpr"}
+TYPES = {"rows": "*i64", "asked": "*i32", "met": "*i64", "BLOCK": "constexpr", "BY_STORE": "constexpr"}
 # Order and scope in either order, as versions of Triton and PTX have it.
 SYSTEM = r"(?:\.global)?(?:\.sys\.{0}|\.{0}\.sys)(?:\.global)?"
 RELEASE = r"\batom" + SYSTEM.format("release") + r"\.exch\.b64\b"
+RELEASING_STORE = r"@%\w+ st\.release\.sys\.global\.b64\b"
+ACQUIRING_LOAD = r"@%\w+ ld\.acquire\.sys\.global\.b64\b"
 ACQUIRE = rf"\b(?:atom{SYSTEM.format('acquire')}\.(?:add|or)|ld{SYSTEM.format('acquire')})\.[bus]64\b"
 LOOK_AT_STOP = r"\bld\.volatile(?:\.global)?\.[bus]32\b"
 STORE = r"\bst\.global\.[bus]64\b"
@@ -36,10 +38,12 @@ def stop_words():
     return Stop(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64))
 
 
-def compiled_for(architecture, block):
+def compiled_for(architecture, block, by_store):
     signature = {name: TYPES.get(name, "i32") for name in signal_kernel.arg_names}
-    place = (signal_kernel.arg_names.index("BLOCK"),)
-    source = ASTSource(signal_kernel, signature, {place: block}, {(0,): [["tt.divisibility", 16]]})
+    constants = {
+        (signal_kernel.arg_names.index(name),): value for name, value in (("BLOCK", block), ("BY_STORE", by_store))
+    }
+    source = ASTSource(signal_kernel, signature, constants, {(0,): [["tt.divisibility", 16]]})
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": 1})
 
 
@@ -58,14 +62,18 @@ def loop_of(ptx):
     return loop
 
 
-@pytest.mark.in_core(4)
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.in_core(16)
+@pytest.mark.parametrize("by_store", [False, True])
+@pytest.mark.parametrize("architecture", [80, 90, 100, 120])
 @pytest.mark.parametrize("block", [32, 64])
-def test_orders_and_scopes(block, architecture):
-    compiled = compiled_for(architecture, block)
+def test_orders_and_scopes(block, architecture, by_store):
+    compiled = compiled_for(architecture, block, by_store)
     ptx = compiled.asm["ptx"]
     lanes_of_thread = block // 32
-    releases, acquires, looks = (places(pattern, ptx) for pattern in (RELEASE, ACQUIRE, LOOK_AT_STOP))
+    release, other = (RELEASING_STORE, RELEASE) if by_store else (RELEASE, RELEASING_STORE)
+    acquire = ACQUIRING_LOAD if by_store else ACQUIRE
+    releases, acquires, looks = (places(pattern, ptx) for pattern in (release, acquire, LOOK_AT_STOP))
+    assert not places(other, ptx)
     start, end = loop_of(ptx)
     # Each lane publishes once and before the loop; in it words are looked at, and then whether a stop is asked for.
     assert len(releases) == len(acquires) == lanes_of_thread
@@ -74,7 +82,7 @@ def test_orders_and_scopes(block, architecture):
     assert max(acquires) < min(inside)
     assert inside == looks
     # Nothing else orders memory, and no word is written but by the release.
-    assert len(places(r"\b(?:atom|red|fence|membar)\.", ptx)) == 2 * lanes_of_thread
+    assert len(places(r"\b(?:atom|red|fence|membar)\.", ptx)) == (0 if by_store else 2) * lanes_of_thread
     assert len(places(STORE, ptx)) == 3 * lanes_of_thread
     # Counters go to memory before their count is published, and after the loop once it has come, or else the stop.
     stores = places(STORE, ptx)
@@ -154,6 +162,7 @@ def test_a_run_is_one_launch_of_one_program(recording, monkeypatch, side_by_side
                 "num_published": 1,
                 "num_awaited": 2,
                 "BLOCK": 32,
+                "BY_STORE": False,
             }
         ]
         * 2
@@ -174,8 +183,9 @@ def test_a_kernel_serves_all_signals_of_as_many_lanes(recording, monkeypatch):
         table_on_device(monkeypatch, fingerprint, stops[place], num_awaited)[0].run()
     (kernel,) = compiled_kernels()
     assert kernel.metadata.num_warps == 1
-    # Of no other argument than the rows is it known by what it can be divided; BLOCK is a constant.
-    assert {place for (place,) in kernel.src.attrs} <= {0, signal_kernel.arg_names.index("BLOCK")}
+    # Of no other argument than the rows is it known by what it can be divided; BLOCK and BY_STORE are constants.
+    constants = {signal_kernel.arg_names.index(name) for name in ("BLOCK", "BY_STORE")}
+    assert {place for (place,) in kernel.src.attrs} <= {0, *constants}
     assert [launch["fingerprint"] for launch in recording.launches] == [0, 1, 16, -(2**31), -1]
     assert [launch["num_awaited"] for launch in recording.launches] == [0, 1, 16, 32, 3]
     table_on_device(monkeypatch, 0, stops[0], 33)[0].run()

@@ -171,21 +171,31 @@ class CudaDriver:
         return bytes(found).hex()
 
     def can_access(self, device: int, identity: str) -> bool:
-        """Whether `device` may read, write and signal in memory of the GPU with a UUID, as `identity` gives it.
+        """Whether `device` may read and write memory of the GPU with a UUID, as `identity` gives it.
 
-        A signal is an atomic operation, which NVLink carries and PCIe may not. False for a GPU that is hidden from this
-        process by CUDA_VISIBLE_DEVICES: CUDA does not say what is between the two.
+        False for a GPU that is hidden from this process by CUDA_VISIBLE_DEVICES: CUDA does not say what is between the
+        two.
         """
-        if self.identity(device) == identity:
-            return True
-        for other in range(self._number("cuDeviceGetCount", "all devices")):
-            if self.identity(other) == identity:
-                subject, pair = f"devices {device} and {other}", (self._handle(device), self._handle(other))
-                return bool(
-                    self._number("cuDeviceCanAccessPeer", subject, *pair)
-                    and self._number("cuDeviceGetP2PAttribute", subject, _NATIVE_ATOMICS, *pair)
-                )
-        return False
+        other = self._visible(identity)
+        if other is None:
+            return False
+        subject, pair = f"devices {device} and {other}", (self._handle(device), self._handle(other))
+        return other == device or bool(self._number("cuDeviceCanAccessPeer", subject, *pair))
+
+    def has_atomics(self, device: int, identity: str) -> bool:
+        """Whether atomic operations of `device` are native in memory of that GPU: NVLink carries them, PCIe may not."""
+        other = self._visible(identity)
+        if other is None:
+            return False
+        subject, pair = f"devices {device} and {other}", (self._handle(device), self._handle(other))
+        return other == device or bool(self._number("cuDeviceGetP2PAttribute", subject, _NATIVE_ATOMICS, *pair))
+
+    def _visible(self, identity: str) -> int | None:
+        """The number that this process has for a GPU; None where it is hidden."""
+        for device in range(self._number("cuDeviceGetCount", "all devices")):
+            if self.identity(device) == identity:
+                return device
+        return None
 
     def allocate(self, device: int, num_bytes: int) -> tuple[MappedMemory, int]:
         """New memory of the device, all zeros, mapped here, and a file descriptor by which others map it.

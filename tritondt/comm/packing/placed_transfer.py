@@ -51,23 +51,23 @@ class PeerMemory(Protocol):
         """Address of this rank's slot in the arena of the rank at `place`."""
         ...
 
-    def signals(
-        self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int
-    ) -> tuple[SignalTable, SignalTable]:
-        """Signals of an exchange that packs for `targets` and unpacks what `sources` have packed.
+    def begin(self, targets: Sequence[int], slot: int) -> SignalTable:
+        """Signals that wait until slots for `targets` may be written to."""
+        ...
 
-        The first wait until slots may be written to, the second say that they have been, and wait for the sources.
-        """
+    def meet(self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int) -> SignalTable:
+        """Signals that say to `targets` that their slots are packed, and wait for `sources` to say so."""
         ...
 
 
 class PlacedTransfer(NamedTuple):
     """A transfer compiled to slots, messages and tables.
 
-    After `begin`, `pack` writes the send buffer, and then this rank's slots in others' arenas, which lie at `slots`;
-    after `meet`, `unpack` reads the receive buffer, then this rank's own arena, and then the sources, of which it moves
-    what stays; `reduces` read sources, receive buffer and arena. `sends` and `receives` are all messages, `far_sends`
-    and `far_receives` those that are left to the transport.
+    After `begin`, `pack` writes the send buffer, and then this rank's slots in others' arenas, which lie at `slots`.
+    Where messages are left to the transport (`far_sends`, `far_receives` of all `sends` and `receives`), `tell` says to
+    the others of the host that slots are packed, and those messages go before this rank waits for anybody in `meet`;
+    elsewhere `meet` says it too. Then `unpack` reads the receive buffer, this rank's own arena, and the sources, of
+    which it moves what stays; `reduces` read sources, receive buffer and arena.
     """
 
     sends: Slices
@@ -80,6 +80,7 @@ class PlacedTransfer(NamedTuple):
     far_receives: Slices
     slots: tuple[int, ...]
     begin: SignalTable
+    tell: SignalTable | None
     meet: SignalTable
     pack: Table | None
     unpack: Table | None
@@ -129,7 +130,10 @@ def placed_transfer(
         box for found, buffer in arrived if moves(transfer, found.part) for box in unpacked(transfer, found, buffer)
     ]
     unpacks += [box._replace(source=box.source + 2) for box in kept(transfer)]
-    begin, meet = memory.signals(tuple(leaving.near), tuple(arriving.near), slot, transfer.fingerprint)
+    targets, sources = tuple(leaving.near), tuple(arriving.near)
+    is_told_first = bool(leaving.far or arriving.far)
+    tell = memory.meet(targets, (), slot, transfer.fingerprint) if is_told_first else None
+    meet = memory.meet(() if is_told_first else targets, sources, slot, transfer.fingerprint)
     return PlacedTransfer(
         leaving.all,
         arriving.all,
@@ -140,7 +144,8 @@ def placed_transfer(
         leaving.far,
         arriving.far,
         tuple(memory.slot_at(peer, slot) for peer in leaving.near),
-        begin,
+        memory.begin(targets, slot),
+        tell,
         meet,
         gated_copy_table(packs, memory.gate, transfer.device) if packs else None,
         copy_table(unpacks, transfer.device) if unpacks else None,

@@ -58,8 +58,11 @@ class DeviceArenas:
         memories: Mapping[int, Memory],
         device: torch.device,
         processes: Processes | None = None,
+        *,
+        by_store: bool = False,
     ) -> None:
-        self._processes = processes or Processes({})
+        """`by_store` where atomics of some rank are not native in another one's memory; alike on all of them."""
+        self._processes, self._by_store = processes or Processes({}), by_store
         self.places, self.slots = tuple(places), slots
         self._number, self._place, self._device, self._memories = self.places.index(place), place, device, memories
         self.address = memories[place].address
@@ -77,31 +80,24 @@ class DeviceArenas:
         """Address of this rank's slot in the arena of the rank at `place`."""
         return self._memories[place].address + self.slots.start(self._number, slot)
 
-    def signals(
-        self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int
-    ) -> tuple[SignalTable, SignalTable]:
-        """Signals of an exchange that packs for `targets` and unpacks what `sources` have packed.
+    def begin(self, targets: Sequence[int], slot: int) -> SignalTable:
+        """Signals before an exchange that packs for `targets` is packed.
 
-        The first tell everybody what this rank has unpacked so far, which ends with the exchange before this one in
-        the stream, and wait until targets have unpacked what was in the slots before. The second tell targets that
-        their slots are packed, and wait for the sources' word.
+        They tell everybody what this rank has unpacked so far, which ends with the exchange before this one in the
+        stream, and wait until targets have unpacked what was in the slots before.
         """
         others = [place for place in self.places if place != self._place]
-        begin = signal_table(
-            [self._unpacked_here(place, each) for place in others for each in range(NUM_SLOTS)],
-            [self._unpacked_there(place, slot) for place in targets],
-            0,
-            self._stop,
-            self._device,
-        )
-        meet = signal_table(
-            [self._packed_here(place, slot) for place in targets],
-            [self._packed_there(place, slot) for place in sources],
-            fingerprint % (1 << FINGERPRINT_BITS),
-            self._stop,
-            self._device,
-        )
-        return begin, meet
+        published = [self._unpacked_here(place, each) for place in others for each in range(NUM_SLOTS)]
+        return self._table(published, [self._unpacked_there(place, slot) for place in targets], 0)
+
+    def meet(self, targets: Sequence[int], sources: Sequence[int], slot: int, fingerprint: int) -> SignalTable:
+        """Signals that tell `targets` that their slots are packed, and wait for the word of `sources`."""
+        published = [self._packed_here(place, slot) for place in targets]
+        return self._table(published, [self._packed_there(place, slot) for place in sources], fingerprint)
+
+    def _table(self, published: Sequence[Signal], awaited: Sequence[Signal], fingerprint: int) -> SignalTable:
+        number = fingerprint % (1 << FINGERPRINT_BITS)
+        return signal_table(published, awaited, number, self._stop, self._device, self._by_store)
 
     @property
     def gate(self) -> int:
@@ -221,9 +217,14 @@ class _Sharing:
                 return None
             near, memories = found
             slots, all_memories = device_slots(asked, len(near)), {self._place: own, **memories}
+            atomics = all(self._driver.has_atomics(self._number, each["device"]) for each in near.values())
+            self._answers.tell("device-atomics", atomics)
+            by_store = not (atomics and all(self._answers.of_others("device-atomics", near).values()))
             processes = Processes({place: near[place]["process"] for place in memories})
             undone.callback(processes.close)
-            arenas = DeviceArenas(tuple(near), self._place, slots, all_memories, self._device, processes)
+            arenas = DeviceArenas(
+                tuple(near), self._place, slots, all_memories, self._device, processes, by_store=by_store
+            )
             undone.pop_all()  # what was made stays, but for the descriptor
             os.close(descriptor)
             return arenas
@@ -247,8 +248,8 @@ class _Sharing:
             for place, descriptor in descriptors.items():
                 if not self._driver.can_access(self._number, near[place]["device"]):
                     raise TransportError(
-                        f"its GPU does not reach that of rank {self._context.ranks[place]} with atomic operations, or "
-                        "CUDA_VISIBLE_DEVICES hides it"
+                        f"its GPU does not reach that of rank {self._context.ranks[place]}, or CUDA_VISIBLE_DEVICES "
+                        "hides it"
                     )
                 memories[place] = self._driver.map(self._number, descriptor, near[place]["mapped_bytes"])
         except BaseException as error:

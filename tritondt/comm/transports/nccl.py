@@ -152,13 +152,14 @@ class NcclCommunicator(PackedCommunicator):
             launch(plan.begin.run)
             if plan.pack is not None:
                 launch(plan.pack.run, source_pointers, [buffer, *plan.slots], 1)
-            launch(plan.meet.run)
-            if plan.far_sends or plan.far_receives:
+            if plan.tell is not None:  # messages to other hosts do not wait for ranks of this one
+                launch(plan.tell.run)
                 self.start(
                     record,
                     message_buffers((plan.far_receives, targets, target_pointers, memory, staging)),
                     message_buffers((plan.far_sends, sources, source_pointers, memory, buffer)),
                 )
+            launch(plan.meet.run)
             if plan.unpack is not None:
                 launch(plan.unpack.run, [staging, arena, *source_pointers], target_pointers, 1)
             for table in plan.reduces:

@@ -203,6 +203,15 @@ ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, std::size_t offset, i
   return locate(Function::ncclGetPeerDevicePointer, window, offset, peer, pointer);
 }
 
+// As where the GPUs have no multimem: success, and no address.
+ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, std::size_t offset,
+                                             void** pointer) {
+  const ncclResult_t found =
+      locate(Function::ncclGetLsaMultimemDevicePointer, window, offset, 0, pointer);
+  if (found == ncclSuccess) *pointer = nullptr;
+  return found;
+}
+
 ncclResult_t ncclPutSignal(const void* source, std::size_t count, ncclDataType_t dtype, int peer,
                            ncclWindow_t window, std::size_t offset, int signal, int context,
                            unsigned int flags, ncclComm_t comm, cudaStream_t stream) {

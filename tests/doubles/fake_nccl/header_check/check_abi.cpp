@@ -9,6 +9,7 @@
 // What nccl.h leaves to headers for device code.
 extern "C" ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t, size_t, int, void**);
 extern "C" ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t, size_t, int, void**);
+extern "C" ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t, size_t, void**);
 
 // In a namespace and without C linkage, so that both can stand side by side.
 namespace fake {

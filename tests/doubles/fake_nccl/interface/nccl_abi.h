@@ -248,6 +248,8 @@ FAKE_NCCL_API ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, std::siz
                                                    int rank, void** pointer);
 FAKE_NCCL_API ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, std::size_t offset,
                                                     int peer, void** pointer);
+FAKE_NCCL_API ncclResult_t ncclGetLsaMultimemDevicePointer(ncclWindow_t window, std::size_t offset,
+                                                           void** pointer);
 FAKE_NCCL_API ncclResult_t ncclPutSignal(const void* source, std::size_t count,
                                          ncclDataType_t dtype, int peer, ncclWindow_t window,
                                          std::size_t offset, int signal, int context,
