@@ -94,7 +94,10 @@ void bind_socket_group(py::module_* module) {
           },
           "Carries on until all messages are out and in; PENDING means call again.")
       .def("interrupt", &SocketGroup::interrupt,
-           "Makes the running or the next finish return INTERRUPTED; from any thread.");
+           "Makes the running or the next finish return INTERRUPTED; from any thread.")
+      .def("skip", &SocketGroup::skip, py::arg("number"),
+           "Ends what is under way; drops what arrives of exchanges up to a number, which is in "
+           "the tag's bits above 31.");
 }
 
 void bind_watchdog(py::module_* module) {

@@ -287,6 +287,8 @@ void ArenaGroup::end_round() {
 
 void ArenaGroup::skip(std::uint64_t sequence) {
   if (boards_.empty()) return;
+  is_interrupted_.store(false);
+  step_ = Step::kDone;
   sequence_ = std::max(sequence_, first_round_of(sequence) + kMaxRounds - 1);
   skipped_ = sequence_;
   boards_[place_].read().sequence.store(sequence_);

@@ -62,7 +62,8 @@ class ArenaGroup : public TimedExchange {
   // Holds on to what the exchange under way needs, in place of what was held before.
   void keep(std::shared_ptr<const void> kept) { kept_ = std::move(kept); }
 
-  // Tells all that this rank reads no message of exchange `sequence`, nor of any before.
+  // Tells all that this rank reads no message of exchange `sequence`, nor of any before. What is
+  // under way ends, and interruptions are forgotten.
   void skip(std::uint64_t sequence);
 
   // Makes the running exchange, or the next one that has to wait, end with kInterrupted.

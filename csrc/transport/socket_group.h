@@ -1,6 +1,8 @@
 #pragma once
 
 #include <poll.h>
+#include <sys/socket.h>
+#include <sys/types.h>
 
 #include <array>
 #include <cstddef>
@@ -18,9 +20,13 @@ namespace tritondt {
 // A message travels as a header of its tag and length, then its bytes. Messages of one pair of
 // ranks arrive in the order in which they were sent, so a header that is not the expected one means
 // that the two ranks do different things. It is found on arrival, before a byte of the message
-// reaches its target; the group cannot be used afterwards.
+// reaches its target; the group can be used afterwards only where the exchange is skipped.
 //
-// One thread at a time calls `start` and `finish`; the other methods may be called from any thread.
+// A tag has the number of its exchange above 31 bits of its own (`number_of`). What arrives of an
+// exchange that was skipped is dropped; what has gone half of it goes to its end, from a copy.
+//
+// One thread at a time calls `start`, `finish` and `skip`; the other methods may be called from any
+// thread.
 class SocketGroup : public TimedExchange {
  public:
   // `sockets` are non-blocking descriptors, one per peer, -1 where there is none so far, and for
@@ -46,6 +52,12 @@ class SocketGroup : public TimedExchange {
   // Makes the running `finish`, or the next one that has to wait, return kInterrupted.
   void interrupt();
 
+  // Ends what is under way, forgets interruptions, and drops from now on what arrives of the
+  // exchanges up to this number.
+  void skip(std::uint64_t number);
+
+  static std::uint64_t number_of(std::uint64_t tag) { return tag >> 31; }
+
  private:
   struct Header {
     std::uint64_t tag;
@@ -62,11 +74,25 @@ class SocketGroup : public TimedExchange {
     }
   };
 
+  // What skipped exchanges have left of one connection.
+  struct Leftover {
+    std::vector<char> unsent;  // goes out before anything else, from `num_sent` on
+    std::size_t num_sent = 0;
+    std::vector<char> unread;  // has come, and has not been looked at, from `num_read` on
+    std::size_t num_read = 0;
+    std::uint64_t num_dropped = 0;  // bytes that are yet to come and belong to nobody
+  };
+
   void check(const Message& message) const;
   Ending advance();
   void wake() override;
-  Outcome send(Transit* transit) const;
+  Outcome send(Transit* transit);
+  Outcome send_leftover(std::size_t peer);
   Outcome receive(Transit* transit);
+  ssize_t read(std::size_t peer, msghdr* message);
+  Outcome drop(std::size_t peer);
+  void put_back(const Transit& transit, bool with_header);
+  bool is_skipped(const Header& header) const;
   Ending pass(bool with_receives);
   Outcome wait();
 
@@ -80,6 +106,8 @@ class SocketGroup : public TimedExchange {
   std::uint64_t tag_ = 0;
   std::vector<Transit> sends_;
   std::vector<Transit> receives_;
+  std::vector<Leftover> leftovers_;
+  std::uint64_t skipped_ = 0;  // the last exchange that was skipped
   std::vector<pollfd> watched_;
   Ending early_ = {Outcome::kDone, -1};
 };

@@ -121,3 +121,80 @@ def test_a_slow_writer_is_waited_for(ends):
     assert finish(group) == ("done", -1)
     writing.join()
     assert bytes(kept) == content
+
+
+def tag_of(number):
+    return number << 31 | TAG
+
+
+def receive(group, num_bytes, number):
+    kept, address = target(num_bytes)
+    group.start([], [(1, address, num_bytes)], tag_of(number))
+    return finish(group), bytes(kept)
+
+
+@pytest.mark.parametrize("left_bytes", [0, *SIZES])
+@pytest.mark.parametrize("num_bytes", [0, 100, 20_000])
+@pytest.mark.parametrize("cut", [0, 7, 16, 17, 99])
+def test_what_arrives_of_skipped_exchanges_is_dropped(ends, left_bytes, num_bytes, cut):
+    """Two are skipped, the second in the middle of a message, whose rest comes later; then a message of the next."""
+    group, other = ends
+    content = os.urandom(num_bytes)
+    group.skip(1)
+    message = header(tag_of(2), left_bytes) + os.urandom(left_bytes)
+    other.sendall(message[:cut])
+    _kept, address = target(left_bytes)
+    group.start([], [(1, address, left_bytes)], tag_of(2))
+    assert group.finish()[0] == ("pending" if cut < len(message) else "done")
+    group.interrupt()
+    group.skip(2)
+    writing = written_by(
+        other,
+        message[cut:] + header(tag_of(1), left_bytes) + bytes(left_bytes) + header(tag_of(3), num_bytes) + content,
+    )
+    assert receive(group, num_bytes, 3) == (("done", -1), content)
+    writing.join()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 20_000])
+@pytest.mark.parametrize("expected_bytes", [0, 50, 16384, 20_000])
+def test_a_message_of_a_later_exchange_is_kept_where_its_own_is_skipped(ends, num_bytes, expected_bytes):
+    group, other = ends
+    content = os.urandom(num_bytes)
+    writing = written_by(other, header(tag_of(2), num_bytes) + content + header(tag_of(3), num_bytes) + content)
+    assert receive(group, expected_bytes, 1)[0] == ("mismatch", 1)
+    group.skip(1)
+    assert receive(group, num_bytes, 2) == (("done", -1), content)
+    assert receive(group, num_bytes, 3) == (("done", -1), content)
+    writing.join()
+
+
+def test_a_message_that_has_gone_half_goes_to_its_end_from_a_copy(ends):
+    group, other = ends
+    num_bytes = 8_000_000
+    sent = ctypes.create_string_buffer(bytes(range(250)) * (num_bytes // 250), num_bytes)
+    group.start([(1, ctypes.addressof(sent), num_bytes)], [], tag_of(1))
+    assert group.finish() == ("pending", 1)
+    group.skip(1)
+    expected = header(tag_of(1), num_bytes) + sent.raw + header(tag_of(2), 4) + b"next"
+    ctypes.memset(ctypes.addressof(sent), 0, num_bytes)
+    following = ctypes.create_string_buffer(b"next", 4)
+    group.start([(1, ctypes.addressof(following), 4)], [], tag_of(2))
+    found = bytearray()
+
+    def read():
+        while len(found) < len(expected):
+            found.extend(other.recv(1 << 20))
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert finish(group) == ("done", -1)
+    reading.join()
+    assert found == expected
+
+
+def test_a_message_of_an_exchange_before_that_was_not_skipped_is_wrong(ends):
+    group, other = ends
+    other.sendall(header(tag_of(2), 4) + b"left")
+    group.skip(1)
+    assert receive(group, 4, 3) == (("mismatch", 1), bytes([UNTOUCHED]) * 4)

@@ -1,8 +1,9 @@
 """What ranks are told when others fail, stall, leave or do something else, on the double of NCCL."""
 
 import os
+import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -274,12 +275,58 @@ def disagree(rank: int) -> list[str]:
     return told
 
 
+def add_one(x: torch.Tensor) -> None:
+    dist.all_reduce(x, group=_comparing["group"])
+
+
+def add_other(x: torch.Tensor) -> None:
+    dist.all_reduce(x, group=_comparing["group"])
+
+
+def send_one(x: torch.Tensor) -> None:
+    dist.broadcast(x, 0, group=_comparing["group"])
+
+
+def send_other(x: torch.Tensor) -> None:
+    dist.broadcast(x, 0, group=_comparing["group"])
+
+
+def call_both(calls: Iterable[Callable[[torch.Tensor], None]], rank: int) -> None:
+    for call in calls:
+        call(own(rank))
+
+
+def swap(rank: int) -> list[str]:
+    """Rank 1 asks for two equal collectives in the other order."""
+    told = []
+    for calls in ((add_one, add_other), (send_one, send_other)):
+        with pytest.raises(T.MismatchError) as error:
+            call_both(reversed(calls) if rank == 1 else calls, rank)
+        told.append(str(error.value))
+    x = own(rank)  # a barrier, or a branch of the root's, from lines of their own are right
+    if rank == 0:
+        dist.barrier(_comparing["group"])
+        dist.broadcast(x, 0, group=_comparing["group"])
+    else:
+        dist.barrier(_comparing["group"])
+        dist.broadcast(x, 0, group=_comparing["group"])
+    torch.testing.assert_close(x, own(0), rtol=0, atol=0)
+    return told
+
+
 def come_late(rank: int) -> str:
     if rank == 2:
         return ""
     with pytest.raises(T.PeerError) as error:
         dist.barrier(_comparing["group"])
     return str(error.value)
+
+
+def test_under_debug_equal_collectives_in_another_order_are_named(comparing_ranks: GlooRanks) -> None:
+    for added, sent in comparing_ranks.run(swap):
+        assert re.search(r"ranks 0 and 2 run all_reduce .*\(add_one\); rank 1 runs .*\(add_other\); nothing was", added)
+        assert "in the same order, from the same lines" in added
+        assert re.search(r"ranks 0 and 2 run broadcast .*\(send_one\); rank 1 runs .*\(send_other\); ", sent)
 
 
 @pytest.mark.extended

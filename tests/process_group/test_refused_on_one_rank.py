@@ -71,3 +71,50 @@ def test_the_others_hear_of_it(ranks_of: RanksOf, name: str) -> None:
     first, second = ranks_of("shared-memory", 2).run(ask, name, timeout_s=50)
     assert CASES[name][1] in second
     assert first.startswith("rank 1 failed while rank 0 waited for rank 1")
+
+
+def gather_lengths(rank: int, lengths: tuple[int, int], then: int) -> list[str]:
+    """Rank 0 expects equal parts; another length than `then` is wrong, and found by what follows at the latest."""
+    group: Any = dist.new_group(backend="tritondt")
+    told = []
+    try:
+        for length in (lengths[rank], then):
+            found = [torch.zeros(length) for _ in range(2)] if rank == 0 else None
+            dist.gather(torch.full((length,), rank + 1.0), found, 0, group=group)
+        dist.barrier(group)
+    except T.TritondtError as error:
+        told.append(f"{type(error).__name__}: {error}")
+    T.abort()
+    dist.all_reduce(x := torch.ones(1), group=group)
+    assert x.item() == 2
+    dist.destroy_process_group(group)
+    return told
+
+
+def scatter_lengths(rank: int, lengths: tuple[int, int], then: int) -> list[str]:
+    group: Any = dist.new_group(backend="tritondt")
+    told = []
+    try:
+        for length in (lengths[rank], then):
+            given = [torch.ones(length) for _ in range(2)] if rank == 0 else None
+            dist.scatter(torch.zeros(length), given, 0, group=group)
+        dist.barrier(group)
+    except T.TritondtError as error:
+        told.append(f"{type(error).__name__}: {error}")
+    T.abort()
+    dist.all_reduce(x := torch.ones(1), group=group)
+    assert x.item() == 2
+    dist.destroy_process_group(group)
+    return told
+
+
+@pytest.mark.in_core(3)
+@pytest.mark.parametrize("call", [gather_lengths, scatter_lengths])
+@pytest.mark.parametrize("lengths", [(3, 0), (0, 3), (3, 2)], ids=str)
+def test_lengths_that_differ_are_named_on_all_ranks(
+    ranks_of: RanksOf, call: Callable[..., list[str]], lengths: tuple[int, int]
+) -> None:
+    kind = call.__name__.partition("_")[0]
+    for told in ranks_of("shared-memory", 2).run(call, lengths, 3, timeout_s=100):
+        assert len(told) == 1, told
+        assert kind in told[0], told

@@ -67,11 +67,9 @@ def count_exchanges(rank: int) -> dict[str, int]:
     return found
 
 
-def test_what_runs_there_and_what_on_gloo(ranks: GlooRanks) -> None:
+def test_each_is_one_exchange_there(ranks: GlooRanks) -> None:
     for found in ranks.run(count_exchanges):
-        on_gloo = [name for name, count in found.items() if count == 0]
-        assert on_gloo == ["all_reduce, none"]
-        assert set(found.values()) == {0, 1}
+        assert set(found.values()) == {1}
 
 
 def reduce_where_one_rank_names_gloo(rank: int) -> tuple[list[str], bool]:
@@ -232,14 +230,13 @@ def test_other_roots_are_found_by_those_that_wait_or_by_the_next_collective(
 
 
 def refuse_alone(rank: int, is_first: bool) -> str:
-    """Rank 1 gives a sparse tensor, which Gloo refuses; the others hear why, and all go on in a new world."""
+    """Rank 1 gives a sparse tensor, which Gloo refuses; the others hear why, and all go on."""
     group: Any = dist.new_group(backend="tritondt")
     if not is_first:
         dist.all_reduce(own(rank), group=group)
     outputs, given = [torch.empty(4) for _ in range(4)], own(rank, 4)
     with pytest.raises(RuntimeError) as error:
         dist.all_gather(outputs, given.to_sparse() if rank == 1 else given, group=group)
-    T.abort()
     dist.all_reduce(x := own(rank), group=group)
     assert x[0] == 10
     dist.destroy_process_group(group)
@@ -250,7 +247,7 @@ def refuse_alone(rank: int, is_first: bool) -> str:
 def test_the_others_hear_what_gloo_refuses_on_one_rank(ranks: GlooRanks, is_first: bool) -> None:
     told = ranks.run(refuse_alone, is_first)
     for rank in (0, 2, 3):
-        assert told[rank].startswith(f"PeerError: rank 1 failed while rank {rank} waited for rank"), told
+        assert told[rank].startswith(f"RefusalError: rank 1 failed while rank {rank} waited for rank"), told
         assert "NotImplementedError: Could not run 'c10d::allgather_' with arguments from the 'Sparse" in told[rank]
 
 

@@ -7,7 +7,7 @@ counts), so a transfer should be kept for as long as it may run again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -19,6 +19,8 @@ from tritondt.planning.storage import Block
 from tritondt.sharding.placement import ReduceOp
 
 CPU = torch.device("cpu")
+# What a rank is in an exchange: one of many alike, or of those that give, that take, or that do both.
+Role = Literal["", "source", "target", "both"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class Transfer:
     where tensor i lies, `reductions[i]` how its terms are reduced. `fingerprint` is equal on all ranks of one
     exchange and differs between exchanges; `description` is what error messages say. All tensors are on `device`.
     With `wire_dtype` messages hold that dtype, a narrower one than all tensors have, and what stays is rounded alike.
-    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor. With `has_roles`
-    ranks have roles of their own, such as sender and receiver, and may ask for it from different lines.
+    Where there is a `collective`, that of NCCL takes the place of all messages; it has one tensor. The `role` is
+    this rank's where some give and others take: ranks of other roles may ask for it from other lines.
     """
 
     exchange: Exchange
@@ -51,7 +53,7 @@ class Transfer:
     device: torch.device = CPU
     wire_dtype: torch.dtype | None = None
     collective: Collective | None = None
-    has_roles: bool = False
+    role: Role = ""
     result_bytes: int = 0  # of this rank, where this writes a part of a tensor, or is one of a list of transfers
     # What each communicator that has exchanged it made of it.
     compiled: dict[object, Any] = field(default_factory=dict, init=False, repr=False)
@@ -160,6 +162,9 @@ class Communicator(Protocol):
         ...
 
 
+_TAG_BITS = 31
+
+
 def tag_of(fingerprint: int, sequence: int) -> int:
     """The tag of exchange number `sequence`: 31 bits, equal on all ranks that run the same exchanges.
 
@@ -168,3 +173,12 @@ def tag_of(fingerprint: int, sequence: int) -> int:
     """
     # An odd step visits every tag before it repeats one.
     return (fingerprint + sequence * 0x9E3779B1) & 0x7FFFFFFF
+
+
+def numbered_tag_of(fingerprint: int, sequence: int) -> int:
+    """The tag with the exchange's number above it, in 64 bits: what has been left of an exchange before is known.
+
+    >>> hex(numbered_tag_of(7, 2)), numbered_tag_of(7, 2) >> 31
+    ('0x13c6ef369', 2)
+    """
+    return (sequence << _TAG_BITS | tag_of(fingerprint, sequence)) & 0xFFFFFFFFFFFFFFFF

@@ -49,6 +49,10 @@ class PeerError(TritondtError):
     """A rank that failed, left, or did not answer another in time; names the rank, the step and the wait."""
 
 
+class RefusalError(PeerError):
+    """An exchange that another rank refused, alone: all ranks count it as run, and the world goes on."""
+
+
 class MismatchError(PeerError):
     """Different requests of ranks at one point; names both ranks and both values."""
 

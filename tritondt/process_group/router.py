@@ -14,6 +14,7 @@ from torch.autograd import profiler
 
 from tritondt import environment
 from tritondt.comm import world
+from tritondt.comm.communicator import Role
 from tritondt.comm.daemons import within
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
@@ -22,7 +23,7 @@ from tritondt.comm.transports import table as transport_table
 from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
 from tritondt.process_group.checks import check_parts, check_plain_dtypes
 from tritondt.process_group.cpu_works import FinishedWork, StagedWork
-from tritondt.process_group.debug_compare import Agreement, Parts
+from tritondt.process_group.debug_compare import Agreement, Asked, Parts
 from tritondt.process_group.kinds import Kind
 from tritondt.process_group.naming import text_of
 from tritondt.process_group.nccl_calls import GroupRank
@@ -244,7 +245,7 @@ class Router:
     def _refuse(self, error: Exception, text: str, nccl_group: NcclGroup | None, timeout_s: float) -> None:
         """Tells the others why this rank takes no part in an operation; over Gloo alone there is no way to."""
         if self._agreement is not None:
-            self._compare(text, Parts(), timeout_s, str(error))
+            self._compare(text, Parts(), None, timeout_s, str(error))
         elif nccl_group is not None:
             nccl_group.refuse(error)
         elif self._shared_memory is not None:
@@ -252,7 +253,11 @@ class Router:
 
     def _on_cpu(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
         """The Work of an operation on the CPU: through shared memory where that has the operation, else on Gloo."""
-        if is_empty(kind, arguments) or (len(self.ranks) == 1 and run_alone(kind, arguments)):
+        if len(self.ranks) == 1 and (is_empty(kind, arguments) or run_alone(kind, arguments)):
+            return FinishedWork(tensors_of(arguments[0]))
+        if is_empty(kind, arguments):
+            if self._shared_memory is not None:
+                self._shared_memory.pass_by(describe, arguments, timeout_s)
             return FinishedWork(tensors_of(arguments[0]))
         work = None
         if self._shared_memory is not None:
@@ -315,7 +320,7 @@ class Router:
         device = getattr(options, "device", None) or CPU
         nccl_group, timeout_s = self.nccl_group(device, str, "barrier"), self._timeout_s_of(options)
         if self._agreement is not None:
-            self._compare(f"barrier on {device.type}", Parts(), timeout_s)
+            self._compare(f"barrier on {device.type}", Parts(), None, timeout_s)
         if nccl_group is None:
             return self._on_cpu("barrier", lambda _: "barrier", (options,), timeout_s)
         return nccl_group.run(*nccl_group.operations.barrier("barrier"), timeout_s)
@@ -323,14 +328,17 @@ class Router:
     def _agree(self, kind: Kind, arguments: tuple[Any, ...], device: torch.device, timeout_s: float) -> None:
         """Returns when all ranks have come to this operation on such a device."""
         text = f"{kind.describe(*arguments)} on {device.type}"
-        self._compare(text, kind.parts(self.group_rank.size, *arguments), timeout_s)
+        root = getattr(arguments[-1], "rootRank", -1)
+        role: Role = ""
+        if root >= 0:  # who gives, or takes, from all others is a branch of many programs
+            role = "source" if root == self.group_rank.rank else "target"
+        self._compare(text, kind.parts(self.group_rank.size, *arguments), role, timeout_s)
 
-    def _compare(self, text: str, parts: Parts, timeout_s: float, refusal: str = "") -> None:
+    def _compare(self, text: str, parts: Parts, role: Role | None, timeout_s: float, refusal: str = "") -> None:
         """Returns when all ranks have come to the same text and parts, or to a refusal."""
         assert self._agreement is not None
         recorder = world.current().flight.recorder
-        site = f", asked for at {recorder.site_text(recorder.site())}"
-        self._agreement.check(text, site, parts, timeout_s, refusal)
+        self._agreement.check(Asked(text, recorder.site_text(recorder.site()), role, parts), timeout_s, refusal)
 
     def _timeout_s_of(self, options: Any) -> float:
         """The timeout that the call gives, or else the group's, in seconds."""

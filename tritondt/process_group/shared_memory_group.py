@@ -17,7 +17,7 @@ from tritondt.errors import ForkedError, WorldError
 from tritondt.planning.exchange import Exchange
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.process_group.cpu_works import FinishedWork, SharedMemoryWork
-from tritondt.process_group.shared_memory_moves import MOVES
+from tritondt.process_group.shared_memory_moves import MOVES, no_moves
 from tritondt.process_group.shared_memory_programs import Members
 from tritondt.process_group.shared_memory_reductions import REDUCTIONS
 from tritondt.process_group.shared_memory_steps import Call, Step
@@ -62,10 +62,21 @@ class SharedMemoryGroup:
         call = None if find is None else find(self._own, self._size, *arguments)
         if call is None:
             return None
-        text = partial(describe, *arguments)
+        return self._run_call(call, partial(describe, *arguments), arguments[-1], timeout_s)
+
+    def pass_by(self, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> None:
+        """Counts a collective in which this rank has no elements, and so no messages.
+
+        Ranks that have some, against the rules, find out in what follows: else they would take that for this one.
+        """
+        text = describe(*arguments)
+        nothing = Call((Step((no_moves, text), (), ()),), ())
+        self._run_call(nothing, lambda: text, arguments[-1], timeout_s)
+
+    def _run_call(self, call: Call, text: Callable[[], str], options: Any, timeout_s: float) -> Any:
         if threading.get_ident() == self._runner:  # a callback of a future, while its thread runs the queue
             return self._run_now(call, text, timeout_s)
-        is_async = getattr(arguments[-1], "asyncOp", True)
+        is_async = getattr(options, "asyncOp", True)
         with self._turn:
             return self._issue(call, text, timeout_s) if is_async else self._run_now(call, text, timeout_s)
 

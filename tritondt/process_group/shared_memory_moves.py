@@ -250,6 +250,11 @@ def _all_to_all_bytes(members: Members, leaving: PeerSpans, coming: PeerSpans) -
     return byte_moves(members, sends, receives, max(len(leaving) - 1, 1))
 
 
+def no_moves(members: Members) -> ArenaTransfer:
+    """The program of a rank that has no elements in a collective."""
+    return byte_moves(members, [], [], 1)
+
+
 def _barrier(own: int, size: int, opts: Any) -> Call:
     return Call((Step((_barrier_signals, None), (), ()),), ())
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from tritondt.comm import world
-from tritondt.comm.communicator import Communicator
+from tritondt.comm.communicator import Communicator, Role
 from tritondt.errors import LayoutError, MeshError
 from tritondt.planning.across import PlanAcross, StepAcross, make_plan_across
 from tritondt.planning.exchange import Exchange, Message
@@ -99,8 +99,15 @@ def _compiled(
         exchange_fingerprint(text),
         f"{description} from ranks {ranks_text(plan.source_ranks)} to {ranks_text(plan.target_ranks)}",
         communicator if step.moving_axes else None,
-        has_roles=True,  # one mesh sends, the other receives
+        role=_role(plan, spec.mesh.identity.rank),
     )
+
+
+def _role(plan: PlanAcross, rank: int) -> Role:
+    """What a rank is to the redistribution: one of the mesh that sends, of the one that receives, or of both."""
+    if rank not in plan.target_ranks:
+        return "source"
+    return "both" if rank in plan.source_ranks else "target"
 
 
 def _text(source: DTensorSpec, target: DTensorSpec) -> str:

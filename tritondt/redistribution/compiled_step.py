@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritondt.comm.communicator import Communicator, Reduction, Transfer
+from tritondt.comm.communicator import Communicator, Reduction, Role, Transfer
 from tritondt.comm.packing.packed_transfer import packed_transfer
 from tritondt.kernels.tables import Table
 from tritondt.planning.exchange import Exchange
@@ -86,9 +86,9 @@ def compiled_step(
     description: str,
     communicator: Communicator | None,
     *,
-    has_roles: bool = False,
+    role: Role = "",
 ) -> CompiledStep:
-    """A step of a rank; without a communicator it moves nothing. For `has_roles` see `Transfer`."""
+    """A step of a rank; without a communicator it moves nothing. For `role` see `Transfer`."""
     transfer = Transfer(
         exchange=side.exchange,
         source_blocks=(side.source_blocks,),
@@ -100,7 +100,7 @@ def compiled_step(
         device=start.device,
         wire_dtype=start.wire_dtype,
         collective=None if communicator is None else step.collective,
-        has_roles=has_roles,
+        role=role,
         result_bytes=prod(side.shape(step)) * dtype.itemsize,
     )
     return CompiledStep(

@@ -1,7 +1,8 @@
 """Ranks that issue different things are told so by both sides' lines; with TRITONDT_DEBUG=1 before data moves."""
 
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from tests.harness.gloo_ranks import Failure, GlooRanks
 from tests.ops.sharded import distribute
 from tritondt.comm.monitor.comparison import NOTE_BYTES, Note, difference, read_note, write_note
 from tritondt.comm.transports.threads import run_ranks
+from tritondt.redistribution.send import distribute_from
+from tritondt.sharding.layout import Layout
 
 FULL = torch.arange(24.0).reshape(4, 6)
 
@@ -161,6 +164,74 @@ def test_under_debug_meshes_may_redistribute_from_lines_of_their_own(monkeypatch
     torch.testing.assert_close(torch.cat([third, fourth]), FULL, rtol=0, atol=0)
 
 
+def swapped_between_meshes(rank: int) -> None:
+    """The ranks that receive ask for two equal redistributions in the other order than those that send."""
+    left, right = T.Mesh((2,), ranks=(0, 1)), T.Mesh((2,), ranks=(2, 3))
+    meta = T.TensorMeta.contiguous(FULL.shape)
+    source, target = (T.DTensorSpec(mesh, [T.Shard(0)], meta) for mesh in (left, right))
+    one, other = (part if rank < 2 else torch.empty(0) for part in (FULL[:2], -FULL[:2]))
+    if rank < 2:
+        first(one, source, target)
+        second(other, source, target)
+    else:
+        second(other, source, target)
+        first(one, source, target)
+
+
+def first(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> None:
+    T.redistribute(local, source, target)
+
+
+def second(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> None:
+    T.redistribute(local, source, target)
+
+
+def told_of_swapped(rank: int) -> str:
+    os.environ["TRITONDT_DEBUG"] = "1"
+    T.abort()
+    try:
+        swapped_between_meshes(rank)
+    except T.MismatchError as error:
+        return str(error)
+    finally:
+        del os.environ["TRITONDT_DEBUG"]
+        T.abort()
+    return "no error"
+
+
+def check_swapped(texts: list[str]) -> None:
+    for text in texts:
+        assert text.startswith("ranks disagree at exchange 3: ranks 0 and 1 run step 1 of 1"), text
+        assert re.search(r"\(second\); ranks 2 and 3 run .*\(first\); in exchange 1 it was the other way round", text)
+        assert text.endswith("all ranks must redistribute the same tensors in the same order")
+
+
+def test_under_debug_redistributions_between_meshes_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_DEBUG", "1")
+
+    def body(rank: int) -> str:
+        with pytest.raises(T.MismatchError) as found:
+            swapped_between_meshes(rank)
+        return str(found.value)
+
+    check_swapped(run_ranks(4, body))
+
+
+def test_under_debug_ranks_of_one_mesh_share_a_line_between_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITONDT_DEBUG", "1")
+
+    def body(rank: int) -> str:
+        left, right = T.Mesh((2,), ranks=(0, 1)), T.Mesh((2,), ranks=(2, 3))
+        meta = T.TensorMeta.contiguous(FULL.shape)
+        source, target = (T.DTensorSpec(mesh, [T.Shard(0)], meta) for mesh in (left, right))
+        with pytest.raises(T.MismatchError) as found:
+            (second if rank == 3 else first)(FULL[:2] if rank < 2 else torch.empty(0), source, target)
+        return str(found.value)
+
+    for text in run_ranks(4, body):
+        assert re.search(r"ranks 0, 1 and 2 run .*\(first\); rank 3 runs .*\(second\); nothing was moved", text)
+
+
 def receive_from_other_sources(rank: int) -> str:
     """Ranks 0 and 3 take 0 and 1 for the senders, ranks 1 and 2 take 1 and 2; then all go on."""
     T.abort()  # what the test before has left
@@ -189,3 +260,64 @@ def test_sources_that_differ_between_two_meshes_are_found(four_ranks: GlooRanks)
     for text in told:
         assert "from ranks 0..1 to 0..3" in text
         assert "from ranks 1..2 to 0..3" in text
+
+
+@pytest.mark.in_core(1)
+def test_under_debug_swapped_redistributions_between_meshes_are_found(four_ranks: GlooRanks) -> None:
+    check_swapped(four_ranks.run(told_of_swapped))
+
+
+def name_other_sources(rank: int) -> None:
+    """Each rank takes another one for the source, and nobody waits."""
+    mesh = T.Mesh((3,))
+    target = T.DTensorSpec(mesh, [T.Shard(0)], T.TensorMeta.contiguous((6, 4)))
+    source = Layout((1,), [T.Replicate()], (6, 4))
+    distribute_from(torch.full((6, 4), float(rank)), source, (rank,), target)
+
+
+def go_on_from_other_sources(rank: int) -> None:
+    name_other_sources(rank)
+    distribute(FULL, T.Mesh((3,)), "S0").full_tensor()
+
+
+def cross_between_meshes(rank: int) -> None:
+    """Ranks 0 and 1 go from one mesh to the other, rank 2 the other way."""
+    left, right = T.Mesh((2,), ranks=(0, 1)), T.Mesh((1,), ranks=(2,))
+    if rank == 2:
+        left, right = right, left
+    meta = T.TensorMeta.contiguous((4,))
+    source, target = (T.DTensorSpec(mesh, [T.Shard(0)], meta) for mesh in (left, right))
+    T.redistribute(torch.full(source.local_shape, float(rank)), source, target)
+
+
+@pytest.mark.parametrize("call", [name_other_sources, cross_between_meshes])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["then more", "the last one"])
+def test_rank_threads_find_messages_that_they_do_not_expect(call: Callable[[int], None], goes_on: bool) -> None:
+    told: dict[int, str] = {}
+
+    def body(rank: int) -> None:
+        try:
+            call(rank)
+            if goes_on:
+                distribute(FULL.T, T.Mesh((3,)), "S0").full_tensor()  # every rank has a part
+        except T.PeerError as error:
+            told[rank] = str(error)
+            raise
+
+    with pytest.raises(T.MismatchError, match="ranks disagree at exchange 1: ") as found:
+        run_ranks(3, body)
+    assert "which it does not expect" in str(found.value) or "rank 2 runs" in str(found.value)
+    assert len(told) == 3 or not goes_on
+    assert all("ranks disagree at exchange 1: " in text for text in told.values()), told
+
+
+def test_rank_threads_go_on_after_an_abort_of_messages_that_nobody_expected() -> None:
+    def body(rank: int) -> torch.Tensor:
+        distribute(FULL, T.Mesh((3,)), "S0").full_tensor()
+        with pytest.raises(T.MismatchError):
+            go_on_from_other_sources(rank)
+        T.abort()
+        return distribute(FULL, T.Mesh((3,)), "S0").full_tensor()
+
+    for found in run_ranks(3, body):
+        torch.testing.assert_close(found, FULL, rtol=0, atol=0)

@@ -20,7 +20,7 @@ from tritondt.comm.packing.messages import Slice
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import SilentStoreError, StoreClient
 from tritondt.comm.store.notices import Failed, Notices, Waiting
-from tritondt.errors import MismatchError, PeerError, WorldError
+from tritondt.errors import MismatchError, PeerError, RefusalError, WorldError
 
 INTERVAL_S = 1.0
 # How much longer a rank waits for one that waits itself, whose own timeout names the rank at fault.
@@ -36,6 +36,7 @@ class Wait:
     the waiting call return with an error; it is given the wait, since keeping it would make garbage in a cycle.
     `trouble` is what the transport has met in the background. `limit` is what sets the timeout, and `must` what ranks
     that disagree have not done. `is_over` says whether the wait has ended without anybody on the host to say so.
+    `drops_refused` says whether the transport drops messages of an exchange that a rank has refused, and goes on.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Wait:
     reason: PeerError | None = None
     limit: str = "TRITONDT_TIMEOUT"
     must: str = MUST
+    drops_refused: bool = False
     is_over: Callable[[], bool] = lambda: False
 
     @property
@@ -93,6 +95,7 @@ class Watch:
     def __init__(self, client: StoreClient, rank: int) -> None:
         self._client, self._notices, self._rank = client, Notices(client, rank), rank
         self._waits: dict[int, Wait] = {}
+        self._ending = threading.RLock()  # nothing interrupts a wait that has ended: it would be the next one
         self._sources: list[Callable[[], Iterable[Wait]]] = []
         self._published: set[tuple[str, int]] = set()
         self._preparations: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -141,20 +144,22 @@ class Watch:
         self._preparations.put(run)
 
     def end(self, wait: Wait) -> None:
-        """Stops watching `wait`."""
-        self._waits.pop(id(wait), None)
+        """Stops watching `wait`: nothing interrupts it any more."""
+        with self._ending:
+            self._waits.pop(id(wait), None)
 
-    def report(self, key: str, sequence: int | None, error: BaseException) -> None:
+    def report(self, key: str, sequence: int | None, error: BaseException, *, is_refusal: bool = False) -> None:
         """Reports that this rank failed at exchange `sequence`, unless another rank is known to have failed before.
 
-        None is for good: half of an exchange has gone, and peers that need no more of it may be at a later one. Where
-        the store does not answer, the connection that closes, or their own watch, tells them.
+        None is for good: half of an exchange has gone, and peers that need no more of it may be at a later one. With
+        `is_refusal` nothing of it has, and this rank goes on. Where the store does not answer, the connection that
+        closes, or their own watch, tells them.
         """
         with suppress(RuntimeError):
             if sequence is None:
                 self._notices.report_for_good(key, error)
             else:
-                self._notices.report(key, sequence, error)
+                self._notices.report(key, sequence, error, is_refusal=is_refusal)
 
     def report_for_good(self, key: str, error: BaseException) -> None:
         """Reports that this rank takes part in no more exchanges; RuntimeError where the store does not answer."""
@@ -235,9 +240,11 @@ class Watch:
                 with suppress(SilentStoreError):  # all are suspects still
                     self._narrow(wait)
             reason = self._timed_out(wait, silent)
-        if reason is not None and id(wait) in self._waits:
-            wait.reason = reason
-            wait.interrupt(wait)
+        if reason is not None:
+            with self._ending:
+                if id(wait) in self._waits:
+                    wait.reason = reason
+                    wait.interrupt(wait)
 
     def _has_expired(self, wait: Wait) -> bool:
         """Whether a rank may be named at fault: later where others know better, or may yet say that they wait."""
@@ -331,7 +338,12 @@ class Watch:
 
     def _failure(self, wait: Wait) -> PeerError | None:
         found = self._notices.failure(wait.key, wait.sequence)
-        return None if found is None else PeerError(failure_text(found.rank, self._rank, wait, found.error))
+        if found is None:
+            return None
+        text = failure_text(found.rank, self._rank, wait, found.error)
+        if not found.is_refusal:
+            return PeerError(text)
+        return RefusalError(text) if wait.drops_refused else PeerError(f"{text}; {_NOT_DROPPED}")
 
     def _mismatch(self, wait: Wait) -> MismatchError | None:
         for rank, other in self._notices.waiting(wait.key, wait.ranks).items():
@@ -349,6 +361,12 @@ def _waited(wait: Wait) -> float:
 
 def _late_s(wait: Wait) -> float:
     return _waited(wait) - wait.timeout_s
+
+
+# The clause of an error where one rank refused an exchange and a transport has no way to drop messages of it.
+_NOT_DROPPED = (
+    "messages of it are under way that this transport cannot take back: call tritondt.abort() on every rank to go on"
+)
 
 
 def failure_text(failed: int, rank: int, wait: Wait, error: str) -> str:

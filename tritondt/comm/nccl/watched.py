@@ -195,7 +195,7 @@ class MonitoredNccl:
 
     def refuse(self, sequence: int, error: BaseException) -> None:
         """Reports to the other ranks that this rank takes no part in operation `sequence`, and why."""
-        self._watch.report(self._context.key, sequence, error)
+        self._watch.report(self._context.key, sequence, error, is_refusal=True)
         with suppress(RuntimeError):  # a store that does not answer is found out when the refusal is settled
             self.refusals.add(sequence, error)
 

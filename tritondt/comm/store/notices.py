@@ -12,10 +12,11 @@ Result = TypeVar("Result")
 
 
 class Failed(NamedTuple):
-    """The rank that failed, and its error's text."""
+    """The rank that failed, and its error's text; with `is_refusal` it takes no part in one exchange, and goes on."""
 
     rank: int
     error: str
+    is_refusal: bool = False
 
 
 class Waiting(NamedTuple):
@@ -35,16 +36,16 @@ class Notices:
     def __init__(self, client: StoreClient, rank: int, patience_s: float = PATIENCE_S) -> None:
         self._client, self._rank, self._patience_s = client, rank, patience_s
 
-    def report(self, key: str, sequence: int, error: BaseException) -> None:
-        """Reports that this rank failed at exchange `sequence`."""
-        self._report(_failed_key(key, sequence), error)
+    def report(self, key: str, sequence: int, error: BaseException, *, is_refusal: bool = False) -> None:
+        """Reports that this rank failed at exchange `sequence`, or refuses it."""
+        self._report(_failed_key(key, sequence), error, is_refusal=is_refusal)
 
     def report_for_good(self, key: str, error: BaseException) -> None:
         """Reports that this rank takes part in no exchange any more."""
         self._report(_failed_key(key, "all"), error)
 
-    def _report(self, key: str, error: BaseException) -> None:
-        text = json.dumps(Failed(self._rank, f"{type(error).__name__}: {error}"))
+    def _report(self, key: str, error: BaseException, *, is_refusal: bool = False) -> None:
+        text = json.dumps(Failed(self._rank, f"{type(error).__name__}: {error}", is_refusal))
         self._call(lambda store: store.compare_set(key, "", text))
 
     def failure(self, key: str, sequence: int) -> Failed | None:

@@ -12,11 +12,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd import profiler
 
-from tritondt.comm.communicator import Traffic, Transfer
+from tritondt.comm.communicator import Role, Traffic, Transfer
 from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.comparison import (
     NOTES_FINGERPRINT,
     Note,
+    PastLines,
     difference,
     digest_of_line,
     read_note,
@@ -38,7 +39,7 @@ from tritondt.comm.packing.wire_cast import casting_transfer
 from tritondt.comm.transports.announced import Announced
 from tritondt.comm.transports.ordered import OrderedCommunicator
 from tritondt.comm.work import IssueQueue, run_at_once
-from tritondt.errors import TransportError
+from tritondt.errors import RefusalError, TransportError
 from tritondt.kernels.memory import allocate
 from tritondt.kernels.tables import made_together
 from tritondt.planning.alignment import DENSE
@@ -59,6 +60,8 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     """
 
     device_types: tuple[str, ...] = ("cpu",)
+    # Whether messages of an exchange that a rank has refused can be dropped, so that others can follow it.
+    drops_refused = False
     alignment = DENSE
     joint_bytes = 0  # see `packed_transfer`
 
@@ -71,7 +74,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         self._traffic = Traffic()
         self._label = self._recorder.label(context.name)
         self._realigned: WeakKeyDictionary[Transfer, dict[TensorStarts, Program]] = WeakKeyDictionary()
-        self._compares = context.compares
+        self._compares, self._past_lines = context.compares, PastLines()
 
     @property
     def traffic(self) -> Traffic:
@@ -92,6 +95,17 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     @abstractmethod
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Ends an exchange with messages that raised `error`, in `post` or later; may raise what explains it."""
+
+    def _skip(self) -> None:
+        """Drops what is left of exchange number `sequence`, and what arrives of it later; see `drops_refused`."""
+        raise NotImplementedError(f"{type(self).__name__} takes no message back")
+
+    def _end_broken(self, record: ExchangeRecord, error: BaseException) -> None:
+        """Ends an exchange with messages that raised `error`: one that another rank refused counts as run."""
+        if isinstance(error, RefusalError) and self.drops_refused and self.failure is None:
+            self._skip()
+        else:
+            self.break_off(record, error)
 
     def traffic_of(self, transfer: Transfer) -> Traffic:
         """Bytes and messages that this rank will send and receive in an exchange."""
@@ -139,7 +153,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
         self._check_devices(sources, transfer)
         plan, record = self._plan(transfer)
         if self._compares:
-            self._compare(record, site, has_roles=transfer.has_roles)
+            self._compare(record, site, transfer.role)
         self._record_begin(record, site)
         try:
             if profiler._is_profiler_enabled:
@@ -197,7 +211,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
                 # Whoever has not unpacked lacks the result, and takes part in nothing that follows from it.
                 self._unpack(plan, record, source_pointers, (staging, buffer, widened), target_pointers, threads)
             except BaseException as error:
-                self.break_off(record, error)
+                self._end_broken(record, error)
                 raise
         else:
             self._pack(plan, record, source_pointers, buffer, target_pointers, threads)
@@ -300,15 +314,16 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
     def _record_failure(self, record: ExchangeRecord, error: BaseException) -> None:
         self._recorder.end(record.entry, FAILED, self._recorder.label(f"{type(error).__name__}: {error}"))
 
-    def _compare(self, record: ExchangeRecord, site: int, *, has_roles: bool) -> None:
+    def _compare(self, record: ExchangeRecord, site: int, role: Role) -> None:
         """Exchanges notes with all ranks of the communicator; all raise MismatchError where one differs."""
         record.site = site
-        line = b"" if has_roles or site < 0 else digest_of_line(self._recorder.site_text(site))
-        own = Note(record.fingerprint, record.description, line)
+        line = b"" if site < 0 else digest_of_line(self._recorder.site_text(site))
+        own = Note(record.fingerprint, record.description, line, role)
         comparing = self._new_record(NOTES_FINGERPRINT, f"a comparison before {record.text}")
         arrived = self._all_gather(comparing, site, write_note(own), self._others)
         notes = {rank: read_note(bytes(row)) for rank, row in zip(self._ranks, arrived.tolist(), strict=True)}
-        found = difference(self.sequence, {**notes, self._rank: own})
+        notes[self._rank] = own
+        found = difference(self.sequence, notes) or self._past_lines.swapped(self.sequence, notes)
         if found is not None:
             raise found
 
@@ -349,7 +364,7 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
             self.start(record, receives, sends)
             self.finish(record, receives, sends)
         except BaseException as error:
-            self.break_off(record, error)
+            self._end_broken(record, error)
             raise
 
     def _bytes_of(self, content: bytes) -> torch.Tensor:

@@ -119,7 +119,7 @@ class GlooCommunicator(PackedCommunicator):
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
-        self._watch.report(self._key, self.sequence, error)
+        self._watch.report(self._key, self.sequence, error, is_refusal=True)
 
     def set_timeout(self, seconds: float) -> None:
         """Sets how long a message may take from now on, in seconds."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tritondt.comm.secret import NONCE_BYTES, PROOF_BYTES, Connecting, Secret, draw
+from tritondt.errors import RefusalError
 
 _PLACE_BYTES, TOKEN_BYTES = 4, 16
 _GREETING_BYTES = TOKEN_BYTES + _PLACE_BYTES
@@ -78,34 +79,43 @@ class Handshakes:
         callers: Set[int],
         welcome: Set[int],
         secret: Secret | None = None,
+        left: "Handshakes | None" = None,
     ) -> None:
         """`own` are the tokens that callers were given; `welcome` may call as well, and are not waited for.
 
-        With a `secret` both ends of each connection prove that they know it.
+        With a `secret` both ends of each connection prove that they know it. What ranks have begun with each other in
+        `left`, which has not come to its end, goes on here.
         """
-        self.connected: dict[int, socket.socket] = {}
-        self._place, self._addresses, self._own = place, addresses, own
+        self.connected: dict[int, socket.socket] = {} if left is None else left.connected
+        self._place, self._wanted, self._own = place, addresses.keys(), own
         self._expected, self._welcome, self._secret = callers, welcome | callers, secret
         self._nonce_bytes = 0 if secret is None else NONCE_BYTES
         self._listeners = listeners
         self._selector = selectors.DefaultSelector()
-        self._pending: dict[socket.socket, _Exchange] = {}  # the oldest first
-        self._calls: dict[socket.socket, _Exchange] = {}
-        self._waiting = dict.fromkeys(addresses, 0.0)  # ranks to call, from when on
-        self._first_called: dict[int, float] = {}
+        self._pending: dict[socket.socket, _Exchange] = {} if left is None else left._pending  # the oldest first
+        self._calls: dict[socket.socket, _Exchange] = {} if left is None else left._calls
+        self._addresses: dict[int, Address] = {} if left is None else left._addresses
+        self._addresses.update(addresses)
+        self._first_called: dict[int, float] = {} if left is None else left._first_called
+        begun = {call.place for call in self._calls.values()} | self.connected.keys()
+        self._waiting = {place: 0.0 for place in addresses if place not in begun}  # ranks to call, from when on
 
     @property
     def missing(self) -> list[int]:
         """Places of the ranks that are not connected."""
-        return sorted((self._expected | self._addresses.keys()) - self.connected.keys())
+        return sorted((self._expected | self._wanted) - self.connected.keys())
 
     def run(self, deadline: float, look: Callable[[Sequence[int]], object]) -> bool:
         """Connects until nobody is missing; False at `deadline`, by time.monotonic. Tells `look` ten times a second.
 
-        Raises UnreachableError. Only `connected` sockets stay open.
+        Raises UnreachableError. Only `connected` sockets stay open, and all where `look` raises RefusalError.
         """
-        next_look = time.monotonic() + _INTERVAL_S
+        next_look, is_kept = time.monotonic() + _INTERVAL_S, False
         try:
+            for found in self._pending:
+                self._selector.register(found, selectors.EVENT_READ)
+            for found, call in self._calls.items():
+                self._selector.register(found, selectors.EVENT_READ if call.is_connected else selectors.EVENT_WRITE)
             for listener in self._listeners:
                 listener.setblocking(False)
                 self._selector.register(listener, selectors.EVENT_READ)
@@ -120,9 +130,13 @@ class Handshakes:
                 for key, _ in self._selector.select(min(deadline - now, _PAUSE_S)):
                     self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
             return True
+        except RefusalError:
+            is_kept = True
+            raise
         finally:
             self._selector.close()
-            self._close_unfinished()
+            if not is_kept:
+                self._close_unfinished()
 
     def close(self) -> None:
         """Closes all sockets, of what runs in another thread, or did in the process that this one was forked from."""

@@ -127,7 +127,7 @@ class SharedMemoryCommunicator(SocketCommunicator):
                 self._finish_watched(record, self._arenas, outcome, peer)
             self._started = 0.0
         except BaseException as error:
-            self.break_off(record, error)
+            self._end_broken(record, error)
             raise
         del memory  # where terms waited for those of later rounds
 
@@ -139,9 +139,9 @@ class SharedMemoryCommunicator(SocketCommunicator):
         """Kind, start and end, by `time.monotonic_ns`, of the steps of this thread's last exchange."""
         return self._arenas.take_steps()
 
-    def _refuse(self, error: BaseException) -> None:
-        super()._refuse(error)
+    def _skip(self) -> None:
         self._arenas.skip(self.sequence)
+        super()._skip()  # interruptions of arenas interrupt the sockets, too
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
         """Disconnects, and lets go of all arenas: nothing can be exchanged any more."""

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 from tritondt._C import ArenaGroup, SocketGroup
 from tritondt.comm.answers import Attempt
-from tritondt.comm.communicator import tag_of
+from tritondt.comm.communicator import numbered_tag_of
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.monitor.watch import GRACE_S, Wait
@@ -30,6 +30,8 @@ _PATIENCE_S = 5.0
 
 class SocketCommunicator(PackedCommunicator):
     """A communicator of ranks that connect by TCP when they first have messages for each other; made by all of them."""
+
+    drops_refused = True
 
     def __init__(self, context: ProcessContext) -> None:
         super().__init__(context, ThreadQueue())
@@ -95,6 +97,7 @@ class SocketCommunicator(PackedCommunicator):
         It raises what ends the waiting; what the body raises gets the reason that the watch knows.
         """
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, self._timeout_s)
+        wait.drops_refused = True
 
         def look(missing: Iterable[int]) -> None:
             wait.suspects = tuple(self._ranks[place] for place in sorted(missing))
@@ -128,7 +131,7 @@ class SocketCommunicator(PackedCommunicator):
             receives.slices.native,
             receives.pointers,
             receives.buffer,
-            tag_of(record.fingerprint, self.sequence),
+            numbered_tag_of(record.fingerprint, self.sequence),
         )
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
@@ -149,7 +152,7 @@ class SocketCommunicator(PackedCommunicator):
     def _finish_watched(self, record: ExchangeRecord, group: SocketGroup | ArenaGroup, outcome: str, peer: int) -> None:
         """Finishes an exchange that is not done at once, the only kind that the watch hears of."""
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: group.interrupt(), self._timeout_s)
-        wait.is_timed = False  # by the watchdog, which needs no GIL
+        wait.is_timed, wait.drops_refused = False, True  # timed by the watchdog, which needs no GIL
         wait.started = self._started
         self._watch.begin(wait)
         try:
@@ -160,6 +163,8 @@ class SocketCommunicator(PackedCommunicator):
                 outcome, peer = group.finish()
         finally:
             self._watch.end(wait)
+        if outcome == "done" and wait.reason is not None:
+            self._skip()  # the interruption came too late, and is not for the next exchange
         if outcome != "done":
             self._check_usable(record.description)  # another thread may have aborted
             if peer >= 0:  # else all messages had come when the time was over
@@ -177,13 +182,18 @@ class SocketCommunicator(PackedCommunicator):
                 self._connections.meet(f"barrier/{self.sequence}", look)
         except BaseException as error:
             self._record_failure(record, error)
-            self.break_off(record, error)
+            self._end_broken(record, error)
             raise
         self._record_end(record, 0, 0)
 
+    def _skip(self) -> None:
+        self._started = 0.0
+        self._group.skip(self.sequence)
+
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
-        self._watch.report(self._key, self.sequence, error)
+        self._watch.report(self._key, self.sequence, error, is_refusal=True)
+        self._skip()
 
     def set_timeout(self, seconds: float) -> None:
         """Sets how long an exchange may take from now on, in seconds."""

@@ -19,7 +19,7 @@ from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.polling import await_others
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
 from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
-from tritondt.errors import PeerError, WorldError
+from tritondt.errors import PeerError, RefusalError, WorldError
 
 _MIN_BACKLOG = 128
 # Where a rank listens for those of its own machine, and for others.
@@ -53,7 +53,7 @@ class Connections:
         self._own = Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
         self._listeners: dict[str, socket.socket] = {}
         self._addresses: dict[int, Address] = {}
-        self._handshakes: Handshakes | None = None  # while it connects
+        self._handshakes: Handshakes | None = None  # while it connects, and what a refused exchange has left of that
         self._lacking = {other for other in range(len(ranks)) if other != place}
         try:
             with self._named_errors():
@@ -98,14 +98,19 @@ class Connections:
         addresses = {other: self._addresses[other] for other in wanted if other < self._place}
         callers = {other for other in self._lacking if other > self._place}
         listeners = list(self._listeners.values())
+        left, is_kept = self._handshakes, False
         try:
             with self._named_errors():
                 self._handshakes = Handshakes(
-                    self._place, addresses, listeners, self._own, wanted & callers, callers, self._secret
+                    self._place, addresses, listeners, self._own, wanted & callers, callers, self._secret, left
                 )
                 found = self._shake_hands(self._handshakes, attempt)
+        except RefusalError:  # the others of this exchange may have done their part
+            is_kept = True
+            raise
         finally:
-            self._handshakes = None
+            if not is_kept:
+                self._handshakes = None
         for other, connected in found.items():
             self.sockets[other] = connected
         self._lacking -= found.keys()
@@ -175,9 +180,10 @@ class Connections:
                 raise self._answers.late(handshakes.missing, attempt)
             for found in handshakes.connected.values():
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except RefusalError:
+            raise
         except BaseException as error:
-            for found in handshakes.connected.values():
-                found.close()
+            handshakes.close()
             if isinstance(error, UnreachableError):
                 rank, other = self._ranks[self._place], self._ranks[error.place]
                 raise PeerError(f"rank {rank} could not connect to rank {other}: {error}") from error

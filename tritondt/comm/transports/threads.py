@@ -19,17 +19,17 @@ import torch
 
 from tritondt import environment, identity, logs
 from tritondt.comm import registry
-from tritondt.comm.communicator import tag_of
 from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.member import CommunicatorContext
+from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import ExchangeRecord, Flight
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
 from tritondt.comm.registry import World
 from tritondt.comm.transports.base import PackedCommunicator
-from tritondt.comm.transports.turns import Participant, TurnScheduler
+from tritondt.comm.transports.turns import Letter, Participant, TurnScheduler
 from tritondt.comm.work import QUEUE_THREAD, IssueQueue, Run, Work
-from tritondt.errors import PeerError, WorldError
+from tritondt.errors import MismatchError, PeerError, WorldError
 from tritondt.identity import Identity
 from tritondt.planning.cost import CostTable
 
@@ -89,6 +89,7 @@ class ThreadCommunicator(PackedCommunicator):
     """A communicator of rank threads; messages wait at their scheduler; all ranks use one stream of a CUDA device."""
 
     device_types = ("cpu", "cuda")
+    drops_refused = True
 
     def __init__(self, context: CommunicatorContext, scheduler: TurnScheduler) -> None:
         self._owner = scheduler.participants[context.rank]
@@ -96,41 +97,78 @@ class ThreadCommunicator(PackedCommunicator):
         super().__init__(context, self._turns)
         self._scheduler = scheduler
         self._barriers = 0
+        self._skipped = 0  # the last exchange that some rank refused
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Leaves copies of this rank's messages with the scheduler."""
-        scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
+        self._check_agreed()
+        description = record.description
         for peer, tensor in sends.parts():
-            scheduler.mail[self._key, self._place, peer, tag].append(tensor.clone())
+            letter = Letter(self.sequence, record.fingerprint, description, tensor.clone())
+            self._scheduler.mail[self._key, self._place, peer].append(letter)
 
     def finish(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Collects this rank's messages, and lets other ranks run until they are there."""
-        scheduler, tag = self._scheduler, tag_of(record.fingerprint, self.sequence)
+        scheduler = self._scheduler
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, _NO_TIMEOUT_S)
         participant = self._turns.participant_of_caller()
         for peer, tensor in receives.parts():
             wait.peer = self._ranks[peer]
-            slot = (self._key, peer, self._place, tag)
-            mail = scheduler.mail[slot]
-            scheduler.wait_until(participant, lambda mail=mail: bool(mail), wait)  # type: ignore[misc]
-            arrived = mail.popleft()
-            if not mail:  # tags seldom come again
-                del scheduler.mail[slot]
+            mail = scheduler.mail[self._key, peer, self._place]
+
+            def is_there(mail: deque[Letter] = mail) -> bool:
+                self._drop_skipped(mail)
+                return bool(mail) and (mail[0].sequence, mail[0].fingerprint) == (self.sequence, record.fingerprint)
+
+            scheduler.wait_until(participant, is_there, wait)
+            arrived = mail.popleft().content
             assert arrived.numel() == tensor.numel(), (
                 f"{record.description}: {arrived.numel()} bytes came from rank {wait.peer}, expected {tensor.numel()}"
             )
             tensor.copy_(arrived)
+        self._check_unexpected(record.description)
 
     def break_off(self, record: ExchangeRecord, error: BaseException) -> None:
-        """Fails the communicator, unless a rank refused the exchange."""
-        # Of what a rank refused nothing is under way, and mail of another exchange has another tag.
-        if (self._key, self.sequence) not in self._scheduler.refused:
-            self.failure = self.failure or error
+        """Fails the communicator."""
+        self.failure = self.failure or error
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
         text = f"{type(error).__name__}: {error}"
-        self._scheduler.refused[self._key, self.sequence] = (self._rank, text)
+        self._scheduler.refused.setdefault((self._key, self.sequence), (self._rank, text))
+        self._skip()
+
+    def _skip(self) -> None:
+        self._skipped = self.sequence
+
+    def _drop_skipped(self, mail: deque[Letter]) -> None:
+        while mail and mail[0].sequence <= self._skipped:
+            mail.popleft()
+
+    def _check_unexpected(self, description: str) -> None:
+        """Raises MismatchError where a rank has sent this one what no exchange of it has expected so far.
+
+        All ranks are told so, in this exchange or before the next: those that sent it may wait for nobody.
+        """
+        for peer in self._others:
+            mail = self._scheduler.mail.get((self._key, peer, self._place))
+            if mail is None:
+                continue
+            self._drop_skipped(mail)
+            if mail and mail[0].sequence <= self.sequence:
+                sent = mail[0]
+                text = (
+                    f"ranks disagree at exchange {sent.sequence}: rank {self._ranks[peer]} sent rank {self._rank} "
+                    f"a message of {sent.description}, which it does not expect: it runs {description}; all ranks must "
+                    f"{MUST}"
+                )
+                self._scheduler.disagreed.setdefault(self._key, (sent.sequence, text))
+        self._check_agreed()
+
+    def _check_agreed(self) -> None:
+        sequence, text = self._scheduler.disagreed.get(self._key, (self.sequence + 1, ""))
+        if sequence <= self.sequence:
+            raise MismatchError(text)
 
     def barrier(self) -> None:
         """Returns when every rank of the communicator has called it."""
@@ -141,6 +179,20 @@ class ThreadCommunicator(PackedCommunicator):
         self._scheduler.arrived[key] += 1
         arrived = self._scheduler.arrived
         self._scheduler.wait_until(self._owner, lambda: arrived[key] == len(self._ranks))
+        self._check_left_over("a barrier")
+
+    def _check_left_over(self, description: str) -> None:
+        try:
+            self._check_unexpected(description)
+        except MismatchError as error:
+            self.failure = self.failure or error
+            raise
+
+    def settle(self) -> None:
+        """Returns when all that was issued has run; raises what nobody has seen, messages to this rank too."""
+        super().settle()
+        if self.failure is None:
+            self._check_left_over("the end of its program")
 
     def set_timeout(self, seconds: float) -> None:
         """Changes nothing: when every rank thread waits, each is told at once."""

@@ -11,11 +11,22 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
-from tritondt.comm.monitor.watch import Wait, disagreement, failure_text
-from tritondt.errors import PeerError
+from tritondt.comm.monitor.watch import Wait, disagreement, failure_text, past_disagreement
+from tritondt.comm.store.notices import Waiting
+from tritondt.errors import MismatchError, PeerError, RefusalError
+
+
+class Letter(NamedTuple):
+    """A message under way, of exchange number `sequence`, with the exchange's fingerprint and text."""
+
+    sequence: int
+    fingerprint: int
+    description: str
+    content: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -44,7 +55,9 @@ class TurnScheduler:
 
     def __init__(self, size: int) -> None:
         self._size, self.participants = size, [Participant(rank) for rank in range(size)]  # and later those of queues
-        self.mail: dict[tuple[str, int, int, int], deque[torch.Tensor]] = defaultdict(deque)
+        # By communicator and places of sender and receiver, in the order in which they were sent.
+        self.mail: dict[tuple[str, int, int], deque[Letter]] = defaultdict(deque)
+        self.disagreed: dict[str, tuple[int, str]] = {}  # since which exchange, for good, and how, by communicator
         self.refused: dict[tuple[str, int], tuple[int, str]] = {}
         self.num_ended: dict[str, int] = defaultdict(int)  # of communicators, by name
         self.reported: dict[str, tuple[int, str]] = {}  # for good, by communicator
@@ -81,7 +94,7 @@ class TurnScheduler:
             if participant.is_hopeless:
                 participant.is_hopeless = False
                 raise self._why_hopeless(participant, wait)
-            participant.ready = lambda: ready() or self._is_refused(wait)
+            participant.ready = lambda: ready() or self._is_refused(wait) or self._has_disagreed(wait)
             participant.wait, participant.is_idle = wait, is_idle
             random_state = torch.default_generator.get_state()
             self._hand_over(participant)
@@ -114,10 +127,15 @@ class TurnScheduler:
     def _is_refused(self, wait: Wait | None) -> bool:
         return wait is not None and (wait.key, wait.sequence) in self.refused
 
+    def _has_disagreed(self, wait: Wait | None) -> bool:
+        return wait is not None and wait.key in self.disagreed and wait.sequence >= self.disagreed[wait.key][0]
+
     def _raise_if_refused(self, participant: Participant, wait: Wait | None) -> None:
+        if wait is not None and self._has_disagreed(wait):
+            raise MismatchError(self.disagreed[wait.key][1])
         if wait is not None and self._is_refused(wait):
             other, text = self.refused[wait.key, wait.sequence]
-            raise PeerError(failure_text(other, participant.rank, wait, text))
+            raise RefusalError(failure_text(other, participant.rank, wait, text))
 
     def _why_hopeless(self, participant: Participant, wait: Wait | None) -> PeerError:
         if wait is None:
@@ -126,11 +144,14 @@ class TurnScheduler:
         if known is not None:
             return PeerError(failure_text(known[0], participant.rank, wait, known[1]))
         for other in self.participants:
-            if other.wait is not None and other.rank != participant.rank:
-                found = disagreement(
-                    wait, participant.rank, other.rank, other.wait.key, other.wait.sequence, other.wait.fingerprint,
-                    other.wait.description,
-                )  # fmt: skip
+            if other.wait is not None and other.wait.key == wait.key and other.rank != participant.rank:
+                theirs = Waiting(other.wait.sequence, other.wait.fingerprint, other.wait.description)
+                mine = Waiting(wait.sequence, wait.fingerprint, wait.description)
+                found = (
+                    disagreement(wait, participant.rank, other.rank, wait.key, *theirs)
+                    or past_disagreement(wait, participant.rank, other.rank, theirs)
+                    or past_disagreement(other.wait, other.rank, participant.rank, mine)
+                )
                 if found is not None:
                     return found
         rank, awaited = participant.rank, f"rank {wait.peer} in {wait.description}"
