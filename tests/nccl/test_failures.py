@@ -21,7 +21,7 @@ def hold_up_a_collective(rank: int, where: str) -> str:
     group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
     tensor = torch.ones(3, device=device.kind)
     dist.all_reduce(tensor, group=group)
-    stream = group._router._nccl_groups[device.kind]._stream.stream
+    stream = group._router._nccl_groups[device.kind]._stream.engine.stream
     device.hold_up(stream, 4 * TIMEOUT_S)
     work = dist.all_reduce(tensor, group=group, async_op=True)
     assert work is not None

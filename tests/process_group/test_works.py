@@ -31,7 +31,7 @@ def gate() -> Gate:
     """Holds up the stream of the default group's communicator."""
     dist.all_reduce(torch.ones(1))
     group: Any = dist.group.WORLD
-    return Gate(group._router._nccl_groups["cpu"]._stream.stream._stream)
+    return Gate(group._router._nccl_groups["cpu"]._stream.engine.stream._stream)
 
 
 def issue_behind_a_gate(rank: int) -> None:

@@ -1,11 +1,9 @@
-"""Operations of some ranks in the order of their issue, on a communicator of NCCL and a stream of its own.
+"""Operations of some ranks in the order of their issue, on a communicator of NCCL and its stream engine.
 
-What the caller waits for at once goes into the caller's stream, as in torch, without the events between the two. The
-host waits for nothing. What does not come to an end in time is aborted, never destroyed: destroying waits.
+The host waits for nothing. What does not come to an end in time is aborted, never destroyed: destroying waits.
 """
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,9 +13,9 @@ from tritondt._C import NcclLibrary
 from tritondt.comm.daemons import start_daemon
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING
-from tritondt.comm.nccl.call_order import CallOrder
 from tritondt.comm.nccl.library import nccl_library
-from tritondt.comm.nccl.streams import CudaStreams, Stream, Streams, follow_in_graph
+from tritondt.comm.nccl.stream_engine import StreamEngine
+from tritondt.comm.nccl.streams import CudaStreams, Stream, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.errors import PeerError, WorldError
 from tritondt.kernels.device_types import ByDeviceType
@@ -50,62 +48,44 @@ class CollectiveStream:
         self._label = self._recorder.label(context.name)
         others = tuple(rank for rank in context.ranks if rank != context.rank)
         policy = TimeoutPolicy(_LIMIT, _MUST, others)
-        self._monitored = MonitoredNccl(context, nccl_device.library, nccl_device.streams, on_failure, policy)
-        self.stream = nccl_device.streams.make()
-        self._order = CallOrder()
+        self.engine = StreamEngine(nccl_device.streams)
+        self._monitored = MonitoredNccl(context, nccl_device.library, self.engine, on_failure, policy)
         self.sequence = 0
         self._turn = threading.Lock()
 
     def put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
         """Puts an operation into the stream, on these tensors; what goes wrong is its work's error."""
         with self._turn:
-            if self._monitored.failure is not None:
-                work.fail(self._monitored.failure)
-                return
-            if self._monitored.refusals:
-                try:
-                    self._monitored.settle_refusals()
-                except PeerError as error:
-                    work.fail(error)
-                    return
-            if self._streams.is_capturing():  # a graph is being made: nothing runs, and nothing is waited for
-                self._monitored.num_captured += 1
-                work.caller = self._streams.current()
-                follow_in_graph(self.stream, work.caller)
-                self._call(work.operation, tensors, self.stream)
-                work.was_put(self.stream)
-                return
-            stream = self._stream_for(work)
-            self._monitored.reap()
-            self._record(work)
             try:
-                self._monitored.put(work, self._call, "run", work.operation, tensors, stream)
-            except PeerError:  # which its work has
-                return
-            work.was_put(stream, self._order)
+                self._put(work, tensors)
+            except PeerError as error:
+                work.fail(error)
+            finally:
+                work.was_put(self.engine)
 
-    def _stream_for(self, work: NcclWork) -> Stream:
-        """The stream that an operation goes into: it has been given waits for what the operation comes after."""
-        caller = None
-        if work.ready is None:
-            caller = work.caller = self._streams.current()
-            if work.is_synchronous:
-                self._order.let_wait(caller)
-                return caller
-            self._streams.follow(self.stream, caller)
+    def _put(self, work: NcclWork, tensors: Sequence[torch.Tensor]) -> None:
+        monitored, engine, operation = self._monitored, self.engine, work.in_flight
+        if monitored.failure is not None:
+            work.fail(monitored.failure)
+            return
+        if monitored.refusals:
+            monitored.settle_refusals()
+        stream = engine.begin(operation, is_synchronous=work.is_synchronous, ready=work.ready)
+        if engine.is_capturing:  # a graph is being made: nothing runs, and nothing is waited for
+            monitored.num_captured += 1
+            self._call(work.operation, tensors, stream)
         else:
-            self.stream.wait_event(work.ready)
-        if caller is None or not self._order.comes_after(caller):
-            self._order.let_wait(self.stream)
-        return self.stream
+            self._record(work)
+            monitored.put(operation, self._call, "run", work.operation, tensors, stream)
+        engine.end(operation, stream)
 
     def _record(self, work: NcclWork) -> None:
         """Numbers an operation, for recorder and watch."""
         self.sequence += 1
-        recorder, operation = self._recorder, work.operation
+        recorder, operation, site = self._recorder, work.operation, work.in_flight.site
         label = recorder.label(operation.text)
-        work.sequence, work.started = self.sequence, time.monotonic()
-        work.record = recorder.begin(self._label, self.sequence, label, operation.fingerprint, work.site, EXCHANGING)
+        entry = recorder.begin(self._label, self.sequence, label, operation.fingerprint, site, EXCHANGING)
+        work.in_flight.begin(self.sequence, entry)
 
     def _call(self, operation: Operation, tensors: Sequence[torch.Tensor], stream: Stream) -> None:
         """Gives an operation's calls to NCCL, between the copies that they need."""
@@ -169,8 +149,7 @@ class CollectiveStream:
 
     def close(self) -> None:
         """Waits for all that was issued, and ends the communicator."""
-        self._order.let_wait(self.stream)
-        self.stream.synchronize()
+        self.engine.synchronize()
         with self._turn:
             self._monitored.close(WorldError(f"{self._context.name} was closed"))
 

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from tritondt.comm.monitor.watch import Wait
-from tritondt.comm.nccl.call_order import CallOrder
-from tritondt.comm.nccl.streams import Event, Stream, Streams
-from tritondt.comm.packing.messages import Slice
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
+from tritondt.comm.nccl.streams import Event, Streams
 from tritondt.comm.work import again
 from tritondt.errors import PeerError
 from tritondt.process_group.futures import fail, is_list_of_cpp_asked_for, list_of_cpp
@@ -25,23 +23,14 @@ _PAUSE_S = 0.0005
 class NcclWork(Work):
     """An operation in a stream: waiting for it lets the calling thread's current stream wait, and not the host.
 
-    It keeps what it reads until somebody has waited for it or it has run, so that the allocator needs not be told, and
-    what it writes for whoever asks for its result. It is also what its CollectiveStream puts into the stream, and what
-    is watched there (`InFlight`): one object, for the host's time. `site` is the line that asked; `ready` what the
-    stream waits for where that is not the caller's stream as it is.
+    It keeps what it writes for whoever asks for its result; `in_flight` keeps what it reads until somebody has waited
+    for it or it has run, so that the allocator needs not be told. `ready` is what the stream waits for where that is
+    not the caller's stream as it is.
     """
 
-    sequence, record, started = 0, -1, 0.0
-    messages: tuple[Sequence[Slice], ...] = ()
-    sent_bytes = received_bytes = 0
-    late: Wait | None = None
     ready: Event | None = None
     is_synchronous = False  # whether the caller waits at once: it goes into the caller's stream
-    caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
-    _stream: Stream | None = None
-    _order: CallOrder | None = None
-    _event: Event | None = None
-    _error: BaseException | None = None
+    _engine: StreamEngine | None = None  # whose stream it is in
     _issued: threading.Event | None = None  # where the operation may have to wait for its stream
 
     def __init__(
@@ -54,60 +43,37 @@ class NcclWork(Work):
         timeout_s: float,
     ) -> None:
         super().__init__()
-        self.operation, self._held = operation, tensors
+        self.operation, self._streams, self._on_raised = operation, streams, on_raised
+        self.in_flight = InFlight(operation.text, operation.fingerprint, site, timeout_s, tensors)
         self._results = tensors[operation.results]
-        self._streams, self._on_raised = streams, on_raised
-        self.site, self.timeout_s = site, timeout_s
-
-    @property
-    def text(self) -> str:
-        """The operation's name in messages."""
-        return self.operation.text
-
-    @property
-    def fingerprint(self) -> int:
-        """A number that is equal on all ranks of one operation."""
-        return self.operation.fingerprint
 
     def defer(self) -> None:
         """Notes that there is no stream yet; another thread will say when the operation is in one, or why not."""
         self.ready, self._issued = self._streams.record(self._streams.current()), threading.Event()
 
-    def was_put(self, stream: Stream, order: CallOrder | None = None) -> None:
-        """Notes that `stream` has been given all of the operation, and nothing after it so far.
-
-        `order` is of its communicator's calls, None for a call in a graph.
-        """
-        self._stream, self._order, self._event = stream, order, self._streams.record(stream)
-        if order is not None:
-            order.note_end(stream, self._event)
+    def was_put(self, engine: StreamEngine) -> None:
+        """Notes that the operation is in a stream of `engine`, or has failed before."""
+        self._engine = engine
         if self._issued is not None:
             self._issued.set()
 
     def fail(self, error: BaseException) -> None:
         """Notes why the operation's results will not be right, or why it is in no stream."""
-        self._error = self._error or error
+        self.in_flight.fail(error)
         if self._issued is not None:
             self._issued.set()
 
-    def is_over(self) -> bool:
-        """Whether the stream has come past the operation, which lets go of its tensors."""
-        is_over = self._event is not None and self._event.query()
-        if is_over:
-            self._held = ()
-        return is_over
-
     def is_completed(self) -> bool:
         """Whether the operation has run, well or not."""
-        return self._error is not None or self.is_over()
+        return self.in_flight.error is not None or self.in_flight.is_over()
 
     def is_success(self) -> bool:
         """Whether the operation has run well."""
-        return self._error is None and self.is_over()
+        return self.in_flight.error is None and self.in_flight.is_over()
 
     def exception(self) -> BaseException | None:
         """The operation's error; None where it has none, or is under way."""
-        return self._error
+        return self.in_flight.error
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Lets the current stream wait; with a timeout, or for a barrier, the host.
@@ -117,20 +83,15 @@ class NcclWork(Work):
         limit_s = timeout.total_seconds() if timeout > _NO_TIMEOUT else None
         if self._issued is not None and not self._issued.wait(limit_s):
             raise self._overdue(timeout.total_seconds())
-        if self._event is not None:
+        operation = self.in_flight
+        if operation.event is not None:
             if limit_s is not None or self.operation.waits_on_host:
                 self._wait_on_host(limit_s)
-            waiter = self._streams.current()
-            if waiter is not self._stream:
-                waiter.wait_event(self._event)
-                if self._order is not None:
-                    self._order.note_wait(waiter, self._event)
-            # Waited for on another stream than the issuer's, what is freed could be written to before it has been read.
-            if waiter is self.caller:
-                self._held = ()
-        if self._error is not None:
+            assert self._engine is not None, "an operation in a stream has an engine"
+            self._engine.wait(operation)
+        if operation.error is not None:
             self._on_raised()
-            raise again(self._error) from self._error
+            raise again(operation.error) from operation.error
         return True
 
     def _wait_on_host(self, limit_s: float | None) -> None:
@@ -141,7 +102,7 @@ class NcclWork(Work):
             time.sleep(_PAUSE_S)
 
     def _overdue(self, limit_s: float) -> PeerError:
-        return PeerError(f"{self.text} was waited for {limit_s:g} s, as asked, and is still under way")
+        return PeerError(f"{self.operation.text} was waited for {limit_s:g} s, as asked, and is still under way")
 
     def synchronize(self) -> None:
         """Lets the current stream wait."""
@@ -162,12 +123,13 @@ class NcclWork(Work):
             return list_of_cpp(self._results)
         if self._issued is not None:
             self._issued.wait()
-        if self._event is None:
-            assert self._error is not None, "an operation that is in no stream has failed"
+        operation = self.in_flight
+        if operation.event is None:
+            assert operation.error is not None, "an operation that is in no stream has failed"
             made: torch.futures.Future[Any] = torch.futures.Future()
-            fail(made, self._results, self._error)
+            fail(made, self._results, operation.error)
             return made
-        return self._streams.future(self._stream, self._results, self.exception)
+        return self._streams.future(operation.stream, self._results, self.exception)
 
     def _source_rank(self) -> int:
         return self.operation.source

@@ -65,12 +65,12 @@ class NoOpStreams:
         self._stream, self._nothing = NoOpStream(), nullcontext()
 
     def current(self) -> NoOpStream:
-        """The only one."""
+        """The caller's, whoever calls."""
         return self._stream
 
     def make(self) -> NoOpStream:
-        """The only one."""
-        return self._stream
+        """Another one."""
+        return NoOpStream()
 
     def on(self, stream: Any, before: Any = None) -> AbstractContextManager[object]:
         """Nothing changes."""

@@ -21,6 +21,7 @@ from tests.harness.nccl_on_host import backend_ranks, fake_streams, ranks_on
 from tritondt.comm import world
 from tritondt.comm.nccl import aborts, watched
 from tritondt.comm.nccl.bootstrap import connect
+from tritondt.comm.nccl.stream_engine import StreamEngine
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.comm.transports.threads import run_ranks
@@ -221,7 +222,7 @@ def test_each_rank_connects_with_the_nearest_and_they_with_it(size: int, num_pee
 
 def hold_what_is_read(rank: int, waiter: str) -> None:
     streams = fakes()
-    queue, other = StreamQueue(streams), streams.make()
+    queue, other = StreamQueue(StreamEngine(streams)), streams.make()
     source = torch.ones(3)
     seen, gate = weakref.ref(source), Gate(queue.stream._stream)  # type: ignore[attr-defined]
     work = queue.submit(lambda: None, "a test", [source], sources_ready=True)
@@ -257,6 +258,15 @@ class Passing:
     def current(self) -> Any:
         return self.stream
 
+    def make(self) -> Any:
+        return SimpleNamespace(wait_event=lambda event: None)
+
+    def follow(self, stream: Any, other: Any) -> None:
+        """Nothing runs."""
+
+    def is_capturing(self) -> bool:
+        return False
+
     def record(self, stream: Any) -> Any:
         return self
 
@@ -267,13 +277,14 @@ class Passing:
 @pytest.mark.parametrize("waiter", ["issuer", "other"])
 def test_a_collective_holds_what_it_reads_alike(waiter: str) -> None:
     passing: Any = Passing()
-    operation: Any = SimpleNamespace(results=slice(1, 2), waits_on_host=False)
+    operation: Any = SimpleNamespace(results=slice(1, 2), waits_on_host=False, text="a test", fingerprint=0)
     source = torch.ones(3)
     seen = weakref.ref(source)
     work = NcclWork(operation, [source, torch.empty(3)], passing, lambda: None, 0, 60.0)
     del source
-    work.caller = passing.issuing
-    work.was_put(passing.issuing)
+    engine = StreamEngine(passing)
+    engine.end(work.in_flight, engine.begin(work.in_flight))
+    work.was_put(engine)
     if waiter == "other":
         passing.stream = SimpleNamespace(wait_event=lambda event: None)
     work.wait()

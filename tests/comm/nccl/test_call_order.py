@@ -15,7 +15,7 @@ from tests.doubles.fake_nccl.library import Gate, build, load
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.nccl_on_host import FakeStream, FakeStreams, fake_streams, ranks_on
 from tritondt.comm import world
-from tritondt.comm.nccl.call_order import CallOrder
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 from tritondt.comm.transports.nccl import NcclCommunicator
 
 WHOLE = torch.arange(35.0).reshape(5, 7)
@@ -144,7 +144,7 @@ def end_behind_a_gate(rank: int) -> bool:
     here = setting()
     gate = Gate(here.b._stream)
     here.gather_on(here.b)
-    end: Any = here.communicator._watched._under_way[-1].event  # type: ignore[attr-defined]
+    end: Any = here.communicator._watched._under_way[-1].event
     assert not end.query()
     gate.open()
     T.close()
@@ -202,18 +202,44 @@ class Noting:
         """There is nothing to wait for."""
 
 
+class Current:
+    """Stands for streams, of which the calling thread's is `stream`."""
+
+    def __init__(self) -> None:
+        self.stream = Noting()
+
+    def make(self) -> Noting:
+        return Noting()
+
+    def current(self) -> Noting:
+        return self.stream
+
+    def record(self, stream: Noting) -> Any:
+        return stream.record_event()
+
+    def is_capturing(self) -> bool:
+        return False
+
+
 def test_a_wait_for_an_earlier_call_is_none_for_the_latest() -> None:
-    order, first, second, third = CallOrder(), Noting(), Noting(), Noting()
-    order.let_wait(first)
-    assert first.waits == []  # there is no call yet
-    early, late = first.record_event(), first.record_event()
-    order.note_end(first, early)
-    order.note_end(first, late)
-    order.note_wait(second, early)
-    assert not order.comes_after(second)
-    order.note_wait(second, late)
-    assert order.comes_after(second)
-    order.let_wait(third)
-    order.let_wait(third)
-    order.let_wait(first)
-    assert (first.waits, second.waits, third.waits) == ([], [], [late])
+    streams: Any = Current()
+    engine, first, second, third = StreamEngine(streams), Noting(), Noting(), Noting()
+    early, late, last = (InFlight("a call", 0, -1, 1.0) for _ in range(3))
+
+    def put(call: InFlight, stream: Noting) -> list[Any]:
+        streams.stream = stream
+        engine.end(call, engine.begin(call, is_synchronous=True))
+        return stream.waits
+
+    assert put(early, first) == []  # there is no call yet
+    assert put(late, first) == []
+    streams.stream = second
+    engine.wait(early)
+    engine.let_wait(second)
+    assert second.waits == [early.event, late.event]
+    streams.stream = third
+    engine.wait(late)
+    engine.let_wait(third)  # as it does already
+    assert third.waits == [late.event]
+    assert put(last, third) == [late.event]
+    assert first.waits == []

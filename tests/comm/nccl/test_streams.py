@@ -2,16 +2,19 @@
 
 import ctypes
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from tritondt.comm.monitor.flight import ExchangeRecord, Flight
+from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.nccl import streams as streams_module
+from tritondt.comm.nccl import watched as watched_module
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import CudaStreams, follow_in_graph
-from tritondt.comm.transports.nccl import InFlightExchange
+from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.errors import TransportError
 
@@ -223,7 +226,7 @@ def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
 
     def body(rank: int) -> None:
         counting: Any = Counting()
-        queue = StreamQueue(counting)
+        queue = StreamQueue(StreamEngine(counting))
 
         def run() -> None:
             for step in steps[:2]:
@@ -256,7 +259,7 @@ def test_what_is_issued_gets_the_same_staging_memory_up_to_a_size() -> None:
     def body(rank: int) -> None:
         counting: Any = Counting()
         counting.record_event = Asked
-        queue = StreamQueue(counting)
+        queue = StreamQueue(StreamEngine(counting))
         for num_bytes in (10, 4096, 4097, 5000, (1 << 20) + 1):
             queue.submit(lambda: found.append(queue.staging(num_bytes, cpu)), "staging", sources_ready=True)  # noqa: B023
         found.append(queue.staging(10, cpu))  # for a call in the caller's stream, whose order is another one
@@ -269,17 +272,26 @@ def test_what_is_issued_gets_the_same_staging_memory_up_to_a_size() -> None:
     assert found[2] is found[3]
 
 
-def test_an_exchange_that_ends_with_its_work_does_not_ask_again() -> None:
-    def body(rank: int) -> tuple[int, bool, bool]:
+def test_an_exchange_that_ends_with_its_work_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched_module, "join_nccl", lambda *_: None)
+
+    def body(rank: int) -> tuple[int, bool, bool, str]:
         counting: Any = Counting()
         events = [Asked(), Asked()]
         counting.record_event = iter(events).__next__
-        queue = StreamQueue(counting)
+        engine, nothing = StreamEngine(counting), SimpleNamespace(attend=lambda find: None)
+        queue = StreamQueue(engine)
         recorder = Flight(0, 1, None).recorder
-        exchange = InFlightExchange(queue, ExchangeRecord(0, "one", 0, recorder), 1, (), 1.0)
+        member: Any = SimpleNamespace(watch=nothing, flight=SimpleNamespace(recorder=recorder))
+        library: Any = None
+        watched: Any = MonitoredNccl(member, library, engine, lambda error: pytest.fail(str(error)), TimeoutPolicy())
+        exchange = InFlight("one", 0, -1, 1.0)
+        exchange.begin(1, recorder.begin(0, 1, recorder.label("one"), 0, -1))
+        watched.begin(exchange)
         queue.submit(lambda: queue.mark_end(exchange), "first", sources_ready=True)
-        is_over_before = queue.passed is not None
+        is_over_before = engine.passed is not None
         queue.submit(lambda: None, "second", sources_ready=True)
-        return events[0].num_asked, is_over_before, exchange.is_over()
+        watched.reap()
+        return events[0].num_asked, is_over_before, exchange.is_over(), recorder.entries()[-1]["state"]
 
-    assert run_ranks(1, body) == [(1, False, True)]
+    assert run_ranks(1, body) == [(1, False, True, "done")]

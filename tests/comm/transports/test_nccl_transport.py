@@ -186,10 +186,10 @@ def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyP
     flight = SimpleNamespace(recorder=None)
     watch = SimpleNamespace(attend=lambda find: None, leave=lambda find: None)
     member: Any = SimpleNamespace(watch=watch, flight=flight, timeout=timedelta(seconds=0.1))
-    streams: Any = SimpleNamespace(bind_thread=lambda: None)
+    engine: Any = SimpleNamespace(streams=SimpleNamespace(bind_thread=lambda: None), passed=None)
     library: Any = None
     terms = nccl_watched.TimeoutPolicy()
-    watched: Any = nccl_watched.MonitoredNccl(member, library, streams, lambda error: pytest.fail(str(error)), terms)
+    watched: Any = nccl_watched.MonitoredNccl(member, library, engine, lambda error: pytest.fail(str(error)), terms)
     reason = T.WorldError("closed")
     watched.close(reason)
     assert watched.native.aborted.is_set()
@@ -201,7 +201,7 @@ def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyP
 class Lost:
     """Stands for an operation on a device that does not answer any more."""
 
-    text, fingerprint, record, site, late = "an operation", 1, 0, -1, None
+    text, fingerprint, record, site, late, event = "an operation", 1, 0, -1, None, None
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -221,8 +221,8 @@ def test_a_device_that_does_not_answer_ends_what_is_under_way(monkeypatch: pytes
     )
     member: Any = SimpleNamespace(watch=watch, flight=Flight(0, 1, None), key="key", name="rank 0")
     nothing: Any = None
-    streams: Any = SimpleNamespace(bind_thread=lambda: None)
-    watched: Any = nccl_watched.MonitoredNccl(member, nothing, streams, told.append, nccl_watched.TimeoutPolicy())
+    engine: Any = SimpleNamespace(streams=SimpleNamespace(bind_thread=lambda: None), passed=None)
+    watched: Any = nccl_watched.MonitoredNccl(member, nothing, engine, told.append, nccl_watched.TimeoutPolicy())
     lost: Any = Lost()
     watched.put(lost, lambda: None, "run")
     assert watched._waits() == []

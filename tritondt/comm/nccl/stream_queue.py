@@ -2,28 +2,23 @@
 
 Between the caller's stream and this one there is an event either way: what is issued begins when the caller's operators
 before it have run, and what the caller does after a wait begins when it has ended. Tensors are kept until then by the
-Work, or by the queue where that was dropped, so that the allocator needs not be told (`record_stream`). What the caller
-waits for at once goes into its own stream, without either event.
+Work, or by the queue where that was dropped, so that the allocator needs not be told (`record_stream`).
 """
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
 from tritondt.comm import read_guard
-from tritondt.comm.nccl import aborts
-from tritondt.comm.nccl.call_order import CallOrder
-from tritondt.comm.nccl.streams import Event, Stream, Streams, answered, follow_in_graph
+from tritondt.comm.nccl.stream_engine import StreamEngine, Synchronous
+from tritondt.comm.nccl.streams import Event, Stream, answered
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
 from tritondt.kernels.memory import allocate
 
-_PAUSE_S = 0.0005
 _never_over: list[object] = []
 # Staging memory that a queue keeps; an allocation takes the host 1 us or more, which few exchanges above notice.
 _LEAST_BYTES, _KEPT_BYTES = 1 << 12, 1 << 20
@@ -32,7 +27,7 @@ _LEAST_BYTES, _KEPT_BYTES = 1 << 12, 1 << 20
 class StreamWork(Work):
     """Work in a stream: waiting for it lets the calling thread's current stream wait, and not the host."""
 
-    __slots__ = ("_addresses", "_held", "_versions", "caller", "event")
+    __slots__ = ("_addresses", "_held", "_versions", "caller", "event", "stream")
 
     def __init__(self, queue: "StreamQueue", description: str, held: Sequence[torch.Tensor], run: Run) -> None:
         # As Work's: the call takes longer.
@@ -40,6 +35,7 @@ class StreamWork(Work):
         self._finished = self._is_seen = False
         self._error = None
         self.event: Event | None = None
+        self.stream: Stream | None = None
         self.caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
         self._held: tuple[Any, ...] | None = (held, run)
         self._versions = versions(held)
@@ -89,26 +85,17 @@ class StreamQueue(IssueQueue):
 
     runs_at_once = True
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, engine: StreamEngine) -> None:
         super().__init__()
-        self._streams = streams
+        self.engine = engine
+        self.stream: Stream = engine.stream
         self._ending: list[Ended] = []
-        self.stream: Stream = streams.make()
-        self.target: Stream = self.stream  # what is put now goes there
-        self._order = CallOrder()
         self._under_way: deque[StreamWork] = deque()
-        # Of what is being put into a stream: whether that only records it, into a graph.
-        self.is_capturing = False
-        # The end of the last work that was seen to have run: whatever else ends with it needs not ask again.
-        self.passed: Event | None = None
         self._staging: torch.Tensor | None = None
         self.is_through = False  # it has been closed, and nothing of it is in a stream any more
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
         """Runs `run` now, on the stream, after what the current stream has been given and the calls before."""
-        self.is_capturing = self._streams.is_capturing()
-        if not self.is_capturing:  # nobody may ask then
-            self._let_go_ended()
         work = StreamWork(self, description, sources, run)
         try:
             self._enqueue(work, run)
@@ -119,17 +106,13 @@ class StreamQueue(IssueQueue):
 
     def _enqueue(self, work: Work, run: Run) -> None:
         assert isinstance(work, StreamWork), "work of a queue of streams"
+        engine = self.engine
         self.thread_id = threading.get_ident()
-        is_capturing, caller = self.is_capturing, self._streams.current()
         try:
-            work.caller = caller
-            if is_capturing:
-                follow_in_graph(self.stream, caller)
-            else:
-                self._streams.follow(self.stream, caller)
-                if not self._order.comes_after(caller):
-                    self._order.let_wait(self.stream)
-            with self._streams.on(self.stream, caller):
+            stream = engine.begin(work)
+            if not engine.is_capturing:  # nobody may ask then
+                self._let_go_ended()
+            with engine.streams.on(stream, work.caller):
                 try:
                     run()
                 except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
@@ -138,10 +121,9 @@ class StreamQueue(IssueQueue):
                     self._failed = self._failed or work
         finally:
             self.thread_id = None
-        work.event = self._streams.record(self.stream)
+        engine.end(work, stream)
         self._mark(work.event)
-        if not is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
-            self._order.note_end(self.stream, work.event)
+        if not engine.is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
             self._under_way.append(work)
 
     def wait_for(self, work: Work) -> None:
@@ -151,12 +133,7 @@ class StreamQueue(IssueQueue):
         if work.event is None:
             return  # it asks for itself while it is put into the stream
         work.check_sources()
-        waiter = self._streams.current()
-        waiter.wait_event(work.event)
-        self._order.note_wait(waiter, work.event)
-        # Waited for on another stream than the issuer's, what is freed could be written to before it has been read.
-        if waiter is work.caller:
-            work.release()
+        self.engine.wait(work)
 
     @property
     def is_busy(self) -> bool:
@@ -166,14 +143,14 @@ class StreamQueue(IssueQueue):
 
     def let_go(self) -> None:
         """Lets go of the works that have run."""
-        if self._under_way and not self._streams.is_capturing():  # nobody may ask then
+        if self._under_way and not self.engine.streams.is_capturing():  # nobody may ask then
             self._let_go_ended()
 
     def _let_go_ended(self) -> None:
         under_way = self._under_way
         while under_way and under_way[0].is_completed():
             work = under_way.popleft()
-            self.passed = work.event
+            self.engine.passed = work.event
             work.end()
 
     def staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -182,7 +159,7 @@ class StreamQueue(IssueQueue):
         What is issued gets the same each time, up to a size: the queue's stream comes to the next exchange when it is
         through with the one before. Memory of a graph is the graph's.
         """
-        if num_bytes > _KEPT_BYTES or self.is_capturing or not self.is_own_thread():
+        if num_bytes > _KEPT_BYTES or self.engine.is_capturing or not self.is_own_thread():
             return allocate((num_bytes,), torch.uint8, device)
         kept = self._staging
         if kept is None or kept.numel() < num_bytes:
@@ -205,23 +182,18 @@ class StreamQueue(IssueQueue):
         """Returns when all that was issued has run."""
         if self.is_disowned:
             return
-        self._order.let_wait(self.stream)
-        self.stream.synchronize()
+        self.engine.synchronize()
         self.is_through = True
         self.let_go()
 
     def close_aborted(self) -> None:
-        """Returns when the stream is through, or has been given `aborts.LIMIT_S` for that: an abort may never end.
+        """Returns when the stream is through, or has been given time for that: an abort may never end.
 
         The works that are in it still keep their tensors for as long as there is the process.
         """
         if self.is_disowned:
             return
-        self._order.let_wait(self.stream)
-        end, ends_at = self.stream.record_event(), time.monotonic() + aborts.LIMIT_S
-        while not answered(end.query) and time.monotonic() < ends_at:
-            time.sleep(_PAUSE_S)
-        self.is_through = answered(end.query)
+        self.is_through = self.engine.synchronize_aborted()
         if self.is_through:
             self.let_go()
         else:
@@ -232,73 +204,23 @@ class StreamQueue(IssueQueue):
         if self.is_own_thread():
             self._ending.append(ended)
         else:
-            ended.event = self.target.record_event()
-            self._order.note_end(self.target, ended.event)
+            ended.event = self.engine.note_end()
 
     def mark_break(self) -> None:
         """Lets what ends the queue wait for what a broken call has put into another stream."""
-        if not self.is_own_thread() and not self.is_capturing:
-            self._order.note_end(self.target, self.target.record_event())
+        if not self.is_own_thread() and not self.engine.is_capturing:
+            self.engine.note_end()
 
     def mark_step(self) -> None:
         """Ends here what was to end with the work: what is put into the stream next comes after it."""
         if self._ending:
             self._mark(self.stream.record_event())
 
-    def _mark(self, event: Event) -> None:
+    def _mark(self, event: Event | None) -> None:
         for ended in self._ending:
             ended.event = event
         self._ending.clear()
 
-    def synchronous(self) -> "InCallersStream | Joined":
-        """Context of a call that the caller's next operators come after: it goes into the caller's stream.
-
-        It begins after the calls before it, whichever streams they are in. A call in a graph goes into the queue's own
-        stream, which keeps the order of the graph's calls: the events of a graph are no other call's.
-        """
-        self.is_capturing = self._streams.is_capturing()
-        if self.is_capturing:
-            return Joined(self._streams, self.stream)
-        return InCallersStream(self, self._streams, self._order)
-
-
-class InCallersStream:
-    """Context in which what the queue is given goes into the calling thread's current stream."""
-
-    __slots__ = ("_before", "_caller", "_context", "_order", "_queue")
-
-    def __init__(self, queue: StreamQueue, streams: Streams, order: CallOrder) -> None:
-        self._queue, self._order, self._before = queue, order, queue.target
-        self._caller = streams.current()
-        self._context = streams.on(self._caller)
-
-    def __enter__(self) -> None:
-        self._order.let_wait(self._caller)
-        self._context.__enter__()
-        self._queue.target = self._caller
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._queue.target = self._before
-        self._context.__exit__(kind, error, trace)
-
-
-class Joined:
-    """Context in which the calling thread's operators go to another stream; its operators afterwards wait for them."""
-
-    __slots__ = ("_caller", "_context", "_stream", "_streams")
-
-    def __init__(self, streams: Streams, stream: Stream) -> None:
-        self._streams, self._stream = streams, stream
-        self._caller, self._context = streams.current(), streams.on(stream)
-
-    def __enter__(self) -> None:
-        follow_in_graph(self._stream, self._caller)
-        self._context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._context.__exit__(kind, error, trace)
-        follow_in_graph(self._caller, self._stream)
+    def synchronous(self) -> Synchronous:
+        """Context of a call that the caller's next operators come after; see `StreamEngine.synchronous`."""
+        return self.engine.synchronous()

@@ -6,11 +6,11 @@ The host waits for none of them. What does not come to an end in time is aborted
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
 from tritondt.comm.daemons import within
@@ -22,8 +22,8 @@ from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.bootstrap import join_nccl
 from tritondt.comm.nccl.refusals import Refusals
 from tritondt.comm.nccl.registered import RegisteredMemory
-from tritondt.comm.nccl.streams import Streams, answered
-from tritondt.comm.packing.messages import Slice
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
+from tritondt.comm.nccl.streams import answered
 from tritondt.comm.work import again
 from tritondt.errors import PeerError, TransportError, WorldError
 
@@ -31,42 +31,6 @@ from tritondt.errors import PeerError, TransportError, WorldError
 # never is, and nobody can be asked for the graphs that there are.
 _CAPTURED_S = 10.0
 _PAUSE_S = 0.005
-
-
-class InFlight(Protocol):
-    """An operation that goes into the stream: number `sequence`, at `started`, with the recorder's entry `record`.
-
-    `messages` are its messages, where it is made of some; `sent_bytes` and `received_bytes` what its record ends with.
-    `late` is how the watch knows it, which few operations live to see.
-    """
-
-    @property
-    def text(self) -> str:
-        """Text of the operation in messages."""
-        ...
-
-    @property
-    def fingerprint(self) -> int:
-        """Fingerprint, equal on all ranks of one operation."""
-        ...
-
-    sequence: int
-    record: int
-    site: int
-    started: float
-    timeout_s: float
-    messages: tuple[Sequence[Slice], ...]
-    sent_bytes: int
-    received_bytes: int
-    late: Wait | None
-
-    def is_over(self) -> bool:
-        """Whether the stream has been given all of the operation and has come past it."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Notes why the operation will not end."""
-        ...
 
 
 def _is_over() -> bool:
@@ -98,12 +62,12 @@ class MonitoredNccl:
         self,
         context: ProcessContext,
         library: NcclLibrary,
-        streams: Streams,
+        engine: StreamEngine,
         on_failure: Callable[[BaseException], None],
         policy: TimeoutPolicy,
     ) -> None:
-        self._context, self._streams, self._on_failure, self._policy = context, streams, on_failure, policy
-        self._library = library
+        self._context, self._on_failure, self._policy = context, on_failure, policy
+        self._engine, self._streams, self._library = engine, engine.streams, library
         self._watch, self._recorder = context.watch, context.flight.recorder
         self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
@@ -115,7 +79,7 @@ class MonitoredNccl:
         self.trouble: Callable[[], str | None] = _find_nothing
         self.refusals = Refusals(context)
         self._registered: RegisteredMemory | None = None
-        self.native: NcclCommunicator = join_nccl(context, library, streams)
+        self.native: NcclCommunicator = join_nccl(context, library, engine.streams)
         self._watch.attend(self._waits)
 
     def registered(self, num_bytes: int) -> RegisteredMemory:
@@ -135,7 +99,8 @@ class MonitoredNccl:
             raise
 
     def begin(self, operation: InFlight) -> None:
-        """Watches an operation that is about to be put into the stream."""
+        """Watches an operation that is about to be put into the stream, from its number and entry on."""
+        self.reap()
         self._under_way.append(operation)
 
     def break_off(self, operation: InFlight, error: BaseException, doing: str) -> None:
@@ -152,8 +117,8 @@ class MonitoredNccl:
 
     def reap(self) -> None:
         """Records operations that the stream has come past as done; not while a graph is made, when nobody may ask."""
-        under_way = self._under_way
-        while under_way and under_way[0].is_over():
+        under_way, engine = self._under_way, self._engine
+        while under_way and (under_way[0].event is engine.passed is not None or under_way[0].is_over()):
             found = under_way.popleft()
             if found.late is not None:
                 self._end(found, found.late)

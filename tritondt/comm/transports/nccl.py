@@ -5,7 +5,6 @@ caller's where its next operators come after it anyway; the host waits for none 
 time is aborted, never destroyed, since destroying waits.
 """
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -14,13 +13,13 @@ from tritondt._C import NcclLibrary
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
-from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 from tritondt.comm.nccl.stream_queue import StreamQueue
-from tritondt.comm.nccl.streams import CudaStreams, Event, Streams
+from tritondt.comm.nccl.streams import CudaStreams, Streams
 from tritondt.comm.nccl.watched import MonitoredNccl, TimeoutPolicy
 from tritondt.comm.packing.collective_transfer import collective_transfer
-from tritondt.comm.packing.messages import MessageBuffers, Slice, message_buffers
+from tritondt.comm.packing.messages import MessageBuffers, message_buffers
 from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, PackedTransfer, Program, TensorStarts
 from tritondt.comm.packing.placed_transfer import PlacedTransfer, placed_transfer
 from tritondt.comm.transports.base import Operands, PackedCommunicator
@@ -35,51 +34,6 @@ from tritondt.planning.collectives import Collective
 # one launch does both up to so many bytes, which take a GPU's memory about 1 us; above, messages do not wait for them.
 # The bound is a guess, to be measured on a GPU.
 _JOINT_BYTES = 1 << 20
-
-
-class InFlightExchange:
-    """An exchange in the stream, which has been given all of it when there is an `event`."""
-
-    __slots__ = (
-        "event",
-        "fingerprint",
-        "late",
-        "messages",
-        "queue",
-        "received_bytes",
-        "record",
-        "sent_bytes",
-        "sequence",
-        "site",
-        "started",
-        "text",
-        "timeout_s",
-    )
-
-    def __init__(
-        self,
-        queue: StreamQueue,
-        record: ExchangeRecord,
-        sequence: int,
-        messages: tuple[Sequence[Slice], ...],
-        timeout_s: float,
-    ) -> None:
-        self.queue = queue
-        self.text, self.fingerprint = record.text, record.fingerprint
-        self.site, self.record = record.site, record.entry
-        self.sequence, self.messages, self.timeout_s = sequence, messages, timeout_s
-        self.started = time.monotonic()
-        self.sent_bytes = self.received_bytes = 0
-        self.event: Event | None = None
-        self.late: Wait | None = None
-
-    def is_over(self) -> bool:
-        """Whether the stream has come past the exchange; one question tells it of the work and of its last exchange."""
-        event = self.event
-        return event is not None and (event is self.queue.passed or event.query())
-
-    def fail(self, error: BaseException) -> None:
-        """Does nothing: the queue fails the works that wait for the exchange."""
 
 
 class NcclCommunicator(PackedCommunicator):
@@ -99,11 +53,12 @@ class NcclCommunicator(PackedCommunicator):
         """`arenas` are those that this rank shares with others of its host: most messages between them go there."""
         self._arenas = arenas
         self._streams, self._device, self.device_types = streams, streams.device, (streams.device.type,)
-        super().__init__(context, StreamQueue(streams), streams.launch)
+        self._engine = StreamEngine(streams)
+        super().__init__(context, StreamQueue(self._engine), streams.launch)
         self._timeout_s, self._is_told = context.timeout.total_seconds(), False
-        self._latest: InFlightExchange | None = None
+        self._latest: InFlight | None = None
         try:
-            self._watched = MonitoredNccl(context, library, streams, self._on_failure, TimeoutPolicy())
+            self._watched = MonitoredNccl(context, library, self._engine, self._on_failure, TimeoutPolicy())
         except BaseException:
             if arenas is not None:
                 arenas.close()
@@ -184,13 +139,13 @@ class NcclCommunicator(PackedCommunicator):
         """Begins the watch over the exchange, which is about to be put into the stream."""
         if self._watched.refusals:
             self._watched.settle_refusals()
-        if self._queue.is_capturing:  # a graph is being made: nothing runs, and nothing is waited for
+        if self._engine.is_capturing:  # a graph is being made: nothing runs, and nothing is waited for
             self._watched.num_captured += 1
             return
         self._queue.mark_step()
-        self._watched.reap()
-        slices = receives.slices, sends.slices
-        self._latest = operation = InFlightExchange(self._queue, record, self.sequence, slices, self._timeout_s)
+        self._latest = operation = InFlight(record.text, record.fingerprint, record.site, self._timeout_s)
+        operation.messages = receives.slices, sends.slices
+        operation.begin(self.sequence, record.entry)
         self._watched.begin(operation)
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
@@ -202,7 +157,7 @@ class NcclCommunicator(PackedCommunicator):
             receives.slices.native,
             receives.pointers,
             receives.buffer,
-            self._queue.target.cuda_stream,
+            self._engine.target.cuda_stream,
         )
 
     def _compiled_collective(
@@ -214,7 +169,7 @@ class NcclCommunicator(PackedCommunicator):
         self, call: CollectiveCall, sources: Sequence[int], targets: Sequence[torch.Tensor], buffer: int, staging: int
     ) -> None:
         """Puts a collective of NCCL into the stream."""
-        native, stream = self._watched.native, self._queue.target.cuda_stream
+        native, stream = self._watched.native, self._engine.target.cuda_stream
         source = buffer if call.source_start is None else sources[0] + call.source_start
         target = staging if call.is_staged else targets[0].data_ptr() + call.target_start
         if call.kind == "all_gather":
@@ -228,7 +183,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def _staging(self, num_bytes: int, device: torch.device, collective: CollectiveCall | None) -> torch.Tensor:
         registered_bytes = 0 if collective is None else collective.registered_bytes
-        if not registered_bytes or self._queue.is_capturing:  # memory of a graph is the graph's
+        if not registered_bytes or self._engine.is_capturing:  # memory of a graph is the graph's
             return self._queue.staging(num_bytes, device)
         return self._watched.registered(registered_bytes).first(num_bytes)
 
@@ -273,7 +228,7 @@ class NcclCommunicator(PackedCommunicator):
         """Bytes of all ranks, gathered in memory of the device; the host waits."""
         with self._queue.synchronous():
             rows = super()._all_gather(record, site, own, peers)
-            stream = self._queue.target
+            stream = self._engine.target
         stream.synchronize()
         self._raise_failure_once()
         return rows.cpu()
