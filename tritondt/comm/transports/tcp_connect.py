@@ -18,10 +18,11 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from tritondt import environment
+from tritondt.comm.processes import machine
 from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import PATIENCE_S, SilentStoreError, StoreClient, values
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
-from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
+from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, no_address, outer_addresses
 from tritondt.errors import PeerError, WorldError
 
 Result = TypeVar("Result")
