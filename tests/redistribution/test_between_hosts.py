@@ -70,6 +70,9 @@ def check_pairs(folder: Path, ranks_on_hosts: Sequence[int], pairs: Sequence[Pai
     control = sum(each["idle"] for each in one_of_each_host) + 20_000
     for number, pair in enumerate(pairs):
         least, sent = pair.least_bytes(ranks_on_hosts), sum(each["sent"][number] for each in one_of_each_host)
+        explained = [json.loads(each["explained"][number]) for each in found if each["explained"][number]]
+        assert all(sum(row[2] for row in each["between_hosts"]) == least for each in explained), pair
+        assert sum(each["far_bytes"] for each in explained) == least, pair
         assert least <= sent <= OVERHEAD * least + control, f"{pair} took {sent:,} bytes of {least:,}"
     expected = run_ranks(len(found), lambda rank: [redistributed(pair) for pair in pairs])
     for each in found:

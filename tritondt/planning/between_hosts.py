@@ -27,6 +27,8 @@ Indices = tuple[int, ...]
 # sum of all terms; of what their host wants; those of the target's layout.
 Stage = Literal["source", "terms", "sums", "shares", "target"]
 
+# Steps all of whose messages stay inside hosts.
+_INSIDE: set[tuple[Stage, Stage]] = {("source", "terms"), ("shares", "target")}
 # Listed in 0.5 s. Where there are more, nearly all pairs of ranks have messages, and one exchange is the plan.
 MOST_ITEMS = 50_000
 
@@ -276,16 +278,17 @@ class Pairing:
             self._cuts[key] = cut(bucket, num_parts)
         return self._cuts[key][item.number]
 
-    def flows(self, before: Stage, after: Stage, item: Item, own: int) -> Iterator[Flow]:
-        """Parts of an item that a rank sends, receives or keeps from one stage to the next."""
-        host = self.hosts[own]
-        serves = any(span.position == own for span in self.held(before, item, host))
-        for receiver, start, stop in self.held(after, item, None if serves else host):
-            if serves or receiver == own:
-                terms = self.serving(before, item, receiver)
-                for flow in _overlaps(terms, Span(receiver, start, stop)):
-                    if own in (flow.server, receiver):
-                        yield flow
+    def flows(self, before: Stage, after: Stage, host: int) -> dict[int, list[tuple[Item, Flow]]]:
+        """Parts of items that each rank of a host sends, receives or keeps from one stage to the next."""
+        found = defaultdict[int, list[tuple[Item, Flow]]](list)
+        for item in self.items:
+            serves = (before, after) not in _INSIDE and bool(self.held(before, item, host))
+            for span in self.held(after, item, None if serves else host):
+                for flow in _overlaps(self.serving(before, item, span.position), span):
+                    for rank in {flow.server, flow.receiver}:
+                        if self.hosts[rank] == host:
+                            found[rank].append((item, flow))
+        return found
 
     def moves(self, before: Stage, after: Stage) -> bool:
         """Whether any rank sends anything from one stage to the next."""
@@ -348,6 +351,12 @@ def pairing_of(source: Layout, target: Layout, hosts: Hosts) -> Pairing | None:
     return found if len(found.items) <= MOST_ITEMS else None
 
 
+# Ranks of one host are asked for one after the other, by whoever counts all of them.
+@lru_cache(maxsize=16)
+def _flows(pairing: Pairing, before: Stage, after: Stage, host: int) -> dict[int, list[tuple[Item, Flow]]]:
+    return pairing.flows(before, after, host)
+
+
 @dataclass(frozen=True, slots=True)
 class HostShares:
     """Shares of a tensor that ranks hold on the way between hosts, in one dense tensor of one dim each."""
@@ -398,7 +407,7 @@ class HostStep(Step):
     @property
     def is_near(self) -> bool:
         """Whether all messages stay inside hosts."""
-        return (self.before, self.after) in {("source", "terms"), ("shares", "target")}
+        return (self.before, self.after) in _INSIDE
 
     @property
     def target_layout(self) -> Layout:
@@ -436,20 +445,16 @@ class HostStep(Step):
 
     def exchange(self, coordinate: Coordinate) -> Exchange:
         """Sends, receives and keeps of the rank at `coordinate`; peers are mesh positions."""
-        own, pairing = self.pairing.source.position(coordinate), self.pairing
+        own = self.pairing.source.position(coordinate)
         sends, receives = defaultdict[int, list[Part]](list), defaultdict[int, list[Part]](list)
-        for item in pairing.items:
-            for server, receiver, contribution, start, stop in pairing.flows(self.before, self.after, item, own):
-                parts = [Part(region, contribution) for region in flat_regions(item.region, start, stop)]
-                if server == own:
-                    sends[receiver] += parts
-                if receiver == own:
-                    receives[server] += parts
+        flows = _flows(self.pairing, self.before, self.after, self.pairing.hosts[own]).get(own, [])
+        for item, (server, receiver, contribution, start, stop) in flows:
+            parts = [Part(region, contribution) for region in flat_regions(item.region, start, stop)]
+            if server == own:
+                sends[receiver] += parts
+            if receiver == own:
+                receives[server] += parts
         return exchange_of_parts(sends, receives, own, 0 if self.kind == "reduce" else 1)
-
-    def received_elements(self, coordinate: Coordinate) -> int:
-        """Elements that a coordinate receives."""
-        return sum(message.numel for message in self.exchange(coordinate).receives)
 
 
 def host_forms(source: Layout, target: Layout, hosts: Hosts) -> list[tuple[int, tuple[HostStep, ...]]]:

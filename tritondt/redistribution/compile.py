@@ -183,6 +183,7 @@ def explain(
         scale_bytes=scale_bytes,
         alignment=NCCL_ALIGNMENT if source.mesh.device_type == "cuda" else DENSE,
         dtype=_collected_dtype(source, wire),
+        hosts=_hosts_of(source, wire),
     )
 
 
