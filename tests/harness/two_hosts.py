@@ -1,9 +1,10 @@
-"""Two hosts made of namespaces of this one: networks, names and /etc/hosts of their own, joined by a link.
+"""Hosts made of namespaces of this one: networks, names and /etc/hosts of their own, joined by a link or a switch.
 
-    outputs = run_on_two_hosts(folder, [sys.executable, "program.py"], names=("one", "two"))
+    outputs = run_on_hosts(folder, [sys.executable, "program.py"], names=("one", "two"))
 
-The program runs on both at once with HOST_NUMBER 0 or 1; host 0 has the address ADDRESSES[0]. As Debian's installer
-has it, a host's own name means 127.0.1.1 there. Everything ends with the call: the hosts have processes of their own.
+The program runs on all at once with HOST_NUMBER 0, 1, ...; host 0 has the address ADDRESSES[0]. Two are joined by a
+link, more by a switch, a bridge in a namespace of its own; each has its end as `wire`. As Debian's installer has it, a
+host's own name means 127.0.1.1 there. Everything ends with the call: the hosts have processes of their own.
 """
 
 import os
@@ -11,94 +12,149 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness.fork_server import REPOSITORY
 
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = tuple(f"10.77.0.{number}" for number in range(1, 9))
 _NAMESPACES = ("--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child")
 _NO_SHAPING = 77
 # Carries packets in place of a pair of devices that the kernel joins.
 _SLOW_LINK = "-m tests.harness.slow_link"
 
-# FOLDER NAME OTHER-NAME OWN-ADDRESS OTHER-ADDRESS SHAPING, on each host, which has its end of the link.
+# FOLDER NAME OWN-ADDRESS SHAPING OTHER-NAMES-AND-ADDRESSES, on each host, which has its end of the link.
 _HOST = f"""
 set -e
-hostname "$2"
-printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$2" > "$1/hosts-$4"
-test "$2" = "$3" || printf '%s %s\\n' "$5" "$3" >> "$1/hosts-$4"
-mount --bind "$1/hosts-$4" /etc/hosts
+folder=$1 name=$2 own=$3 shaping=$4
+shift 4
+hostname "$name"
+printf '127.0.0.1 localhost\\n127.0.1.1 %s\\n' "$name" > "$folder/hosts-$own"
+for other in "$@"; do
+    test "$name" = "${{other%=*}}" || printf '%s %s\\n' "${{other#*=}}" "${{other%=*}}" >> "$folder/hosts-$own"
+done
+mount --bind "$folder/hosts-$own" /etc/hosts
 ip link set lo up
-ip addr add "$4/24" dev wire
+ip addr add "$own/24" dev wire
 ip link set wire up
-test -z "$6" || tc qdisc add dev wire root $6 || exit {_NO_SHAPING}
+test -z "$shaping" || tc qdisc add dev wire root $shaping || exit {_NO_SHAPING}
 """
 
-# FOLDER NAME OTHER-NAME SHAPING JOINING PROGRAM...
-_BOTH = f"""
+# FOLDER SHAPING JOINING NUM-HOSTS NAME=ADDRESS... PROGRAM...; this shell is on the first host.
+_ALL = """
 set -e
-folder=$1 name=$2 other=$3 shaping=$4 joining=$5
-shift 5
-unshare --net --mount --uts sleep 1000 &
-second=$!
-while test "$(readlink /proc/$second/ns/mnt)" = "$(readlink /proc/self/ns/mnt)"; do sleep 0.01; done
-while test "$(readlink /proc/$second/ns/uts)" = "$(readlink /proc/self/ns/uts)"; do sleep 0.01; done
-on_second="nsenter --target $second --net --mount --uts"
-if test -z "$joining"; then
-    ip link add wire type veth peer name wire netns $second
-else
+folder=$1 shaping=$2 joining=$3 count=$4
+shift 4
+namespace() {  # starts a namespace with a process in it, and says which
+    unshare --net --mount --uts sleep 1000 &
+    made=$!
+    for kind in mnt uts net; do
+        while test "$(readlink /proc/$made/ns/$kind)" = "$(readlink /proc/self/ns/$kind)"; do sleep 0.01; done
+    done
+}
+hosts="" number=0
+while test $number -lt $count; do
+    hosts="$hosts $1"
+    shift
+    if test $number = 0; then pids=$$; else namespace; pids="$pids $made"; fi
+    number=$((number + 1))
+done
+on() {  # PID COMMAND..., on the host of that process
+    where=$1
+    shift
+    if test $where = $$; then "$@"; else nsenter --target $where --net --mount --uts "$@"; fi
+}
+second=${pids#* } second=${second%% *}
+if test -n "$joining"; then
     $joining $second "$folder" &
-    while ! ip link show wire > "$folder/shown" 2>&1 || ! $on_second ip link show wire > "$folder/shown" 2>&1; do
-        kill -0 $! || {{ wait $!; exit $?; }}
+    while ! ip link show wire > "$folder/shown" 2>&1 || ! on $second ip link show wire > "$folder/shown" 2>&1; do
+        kill -0 $! || { wait $!; exit $?; }
         sleep 0.05
     done
+elif test $count = 2; then
+    ip link add wire type veth peer name wire netns $second
+else
+    namespace
+    switch=$made
+    on $switch ip link add switch type bridge
+    on $switch ip link set switch up
+    for pid in $pids; do
+        on $switch ip link add port$pid type veth peer name wire netns $pid
+        on $switch ip link set port$pid master switch up
+    done
 fi
-$on_second sh "$folder/host.sh" "$folder" "$other" "$name" {ADDRESSES[1]} {ADDRESSES[0]} "$shaping"
-sh "$folder/host.sh" "$folder" "$name" "$other" {ADDRESSES[0]} {ADDRESSES[1]} "$shaping"
-HOST_NUMBER=1 $on_second "$@" > "$folder/output-1" 2>&1 &
-run=$!
+left="$hosts"
+for pid in $pids; do
+    host=${left# } host=${host%% *} left=${left# $host}
+    on $pid sh "$folder/host.sh" "$folder" "${host%=*}" "${host#*=}" "$shaping" $hosts
+done
+number=0 running=""
+for pid in $pids; do
+    HOST_NUMBER=$number on $pid "$@" > "$folder/output-$number" 2>&1 &
+    running="$running $!"
+    number=$((number + 1))
+done
 set +e
-HOST_NUMBER=0 "$@" > "$folder/output-0" 2>&1
-status=$?
-wait $run || status=1
+status=0
+for run in $running; do
+    wait $run || status=1
+done
 exit $status
 """
 
 
 def run_on_two_hosts(
+    folder: Path, program: Sequence[str], *, names: tuple[str, str], environment: Mapping[str, str], **how: Any
+) -> tuple[str, str]:
+    """What the program has written on both of two hosts, as `run_on_hosts` runs it."""
+    one, other = run_on_hosts(folder, program, names=names, environment=environment, **how)
+    return one, other
+
+
+def run_on_hosts(
     folder: Path,
     program: Sequence[str],
     *,
-    names: tuple[str, str],
+    names: Sequence[str],
     environment: Mapping[str, str],
     shaping: str = "",
     slowly: str = "",
     timeout_s: float = 150.0,
-) -> tuple[str, str]:
-    """What the program has written on both hosts; AssertionError with all of it where it fails on one.
+) -> list[str]:
+    """What the program has written on each host; AssertionError with all of it where it fails on one.
 
-    `shaping` is what tc does to the link in each direction; `slowly` has a program for a link (slow_link.py), which
+    `shaping` is what tc does to each end of the link; `slowly` has a program for a link of two (slow_link.py), which
     needs no such kernel. Skips the test, by name, where the system allows no namespaces, its kernel knows no such
     shaping, or there are no TUN devices.
     """
     unshare = ["unshare", *_NAMESPACES] if os.geteuid() == 0 else ["unshare", "--user", "--map-root-user", *_NAMESPACES]
-    trying = [*unshare, "sh", "-c", "ip link add wire type veth peer name other"]
+    making = "ip link add wire type veth peer name other"
+    if len(names) > 2:
+        making = f"{making} && ip link add switch type bridge"
     try:
-        tried = subprocess.run(trying, capture_output=True, text=True, timeout=100, check=False)
+        tried = subprocess.run([*unshare, "sh", "-c", making], capture_output=True, text=True, timeout=100, check=False)
     except OSError as error:
-        pytest.skip(f"two hosts need namespaces: {error}")
+        pytest.skip(f"hosts need namespaces: {error}")
     if tried.returncode != 0:
-        pytest.skip(f"two hosts need namespaces and a veth link: {tried.stderr.strip()}")
+        pytest.skip(f"hosts need namespaces, and a veth link or a bridge: {tried.stderr.strip()}")
     (folder / "host.sh").write_text(_HOST)
-    (folder / "both.sh").write_text(_BOTH)
-    limited = ["timeout", str(timeout_s), *program]
+    (folder / "all.sh").write_text(_ALL)
+    hosts = [f"{name}={address}" for name, address in zip(names, ADDRESSES, strict=False)]
     joining = f"{sys.executable} {_SLOW_LINK} {slowly}" if slowly else ""
-    running = [*unshare, "sh", str(folder / "both.sh"), str(folder), *names, shaping, joining, *limited]
+    script = ["sh", str(folder / "all.sh"), str(folder), shaping, joining, str(len(hosts)), *hosts]
     variables = {**os.environ, **environment}
-    ran = subprocess.run(running, capture_output=True, text=True, check=False, cwd=REPOSITORY, env=variables)
+    ran = subprocess.run(
+        [*unshare, *script, "timeout", str(timeout_s), *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=REPOSITORY,
+        env=variables,
+    )
     if ran.returncode == _NO_SHAPING:
         pytest.skip(f"there is no link so: {shaping or slowly}: {ran.stderr.strip()}")
-    outputs = [path.read_text() if path.exists() else "" for path in (folder / "output-0", folder / "output-1")]
+    paths = [folder / f"output-{number}" for number in range(len(hosts))]
+    outputs = [path.read_text() if path.exists() else "" for path in paths]
     assert ran.returncode == 0, "\n".join([ran.stderr, *outputs])
-    return outputs[0], outputs[1]
+    return outputs

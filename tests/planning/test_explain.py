@@ -14,6 +14,7 @@ from tritondt.planning.alignment import NCCL_ALIGNMENT
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
 from tritondt.sharding.layout import Layout
+from tritondt.sharding.placement import parse_placements
 
 WORLD_SIZE = 8
 CASES_PER_TEST = 100
@@ -143,3 +144,14 @@ def test_explain_tells_what_is_packed_for_alignment(shape: tuple[int, int], num_
     line = f"{num_bytes:,} temporary bytes are for alignment: of messages that start between multiples of 16 bytes"
     assert (line in str(found)) == (num_bytes > 0)
     assert "alignment" not in str(dense)
+
+
+def test_bytes_by_kind_of_link() -> None:
+    source, target = (Layout((4,), parse_placements(text), (8, 2)) for text in ("S0", "R"))
+    found = explain_layouts(source, target, 4, CostTable(), (1,), hosts=(0, 0, 1, 1))
+    assert (found.received_bytes, found.far_bytes, found.between_hosts) == (48, 16, ((0, 1, 32), (1, 0, 32)))
+    assert str(found).splitlines()[-2:] == [
+        "16 bytes come in from other hosts, 32 from this one",
+        "between hosts 64 bytes of all ranks: 32 from host 0 to 1, 32 from host 1 to 0",
+    ]
+    assert explain_layouts(source, target, 4, CostTable()).between_hosts == ()

@@ -123,8 +123,7 @@ def test_no_step_holds_more_than_source_and_target(chunk: int) -> None:
         source, target = random_pair(random.Random(seed), torch.float32)
         limit = max(largest(source), largest(target))
         for step in fresh_plan(source, target, TABLES[seed % 2]).steps:
-            between = step.target.layout if isinstance(step.target, FlatPieces) else step.target
-            assert largest(between) <= limit, f"{step} of {source.shape} on {source.mesh_shape}"
+            assert largest(step.target_layout) <= limit, f"{step} of {source.shape} on {source.mesh_shape}"
 
 
 def largest(layout: Layout) -> int:

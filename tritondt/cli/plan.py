@@ -15,6 +15,7 @@ from tritondt.cli.plan_picture import LINK_HEADER, link_rows, spread_rows, write
 from tritondt.cli.progress import ProgressLine
 from tritondt.comm.transports.table import chosen, named, transports
 from tritondt.errors import LayoutError
+from tritondt.planning.between_hosts import Hosts
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.plan import Plan
@@ -27,6 +28,8 @@ from tritondt.planning.traffic import MOST_MESSAGES, RankTraffic, rank_traffic
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import parse_placements
 
+# The messages of each rank of a plan that knows hosts are listed one by one, in seconds for so many ranks.
+_MOST_ON_HOSTS = 512
 if TYPE_CHECKING:
     from tritondt.cli.wide_traffic import WideTraffic
 
@@ -80,7 +83,9 @@ def _writable(_: click.Context, __: click.Parameter, path: str | None) -> str | 
 @click.option("--against", type=click.Choice(["torch"]), help="What torch.distributed.tensor would move as well.")
 @click.option("--all-ranks", is_flag=True, help="Least, mean and most over all ranks, of which there may be 65,536.")
 @click.option(
-    "--topology", metavar="KIND:INTS", help="Bytes over links, as of rail-optimised:8, fat-tree:8,4 or dragonfly:8,4,2."
+    "--topology",
+    metavar="KIND:INTS",
+    help="Bytes over links, as of rail-optimised:8, fat-tree:8,4 or dragonfly:8,4,2; 512 ranks plan for its hosts.",
 )
 @click.option("--html", callback=_writable, metavar="FILE", help="Write a page: who sends how much to whom.")
 @click.option("--png", callback=_writable, metavar="FILE", help="Write that as an image.")
@@ -124,14 +129,15 @@ def plan(
         raise click.UsageError(f"--html and --png both go to {html}")
     network = None if topology is None else parse_topology(topology)
     itemsize, costs = _ITEM_BYTES[dtype], _costs(device, transport)
-    found = explain_layouts(before, after, itemsize, costs, coordinate)
+    hosts = _hosts(network, before.num_ranks) if device == "cpu" else ()
+    found = explain_layouts(before, after, itemsize, costs, coordinate, hosts=hosts)
     fields, lines, of_torch = json.loads(found.to_json()), [str(found)], None
     if against is not None:
         fields["torch"], of_torch = _moved_by_torch(before, after, dtype, found, device)
         lines.append(of_torch)
     lists = any(found is not None for found in (html, png, network))
     if all_ranks or lists:
-        steps = make_plan(before, after, itemsize, costs)
+        steps = make_plan(before, after, itemsize, costs, hosts=hosts)
         with ProgressLine() as progress:
             progress.tell(f"counting what {before.num_ranks:,} ranks send")
             spreads = rank_totals(steps, itemsize).spreads
@@ -165,6 +171,13 @@ def _costs(device: str, transport: str | None) -> CostTable:
             f"for --device {device} are {fitting}"
         )
     return found.price(built_in(CostTable().ranks_per_host)[device])
+
+
+def _hosts(network: Topology | None, num_ranks: int) -> Hosts:
+    """Hosts of a topology, by rank, for plans that know them; () where there is one, or where ranks are too many."""
+    if network is None or not network.ranks_per_host < num_ranks <= _MOST_ON_HOSTS:
+        return ()
+    return tuple(rank // network.ranks_per_host for rank in range(num_ranks))
 
 
 def _moved_by_torch(

@@ -8,7 +8,7 @@ from tritondt.comm.forked import InheritedWorld
 from tritondt.comm.member import CommunicatorContext
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.process_world import default_costs
-from tritondt.comm.registry import World
+from tritondt.comm.registry import World, numbered
 from tritondt.comm.transports.fake import FakeCommunicator
 from tritondt.errors import WorldError
 from tritondt.identity import Identity
@@ -34,8 +34,13 @@ class FakeWorld:
         """Prices for tensors on such devices; the CPU's for a type without prices."""
         return self._costs.get(device_type, self._costs["cpu"])
 
-    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
-        """The communicator of `ranks`: one for all types of devices."""
+    def hosts(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Number of the host of each of `ranks`, as many consecutive ones as the launcher says on each."""
+        per_host = environment.ranks_per_host() or self.identity.size
+        return numbered([rank // per_host for rank in ranks])
+
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu", inside: Sequence[int] = ()) -> Communicator:
+        """The communicator of `ranks`: one for all types of devices, `inside` others or not."""
         if self._closed:
             raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
         members = tuple(sorted(ranks))

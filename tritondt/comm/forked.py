@@ -46,7 +46,11 @@ class InheritedWorld:
         """Refused."""
         self._refuse()
 
-    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
+    def hosts(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Refused."""
+        self._refuse()
+
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu", inside: Sequence[int] = ()) -> Communicator:
         """Refused."""
         self._refuse()
 

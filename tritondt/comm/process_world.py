@@ -27,7 +27,7 @@ from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.monitor.flight_folder import FlightFolder, TemporaryFlightFolder
 from tritondt.comm.monitor.watch import Watch
 from tritondt.comm.nccl import aborts
-from tritondt.comm.registry import World
+from tritondt.comm.registry import World, numbered
 from tritondt.comm.secret import Secret
 from tritondt.comm.store import presence, starts
 from tritondt.comm.store.client import StoreClient
@@ -41,6 +41,8 @@ from tritondt.kernels import memory
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
 
+# Ranks of a communicator, the type of their devices, and the ranks of a wider one that it is inside of.
+_Key = tuple[tuple[int, ...], str, tuple[int, ...]]
 _MAX_NAMED = 16
 # How long a process that ends waits for what is under way on a device.
 _LEAVE_S = 2.0
@@ -87,11 +89,12 @@ class ProcessWorld:
         logs.set_up()
         self.flight = Flight(who.rank, who.size, self._flight_folder())
         self._watchdog = _watching(self.flight)
-        self._communicators: dict[tuple[tuple[int, ...], str], Communicator] = {}
+        self._communicators: dict[_Key, Communicator] = {}
+        self._hosts: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._parts: dict[str, Part] = {}
         self._rendezvous: list[Rendezvous] = []
         # One for each: two threads may make two communicators in one order here, and in the other one elsewhere.
-        self._making: dict[tuple[tuple[int, ...], str], threading.Lock] = {}
+        self._making: dict[_Key, threading.Lock] = {}
         self._store_host.announce(self._store, who.rank)
         self._costs = self._agreed(default_costs(who.size))
         self._closed = False
@@ -118,11 +121,30 @@ class ProcessWorld:
         own = f"{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}"
         return TemporaryFlightFolder(self._store.compare_set("flight", "", own).decode())
 
-    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
-        """The communicator of `ranks` for tensors on such devices; the first call is collective among them."""
+    def hosts(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Number of the host of each of `ranks`, by what these say of themselves in the store, in that order.
+
+        Nobody is asked where the launcher has started all ranks of the world on one host. Raises PeerError where some
+        have not initialised torch.distributed within the timeout.
+        """
+        key = tuple(ranks)
+        found = self._hosts.get(key)
+        if found is None:
+            machines = [""] * len(key)
+            if environment.ranks_per_host() != self.identity.size:
+                machines = presence.machines(self._store_client, self.identity.rank, key, self._timeout)
+            found = self._hosts[key] = numbered(machines)
+        return found
+
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu", inside: Sequence[int] = ()) -> Communicator:
+        """The communicator of `ranks` for tensors on such devices; the first call is collective among them.
+
+        One `inside` a wider communicator is apart from that of the same ranks by themselves: what runs on it is in the
+        order of the wider one.
+        """
         if self._closed:
             raise _ended()
-        key = (tuple(sorted(ranks)), device_type)
+        key = (tuple(sorted(ranks)), device_type, tuple(sorted(inside)))
         found = self._communicators.get(key)
         if found is None:
             with self._making.setdefault(key, threading.Lock()):
@@ -131,9 +153,11 @@ class ProcessWorld:
                     found = self._communicators[key] = self._connected(*key)
         return found
 
-    def _connected(self, ranks: tuple[int, ...], device_type: str) -> Communicator:
+    def _connected(self, ranks: tuple[int, ...], device_type: str, inside: tuple[int, ...]) -> Communicator:
         make = transport_table.maker(device_type)
         name = _name_of(ranks) if device_type == "cpu" else f"{_name_of(ranks)} on {device_type}"
+        if inside:
+            name = f"{name} inside {_name_of(inside)}"
         with self.joining(name, ranks, self._timeout) as context:
             made = make(context)
         logs.world.info(

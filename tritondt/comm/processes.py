@@ -2,6 +2,7 @@
 
 import os
 import select
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,23 @@ def namespace(kind: str) -> str:
     return f"{found.st_dev}:{found.st_ino}"
 
 
-def this_process() -> dict[str, Any]:
-    """This process as others of the host know it, fit for JSON: its number, and the namespace that it has it in.
+def machine() -> str:
+    """Identity of kernel, network namespace and host name: equal for processes that share a loopback interface."""
+    return f"{socket.gethostname()}/{_boot_id()}/{namespace('net')}"
 
-    That of another host is another one; it is "" where the system does not tell.
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+
+def this_process() -> dict[str, Any]:
+    """This process as others know it, fit for JSON: its number, the namespace that it has it in, and its machine.
+
+    The namespace on another host is another one; it is "" where the system does not tell.
     """
     found = namespace("pid")
-    host = _BOOT_ID.read_text().strip() if found and _BOOT_ID.exists() else ""
-    return {"number": os.getpid(), "namespace": f"{host}/{found}" if host else ""}
+    host = _boot_id() if found else ""
+    return {"number": os.getpid(), "namespace": f"{host}/{found}" if host else "", "machine": machine()}
 
 
 class Processes:

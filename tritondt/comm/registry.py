@@ -28,8 +28,16 @@ class World(Protocol):
         """The flight recorder of this rank."""
         ...
 
-    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> Communicator:
-        """The communicator of `ranks` for tensors on such devices; the first call is collective among them."""
+    def hosts(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Number of the host of each of `ranks`, counted in the order of the list."""
+        ...
+
+    def communicator(self, ranks: Sequence[int], device_type: str = "cpu", inside: Sequence[int] = ()) -> Communicator:
+        """The communicator of `ranks` for tensors on such devices; the first call is collective among them.
+
+        One `inside` a wider communicator is apart from that of the same ranks by themselves: what runs on it is in the
+        order of the wider one.
+        """
         ...
 
     def report(self, error: BaseException) -> None:
@@ -51,6 +59,16 @@ class World(Protocol):
     def successor(self) -> "World | None":
         """The world that follows one that has ended; None where it is made on first use."""
         ...
+
+
+def numbered(machines: Sequence[object]) -> tuple[int, ...]:
+    """Number of each machine of a list, in the order in which they first appear.
+
+    >>> numbered(["b", "a", "b"])
+    (0, 1, 0)
+    """
+    numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+    return tuple(numbers[machine] for machine in machines)
 
 
 _worlds: dict[Identity, World] = {}

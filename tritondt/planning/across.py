@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from tritondt.errors import LayoutError
 from tritondt.planning.cost import CostTable
 from tritondt.planning.exchange import Exchange, Message, Route, exchange_across
-from tritondt.planning.flat_pieces import FlatPieces
+from tritondt.planning.flat_pieces import FlatPieces, Holding
 from tritondt.planning.plan import Step
 from tritondt.planning.planner import make_plan
 from tritondt.planning.storage import Block, blocks, step_blocks
@@ -27,6 +27,8 @@ _NOTHING = Exchange((), (), ())
 class StepAcross(Step):
     """A step between two sets of ranks, each a mesh in row-major order; within one mesh where these are equal."""
 
+    source: Holding
+    target: Holding
     source_ranks: tuple[int, ...]
     target_ranks: tuple[int, ...]
 
@@ -179,8 +181,14 @@ def _candidates(
         yield from _onto_one_replica(source, source_ranks, target, target_ranks)
     for middle in _reduced_layouts(source):
         before = make_plan(source, middle, itemsize, costs)
-        steps = [StepAcross(step.kind, step.source, step.target, source_ranks, source_ranks) for step in before.steps]
+        steps = [_on_one_mesh(step, source_ranks) for step in before.steps]
         yield (*steps, _crossing("exchange", middle, source_ranks, target, target_ranks))
+
+
+def _on_one_mesh(step: Step, ranks: tuple[int, ...]) -> StepAcross:
+    assert isinstance(step.source, Holding), f"{step} starts from {step.source}, which is of no mesh"
+    assert isinstance(step.target, Holding), f"{step} ends in {step.target}, which is of no mesh"
+    return StepAcross(step.kind, step.source, step.target, ranks, ranks)
 
 
 def _onto_one_replica(

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from tritondt.errors import ArgumentError
 from tritondt.planning.alignment import STAGING_ALIGNMENT
+from tritondt.planning.between_hosts import HostStep
 from tritondt.planning.collectives import ALL, EXACT, NONE, WIDE, Collective
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Step, common_cuts
 from tritondt.planning.slots import chunk_bytes, device_slots, slot_bytes
-from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Replicate
 
 _MAY_BE_ZERO = (
@@ -211,6 +211,8 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     """Cost of a step whose elements have `itemsize` bytes."""
     if step.collective is not None:
         return _collective_cost(step.collective, itemsize, costs)
+    if isinstance(step, HostStep):
+        return _between_hosts_cost(step, itemsize, costs)
     if not step.moving_axes:
         copied = step.target.max_local_numel * itemsize
         return StepCost(0, 0.0, costs.launch_s + copied / costs.copy_bandwidth)
@@ -220,6 +222,16 @@ def step_cost(step: Step, itemsize: int, costs: CostTable) -> StepCost:
     launch_s = costs.slot_launch_s if link is costs.slots else costs.launch_s
     moving_s = received_bytes / link.bandwidth + received_bytes / costs.copy_bandwidth
     return StepCost(num_peers, received, launch_s + num_peers * link.latency_s + moving_s)
+
+
+def _between_hosts_cost(step: HostStep, itemsize: int, costs: CostTable) -> StepCost:
+    """Cost of a step that knows hosts, that of the first rank; its messages are counted."""
+    found = step.exchange((0,) * len(step.source.mesh_shape))
+    received = sum(message.numel for message in found.receives)
+    copied = received + sum(part.numel for part in found.keeps)
+    link, num_peers = costs.host if step.is_near else costs.network, max(len(found.sends), len(found.receives))
+    moving_s = num_peers * link.latency_s + received * itemsize / link.bandwidth
+    return StepCost(num_peers, float(received), costs.launch_s + moving_s + copied * itemsize / costs.copy_bandwidth)
 
 
 def _collective_cost(collective: Collective, itemsize: int, costs: CostTable) -> StepCost:
@@ -248,7 +260,7 @@ def received_elements(step: Step) -> float:
     """Elements that a rank receives in a step, as a real number so that equal forms compare equal."""
     if isinstance(step.source, FlatPieces):
         return step.source.layout.max_local_numel * (1 - 1 / step.source.parts)
-    wanted = step.target_layout.max_local_numel / (1 if isinstance(step.target, Layout) else step.target.parts)
+    wanted = step.target_layout.max_local_numel / (step.target.parts if isinstance(step.target, FlatPieces) else 1)
     return wanted * (step.route.contributions - _own_fraction(step.route))
 
 

@@ -52,7 +52,8 @@ class Message:
 class Exchange:
     """Sends, receives and keeps of one rank; `keeps` are parts that never leave the rank.
 
-    `contributions` is how many terms every received or kept element has, per tensor: 1 where nothing is reduced.
+    `contributions` is how many terms every received or kept element has, per tensor: 1 where nothing is reduced, and 0
+    where regions have different numbers of them.
     """
 
     sends: tuple[Message, ...]
@@ -249,6 +250,13 @@ def _exchange(
         contribution = route.contribution(source_coordinate)
         for coordinate, region in route.receivers(source_coordinate):
             sends.setdefault(target_peer(coordinate), []).append(Part(region, contribution))
+    return exchange_of_parts(sends, receives, own, route.contributions)
+
+
+def exchange_of_parts(
+    sends: dict[int, list[Part]], receives: dict[int, list[Part]], own: int, contributions: int
+) -> Exchange:
+    """Exchange of a rank by the parts that it sends to each rank, itself too, and receives from each."""
     keeps = receives.pop(own, [])
     assert sorted(sends.pop(own, []), key=_part_key) == sorted(keeps, key=_part_key), (
         f"rank {own} keeps {keeps}, which is not what it would send itself"
@@ -256,7 +264,7 @@ def _exchange(
     for parts in (*sends.values(), *receives.values()):
         parts.sort(key=_part_key)
     return Exchange(
-        _messages(sends, own), _messages(receives, own), tuple(sorted(keeps, key=_part_key)), (route.contributions,)
+        _messages(sends, own), _messages(receives, own), tuple(sorted(keeps, key=_part_key)), (contributions,)
     )
 
 

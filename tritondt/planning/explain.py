@@ -4,19 +4,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from html import escape
+from itertools import product
 from math import prod
 from typing import Any
 
 from tritondt.planning.alignment import DENSE, Alignment
+from tritondt.planning.between_hosts import Hosts
 from tritondt.planning.cost import CostTable, step_cost
+from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Step
-from tritondt.planning.planner import make_plan, why_collective, why_more_bytes
+from tritondt.planning.planner import is_near, make_plan, why_collective, why_more_bytes
 from tritondt.planning.step_chart import step_chart
 from tritondt.planning.step_report import StepReport, WireSize, cast_report, collective_report, near_ranks, step_report
 from tritondt.planning.storage import step_blocks
+from tritondt.sharding.coordinates import position_of
 from tritondt.sharding.layout import Coordinate, Layout
 
 # A browser breaks the caption of a narrow table into lines as narrow as that, if it is let.
+_MOST_COUNTED = 256  # ranks whose messages are counted for bytes between hosts
 CAPTION = "text-align: left; white-space: nowrap"
 
 
@@ -28,6 +33,8 @@ class Explanation:
     `rank` is given, and `coordinate` is its coordinate in the target's mesh, or in the source's, or () outside of both.
     `first_connections_seconds` comes on top, once, for peers that this rank has never talked to. `reason` says why a
     form was taken that brings more bytes than another, and why NCCL's collective was or was not; None without either.
+    On several hosts `far_bytes` are those that the rank receives from other hosts in all, and `between_hosts` has
+    the bytes of all ranks from one host to another; they are () and 0 on one host, and () among over 256 ranks.
     """
 
     source: str
@@ -41,6 +48,8 @@ class Explanation:
     wire_itemsize: int | None = None
     rank: int | None = None
     reason: str | None = None
+    far_bytes: int = 0
+    between_hosts: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def sent_bytes(self) -> int:
@@ -104,7 +113,7 @@ class Explanation:
         return (
             f"peak temporary {self.peak_bytes:,} bytes; {self.num_peers} peers, "
             f"first connections {self.first_connections_seconds * 1e3:.1f} ms"
-        ) + "".join(f"\n{line}" for line in (self._slots(), self.reason, self._why_packed()) if line)
+        ) + "".join(f"\n{line}" for line in (self._slots(), self._between(), self.reason, self._why_packed()) if line)
 
     def _slots(self) -> str:
         """What the steps pack where peers read it; nothing where all messages are sent."""
@@ -113,6 +122,17 @@ class Explanation:
         if placed:
             return f"up to {placed:,} bytes are packed into slots of peers' GPUs, where these unpack them"
         return f"up to {most:,} bytes go through slots of shared memory, where peers read them" if most else ""
+
+    def _between(self) -> str:
+        """Bytes by kind of link; nothing where all ranks are on one host."""
+        if not self.far_bytes and not self.between_hosts:
+            return ""
+        near = self.received_bytes - self.far_bytes
+        own = f"{self.far_bytes:,} bytes come in from other hosts, {near:,} from this one"
+        if not self.between_hosts:
+            return own
+        pairs = ", ".join(f"{number_of:,} from host {sender} to {to}" for sender, to, number_of in self.between_hosts)
+        return f"{own}\nbetween hosts {sum(pair[2] for pair in self.between_hosts):,} bytes of all ranks: {pairs}"
 
     def _why_packed(self) -> str | None:
         """Why messages that are one run of memory go by a buffer; None where none does."""
@@ -168,12 +188,13 @@ def explain_layouts(
     scale_bytes: int = 0,
     alignment: Alignment = DENSE,
     dtype: str = "",
+    hosts: Hosts = (),
 ) -> Explanation:
     """Explanation of a redistribution for the rank at `coordinate` (default: the first), from layouts alone.
 
     `alignment` is the transport's; local tensors start at multiples of it. `wire_itemsize` is given where messages hold
     narrower elements than the tensor, `scale_bytes` where each box has a scale. `dtype` names the elements where NCCL
-    may move them by its collectives.
+    may move them by its collectives. `hosts` has the host of each position in the mesh, where there are several.
 
     >>> from tritondt.sharding.placement import parse_placements
     >>> source, target = (Layout((4,), parse_placements(text), (8, 4)) for text in ("S0", "S1"))
@@ -184,8 +205,8 @@ def explain_layouts(
     at = (0,) * len(source.mesh_shape) if coordinate is None else coordinate
     moved_itemsize = itemsize if wire_itemsize is None else wire_itemsize
     costs = costs if wire_itemsize is None else costs.for_wire()
-    plan = make_plan(source, target, moved_itemsize, costs, dtype)
-    chunk_bytes = costs.chunk_bytes(prod(source.mesh_shape))
+    plan = make_plan(source, target, moved_itemsize, costs, dtype, hosts)
+    own_host = hosts.count(hosts[source.position(at)]) if hosts else prod(source.mesh_shape)
     near = near_ranks(costs, prod(source.mesh_shape), source.position(at))
     reports, peers = [], set[int]()
     for step in plan.steps:
@@ -197,6 +218,7 @@ def explain_layouts(
         elif wire is None or not step.moving_axes:
             seconds = step_cost(step, itemsize, costs).seconds
             stored = step_blocks(step, at)
+            chunk_bytes = costs.chunk_bytes(own_host) if not hosts or is_near(step, hosts) else 0
             reports.append(step_report(step, found, stored, itemsize, seconds, chunk_bytes, alignment, near))
         else:
             reports.append(cast_report(step, found, wire, step_cost(step, wire.wire_itemsize, costs).seconds))
@@ -215,7 +237,30 @@ def explain_layouts(
         first_connections_seconds=len(peers) * costs.first_connection_s,
         wire_itemsize=wire_itemsize,
         reason="\n".join(filter(None, reasons)) or None,
+        far_bytes=_far_elements(plan.steps, at, hosts) * moved_itemsize,
+        between_hosts=_between_hosts(plan.steps, hosts, moved_itemsize),
     )
+
+
+def _far_elements(steps: tuple[Step, ...], coordinate: Coordinate, hosts: Hosts) -> int:
+    """Elements that a coordinate receives from other hosts."""
+    if not hosts:
+        return 0
+    own = hosts[position_of(coordinate, steps[0].source.mesh_shape)] if steps else 0
+    received = (message for step in steps for message in step.exchange(coordinate).receives)
+    return sum(message.numel for message in received if hosts[message.peer] != own)
+
+
+def _between_hosts(steps: tuple[Step, ...], hosts: Hosts, itemsize: int) -> tuple[tuple[int, int, int], ...]:
+    """Bytes of all ranks from one host to another, by the hosts' numbers; () where they take too long to count."""
+    found = dict[tuple[int, int], int]()
+    for step in steps if len(hosts) <= _MOST_COUNTED else ():
+        for host, coordinate in zip(hosts, product(*map(range, step.source.mesh_shape)), strict=False):
+            for message in step.exchange(coordinate).receives if step.moving_axes else ():
+                pair = hosts[message.peer], host
+                if pair[0] != host:
+                    found[pair] = found.get(pair, 0) + message.numel * itemsize
+    return tuple((*pair, num_bytes) for pair, num_bytes in sorted(found.items()))
 
 
 def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, itemsize: int) -> int:
@@ -225,7 +270,7 @@ def _between_bytes(steps: tuple[Step, ...], step: Step, coordinate: Coordinate, 
     """
     held = 0
     for neighbour in (step.source if step is not steps[0] else None, step.target if step is not steps[-1] else None):
-        if isinstance(neighbour, Layout):
+        if neighbour is not None and not isinstance(neighbour, FlatPieces):
             numel = 1
             for length in neighbour.local_shape(coordinate):
                 numel *= length

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Protocol
 
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.coordinates import coordinate_at, position_of
@@ -59,7 +60,7 @@ class FlatPieces:
 
     def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
         """Regions that a coordinate takes, in the order in which they lie in its flat piece."""
-        return _flat_regions(self.layout.region(coordinate), *self.bounds(coordinate))
+        return flat_regions(self.layout.region(coordinate), *self.bounds(coordinate))
 
     def holders(self, wanted: Region, pinned: Mapping[int, int]) -> Iterator[tuple[Coordinate, Region]]:
         """Coordinates whose boxes meet `wanted`, before the boxes are cut into pieces."""
@@ -75,7 +76,12 @@ class FlatPieces:
 
 
 @lru_cache(maxsize=4096)
-def _flat_regions(region: Region, start: int, stop: int) -> tuple[Region, ...]:
+def flat_regions(region: Region, start: int, stop: int) -> tuple[Region, ...]:
+    """Elements [start, stop) of a region, in row-major order, as regions that each lie in one run of rows.
+
+    >>> flat_regions((((0, 2), (5, 7)), ((0, 3),)), 2, 9)
+    ((((0, 1),), ((2, 3),)), (((1, 2), (5, 6)), ((0, 3),)))
+    """
     shape = tuple(regions.total(intervals) for intervals in region)
     return tuple(
         tuple(regions.at_positions(intervals, *bounds) for intervals, bounds in zip(region, box, strict=True))
@@ -84,3 +90,25 @@ def _flat_regions(region: Region, start: int, stop: int) -> tuple[Region, ...]:
 
 
 Holding = Layout | FlatPieces
+
+
+class Listed(Protocol):
+    """A holding whose regions follow from the plan that it is in, as one dense tensor of one dim at each coordinate."""
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shape of the mesh."""
+        ...
+
+    @property
+    def max_local_numel(self) -> int:
+        """Most elements that any coordinate holds, in closed form."""
+        ...
+
+    def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
+        """Regions that a coordinate holds, in the order in which they lie in its tensor."""
+        ...
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Shape of the tensor of a coordinate."""
+        ...

@@ -11,7 +11,7 @@ from typing import Literal
 
 from tritondt.planning.collectives import Collective
 from tritondt.planning.exchange import Exchange, Message, Route, exchange
-from tritondt.planning.flat_pieces import FlatPieces, Holding
+from tritondt.planning.flat_pieces import FlatPieces, Holding, Listed
 from tritondt.sharding.layout import Coordinate, Layout
 from tritondt.sharding.placement import Partial, ReduceOp, Replicate, Shard
 
@@ -28,19 +28,28 @@ class Step:
     """
 
     kind: StepKind
-    source: Holding
-    target: Holding
+    source: Holding | Listed
+    target: Holding | Listed
     collective: Collective | None = field(default=None, kw_only=True)
 
     @cached_property
     def route(self) -> Route:
         """Servers and receivers of this step; a gather has a route of its own."""
+        assert isinstance(self.source, Holding), f"{self} starts from {self.source}, which has no route"
+        assert isinstance(self.target, Holding), f"{self} ends in {self.target}, which has no route"
         return Route(self.source, self.target)
 
     @property
     def target_layout(self) -> Layout:
         """Target of the step, or the layout that its flat pieces are cut from."""
-        return self.target.layout if isinstance(self.target, FlatPieces) else self.target
+        if isinstance(self.target, FlatPieces):
+            return self.target.layout
+        assert isinstance(self.target, Layout), f"{self} ends in {self.target}, which is cut from no layout"
+        return self.target
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Shape of the tensor that the step writes at a coordinate, around flat pieces where it ends in such."""
+        return self.target_layout.local_shape(coordinate)
 
     @cached_property
     def reduce_op(self) -> ReduceOp | None:
@@ -70,7 +79,7 @@ class Step:
     @cached_property
     def fill_op(self) -> ReduceOp | None:
         """Op whose identity fills the elements that no rank writes; set where an axis becomes Partial."""
-        if self.kind not in ("exchange", "local") or isinstance(self.target, FlatPieces):
+        if self.kind not in ("exchange", "local") or not isinstance(self.target, Layout):
             return None
         source, target = self.route.source_layout, self.target
         for axis, placement in enumerate(target.placements):
@@ -100,7 +109,7 @@ class Step:
         if self.kind == "scale":
             return Exchange((), (), ())
         if self.kind != "gather":
-            return exchange(self.source, self.target, coordinate)
+            return exchange(self.route.source, self.route.target, coordinate)
         assert isinstance(self.source, FlatPieces), f"a gather starts from flat pieces, not from {self.source}"
         flat, whole = gathered_layouts(self.source, coordinate)
         found = exchange(flat, whole, (self.source.part(coordinate),))

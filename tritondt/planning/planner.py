@@ -13,22 +13,29 @@ from functools import lru_cache
 from itertools import permutations
 
 from tritondt.errors import LayoutError, MeshError
+from tritondt.planning.between_hosts import Hosts, HostStep, host_forms, pairing_of
 from tritondt.planning.collectives import collective_between, is_offered
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import Route
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step, StepKind, moves_nothing
+from tritondt.sharding.coordinates import coordinate_at
 from tritondt.sharding.layout import Layout
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard
 
 Steps = tuple[Step, ...]
+# Ranks whose messages are counted to know what a plan moves between hosts, and what an estimate may be too high.
+_MOST_COUNTED, _SAMPLED_EXCESS = 64, 1.02
 
 
 @lru_cache(maxsize=4096)
-def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable, dtype: str = "") -> Plan:
+def make_plan(
+    source: Layout, target: Layout, itemsize: int, costs: CostTable, dtype: str = "", hosts: Hosts = ()
+) -> Plan:
     """Plan from `source` to `target`, equal on every rank; LayoutError or MeshError for different tensors or meshes.
 
-    `dtype` names the elements where collectives of NCCL may move them, as far as the prices offer these.
+    `dtype` names the elements where collectives of NCCL may move them, as far as the prices offer these. `hosts` has
+    the number of the host of each position in the mesh, where the fewest bytes between hosts are to come first.
 
     >>> print(make_plan(Layout((2,), (Shard(0),), (4,)), Layout((2,), (Replicate(),), (4,)), 4, CostTable()))
     (S0) -> (R): exchange (S0) -> (R)
@@ -36,7 +43,69 @@ def make_plan(source: Layout, target: Layout, itemsize: int, costs: CostTable, d
     check_pair(source, target)
     if source is target:
         return Plan(source, target, ())
-    return Plan(source, target, min(_ranked(candidates(source, target, costs, dtype), itemsize, costs))[-1])
+    found = candidates(source, target, costs, dtype)
+    if len(set(hosts)) > 1:
+        found = _with_least_between(source, target, hosts, found)
+    return Plan(source, target, min(_ranked(found, itemsize, costs))[-1])
+
+
+def _with_least_between(source: Layout, target: Layout, hosts: Hosts, found: list[Steps]) -> list[Steps]:
+    """Forms with the fewest elements between hosts: of one exchange where these do, else those that know hosts.
+
+    Of the latter, those with the fewest steps.
+    """
+    scaled = _with_scaled_terms(source, target)
+    middle = _without_free_terms(scaled, target)
+    first: Steps = () if scaled is source else (Step("scale", source, scaled),)
+    last: Steps = () if middle is target else _direct(middle, target)[0]
+    knowing = [
+        (num_crossing + between_hosts(last, hosts), len(steps), first + steps + last)
+        for num_crossing, steps in host_forms(scaled, middle, hosts)
+    ]
+    if not knowing:
+        return found
+    least, fewest = min(form[:2] for form in knowing)
+    crossing = [between_hosts(steps, hosts) for steps in found]
+    if min(crossing) <= least * (1 if len(hosts) <= _MOST_COUNTED else _SAMPLED_EXCESS):
+        return [steps for steps, num_crossing in zip(found, crossing, strict=True) if num_crossing == min(crossing)]
+    return [steps for num_crossing, num_steps, steps in knowing if (num_crossing, num_steps) == (least, fewest)]
+
+
+def is_near(step: Step, hosts: Hosts) -> bool:
+    """Whether all messages of a step stay inside hosts; not known of exchanges among more than 64 ranks."""
+    if isinstance(step, HostStep):
+        return step.is_near
+    return len(hosts) <= _MOST_COUNTED and between_hosts((step,), hosts) == 0
+
+
+def between_hosts(steps: Steps, hosts: Hosts) -> int:
+    """Elements that cross between hosts in some steps, counted rank by rank up to 64 ranks, estimated from 64 above.
+
+    >>> rows = Layout((4,), (Shard(0),), (8,))
+    >>> between_hosts(make_plan(rows, rows.with_placements([Replicate()]), 4, CostTable()).steps, (0, 0, 1, 1))
+    16
+    """
+    counted = range(0, len(hosts), -(-len(hosts) // _MOST_COUNTED))
+    found = 0
+    for step in steps:
+        for position in counted if step.moving_axes else ():
+            receives = step.exchange(coordinate_at(position, step.source.mesh_shape)).receives
+            found += sum(message.numel for message in receives if hosts[message.peer] != hosts[position])
+    return found * len(hosts) // len(counted)
+
+
+def least_between_hosts(source: Layout, target: Layout, hosts: Hosts) -> int | None:
+    """The fewest elements that can cross between hosts, whatever the plan; None where they are too many to be counted.
+
+    Where an axis becomes Partial, of the plans that hold its new terms where the source holds elements, or at index 0.
+
+    >>> terms = Layout((4,), (Partial(),), (8,))
+    >>> least_between_hosts(terms, terms.with_placements([Replicate()]), (0, 0, 1, 1))
+    16
+    """
+    scaled = _with_scaled_terms(source, target)
+    pairing = pairing_of(scaled, _without_free_terms(scaled, target), hosts)
+    return None if pairing is None else pairing.least_between_hosts
 
 
 def check_pair(source: Layout, target: Layout) -> None:
@@ -173,6 +242,19 @@ def _without_new_terms(source: Layout, target: Layout) -> Layout:
     try:
         return target.with_placements(sharded)
     except LayoutError:  # the units of the two layouts do not nest: gather that axis instead
+        return target.with_placements(whole)
+
+
+def _without_free_terms(source: Layout, target: Layout) -> Layout:
+    """Target before axes become Partial that hold a shard of it, or the whole: nobody sends anything for these."""
+    kept, whole = list(target.placements), list(target.placements)
+    for axis, (was, placement) in enumerate(zip(source.placements, target.placements, strict=True)):
+        if isinstance(placement, Partial) and not isinstance(was, Partial):
+            whole[axis] = Replicate()
+            kept[axis] = was if isinstance(was, Shard) and placement.reduce_op != "avg" else Replicate()
+    try:
+        return target.with_placements(kept)
+    except LayoutError:  # the units of the two layouts do not nest: gather those axes instead
         return target.with_placements(whole)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from tritondt.planning.flat_pieces import Holding
+from tritondt.planning.flat_pieces import FlatPieces, Holding, Listed
 from tritondt.planning.plan import Step, gathered_layouts
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.intervals import Intervals, Region
@@ -29,7 +29,9 @@ class Joint(NamedTuple):
     places: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def blocks(holding: Holding, coordinate: Coordinate, strides: Sequence[int] | None = None) -> tuple[Block, ...]:
+def blocks(
+    holding: Holding | Listed, coordinate: Coordinate, strides: Sequence[int] | None = None
+) -> tuple[Block, ...]:
     """Blocks that a coordinate stores: a layout's local tensor with `strides` (default: dense), or flat pieces."""
     found, offset = [], 0
     for region in holding.regions(coordinate):
@@ -46,7 +48,7 @@ def step_blocks(
     """Source and target blocks of a step; those of a gather describe its target as flat."""
     if step.kind != "gather":
         return blocks(step.source, coordinate, source_strides), blocks(step.target, coordinate)
-    assert not isinstance(step.source, Layout), f"a gather starts from flat pieces, not from {step.source}"
+    assert isinstance(step.source, FlatPieces), f"a gather starts from flat pieces, not from {step.source}"
     flat, whole = gathered_layouts(step.source, coordinate)
     part = (step.source.part(coordinate),)
     return blocks(flat, part), blocks(whole, part)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tritondt.errors import LayoutError
+from tritondt.planning.between_hosts import HostStep
 from tritondt.planning.flat_pieces import FlatPieces
 from tritondt.planning.plan import Plan, Step
 from tritondt.planning.spread import Spread
@@ -54,13 +55,32 @@ def rank_totals(plan: Plan, itemsize: int) -> RankTotals:
     for step in plan.steps:
         if not step.moving_axes:
             continue
-        totals = _GatherTotals(step) if isinstance(step.source, FlatPieces) else _ExchangeTotals(plan, step)
+        totals = _totals_of(plan, step)
         for rank, coordinate in enumerate(plan.source.coordinates()):
             sent_numel, received_numel, num_messages = totals.of(coordinate)
             sent[rank] += sent_numel * itemsize
             received[rank] += received_numel * itemsize
             messages[rank] += num_messages
     return RankTotals(tuple(sent), tuple(received), tuple(messages))
+
+
+def _totals_of(plan: Plan, step: Step) -> "_ListedTotals | _GatherTotals | _ExchangeTotals":
+    if isinstance(step, HostStep):
+        return _ListedTotals(step)
+    return _GatherTotals(step) if isinstance(step.source, FlatPieces) else _ExchangeTotals(plan, step)
+
+
+class _ListedTotals:
+    """Totals of a step that knows hosts: the messages of each rank are listed."""
+
+    def __init__(self, step: HostStep) -> None:
+        self._step = step
+
+    def of(self, coordinate: Coordinate) -> tuple[int, int, int]:
+        """Elements that a coordinate sends and receives, and messages that it sends."""
+        found = self._step.exchange(coordinate)
+        sent, received = (sum(message.numel for message in each) for each in (found.sends, found.receives))
+        return sent, received, len(found.sends)
 
 
 class _Holders:

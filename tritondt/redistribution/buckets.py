@@ -18,24 +18,32 @@ from tritondt.comm.communicator import Communicator, Transfer
 from tritondt.kernels.memory import Shape, shape_of
 from tritondt.planning.exchange import Exchange, merge
 from tritondt.planning.fingerprint import exchange_fingerprint
-from tritondt.redistribution.compile import compile_plan, exchanging_ranks
+from tritondt.redistribution.compile import carrier, compile_plan, exchanging_ranks
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.sharding.coordinates import ranks_text
 from tritondt.sharding.spec import DTensorSpec
 
 
 class Group(NamedTuple):
-    """Tensors of one bucket, by place in the list, the ranks that share their exchanges, and how many there are."""
+    """Tensors of one bucket, by place in the list, the ranks that share them, and those of each exchange.
+
+    Where these are fewer than all in some exchanges, all tensors of the bucket have the same ones.
+    """
 
     places: tuple[int, ...]
     ranks: tuple[int, ...]
     device_type: str
-    num_exchanges: int
+    exchanges: tuple[tuple[int, ...], ...] = ()
 
     @property
     def communicator(self) -> Communicator:
         """The communicator of the exchanges."""
         return world.current().communicator(self.ranks, self.device_type)
+
+    @property
+    def carriers(self) -> list[Communicator]:
+        """The communicator of each exchange."""
+        return [carrier(ranks, self.ranks, self.device_type) for ranks in self.exchanges]
 
 
 # Messages of this size run at the speed of the link, and packed ones are still in the cache when they are sent.
@@ -51,20 +59,22 @@ Pairs = tuple[tuple[DTensorSpec, DTensorSpec], ...]
 @lru_cache(maxsize=256)
 def groups_of(pairs: Pairs, bucket_bytes: int | None) -> tuple[Group, ...]:
     """Buckets of a list of sources and targets, equal on all ranks of each; tensors that move nothing are in none."""
-    closed, filling = list[Group](), dict[tuple[tuple[int, ...], str], tuple[Group, int]]()
+    closed, filling = list[Group](), dict[object, tuple[Group, int]]()
     for place, (source, target) in enumerate(pairs):
         if source is target or (source.coordinate is None and target.coordinate is None):
             continue
-        ranks, num_exchanges = exchanging_ranks(source, target, in_messages=True)
-        if not num_exchanges:
+        ranks, exchanges = exchanging_ranks(source, target, in_messages=True)
+        if not exchanges:
             continue
-        key = ranks, source.mesh.device_type
+        device_type = source.mesh.device_type
+        # One after another, exchanges of all ranks are shared by plans of any length.
+        key = ranks, device_type, exchanges if {*exchanges} != {ranks} else ()
         num_bytes = max(source.layout.max_local_numel, target.layout.max_local_numel) * source.dtype.itemsize
-        group, filled = filling.get(key, (Group((), *key, 0), 0))
-        if group.places and filled + num_bytes > (bucket_bytes or _most_bytes(*key)):
+        group, filled = filling.get(key, (Group((), ranks, device_type), 0))
+        if group.places and filled + num_bytes > (bucket_bytes or _most_bytes(ranks, device_type)):
             closed.append(group)
-            group, filled = Group((), *key, 0), 0
-        group = group._replace(places=(*group.places, place), num_exchanges=max(group.num_exchanges, num_exchanges))
+            group, filled = Group((), ranks, device_type), 0
+        group = group._replace(places=(*group.places, place), exchanges=max(group.exchanges, exchanges, key=len))
         filling[key] = group, filled + num_bytes
     # In an order that all ranks share: that of the first tensor in each.
     return tuple(sorted((*closed, *(group for group, _ in filling.values()))))
@@ -116,15 +126,16 @@ def _num_bytes(spec: DTensorSpec) -> int:
 def _bucket(group: Group, pairs: Pairs, held: _Held, written_bytes: int) -> Bucket:
     plans = tuple(compile_plan(*pairs[place], *held[place], None, True) for place in group.places)
     exchanging = [[step for step in plan.steps if step.communicator is not None] for plan in plans]
-    communicator = group.communicator
+    communicator, carriers = group.communicator, group.carriers
     members, transfers = [], []
     num_bytes = sum(pairs[place][0].layout.numel * pairs[place][0].dtype.itemsize for place in group.places)
     text = f"{len(plans)} tensors of {num_bytes} bytes among ranks {ranks_text(group.ranks)}"
-    own = communicator.ranks.index(pairs[0][0].mesh.identity.rank)
-    for number in range(group.num_exchanges):
+    rank, num_exchanges = pairs[0][0].mesh.identity.rank, len(carriers)
+    for number, carrying in enumerate(carriers):
+        own = carrying.ranks.index(rank)
         here = tuple(index for index, steps in enumerate(exchanging) if number < len(steps))
         members.append(here)
-        description = f"exchange {number + 1} of {group.num_exchanges} of {text}"
+        description = f"exchange {number + 1} of {num_exchanges} of {text}"
         merged = _merged([exchanging[index][number] for index in here], own, description)
         transfers.append(replace(merged, result_bytes=written_bytes))
     results = None

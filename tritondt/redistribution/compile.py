@@ -14,8 +14,8 @@ from tritondt.comm.packing.wire_dtype import is_scaled, narrower
 from tritondt.errors import LocalTensorError, MeshError
 from tritondt.errors.arguments import checked
 from tritondt.kernels.boxes import SCALE_BYTES
-from tritondt.planning.across import PlanAcross
 from tritondt.planning.alignment import DENSE, NCCL_ALIGNMENT
+from tritondt.planning.between_hosts import Hosts
 from tritondt.planning.collectives import group_of
 from tritondt.planning.cost import CostTable, step_cost
 from tritondt.planning.exchange import renumber_peers
@@ -23,7 +23,7 @@ from tritondt.planning.explain import Explanation, explain_layouts
 from tritondt.planning.explain_across import explain_plan_across
 from tritondt.planning.fingerprint import exchange_fingerprint
 from tritondt.planning.plan import Plan, Step
-from tritondt.planning.planner import make_plan
+from tritondt.planning.planner import is_near, make_plan
 from tritondt.planning.step_report import WireSize
 from tritondt.planning.storage import step_blocks
 from tritondt.redistribution.across import check_dtypes, compiled_across, is_one_grid, plan_across
@@ -54,7 +54,22 @@ def plan_for(
     itemsize = (source.dtype if wire_dtype is None else wire_dtype).itemsize
     dtype = "" if in_messages else _collected_dtype(source, wire_dtype)
     costs = _costs_of(source) if wire_dtype is None else _costs_of(source).for_wire()
-    return make_plan(source.layout, target.layout, itemsize, costs, dtype)
+    return make_plan(source.layout, target.layout, itemsize, costs, dtype, _hosts_of(source, wire_dtype))
+
+
+def _hosts_of(spec: DTensorSpec, wire_dtype: torch.dtype | None) -> Hosts:
+    """Hosts of the ranks of a spec's mesh, for plans with the fewest bytes between these; () where it has one host.
+
+    NCCL knows the hosts itself. Elements that travel with scales are rounded at every step, and take only one.
+    """
+    if (
+        spec.mesh.device_type != "cpu"
+        or len(spec.mesh.ranks) == 1
+        or (wire_dtype is not None and is_scaled(wire_dtype))
+    ):
+        return ()
+    found = world.current().hosts(spec.mesh.ranks)
+    return found if len(set(found)) > 1 else ()
 
 
 def _collected_dtype(spec: DTensorSpec, wire_dtype: torch.dtype | None) -> str:
@@ -71,24 +86,41 @@ def _costs_of(spec: DTensorSpec) -> CostTable:
 
 def exchanging_ranks(
     source: DTensorSpec, target: DTensorSpec, *, in_messages: bool = False
-) -> tuple[tuple[int, ...], int]:
-    """Ranks whose communicator carries a redistribution, ascending, and the number of its exchanges."""
-    plan: Plan | PlanAcross
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Ranks whose communicator carries a redistribution, ascending, and those of the communicator of each exchange.
+
+    Exchanges of fewer ranks run on their communicator inside that of all.
+    """
     if is_one_grid(source, target):
         plan = plan_for(source, target, in_messages=in_messages)
-        ranks = _carrying_ranks(plan, source)
-    else:
-        plan = plan_across(source, target)
-        ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
-    return ranks, sum(bool(step.moving_axes) for step in plan.steps)
+        carriers = _carriers(plan, source, _hosts_of(source, None))
+        return _carrying_ranks(plan, source, carriers), tuple(filter(None, carriers))
+    ranks = tuple(sorted({*source.mesh.ranks, *target.mesh.ranks}))
+    return ranks, (ranks,) * sum(bool(step.moving_axes) for step in plan_across(source, target).steps)
 
 
-def _carrying_ranks(plan: Plan, spec: DTensorSpec) -> tuple[int, ...]:
-    """Ranks of the communicator that carries a plan, ascending: of the mesh, or of this rank's group."""
-    collective, coordinate = plan.steps[-1].collective if plan.steps else None, spec.coordinate
-    if collective is None or coordinate is None:
-        return tuple(sorted(spec.mesh.ranks))
-    return tuple(sorted(spec.mesh.ranks[it] for it in group_of(spec.mesh.shape, collective.axes, coordinate)))
+def _carriers(plan: Plan, spec: DTensorSpec, hosts: Hosts) -> tuple[tuple[int, ...], ...]:
+    """Ranks that exchange in each step of a plan, ascending: of the mesh, of this rank's host, or none."""
+    whole, coordinate = tuple(sorted(spec.mesh.ranks)), spec.coordinate
+    if hosts and coordinate is not None:
+        own = hosts[spec.layout.position(coordinate)]
+        near = tuple(sorted(rank for rank, host in zip(spec.mesh.ranks, hosts, strict=True) if host == own))
+        return tuple((near if is_near(step, hosts) else whole) if step.moving_axes else () for step in plan.steps)
+    collective = plan.steps[-1].collective if plan.steps else None
+    if collective is not None and coordinate is not None:
+        places = group_of(spec.mesh.shape, collective.axes, coordinate)
+        whole = tuple(sorted(spec.mesh.ranks[place] for place in places))
+    return tuple(whole if step.moving_axes else () for step in plan.steps)
+
+
+def _carrying_ranks(plan: Plan, spec: DTensorSpec, carriers: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    """Ranks of the communicator in whose order a plan runs: of the widest of its exchanges."""
+    return max(carriers, key=len, default=()) or tuple(sorted(spec.mesh.ranks))
+
+
+def carrier(ranks: tuple[int, ...], whole: tuple[int, ...], device_type: str) -> Communicator:
+    """Communicator of an exchange of `ranks` in a redistribution that the communicator of `whole` orders."""
+    return world.current().communicator(ranks, device_type, () if ranks == whole else whole)
 
 
 @checked
@@ -151,6 +183,7 @@ def explain(
         scale_bytes=scale_bytes,
         alignment=NCCL_ALIGNMENT if source.mesh.device_type == "cuda" else DENSE,
         dtype=_collected_dtype(source, wire),
+        hosts=_hosts_of(source, wire),
     )
 
 
@@ -211,16 +244,17 @@ def compile_plan(
 def _compiled_within(source: DTensorSpec, target: DTensorSpec, first: Start, *, in_messages: bool) -> CompiledPlan:
     """Compiled plan on one mesh."""
     plan = plan_for(source, target, first.wire_dtype, in_messages=in_messages)
-    communicator = None
-    if any(step.moving_axes for step in plan.steps):
-        communicator = world.current().communicator(_carrying_ranks(plan, source), source.mesh.device_type)
+    carriers = _carriers(plan, source, _hosts_of(source, first.wire_dtype))
+    ranks, communicator = _carrying_ranks(plan, source, carriers), None
+    if any(carriers):
+        communicator = world.current().communicator(ranks, source.mesh.device_type)
     starts = (first._replace(strides=None) if number else first for number in range(len(plan.steps)))
     steps = tuple(
-        _compiled_step(step, number, plan, source, start, communicator)
-        for number, (step, start) in enumerate(zip(plan.steps, starts, strict=True), 1)
+        _compiled_step(step, number, plan, source, start, carrier(own, ranks, source.mesh.device_type) if own else None)
+        for number, (step, start, own) in enumerate(zip(plan.steps, starts, carriers, strict=True), 1)
     )
     if communicator is not None:
-        exchanged = [step for step in steps if step.communicator is not None]
+        exchanged = [step for step in steps if step.communicator is communicator]
         communicator.prepare([step.transfer for step in exchanged if step.transfer is not None])
     last = max((place for place, step in enumerate(plan.steps) if step.kind != "gather"), default=0)
     return CompiledPlan(steps, communicator, last, f"{source.layout} -> {target.layout} of {source.shape}")
@@ -237,7 +271,7 @@ def _compiled_step(
     coordinate = spec.coordinate
     assert coordinate is not None, f"{spec} is compiled on a rank outside its mesh"
     if step.kind == "scale":
-        return CompiledStep(step, None, None, None, step.target_layout.local_shape(coordinate), None, None)
+        return CompiledStep(step, None, None, None, step.local_shape(coordinate), None, None)
     found, moves = step.exchange(coordinate), bool(step.moving_axes)
     if start.wire_dtype is not None and not (moves and _sends(step)):
         start = start._replace(wire_dtype=None)
@@ -247,7 +281,7 @@ def _compiled_step(
     return compiled_step(
         step,
         Side(
-            renumber_peers(found, spec.mesh.ranks, _carrying_ranks(plan, spec)),
+            renumber_peers(found, spec.mesh.ranks, None if communicator is None else communicator.ranks),
             source_blocks,
             target_blocks,
             coordinate,
@@ -257,7 +291,7 @@ def _compiled_step(
         spec.dtype,
         _fingerprint(plan, number, spec, start.wire_dtype),
         step_text(step, number, len(plan.steps), spec.shape, start, spec.dtype),
-        communicator if moves else None,
+        communicator,
     )
 
 

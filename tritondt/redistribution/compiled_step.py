@@ -68,7 +68,7 @@ class Side(NamedTuple):
 
     def shape(self, step: Step) -> tuple[int, ...]:
         """Shape of the tensor that the step writes."""
-        return (0,) if self.coordinate is None else step.target_layout.local_shape(self.coordinate)
+        return (0,) if self.coordinate is None else step.local_shape(self.coordinate)
 
     def piece(self, step: Step) -> tuple[int, int] | None:
         """Range of that tensor which the rank reduces, where the target is flat pieces."""

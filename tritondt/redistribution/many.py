@@ -14,7 +14,7 @@ from tritondt.redistribution.run import (
     emit_issued,
     has_memory,
     redistribute_local,
-    refuse_exchanges,
+    refuse_each,
     run_step,
     target_of,
     with_memory,
@@ -41,13 +41,14 @@ class _Run:
 
     def __call__(self) -> None:
         """Runs all exchanges, and the steps of single tensors between them."""
-        communicator, bucket = self.bucket.communicator, self.bucket
+        bucket = self.bucket
+        carriers = bucket.group.carriers
         for number, (members, transfer) in enumerate(zip(bucket.members, bucket.transfers, strict=True)):
             operands = [self._prepared(index) for index in members]
             try:
-                communicator.exchange([source for source, _ in operands], [into for _, into in operands], transfer)
+                carriers[number].exchange([source for source, _ in operands], [into for _, into in operands], transfer)
             except PeerError as error:
-                refuse_exchanges(communicator, len(bucket.transfers) - number - 1, error)
+                refuse_each(carriers[number + 1 :], error)
                 raise
         for index in range(len(self.current)):
             self._run_alone(index)
@@ -92,12 +93,12 @@ def redistribute_locals(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_by
         given = [found[index] for index in bucket.group.places]
         if subscribers:
             for plan in bucket.plans:
-                emit_issued(plan.steps, bucket.communicator)
+                emit_issued(plan.steps)
         try:
             made = _run_bucket(bucket, given)
         except PeerError as error:
             for later in buckets[place + 1 :]:
-                refuse_exchanges(later.communicator, len(later.transfers), error)
+                refuse_each(later.group.carriers, error)
             raise
         for index, local in zip(bucket.group.places, made, strict=True):
             found[index] = local
@@ -138,7 +139,7 @@ def redistribute_locals_async(
         results = run.allocate_results()
         if subscribers:
             for plan in bucket.plans:
-                emit_issued(plan.steps, communicator)
+                emit_issued(plan.steps)
         ready = not any(communicator.has_issued(work) for work in before)
         issued = communicator.issue(run, bucket.description, held, sources_ready=ready)
         for index, local in zip(places, results, strict=True):
@@ -185,5 +186,5 @@ def _check_or_refuse(locals_: Sequence[torch.Tensor], pairs: Pairs, bucket_bytes
             check_local(local, source)
     except (LocalTensorError, TransportError) as error:
         for group in groups_of(pairs, bucket_bytes):
-            refuse_exchanges(group.communicator, group.num_exchanges, error)
+            refuse_each(group.carriers, error)
         raise

@@ -21,7 +21,7 @@ from tritondt.comm.work import Work
 from tritondt.errors import LocalTensorError, MeshError, PeerError, TransportError, check_not_of_torch
 from tritondt.events import subscribers
 from tritondt.kernels.memory import allocate
-from tritondt.redistribution.compile import compile_plan, exchanging_ranks
+from tritondt.redistribution.compile import carrier, compile_plan, exchanging_ranks
 from tritondt.redistribution.compiled_step import CompiledPlan, CompiledStep
 from tritondt.redistribution.in_graphs import call_in_graph
 from tritondt.sharding.mesh import Mesh
@@ -118,7 +118,7 @@ def redistribute_local_async(
         return _run_steps(steps, held), None
     whole = allocate(steps[last].target_shape, held.dtype, held.device)
     if subscribers:
-        emit_issued(steps, communicator)
+        emit_issued(steps)
 
     def run() -> None:
         current = around = held
@@ -195,14 +195,12 @@ def refuse_rest(steps: Sequence[CompiledStep], error: PeerError) -> None:
 
     Not every rank had a message of that rank, and those that had none come to the next exchange.
     """
-    for step in steps:
-        if step.communicator is not None:
-            refuse_exchanges(step.communicator, 1, error)
+    refuse_each([step.communicator for step in steps if step.communicator is not None], error)
 
 
-def refuse_exchanges(communicator: Communicator, count: int, error: Exception) -> None:
-    """Reports why this rank takes no part in the next exchanges, where the communicator has not failed for good."""
-    for _ in range(count):
+def refuse_each(carriers: Sequence[Communicator], error: Exception) -> None:
+    """Reports why this rank takes no part in the next exchange of each, where that has not failed for good."""
+    for communicator in carriers:
         if communicator.is_usable:
             communicator.refuse(error)
 
@@ -214,7 +212,7 @@ def refusing(mesh: Mesh) -> Iterator[None]:
         yield
     except Exception as error:
         if mesh.coordinate is not None and len(mesh.ranks) > 1:
-            refuse_exchanges(world.current().communicator(mesh.ranks, mesh.device_type), 1, error)
+            refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)], error)
         raise
 
 
@@ -267,9 +265,9 @@ def refuse_redistribution(source: DTensorSpec, target: DTensorSpec, error: Excep
     """Lets the ranks that wait for this one, if any do, know that this rank will not come."""
     if source.coordinate is None and target.coordinate is None:
         return
-    ranks, num_exchanges = exchanging_ranks(source, target)
-    for _ in range(num_exchanges):
-        world.current().communicator(ranks, source.mesh.device_type).refuse(error)
+    whole, carriers = exchanging_ranks(source, target)
+    for ranks in carriers:
+        carrier(ranks, whole, source.mesh.device_type).refuse(error)
 
 
 def run_step(
@@ -323,10 +321,10 @@ def _observed_step(
     return result
 
 
-def emit_issued(steps: Sequence[CompiledStep], communicator: Communicator) -> None:
+def emit_issued(steps: Sequence[CompiledStep]) -> None:
     """Emits what issued steps will move; how long they take is not known yet, and given as 0."""
     for runnable in steps:
         step, moved = runnable.step, None
         if runnable.transfer is not None and runnable.communicator is not None:
-            moved = communicator.traffic_of(runnable.transfer)
+            moved = runnable.communicator.traffic_of(runnable.transfer)
         events.emit_step(step.kind, str(step.source), str(step.target), step.target_layout.shape, moved)

@@ -8,13 +8,14 @@ import pytest
 import torch.distributed as dist
 
 import tritondt as T
+from tritondt.comm import processes
+from tritondt.comm.processes import machine
 from tritondt.comm.transports import gloo, interfaces
 from tritondt.comm.transports.interfaces import (
     InterfaceFilter,
     address_towards,
     asked_filter,
     asked_interface,
-    machine,
     outer_addresses,
 )
 
@@ -125,10 +126,10 @@ def test_a_machine_is_more_than_its_name(monkeypatch: pytest.MonkeyPatch, tmp_pa
     boot_id.write_text("another kernel\n")
     found = {here}
     with monkeypatch.context() as patch:
-        patch.setattr(interfaces, "_BOOT_ID", boot_id)
+        patch.setattr(processes, "_BOOT_ID", boot_id)
         found.add(machine())
     with monkeypatch.context() as patch:
-        patch.setattr(interfaces, "_NETWORK", tmp_path)
+        patch.setattr(processes, "_NAMESPACES", tmp_path)
         found.add(machine())
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     found.add(machine())

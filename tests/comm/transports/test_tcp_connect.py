@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 import tritondt as T
 from tritondt.comm.answers import Attempt
+from tritondt.comm.processes import machine
 from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
-from tritondt.comm.transports.interfaces import machine
 from tritondt.comm.transports.tcp_connect import Connections
 
 RANKS, KEY = (4, 7, 9), "some communicator"

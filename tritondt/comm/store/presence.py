@@ -7,13 +7,19 @@ so; whoever waits for it looks.
 
 import json
 import secrets
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch.distributed as dist
 
 from tritondt.comm.processes import Processes, this_process
+from tritondt.comm.store.client import StoreClient, values
 from tritondt.comm.store.notices import Failed
+from tritondt.errors import PeerError
 
+# How often a rank looks whether others have announced themselves: often at first, when all come at once.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 # Ranks that one look asks for: each takes two questions to the store.
 _MOST_ASKED = 64
 # Refusals of others that this rank has raised.
@@ -84,6 +90,30 @@ def ended(store: dist.Store, ranks: Sequence[int]) -> Failed | None:
     finally:
         processes.close()
     return Failed(found[0], f"its process {described[found[0]]['number']} has ended") if found else None
+
+
+def machines(client: StoreClient, rank: int, ranks: Sequence[int], timeout: timedelta) -> list[str]:
+    """The machines of `ranks`, as these have announced them; PeerError where some of them fail, or do not in time."""
+    timeout_s = timeout.total_seconds()
+    keys, started, pause = [_process_key(other) for other in ranks], time.monotonic(), _FIRST_PAUSE_S
+    while not client.call(lambda _: client.presence.check(keys), timeout_s):
+        missing = [
+            other
+            for other in ranks
+            if not client.call(lambda _, other=other: client.presence.check([_process_key(other)]), timeout_s)  # type: ignore[misc]
+        ]
+        failed = client.call(lambda _, missing=missing: refusal(client.presence, missing), timeout_s)  # type: ignore[misc]
+        if failed is not None:
+            raise PeerError(f"rank {failed.rank} failed while rank {rank} waited for its machine: {failed.error}")
+        if time.monotonic() - started > timeout_s:
+            raise PeerError(
+                f"rank {rank} waited {timeout_s:g} s for ranks {missing} to say on which machines they are; they say "
+                "it when they initialise torch.distributed, or first use tritondt"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+    found = client.call(lambda _: values(client.presence, keys), timeout_s)
+    return [json.loads(text)["machine"] for text in found]
 
 
 def _process_key(rank: int) -> str:

@@ -15,8 +15,7 @@ from tritondt import environment
 from tritondt._C import Arena
 from tritondt.comm.answers import Answers
 from tritondt.comm.member import ProcessContext
-from tritondt.comm.processes import namespace
-from tritondt.comm.transports.interfaces import machine
+from tritondt.comm.processes import machine, namespace
 
 # What connects ranks takes a listener, an event and a selector; of a connection to each other rank one too many.
 _DESCRIPTORS_OF_SOCKETS = 3

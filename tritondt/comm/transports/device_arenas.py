@@ -19,8 +19,7 @@ from tritondt.comm.answers import Answers
 from tritondt.comm.device_memory.descriptors import DescriptorSwap
 from tritondt.comm.device_memory.driver import CudaDriver, MappedMemory
 from tritondt.comm.member import ProcessContext
-from tritondt.comm.processes import Processes, namespace, this_process
-from tritondt.comm.transports.interfaces import machine
+from tritondt.comm.processes import Processes, machine, namespace, this_process
 from tritondt.errors import TransportError
 from tritondt.kernels.signals import FINGERPRINT_BITS, Signal, SignalTable, Stop, signal_table
 from tritondt.planning.slots import NUM_SLOTS, DeviceSlots, device_slots

@@ -8,7 +8,6 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from pathlib import Path
 
 from tritondt import environment
 from tritondt._C import interface_addresses
@@ -17,7 +16,6 @@ from tritondt.errors import WorldError
 LOOPBACK = "127.0.0.1"
 # Interfaces between containers of one host, whose addresses other hosts seldom reach: the last to be chosen.
 _LOCAL_NAMES = ("docker", "veth", "virbr", "br-", "lxc", "cni", "podman")
-_BOOT_ID, _NETWORK = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +92,6 @@ def asked_interface() -> str | None:
         has = ", ".join(f"{name} {address}" for name, address in found) or "none"
         raise WorldError(f"{variable}={text!r} names no interface of this host; there are {has}")
     return chosen[0][0]
-
-
-def machine() -> str:
-    """Identity of kernel, network namespace and host name: equal for processes that share a loopback interface."""
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    network = f"{_NETWORK.stat().st_dev}:{_NETWORK.stat().st_ino}" if _NETWORK.exists() else ""
-    return f"{socket.gethostname()}/{boot_id}/{network}"
 
 
 def outer_addresses() -> list[str]:

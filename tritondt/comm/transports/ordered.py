@@ -99,13 +99,16 @@ class OrderedCommunicator(Closable, ABC):
         return self.failure is None
 
     def in_order(self, run: Run, description: str) -> None:
-        """Runs `run`, which exchanges more than once, with nothing issued in between."""
+        """Runs `run`, which exchanges more than once, here or inside, after what was issued, and nothing between."""
         if self._queue.is_own_thread():
             run()
             return
         if not self._turn.acquire(False):
             raise self._second_thread_error(description)
         try:
+            # The first exchange may be one inside, whose communicator has not been asked for what was issued here.
+            if self._queue.last is not None:
+                self._queue.drain()
             run()
         finally:
             self._turn.release()

@@ -14,11 +14,12 @@ from contextlib import contextmanager
 
 from tritondt import environment
 from tritondt.comm.answers import Answers, Attempt
+from tritondt.comm.processes import machine
 from tritondt.comm.secret import Secret
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.polling import await_others
 from tritondt.comm.transports.handshakes import TOKEN_BYTES, Address, Handshakes, Tokens, UnreachableError
-from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, machine, no_address, outer_addresses
+from tritondt.comm.transports.interfaces import LOOPBACK, address_towards, no_address, outer_addresses
 from tritondt.errors import PeerError, RefusalError, WorldError
 
 _MIN_BACKLOG = 128

@@ -25,7 +25,7 @@ from tritondt.comm.monitor.comparison import MUST
 from tritondt.comm.monitor.flight import ExchangeRecord, Flight
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.packing.messages import MessageBuffers
-from tritondt.comm.registry import World
+from tritondt.comm.registry import World, numbered
 from tritondt.comm.transports.base import PackedCommunicator
 from tritondt.comm.transports.turns import Letter, Participant, TurnScheduler
 from tritondt.comm.work import QUEUE_THREAD, IssueQueue, Run, Work
@@ -91,9 +91,12 @@ class ThreadCommunicator(PackedCommunicator):
     device_types = ("cpu", "cuda")
     drops_refused = True
 
-    def __init__(self, context: CommunicatorContext, scheduler: TurnScheduler) -> None:
+    def __init__(
+        self, context: CommunicatorContext, scheduler: TurnScheduler, around: "ThreadCommunicator | None" = None
+    ) -> None:
         self._owner = scheduler.participants[context.rank]
         self._turns = TurnQueue(scheduler, self._owner)
+        self._calling = self._turns if around is None else around._turns
         super().__init__(context, self._turns)
         self._scheduler = scheduler
         self._barriers = 0
@@ -111,7 +114,7 @@ class ThreadCommunicator(PackedCommunicator):
         """Collects this rank's messages, and lets other ranks run until they are there."""
         scheduler = self._scheduler
         wait = Wait(self._key, self.sequence, record, self._ranks, lambda _: None, _NO_TIMEOUT_S)
-        participant = self._turns.participant_of_caller()
+        participant = self._calling.participant_of_caller()
         for peer, tensor in receives.parts():
             wait.peer = self._ranks[peer]
             mail = scheduler.mail[self._key, peer, self._place]
@@ -219,29 +222,41 @@ class ThreadCommunicator(PackedCommunicator):
 class ThreadWorld:
     """The world of one rank thread."""
 
-    def __init__(self, who: Identity, scheduler: TurnScheduler, costs: CostTable) -> None:
-        self.identity, self.costs = who, costs
+    def __init__(
+        self, who: Identity, scheduler: TurnScheduler, costs: CostTable, hosts: Sequence[int] | None = None
+    ) -> None:
+        self.identity, self.costs, self._hosts = who, costs, hosts
         self._scheduler = scheduler
         self.flight = Flight(who.rank, who.size, None)
-        self._communicators: dict[tuple[int, ...], ThreadCommunicator] = {}
+        self._communicators: dict[tuple[tuple[int, ...], ...], ThreadCommunicator] = {}
         self._closed = False
 
     def costs_for(self, device_type: str) -> CostTable:
         """The one cost table, for tensors on any device: rank threads copy from each other's memory."""
         return self.costs
 
-    def communicator(self, ranks: Sequence[int], device_type: str = "cpu") -> ThreadCommunicator:
+    def hosts(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Number of the host of each of `ranks`: one for all of them, or those that the run was given."""
+        return numbered([0 if self._hosts is None else self._hosts[rank] for rank in ranks])
+
+    def communicator(
+        self, ranks: Sequence[int], device_type: str = "cpu", inside: Sequence[int] = ()
+    ) -> ThreadCommunicator:
         """The communicator of `ranks`: one for all types of devices, whose memory threads share."""
         if self._closed:
             raise WorldError("this world is closed; tritondt.comm.world.current() is the one that follows")
-        members = tuple(sorted(ranks))
-        found = self._communicators.get(members)
+        members, around = tuple(sorted(ranks)), tuple(sorted(inside))
+        found = self._communicators.get((members, around))
         if found is None:
             name = f"ranks {','.join(map(str, members))}"
+            if around:
+                name = f"{name} inside {','.join(map(str, around))}"
             # Which one of this name, as others may have made more of them: store.rendezvous does it for processes.
             key = f"{name}/{self._scheduler.num_ended[name] + 1}"
             context = CommunicatorContext(name, key, members, self.identity.rank, self.flight, environment.compares())
-            found = self._communicators[members] = ThreadCommunicator(context, self._scheduler)
+            found = self._communicators[members, around] = ThreadCommunicator(
+                context, self._scheduler, self.communicator(around) if around else None
+            )
         return found
 
     def inherited(self) -> World:
@@ -250,7 +265,7 @@ class ThreadWorld:
 
     def successor(self) -> "ThreadWorld":
         """A new world of the same rank threads, without communicators."""
-        return ThreadWorld(self.identity, self._scheduler, self.costs)
+        return ThreadWorld(self.identity, self._scheduler, self.costs, self._hosts)
 
     def report(self, error: BaseException) -> None:
         """Reports to the other ranks why this rank takes part in nothing any more; the first failure counts."""
@@ -290,8 +305,12 @@ def _guard_devices() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | None = None) -> list[Result]:
+def run_ranks(
+    size: int, body: Callable[[int], Result], *, costs: CostTable | None = None, hosts: Sequence[int] | None = None
+) -> list[Result]:
     """Runs `body(rank)` on `size` rank threads and returns the results in rank order.
+
+    With `hosts`, the number of each rank's host, redistributions run as between such hosts.
 
     Each rank has a default generator to itself, seeded as this process's, which stays as it is. Raises the exception of
     the first rank that failed by itself, the lowest where several did.
@@ -308,7 +327,7 @@ def run_ranks(size: int, body: Callable[[int], Result], *, costs: CostTable | No
 
     def run(rank: int) -> None:
         who, participant = Identity(generation, rank, size), scheduler.participants[rank]
-        registry.enter(who, ThreadWorld(who, scheduler, table))
+        registry.enter(who, ThreadWorld(who, scheduler, table, hosts))
         participant.may_run.acquire()
         torch.default_generator.manual_seed(seed)
         error: BaseException | None = None

@@ -1,0 +1,142 @@
+"""The program of tests of redistributions on several hosts: what each pair moves between them, and what ranks get.
+
+It is one host, HOST_NUMBER, whose ranks it forks: RANKS_ON_HOSTS says how many each host has ("3,5"), and PAIRS has the
+pairs as JSON: shape of the mesh, its ranks, source, target, shape of the tensor, dtype. A rank writes one line.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import tritondt as T
+from tests.harness.two_hosts import ADDRESSES
+from tritondt.comm import world
+from tritondt.planning.planner import least_between_hosts
+from tritondt.sharding.placement import parse_placements
+
+
+class Pair(NamedTuple):
+    """A redistribution of a tensor on a mesh of some ranks."""
+
+    mesh_shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    source: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return int(getattr(torch, self.dtype).itemsize)
+
+    def least_bytes(self, ranks_on_hosts: Sequence[int]) -> int:
+        """The fewest bytes that can cross between hosts."""
+        host_of = [host for host, count in enumerate(ranks_on_hosts) for _ in range(count)]
+        source, target = (
+            T.Layout(self.mesh_shape, parse_placements(text), self.shape) for text in (self.source, self.target)
+        )
+        found = least_between_hosts(source, target, tuple(host_of[rank] for rank in self.ranks))
+        assert found is not None, f"{self} has few items"
+        return found * self.itemsize
+
+    def specs(self) -> tuple[T.DTensorSpec, T.DTensorSpec]:
+        """Source and target."""
+        mesh = T.Mesh(self.mesh_shape, ranks=self.ranks)
+        meta = T.TensorMeta.contiguous(self.shape, getattr(torch, self.dtype))
+        source, target = (T.DTensorSpec(mesh, parse_placements(text), meta) for text in (self.source, self.target))
+        return source, target
+
+
+def whole_numbers(spec: T.DTensorSpec) -> torch.Tensor:
+    """This rank's part of a tensor: whole numbers, so that sums are the same in any order; equal on replicas."""
+    coordinate = spec.mesh.coordinate
+    assert coordinate is not None, "a rank of the mesh"
+    replicated = spec.layout.axes_where(T.Replicate)
+    own = [index for axis, index in enumerate(coordinate) if axis not in replicated]
+    generator = torch.Generator().manual_seed(sum(index * 17**place for place, index in enumerate(own)))
+    return torch.randint(-3, 4, spec.local_shape, generator=generator).to(spec.dtype)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Hash of a tensor's bytes."""
+    return hashlib.blake2b(tensor.flatten().view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest()
+
+
+def redistributed(pair: Pair) -> str:
+    """Digest of this rank's part of the target; "" outside of the mesh."""
+    source, target = pair.specs()
+    return "" if source.coordinate is None else digest(T.redistribute(whole_numbers(source), source, target))
+
+
+def sent_on_wire() -> int:
+    """Bytes that this host has sent over the link."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == "wire":
+            return int(counters.split()[8])
+    return 0
+
+
+def run_pairs(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """Runs all pairs twice; bytes on the wire of the second time, those of nothing at all, and digests."""
+    dist.init_process_group("gloo")
+    everyone = world.current().communicator(tuple(range(dist.get_world_size())))
+    counted, digests, explained = list[int](), list[str](), list[str]()
+
+    def measured(pair: Pair | None) -> int:
+        everyone.barrier()
+        before = sent_on_wire()
+        everyone.barrier()
+        if pair is not None:
+            digests.append(redistributed(pair))
+        everyone.barrier()
+        after = sent_on_wire()
+        everyone.barrier()
+        return after - before
+
+    measured(None)
+    idle = max(measured(None) for _ in range(3))
+    for pair in pairs:
+        redistributed(pair)
+        source, target = pair.specs()
+        explained.append("" if source.coordinate is None else T.explain(source, target).to_json())
+        counted.append(measured(pair))
+    found = {"rank": dist.get_rank(), "host": int(os.environ["HOST_NUMBER"]), "idle": idle, "sent": counted}
+    T.close()
+    dist.destroy_process_group()
+    return {**found, "digests": digests, "explained": explained}
+
+
+def run_host() -> None:
+    """Runs the ranks of this host."""
+    ranks_on_hosts = [int(count) for count in os.environ["RANKS_ON_HOSTS"].split(",")]
+    host, count = int(os.environ["HOST_NUMBER"]), sum(ranks_on_hosts)
+    os.environ.update(WORLD_SIZE=str(count), MASTER_ADDR=ADDRESSES[0], MASTER_PORT="29501")
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_on_hosts[host])
+    pairs = [
+        Pair(tuple(mesh_shape), tuple(ranks), source, target, tuple(shape), dtype)
+        for mesh_shape, ranks, source, target, shape, dtype in json.loads(os.environ["PAIRS"])
+    ]
+    first, children = sum(ranks_on_hosts[:host]), []
+    for place in range(ranks_on_hosts[host]):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(first + place), LOCAL_RANK=str(place))
+            torch.set_num_threads(1)
+            os.write(1, (json.dumps(run_pairs(pairs)) + "\n").encode())
+            os._exit(0)
+        children.append(child)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    sys.exit(max(map(abs, statuses)))
+
+
+if __name__ == "__main__":
+    run_host()

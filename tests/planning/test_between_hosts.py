@@ -1,0 +1,103 @@
+"""Plans that know hosts: the fewest elements between these, counted element by element, in equal shares."""
+
+import random
+from itertools import product
+
+import pytest
+import torch
+
+from tests.harness.oracle.random_layouts import random_pair
+from tritondt.planning.between_hosts import HostStep
+from tritondt.planning.cost import CostTable
+from tritondt.planning.planner import between_hosts, is_near, least_between_hosts, make_plan
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.placement import Partial, parse_placements
+
+ONE_AXIS = [("S0", "R"), ("S1", "R"), ("P", "R"), ("P", "S0"), ("S0", "S1"), ("P(max)", "S1")]
+
+
+def layouts_of(mesh_shape: tuple[int, ...], shape: tuple[int, ...], *texts: str) -> list[Layout]:
+    return [Layout(mesh_shape, parse_placements(text), shape) for text in texts]
+
+
+def elements(layout: Layout, coordinate: Coordinate) -> set[tuple[int, ...]]:
+    return {index for box in layout.boxes(coordinate) for index in product(*(range(*interval) for interval in box))}
+
+
+def least_by_elements(source: Layout, target: Layout, hosts: tuple[int, ...]) -> int:
+    """What hosts lack of what their ranks want; with terms on one axis, the messages that bring each sum together."""
+    held: dict[int, set[tuple[int, ...]]] = {}
+    wanted: dict[int, set[tuple[int, ...]]] = {}
+    for host, coordinate in zip(hosts, source.coordinates(), strict=True):
+        held.setdefault(host, set()).update(elements(source, coordinate))
+        wanted.setdefault(host, set()).update(elements(target, coordinate))
+    if not source.axes_where(Partial):
+        return sum(len(wanted[host] - held[host]) for host in held)
+    found = 0
+    for index in set().union(*wanted.values()):
+        having = {host for host in held if index in held[host]}
+        wanting = {host for host in wanted if index in wanted[host]}
+        if len(having) == 1:  # one host has all terms
+            found += len(wanting - having)
+        else:
+            found += len(having) + len(wanting) - (2 if having & wanting else 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "hosts", [(0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 1, 1, 1, 1, 1), (0, 1, 2, 2, 1, 0, 0, 1)], ids=str
+)
+@pytest.mark.parametrize("pair", ONE_AXIS, ids="->".join)
+def test_the_fewest_on_one_axis(pair: tuple[str, str], hosts: tuple[int, ...]) -> None:
+    source, target = layouts_of((8,), (13, 9), *pair)
+    least = least_between_hosts(source, target, hosts)
+    assert least == least_by_elements(source, target, hosts)
+    assert between_hosts(make_plan(source, target, 4, CostTable(), "", hosts).steps, hosts) == least
+
+
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(40, 400))])
+def test_no_random_plan_takes_more(seed: int) -> None:
+    made = random.Random(seed)
+    source, target = random_pair(made, torch.float32)
+    hosts = tuple(made.randrange(3) for _ in range(source.num_ranks))
+    costs, sides = CostTable(), (source.placements, target.placements)
+    plan = make_plan(source, target, 4, costs, "", hosts)
+    least = least_between_hosts(source, target, hosts)
+    assert least is not None
+    crossing = between_hosts(plan.steps, hosts)
+    assert crossing <= between_hosts(make_plan(source, target, 4, costs).steps, hosts)
+    if not any(isinstance(now, Partial) and not isinstance(was, Partial) for was, now in zip(*sides, strict=True)):
+        assert crossing == least
+    if not source.axes_where(Partial) and not target.axes_where(Partial):
+        assert least == least_by_elements(source, target, hosts)
+    for step in plan.steps:
+        exchanges = [step.exchange(coordinate) for coordinate in source.coordinates()]
+        for rank, found in enumerate(exchanges):
+            for message in found.receives:
+                back = [sent for sent in exchanges[message.peer].sends if sent.peer == rank]
+                assert [sent.parts for sent in back] == [message.parts]
+                assert not (isinstance(step, HostStep) and is_near(step, hosts)) or hosts[message.peer] == hosts[rank]
+
+
+@pytest.mark.parametrize("pair", [("S0", "R"), ("S1", "R"), ("P", "R"), ("P", "S0")], ids="->".join)
+def test_all_ranks_carry_equal_shares(pair: tuple[str, str]) -> None:
+    source, target = layouts_of((12,), (48, 36), *pair)
+    hosts = tuple(rank // 4 for rank in range(12))
+    steps = make_plan(source, target, 4, CostTable(), "", hosts).steps
+    carried = [0] * 12
+    for step in steps:
+        for rank, coordinate in enumerate(source.coordinates()):
+            found = step.exchange(coordinate)
+            carried[rank] += sum(it.numel for it in found.receives if hosts[it.peer] != hosts[rank])
+    assert len(set(carried)) == 1, carried
+
+
+def test_one_exchange_where_it_moves_as_little() -> None:
+    source, target = layouts_of((8,), (16, 16), "S0", "S1")
+    hosts = (0,) * 4 + (1,) * 4
+    assert make_plan(source, target, 4, CostTable(), "", hosts) == make_plan(source, target, 4, CostTable())
+
+
+def test_ranks_of_one_host_plan_as_ever() -> None:
+    source, target = layouts_of((4,), (16, 16), "P", "R")
+    assert make_plan(source, target, 4, CostTable(), "", (3, 3, 3, 3)) == make_plan(source, target, 4, CostTable())

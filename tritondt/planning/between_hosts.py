@@ -1,0 +1,494 @@
+"""Redistributions over several hosts, in which the link between them carries each byte once.
+
+Source and target meet in items: what one target region wants of one source region. A host holds an item, or terms of
+it, or lacks it. What it lacks crosses once, cut among all of its ranks, and is spread inside; terms are reduced inside
+before they cross. Which rank is on which host is a tuple, by position in the mesh: hosts may lie across any axes, and
+have different numbers of ranks.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Literal, NamedTuple
+
+from tritondt.planning.exchange import Exchange, Part, Route, exchange_of_parts
+from tritondt.planning.flat_pieces import flat_regions
+from tritondt.planning.plan import Step, moves_nothing
+from tritondt.sharding import intervals as regions
+from tritondt.sharding.intervals import Region
+from tritondt.sharding.layout import Coordinate, Layout
+from tritondt.sharding.placement import Partial, ReduceOp, Shard
+
+Hosts = tuple[int, ...]
+Indices = tuple[int, ...]
+# Ranks that hold an item: those of the source's layout; a share each of the terms that their host has reduced; of the
+# sum of all terms; of what their host wants; those of the target's layout.
+Stage = Literal["source", "terms", "sums", "shares", "target"]
+
+# Steps all of whose messages stay inside hosts.
+_INSIDE: set[tuple[Stage, Stage]] = {("source", "terms"), ("shares", "target")}
+# Listed in 0.5 s. Where there are more, nearly all pairs of ranks have messages, and one exchange is the plan.
+MOST_ITEMS = 50_000
+
+
+class Span(NamedTuple):
+    """Elements [start, stop) of an item, in its row-major order, at the rank of a position in the mesh."""
+
+    position: int
+    start: int
+    stop: int
+
+
+class Item(NamedTuple):
+    """What a target region wants of a source region; both are named by their indices on the axes that cut."""
+
+    number: int
+    region: Region
+    numel: int
+    held_as: Indices
+    wanted_as: Indices
+
+
+class Flow(NamedTuple):
+    """Elements [start, stop) of term number `contribution` of an item, from one rank to another or to itself."""
+
+    server: int
+    receiver: int
+    contribution: int
+    start: int
+    stop: int
+
+
+class _Cover(NamedTuple):
+    """Hosts that hold all terms of a region; where there are none, some that do together, and the terms of each."""
+
+    full: tuple[int, ...]
+    terms_of: Mapping[int, tuple[int, ...]]
+
+
+class Pairing:
+    """The items of a source and a target, and the hosts that hold and want each, on one mesh.
+
+    No axis becomes Partial from source to target. `pairing_of` makes equal ones one object.
+    """
+
+    def __init__(self, source: Layout, target: Layout, hosts: Hosts) -> None:
+        self.source, self.target, self.hosts = source, target, hosts
+        route = Route(source, target)
+        self.reduced_axes, self._kept_axes = route.reduced_axes, tuple(sorted(route.kept_axes))
+        self._held_axes = (*self._kept_axes, *source.axes_where(Shard))
+        self._wanted_axes = (*self._kept_axes, *target.axes_where(Shard))
+        self._ranks_of: dict[int, list[int]] = defaultdict(list)
+        self._holders: dict[Indices, dict[int, dict[int, list[int]]]] = {}
+        self._wanting: dict[Indices, dict[int, list[int]]] = {}
+        self._place = list[int]()
+        first = self._enter(route)
+        self._num_terms, self._covers = route.contributions, dict[tuple[Indices, tuple[int, ...]], _Cover]()
+        self.items = tuple(self._listed(first, route))
+        self._bucket_of = self._buckets()
+        self._cuts: dict[tuple[int, int], dict[int, tuple[Span, ...]]] = {}
+
+    def _enter(self, route: Route) -> dict[Indices, Coordinate]:
+        """Notes what each rank holds and wants; the first coordinate that wants each target region."""
+        first = dict[Indices, Coordinate]()
+        for position, (coordinate, host) in enumerate(zip(self.source.coordinates(), self.hosts, strict=True)):
+            self._place.append(len(self._ranks_of[host]))
+            self._ranks_of[host].append(position)
+            held, wanted = (tuple(coordinate[axis] for axis in axes) for axes in (self._held_axes, self._wanted_axes))
+            terms = self._holders.setdefault(held, {}).setdefault(host, {})
+            terms.setdefault(route.contribution(coordinate), []).append(position)
+            self._wanting.setdefault(wanted, {}).setdefault(host, []).append(position)
+            first.setdefault(wanted, coordinate)
+        return first
+
+    def _listed(self, first: Mapping[Indices, Coordinate], route: Route) -> Iterator[Item]:
+        """All items with elements, one more than `MOST_ITEMS` at most."""
+        number = 0
+        for wanted, coordinate in first.items():
+            pinned = dict.fromkeys((*route.replica_axes, *self.reduced_axes), 0)
+            pinned.update({axis: coordinate[axis] for axis in self._kept_axes})
+            for server, region in self.source.holders(self.target.region(coordinate), pinned):
+                if number > MOST_ITEMS:
+                    return
+                held = tuple(server[axis] for axis in self._held_axes)
+                yield Item(number, region, regions.numel(region), held, wanted)
+                number += 1
+
+    def _buckets(self) -> list[list[Item]]:
+        """For each item those that the same hosts hold and the same hosts want, which are cut together."""
+        together: dict[object, list[Item]] = {}
+        found = []
+        for item in self.items:
+            full, terms_of = self._cover(item)
+            bucket = together.setdefault((full, tuple(terms_of), tuple(self._wanting[item.wanted_as])), [])
+            bucket.append(item)
+            found.append(bucket)
+        return found
+
+    def _cover(self, item: Item) -> _Cover:
+        wanting = tuple(self._wanting[item.wanted_as])
+        key = item.held_as, wanting
+        if key not in self._covers:
+            self._covers[key] = _cover(self._holders[item.held_as], self._num_terms, wanting)
+        return self._covers[key]
+
+    def _contributors(self, item: Item, host: int) -> tuple[int, ...]:
+        """Hosts whose terms make up an item for a host: itself alone where it holds all of them."""
+        full, terms_of = self._cover(item)
+        if not full:
+            return tuple(terms_of)
+        return (host,) if host in full else (full[host % len(full)],)
+
+    @cached_property
+    def are_summed_between(self) -> bool:
+        """Whether the terms of any item are on several hosts, none of which has them all."""
+        return not all(self._cover(item).full for item in self.items)
+
+    def num_contributors(self, stage: Stage) -> int:
+        """Most terms that come together for an item when it leaves a stage."""
+        if stage == "terms":
+            return max((len(self._contributors(item, host)) for item, host in self._wanted_items()), default=1)
+        if stage != "source" or not self.reduced_axes:
+            return 1
+        return max((len(terms) for held, by_host in self._holders.items() for terms in by_host.values()), default=1)
+
+    def _wanted_items(self) -> Iterator[tuple[Item, int]]:
+        return ((item, host) for item in self.items for host in self._wanting[item.wanted_as])
+
+    def between_hosts(self, stages: Sequence[Stage]) -> int:
+        """Elements that cross between hosts when the tensor goes through these stages."""
+        return sum(item.numel * self._crossings(item, stages) for item in self.items)
+
+    @cached_property
+    def least_between_hosts(self) -> int:
+        """The fewest elements that can cross between hosts; docs/theory.md has the proof, and where it holds."""
+        if not self.reduced_axes:
+            return self.between_hosts(("source", "shares", "target"))
+        return sum(item.numel * self._least(item) for item in self.items)
+
+    def _least(self, item: Item) -> int:
+        full, terms_of = self._cover(item)
+        wanting = self._wanting[item.wanted_as]
+        if full:
+            return sum(host not in full for host in wanting)
+        return len(terms_of) + len(wanting) - (2 if any(host in terms_of for host in wanting) else 1)
+
+    def _crossings(self, item: Item, stages: Sequence[Stage]) -> int:
+        """How often an item crosses; a number of elements for each of its own, as a sum may be shared among hosts."""
+        wanting, is_spread = self._wanting[item.wanted_as], "shares" in stages
+        receivers = {host: 1 if is_spread else len(ranks) for host, ranks in wanting.items()}
+        if "sums" not in stages or self._as_held("sums", item) != "sums":
+            return sum(
+                count * sum(other != host for other in self._contributors(item, host))
+                for host, count in receivers.items()
+            )
+        owning, cover = self._owners(item), self._cover(item).terms_of
+        gathered = len(cover) - (owning[0] in cover)
+        return gathered + sum(receivers.values()) - min(receivers[host] for host in owning)
+
+    def _owners(self, item: Item) -> tuple[int, ...]:
+        """Hosts among which the sum of an item is shared: of those that want it, those with terms where there are."""
+        wanting, cover = self._wanting[item.wanted_as], self._cover(item).terms_of
+        return tuple(host for host in wanting if host in cover) or tuple(wanting)
+
+    def _as_held(self, stage: Stage, item: Item) -> Stage:
+        """Stage of an item: where a host has all of its terms, these are summed up there, and stay."""
+        return "terms" if stage == "sums" and self._cover(item).full else stage
+
+    def held(self, stage: Stage, item: Item, host: int | None = None) -> list[Span]:
+        """Spans of an item at the ranks that hold it at a stage, of one host or of all."""
+        stage = self._as_held(stage, item)
+        if stage == "source":
+            found = self._holders[item.held_as]
+            hosts = found if host is None else {host} & found.keys()
+            return [Span(rank, 0, item.numel) for each in hosts for ranks in found[each].values() for rank in ranks]
+        if stage == "sums":
+            return [span for span in self._sums(item) if host in (None, self.hosts[span.position])]
+        wanting = self._wanting[item.wanted_as]
+        if stage == "terms":
+            having = {other for each in wanting for other in self._contributors(item, each)}
+        else:
+            having = set(wanting)
+        if host is not None:
+            having &= {host}
+        if stage == "target":
+            return [Span(rank, 0, item.numel) for each in sorted(having) for rank in wanting[each]]
+        return [
+            span
+            for each in sorted(having)
+            for span in (self._cut_on(item, each) if stage == "terms" else self._shares(item, each))
+        ]
+
+    def serving(self, stage: Stage, item: Item, receiver: int) -> Sequence[Sequence[Span]]:
+        """Spans that serve a receiver of an item, for each term of it."""
+        host, stage = self.hosts[receiver], self._as_held(stage, item)
+        if stage == "sums":
+            return [self._sums(item)]
+        if stage == "terms":
+            return [self._cut_on(item, other) for other in self._contributors(item, host)]
+        if stage == "shares":
+            return [self._replica(item, receiver) if self._is_kept(item, host) else self._shares(item, host)]
+        if self.reduced_axes:  # inside the host that reduces them
+            return [self._served_by(ranks, item, receiver) for ranks in self._reduced_on(item, host)]
+        (other,) = self._contributors(item, host)
+        if other == host:
+            return [self._replica(item, receiver)]
+        replicas = self._holders[item.held_as][other][0]
+        return [[Span(replicas[part], start, stop) for part, start, stop in cut([item], len(replicas))[item.number]]]
+
+    def _replica(self, item: Item, receiver: int) -> list[Span]:
+        return self._served_by(self._holders[item.held_as][self.hosts[receiver]][0], item, receiver)
+
+    def _served_by(self, replicas: Sequence[int], item: Item, receiver: int) -> list[Span]:
+        """The receiver itself where it is one of the replicas, else one that as many others take."""
+        rank = receiver if receiver in replicas else replicas[self._place[receiver] % len(replicas)]
+        return [Span(rank, 0, item.numel)]
+
+    def _reduced_on(self, item: Item, host: int) -> list[list[int]]:
+        """Of each term that a host reduces, the ranks there that hold it."""
+        full, terms_of = self._cover(item)
+        terms = self._holders[item.held_as][host]
+        return [terms[number] for number in (sorted(terms) if host in full else terms_of[host])]
+
+    def _is_kept(self, item: Item, host: int) -> bool:
+        """Whether ranks of a host keep an item that they hold in the source, each the whole of it."""
+        return not self.reduced_axes and host in self._cover(item).full
+
+    def _shares(self, item: Item, host: int) -> list[Span]:
+        """Spans of an item that a host wants, at the ranks there that get, or keep, them first."""
+        if self._is_kept(item, host):
+            return [Span(rank, 0, item.numel) for rank in self._holders[item.held_as][host][0]]
+        return self._cut_on(item, host)
+
+    def _cut_on(self, item: Item, host: int) -> list[Span]:
+        ranks = self._ranks_of[host]
+        return [Span(ranks[part], start, stop) for part, start, stop in self._cut(item, len(ranks))]
+
+    def _sums(self, item: Item) -> list[Span]:
+        """Spans of an item of which one rank each has the sum: one with terms of it, on hosts of as many ranks."""
+        by_place = sorted((self._place[rank], rank) for host in self._owners(item) for rank in self._ranks_of[host])
+        return [Span(by_place[part][1], start, stop) for part, start, stop in self._cut(item, len(by_place))]
+
+    def _cut(self, item: Item, num_parts: int) -> tuple[Span, ...]:
+        bucket = self._bucket_of[item.number]
+        key = bucket[0].number, num_parts
+        if key not in self._cuts:
+            self._cuts[key] = cut(bucket, num_parts)
+        return self._cuts[key][item.number]
+
+    def flows(self, before: Stage, after: Stage, host: int) -> dict[int, list[tuple[Item, Flow]]]:
+        """Parts of items that each rank of a host sends, receives or keeps from one stage to the next."""
+        found = defaultdict[int, list[tuple[Item, Flow]]](list)
+        for item in self.items:
+            serves = (before, after) not in _INSIDE and bool(self.held(before, item, host))
+            for span in self.held(after, item, None if serves else host):
+                for flow in _overlaps(self.serving(before, item, span.position), span):
+                    for rank in {flow.server, flow.receiver}:
+                        if self.hosts[rank] == host:
+                            found[rank].append((item, flow))
+        return found
+
+    def moves(self, before: Stage, after: Stage) -> bool:
+        """Whether any rank sends anything from one stage to the next."""
+        return any(
+            flow.server != span.position
+            for item in self.items
+            for span in self.held(after, item)
+            for flow in _overlaps(self.serving(before, item, span.position), span)
+        )
+
+
+def _overlaps(terms: Sequence[Sequence[Span]], wanted: Span) -> Iterator[Flow]:
+    """Flows of all terms to a span; those of several terms have the same edges, as they are added box by box."""
+    edges = {edge for spans in terms for span in spans for edge in span[1:]} if len(terms) > 1 else set()
+    for contribution, spans in enumerate(terms):
+        for server, start, stop in spans:
+            low, high = max(start, wanted.start), min(stop, wanted.stop)
+            if low < high:
+                inner = sorted(edge for edge in edges if low < edge < high)
+                for first, last in zip([low, *inner], [*inner, high], strict=True):
+                    yield Flow(server, wanted.position, contribution, first, last)
+
+
+def cut(items: Sequence[Item], num_parts: int) -> dict[int, tuple[Span, ...]]:
+    """Items laid end to end and cut into equal parts: spans of each item, by its number, with the number of the part.
+
+    >>> items = [Item(number, (((0, 3),),), 3, (), ()) for number in (0, 1)]
+    >>> cut(items, 2)[1], cut(items, 4)[0]
+    ((Span(position=1, start=0, stop=3),), (Span(position=0, start=0, stop=2), Span(position=1, start=2, stop=3)))
+    """
+    length = -(-sum(item.numel for item in items) // num_parts)
+    found, passed = dict[int, tuple[Span, ...]](), 0
+    for item in items:
+        parts = range(passed // length, -(-(passed + item.numel) // length))
+        found[item.number] = tuple(
+            Span(part, max(part * length - passed, 0), min((part + 1) * length - passed, item.numel)) for part in parts
+        )
+        passed += item.numel
+    return found
+
+
+def _cover(terms: Mapping[int, Mapping[int, object]], num_terms: int, wanting: Sequence[int]) -> _Cover:
+    """The hosts whose terms of a region are added; without one that has all, first those with the most lacking ones.
+
+    Of equals, those that want the sum.
+    """
+    full = tuple(sorted(host for host, held in terms.items() if len(held) == num_terms))
+    terms_of, lacking = dict[int, tuple[int, ...]](), set(range(num_terms))
+    while lacking and not full:
+        host = min(terms, key=lambda host: (-len(lacking.intersection(terms[host])), host not in wanting, host))
+        terms_of[host] = tuple(sorted(lacking.intersection(terms[host])))
+        lacking.difference_update(terms_of[host])
+    return _Cover(full, dict(sorted(terms_of.items())))
+
+
+@lru_cache(maxsize=256)
+def pairing_of(source: Layout, target: Layout, hosts: Hosts) -> Pairing | None:
+    """The pairing of two layouts over hosts; None where its items are too many to be listed."""
+    found = Pairing(source, target, hosts)
+    return found if len(found.items) <= MOST_ITEMS else None
+
+
+# Ranks of one host are asked for one after the other, by whoever counts all of them.
+@lru_cache(maxsize=16)
+def _flows(pairing: Pairing, before: Stage, after: Stage, host: int) -> dict[int, list[tuple[Item, Flow]]]:
+    return pairing.flows(before, after, host)
+
+
+@dataclass(frozen=True, slots=True)
+class HostShares:
+    """Shares of a tensor that ranks hold on the way between hosts, in one dense tensor of one dim each."""
+
+    pairing: Pairing
+    stage: Stage
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Shape of the mesh."""
+        return self.pairing.source.mesh_shape
+
+    def regions(self, coordinate: Coordinate) -> tuple[Region, ...]:
+        """Regions that a coordinate holds, in the order in which they lie in its tensor."""
+        position, pairing = self.pairing.source.position(coordinate), self.pairing
+        return tuple(
+            region
+            for item in pairing.items
+            for span in pairing.held(self.stage, item, pairing.hosts[position])
+            if span.position == position
+            for region in flat_regions(item.region, span.start, span.stop)
+        )
+
+    @property
+    def max_local_numel(self) -> int:
+        """Elements of the first rank, about as many as any has."""
+        return self.local_shape((0,) * len(self.mesh_shape))[0]
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Shape of the tensor of a coordinate."""
+        return (sum(map(regions.numel, self.regions(coordinate))),)
+
+    def __str__(self) -> str:
+        return f"{self.stage} of {self.pairing.target} on each host" if self.stage != "sums" else "sums"
+
+
+@dataclass(frozen=True)
+class HostStep(Step):
+    """A step between two stages; `is_near` where no rank talks to one of another host."""
+
+    source: Layout | HostShares
+    target: Layout | HostShares
+    pairing: Pairing
+    before: Stage
+    after: Stage
+    is_last_sum: bool
+
+    @property
+    def is_near(self) -> bool:
+        """Whether all messages stay inside hosts."""
+        return (self.before, self.after) in _INSIDE
+
+    @property
+    def target_layout(self) -> Layout:
+        """Target of all steps over these hosts."""
+        return self.pairing.target
+
+    def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
+        """Shape of the tensor that the step writes at a coordinate."""
+        return self.target.local_shape(coordinate)
+
+    @cached_property
+    def reduce_op(self) -> ReduceOp | None:
+        """Operation on terms where the step reduces."""
+        if self.kind != "reduce":
+            return None
+        placement = self.pairing.source.placements[self.pairing.reduced_axes[0]]
+        assert isinstance(placement, Partial), f"axis {self.pairing.reduced_axes[0]} of {self.source} is not Partial"
+        return "sum" if placement.reduce_op == "avg" else placement.reduce_op
+
+    @cached_property
+    def divisor(self) -> int:
+        """Divisor of a mean, applied once, where its last terms are added."""
+        layout = self.pairing.source
+        averaged = (axis for axis in self.pairing.reduced_axes if layout.placements[axis] == Partial("avg"))
+        return prod(layout.mesh_shape[axis] for axis in averaged) if self.is_last_sum else 1
+
+    @property
+    def fill_op(self) -> None:
+        """None: every element is written."""
+
+    @cached_property
+    def moving_axes(self) -> tuple[int, ...]:
+        """All axes, unless nobody sends anything."""
+        return () if self.kind == "local" else tuple(range(len(self.pairing.source.mesh_shape)))
+
+    def exchange(self, coordinate: Coordinate) -> Exchange:
+        """Sends, receives and keeps of the rank at `coordinate`; peers are mesh positions."""
+        own = self.pairing.source.position(coordinate)
+        sends, receives = defaultdict[int, list[Part]](list), defaultdict[int, list[Part]](list)
+        flows = _flows(self.pairing, self.before, self.after, self.pairing.hosts[own]).get(own, [])
+        for item, (server, receiver, contribution, start, stop) in flows:
+            parts = [Part(region, contribution) for region in flat_regions(item.region, start, stop)]
+            if server == own:
+                sends[receiver] += parts
+            if receiver == own:
+                receives[server] += parts
+        return exchange_of_parts(sends, receives, own, 0 if self.kind == "reduce" else 1)
+
+
+def host_forms(source: Layout, target: Layout, hosts: Hosts) -> list[tuple[int, tuple[HostStep, ...]]]:
+    """Forms that know hosts, each with the elements that cross between these; none where items cannot be listed.
+
+    No axis becomes Partial from `source` to `target`.
+    """
+    pairing = None if moves_nothing(source, target) else pairing_of(source, target, hosts)
+    if pairing is None:
+        return []
+    stages: list[tuple[Stage, ...]] = [("source", "target"), ("source", "shares", "target")]
+    if pairing.reduced_axes:
+        stages = [("source", "terms", "target"), ("source", "terms", "shares", "target")]
+        if pairing.are_summed_between:
+            stages += [("source", "terms", "sums", "target"), ("source", "terms", "sums", "shares", "target")]
+    return [(pairing.between_hosts(each), _steps(pairing, each)) for each in stages]
+
+
+def _steps(pairing: Pairing, stages: Sequence[Stage]) -> tuple[HostStep, ...]:
+    holdings = [
+        pairing.source if stage == "source" else pairing.target if stage == "target" else HostShares(pairing, stage)
+        for stage in stages
+    ]
+    reducing = [pairing.num_contributors(stage) > 1 for stage in stages[:-1]]
+    last_sum = max((number for number, reduces in enumerate(reducing) if reduces), default=0)
+    return tuple(
+        HostStep(
+            "reduce" if reduces else "exchange" if pairing.moves(*stages[number : number + 2]) else "local",
+            holdings[number],
+            holdings[number + 1],
+            pairing=pairing,
+            before=stages[number],
+            after=stages[number + 1],
+            is_last_sum=number == last_sum,
+        )
+        for number, reduces in enumerate(reducing)
+    )
