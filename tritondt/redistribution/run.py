@@ -208,13 +208,16 @@ def refuse_exchanges(communicator: Communicator, count: int, error: Exception) -
 
 
 @contextmanager
-def refusing(mesh: Mesh) -> Iterator[None]:
-    """Context of local checks before an exchange of all ranks of `mesh`: the others hear what is raised in it."""
+def refusing(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
+    """Context of local checks before exchanges of all ranks of `mesh`: the others hear what is raised in it.
+
+    Of several exchanges one that hears of it takes no part in those that are left either: see `refuse_exchanges`.
+    """
     try:
         yield
     except Exception as error:
         if mesh.coordinate is not None and len(mesh.ranks) > 1:
-            refuse_exchanges(world.current().communicator(mesh.ranks, mesh.device_type), 1, error)
+            refuse_exchanges(world.current().communicator(mesh.ranks, mesh.device_type), num_exchanges, error)
         raise
 
 
