@@ -21,6 +21,7 @@ from tritondt.parallel.style import ParallelStyle, check_own_weights
 from tritondt.parallel.ties import User, check_applied, check_planned, ties_of
 from tritondt.parallel.torch_styles import as_style
 from tritondt.parallel.weights import WeightStyle
+from tritondt.redistribution.agreement import agreed
 from tritondt.sharding.mesh import Mesh, canonical_mesh, mesh_or_current
 from tritondt.sharding.placement import Placement
 
@@ -52,8 +53,9 @@ def parallelize_module(
     call. A collective call of all ranks of the mesh.
 
     Raises ParallelizeError, before anything is changed, for a name that matches nothing, a module that its style does
-    not know and tied parameters that would be cut differently; also for a module that is parallelized already, and
-    after it is changed for tied parameters that styles of your own have made two.
+    not know and tied parameters that would be cut differently, and MismatchError on the ranks whose own plan fits; also
+    for a module that is parallelized already, and after it is changed for tied parameters that styles of your own have
+    made two.
     MeshError for a mesh of several axes. Source: torch.distributed.tensor.parallel.parallelize_module.
 
     >>> from tritondt.comm.transports.threads import run_ranks
@@ -72,9 +74,15 @@ def parallelize_module(
     if parallelize_plan is None:
         warnings.warn("parallelize_module was given no parallelize_plan and changes nothing", stacklevel=3)
         return module
-    assignments = _assignments(module, parallelize_plan)
-    ties = ties_of(module)
-    _check_ties(ties, assignments, canonical_mesh(mesh))
+
+    def prepare() -> tuple[str, tuple[list[Assignment], list[list[User]]]]:
+        assignments, ties = _assignments(module, parallelize_plan), ties_of(module)
+        _check_ties(ties, assignments, canonical_mesh(mesh))
+        return "a plan that fits its module", (assignments, ties)
+
+    # What follows sends weights, unless every rank has its own: the others would wait for one whose plan is wrong.
+    sends = src_data_rank is not None and not all(parameter.is_meta for parameter in module.parameters())
+    assignments, ties = agreed(canonical_mesh(mesh), "parallelize_module", prepare) if sends else prepare()[1]
     for name, found, style in assignments:
         style.src_data_rank = src_data_rank
         with _named(name, found):

@@ -206,13 +206,16 @@ def refuse_each(carriers: Sequence[Communicator], error: Exception) -> None:
 
 
 @contextmanager
-def refusing(mesh: Mesh) -> Iterator[None]:
-    """Context of local checks before an exchange of all ranks of `mesh`: the others hear what is raised in it."""
+def refusing(mesh: Mesh, num_exchanges: int = 1) -> Iterator[None]:
+    """Context of local checks before exchanges of all ranks of `mesh`: the others hear what is raised in it.
+
+    Of several exchanges one that hears of it takes no part in those that are left either: see `refuse_each`.
+    """
     try:
         yield
     except Exception as error:
         if mesh.coordinate is not None and len(mesh.ranks) > 1:
-            refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)], error)
+            refuse_each([world.current().communicator(mesh.ranks, mesh.device_type)] * num_exchanges, error)
         raise
 
 

@@ -12,9 +12,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritondt import identity
+from tritondt.comm import world
+from tritondt.comm.work import Work
+from tritondt.errors import PeerError
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
-from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refusing
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refuse_exchanges, refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -57,7 +60,7 @@ def ring_attention(
     mesh, rank = axis_mesh(device_mesh, "ring_attention")
     cut = SequenceCut(length, mesh.shape[0], balanced)
     key_cut = cut if key_length is None else SequenceCut(key_length, mesh.shape[0], balanced)
-    with refusing(mesh):
+    with refusing(mesh, mesh.shape[0] - 1 if key_cut.length else 0):
         AttentionParts(query, key, value, cut, key_cut).check("ring_attention", rank)
     ring = _Ring(mesh, rank, cut, key_cut, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)
     found: torch.Tensor = _RingAttention.apply(query, key, value, ring)  # type: ignore[no-untyped-call]
@@ -90,6 +93,15 @@ class _Ring(NamedTuple):
             return None
         queries, keys = self.cut.positions(self.rank), self.key_cut.positions(self.owner(step))
         return (queries[:, None] < keys[None, :]).to(device)
+
+
+def _await(work: Work, ring: _Ring, num_left: int) -> None:
+    """Waits for keys to go on; where a rank has refused that, the other ranks hear it in the steps that are left."""
+    try:
+        work.wait()
+    except PeerError as error:
+        refuse_exchanges(world.current().communicator(ring.mesh.ranks, ring.mesh.device_type), num_left, error)
+        raise
 
 
 @lru_cache(maxsize=256)
@@ -136,7 +148,7 @@ class _RingAttention(torch.autograd.Function):
                 out = out * (lse.unsqueeze(-1) - shift).exp() + (scores - shift).exp() @ values.unsqueeze(2)
                 lse = both
             if work is not None:
-                work.wait()
+                _await(work, ring, steps - step - 2)
             here = coming
         ctx.ring = ring
         ctx.save_for_backward(query, key, value, out, lse)
