@@ -68,7 +68,8 @@ OPTIONS = 'allowed is a JSON object of whole numbers and texts, such as {"max_ct
         ("TRITONDT_TRANSPORT", "", environment.transport, "allowed are sockets, shared-memory and gloo"),
         ("TRITONDT_DEBUG", "yes", environment.compares, "allowed are 0 and 1"),
         ("TRITONDT_LOG", "true", environment.logs, "allowed are 0 and 1"),
-        *(("TRITONDT_SLOTS", value, environment.slots, "allowed are 0, 1 and windows") for value in ("2", "", "window")),
+        *(("TRITONDT_SLOTS", value, environment.slots, "allowed are 0, 1 and windows")
+          for value in ("2", "", "window")),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_allowed(
