@@ -68,6 +68,8 @@ OPTIONS = 'allowed is a JSON object of whole numbers and texts, such as {"max_ct
         ("TRITONDT_DEBUG", "yes", environment.compares, "allowed are 0 and 1"),
         *(("TRITONDT_LOG", value, environment.log_levels, LOGS)
           for value in ("true", "", "move=debug", "moves", "info,", "=info", "moves=loud")),
+        *(("TRITONDT_SLOTS", value, environment.slots, "allowed are 0, 1 and windows")
+          for value in ("2", "", "window")),
     ],
 )  # fmt: skip
 def test_a_value_that_is_not_allowed(

@@ -202,8 +202,16 @@ def arena_bytes() -> int:
 
 
 def packs_into_peers() -> bool:
-    """Whether ranks on GPUs of one host pack messages into each other's memory: TRITONDT_SLOTS=1."""
-    return _switch("TRITONDT_SLOTS")
+    """Whether ranks on GPUs pack messages into each other's memory: TRITONDT_SLOTS=1, or by windows."""
+    return slots() != "0"
+
+
+def slots() -> str:
+    """How ranks on GPUs reach each other's memory, TRITONDT_SLOTS: not (0), by descriptors (1), by NCCL's windows."""
+    text = os.environ.get("TRITONDT_SLOTS", "0")
+    if text not in ("0", "1", "windows"):
+        raise WorldError(f"TRITONDT_SLOTS={text!r} is set; allowed are 0, 1 and windows")
+    return text
 
 
 def pool_bytes() -> int:

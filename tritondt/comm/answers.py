@@ -103,7 +103,7 @@ class Answers:
         near = {
             place: found[place]
             for place in sorted(found)
-            if found[place] and all(found[place][name] == offer[name] for name in ("here", "bytes"))
+            if found[place] and all(found[place].get(name) == offer[name] for name in ("here", "bytes"))
         }
         if not is_enough(near):
             return None

@@ -75,6 +75,8 @@ class MonitoredNccl:
         self.num_captured = 0
         # Called behind all that failed, before an abort begins: what runs then may come to a wrong end.
         self.on_abort: Callable[[], object] = _do_nothing
+        # Called where the communicator is ended with all others, before it is.
+        self.before_end: Callable[[], object] = _do_nothing
         # What else than NCCL has met in the background, if anything.
         self.trouble: Callable[[], str | None] = _find_nothing
         self.refusals = Refusals(context)
@@ -240,6 +242,7 @@ class MonitoredNccl:
 
     def _destroy(self) -> None:
         self._streams.bind_thread()
+        self.before_end()
         if self._registered is not None:
             self._registered.close()
         self.native.destroy()

@@ -19,6 +19,7 @@ from tritondt.comm.answers import Answers
 from tritondt.comm.device_memory.descriptors import DescriptorSwap
 from tritondt.comm.device_memory.driver import CudaDriver, MappedMemory
 from tritondt.comm.member import ProcessContext
+from tritondt.comm.nccl.streams import Stream
 from tritondt.comm.processes import Processes, machine, namespace, this_process
 from tritondt.errors import TransportError
 from tritondt.kernels.signals import FINGERPRINT_BITS, Signal, SignalTable, Stop, signal_table
@@ -42,6 +43,9 @@ class Memory(Protocol):
         ...
 
 
+def _do_nothing(stream: Stream) -> None: ...
+
+
 class DeviceArenas:
     """Arenas of the ranks at `places` of a communicator, by place, one of which is this rank's `place`.
 
@@ -59,9 +63,13 @@ class DeviceArenas:
         processes: Processes | None = None,
         *,
         by_store: bool = False,
+        end: Callable[[Stream], object] = _do_nothing,
     ) -> None:
-        """`by_store` where atomics of some rank are not native in another one's memory; alike on all of them."""
-        self._processes, self._by_store = processes or Processes({}), by_store
+        """`by_store` where atomics of some rank are not native in another one's memory; alike on all of them.
+
+        `end`, collective, is called with the communicator's stream before that is ended, and before `close`.
+        """
+        self._processes, self._by_store, self.end = processes or Processes({}), by_store, end
         self.places, self.slots = tuple(places), slots
         self._number, self._place, self._device, self._memories = self.places.index(place), place, device, memories
         self.address = memories[place].address
@@ -171,8 +179,10 @@ def share_device_arenas(
     if len(context.ranks) == 1:
         return None
     try:
-        if not environment.packs_into_peers():
-            Answers.of(context).tell("device-arena", {})
+        asked = environment.slots()
+        if asked != "1":
+            offer = {"window_bytes": environment.arena_bytes(), "process": this_process()}
+            Answers.of(context).tell("device-arena", offer if asked == "windows" else {})
             return None
         return _Sharing(context, driver(), number, device).run()
     except BaseException as error:

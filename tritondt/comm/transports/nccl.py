@@ -6,6 +6,7 @@ time is aborted, never destroyed, since destroying waits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -24,6 +25,7 @@ from tritondt.comm.packing.packed_transfer import ALIGNED, CollectiveCall, Packe
 from tritondt.comm.packing.placed_transfer import PlacedTransfer, placed_transfer
 from tritondt.comm.transports.base import Operands, PackedCommunicator
 from tritondt.comm.transports.device_arenas import DeviceArenas, share_device_arenas
+from tritondt.comm.transports.window_arenas import share_windows
 from tritondt.comm.work import again
 from tritondt.errors import TransportError
 from tritondt.kernels.tables import made_together
@@ -63,8 +65,11 @@ class NcclCommunicator(PackedCommunicator):
             if arenas is not None:
                 arenas.close()
             raise
+        if arenas is None:
+            self._arenas = arenas = share_windows(context, self._watched.native, library, self._device)
         if arenas is not None:
             self._watched.on_abort, self._watched.trouble = arenas.stop, self._ended_processes
+            self._watched.before_end = partial(arenas.end, self._queue.stream)
 
     def _exchange_now(
         self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer

@@ -7,6 +7,7 @@
 #include "api/api.h"
 #include "api/registry.h"
 #include "engine/group.h"
+#include "settings/settings.h"
 
 namespace fake_nccl {
 namespace {
@@ -200,7 +201,15 @@ ncclResult_t ncclGetLsaDevicePointer(ncclWindow_t window, std::size_t offset, in
 
 ncclResult_t ncclGetPeerDevicePointer(ncclWindow_t window, std::size_t offset, int peer,
                                       void** pointer) {
-  return locate(Function::ncclGetPeerDevicePointer, window, offset, peer, pointer);
+  const ncclResult_t found =
+      locate(Function::ncclGetPeerDevicePointer, window, offset, peer, pointer);
+  // As in NCCL, a rank that cannot be loaded from has success and no address.
+  const int team = settings().lsa_ranks;
+  if (found == ncclSuccess && team != 0 &&
+      Registry<Window>::all().find(window)->own_rank() / team != peer / team) {
+    *pointer = nullptr;
+  }
+  return found;
 }
 
 // As where the GPUs have no multimem: success, and no address.

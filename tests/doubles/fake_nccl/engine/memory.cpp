@@ -157,6 +157,7 @@ ncclResult_t Window::make(Communicator* communicator, void* buffer, std::size_t 
     for (const int rank : ranks) {
       const Offer& offer = offers[static_cast<std::size_t>(rank)];
       if (rank == communicator->rank()) {
+        window->own_rank_ = rank;
         window->views_.push_back({static_cast<char*>(buffer), num_bytes, nullptr});
         continue;
       }

@@ -48,6 +48,7 @@ class Window {
   // Whether bytes of this process lie in the memory of `rank`.
   bool holds(int rank, const void* bytes, std::size_t num_bytes) const;
   int num_ranks() const { return static_cast<int>(views_.size()); }
+  int own_rank() const { return own_rank_; }
 
   // Made by all ranks together. No window, and success, where one of them has no symmetric memory.
   static ncclResult_t make(Communicator* communicator, void* buffer, std::size_t num_bytes,
@@ -60,6 +61,7 @@ class Window {
     std::unique_ptr<SharedMapping> mapping;  // of another rank's file
   };
   std::vector<View> views_;
+  int own_rank_ = 0;
 };
 
 }  // namespace fake_nccl

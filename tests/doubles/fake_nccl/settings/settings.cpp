@@ -41,6 +41,8 @@ bool apply(Settings* changed, const std::string& name, const std::string& value)
     changed->delay_ms = amount;
   } else if (name == "FAKE_NCCL_JOIN_MS") {
     changed->join_ms = amount;
+  } else if (name == "FAKE_NCCL_LSA_RANKS") {
+    changed->lsa_ranks = static_cast<int>(amount);
   } else if (name == "FAKE_NCCL_DIE") {
     die_at(amount);
   } else if (name == "FAKE_NCCL_RING_BYTES") {
@@ -56,12 +58,12 @@ bool apply(Settings* changed, const std::string& name, const std::string& value)
 constexpr const char* kNames[] = {
     "FAKE_NCCL_FAIL",       "FAKE_NCCL_STALL",    "FAKE_NCCL_ASYNC_ERROR", "FAKE_NCCL_VERSION",
     "FAKE_NCCL_PEER_LOSS",  "FAKE_NCCL_MISMATCH", "FAKE_NCCL_DELAY_MS",    "FAKE_NCCL_SYMMETRIC",
-    "FAKE_NCCL_RING_BYTES", "FAKE_NCCL_JOIN_MS",  "FAKE_NCCL_DIE",
+    "FAKE_NCCL_RING_BYTES", "FAKE_NCCL_JOIN_MS",  "FAKE_NCCL_DIE",         "FAKE_NCCL_LSA_RANKS",
 };
 
 Settings* from_environment() {
   auto* made =
-      new Settings{{FAKE_NCCL_VERSION}, {1 << 16}, {0}, {60'000}, {false}, {false}, {true}};
+      new Settings{{FAKE_NCCL_VERSION}, {1 << 16}, {0}, {60'000}, {false}, {false}, {true}, {0}};
   for (const char* name : kNames) {
     const char* value = std::getenv(name);
     if (value == nullptr || apply(made, name, value)) continue;

@@ -18,6 +18,7 @@ struct Settings {
   std::atomic<bool> reports_lost_peers;
   std::atomic<bool> reports_mismatches;
   std::atomic<bool> has_symmetric_memory;
+  std::atomic<int> lsa_ranks;  // that reach each other's windows; 0 for all
 };
 Settings& settings();
 
