@@ -28,11 +28,11 @@ from rich.table import Table
 
 import tritondt as T
 from benchmarks.redistribution.both_sides import moves_of, quiet_rank, shape_of
-from tritondt import environment
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import versions
+from tritondt.comm.transports.table import chosen
 
 _PAIRS = ("S0 R", "S1 S0", "S0 S1", "S1 R", "P S0")
 _SMALLEST, _LARGEST = 4 << 10, 4 << 20
@@ -145,7 +145,7 @@ def accelerate(ranks: int, pairs: int, rounds: int, pair_seconds: float, json_to
                 for each in found
             ],
             "ranks": ranks,
-            "transport": environment.transport(),
+            "transport": chosen("cpu").name,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             "versions": {**versions(), "machine": platform.platform(), "cores": num_cores()},
         },

@@ -27,12 +27,12 @@ from rich.table import Table
 
 import tritondt as T
 from benchmarks.redistribution.both_sides import Move, moves_of, quiet_rank, shape_of
-from tritondt import environment
 from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import json_option, write_json
 from tritondt.cli.launch import num_cores, run_on_ranks
 from tritondt.cli.surroundings import versions
 from tritondt.comm import world
+from tritondt.comm.transports.table import chosen
 
 _PAIRS = ("S0 R", "S1 S0", "S0 S1", "R S0", "S1 R", "P S0")
 _SMALLEST, _LARGEST = 64 << 10, 4 << 20
@@ -139,7 +139,7 @@ def many(ranks: int, tensors: int, bucket_bytes: int | None, rounds: int, second
             "minimum_bytes": found.minimum_bytes,
             "bucket_bytes": bucket_bytes,
             "ranks": ranks,
-            "transport": environment.transport(),
+            "transport": chosen("cpu").name,
             "rounds": len(together.seconds),
             "median_s": {name: times.median for name, times in zip(_NAMES, found.times, strict=True)},
             "fastest_s": {name: times.fastest for name, times in zip(_NAMES, found.times, strict=True)},

@@ -25,6 +25,7 @@ from tritondt import environment
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
+from tritondt.comm.transports.table import chosen
 from tritondt.kernels import memory
 
 _PAIRS = (("S0", "R"), ("S1", "R"), ("P", "R"), ("P", "S0"), ("S0", "S1"))
@@ -83,7 +84,7 @@ def memory_pool(ranks: int, rounds: int, json_to: str | None) -> None:
     result = {
         "benchmark": "memory_pool",
         **surroundings(),
-        "transport": environment.transport(),
+        "transport": chosen("cpu").name,
         "ranks": ranks,
         "rounds": rounds,
         "shape": _SHAPE,

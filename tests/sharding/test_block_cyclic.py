@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.testing import assert_close
 
 import tritondt as T
+from tests.fsdp.models import DataAxes
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.oracle.random_layouts import MESH_SHAPES, random_placements
 from tritondt.comm.transports.threads import run_ranks
 from tritondt.debug import sharding_text
+from tritondt.fsdp import fully_shard
 from tritondt.interop.checkpoint_folder import CheckpointFolder
 from tritondt.planning.cost import CostTable
 from tritondt.planning.explain import explain_layouts
@@ -300,6 +303,31 @@ def gradients(rank: int) -> None:
 
 def test_gradients_come_back_in_blocks() -> None:
     run_ranks(4, gradients)
+
+
+def fully_sharded(rank: int) -> Any:
+    """A linear layer whose rows are dealt over tp, each rank's part of which fully_shard cuts over dp."""
+    torch.manual_seed(0)
+    plain = nn.Linear(6, 11, dtype=torch.float64)
+    model: Any = copy.deepcopy(plain)
+    whole, first = T.Mesh((2, 2), ("dp", "tp")), rank // 2 * 2
+    tp = T.Mesh((2,), ("tp",), ranks=(first, first + 1))
+    for name in ("weight", "bias"):
+        parameter = T.distribute_tensor(getattr(plain, name).detach(), tp, [ROWS], src_data_rank=None)
+        setattr(model, name, nn.Parameter(parameter))
+    fully_shard(model, mesh=whole, dp_mesh_dims=DataAxes("dp"))
+    assert_close(model.weight.full_tensor(), plain.weight.detach(), rtol=0, atol=0)
+    x = torch.arange(24.0, dtype=torch.float64).reshape(4, 6) + rank // 2
+    model(T.distribute_tensor(x, tp, [T.Replicate()], src_data_rank=None)).square().sum().backward()
+    for each in (0, 1):
+        plain(x - rank // 2 + each).square().sum().div(2).backward()
+    for name in ("weight", "bias"):
+        assert_close(getattr(model, name).grad.full_tensor(), getattr(plain, name).grad)
+    return model.weight.placements
+
+
+def test_parameters_of_dealt_rows_are_fully_sharded() -> None:
+    assert run_ranks(4, fully_sharded) == [(T.Shard(0), ROWS)] * 4
 
 
 def from_local(rank: int) -> None:
