@@ -14,6 +14,7 @@ import pytest
 import tritondt as T
 from tests.comm.transports.test_tcp_connect import Places, assert_connected, places
 from tests.harness.descriptors import open_targets
+from tritondt.comm import greeter
 from tritondt.comm.transports import handshakes, tcp_connect
 
 
@@ -85,7 +86,7 @@ def test_how_much_of_a_token_is_right_is_not_told(listening: Places) -> None:
 
 
 def test_of_many_strangers_the_oldest_are_dropped(listening: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "_MAX_PENDING", 8)
+    monkeypatch.setattr(greeter, "_MAX_CALLERS", 8)
     strangers = [socket.create_connection(address(listening), 20) for _ in range(20)]
     strangers[0].settimeout(20)
     assert strangers[0].recv(1) == b""

@@ -7,7 +7,6 @@ silent or talk nonsense: they cost a descriptor each, for a second, and no time.
 """
 
 import errno
-import hmac
 import os
 import secrets
 import selectors
@@ -15,13 +14,12 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 
+from tritondt.comm.greeter import Connection, Greeter, greeted_by, greeting, greeting_bytes
 from tritondt.errors import PeerError
 
-_TOKEN_BYTES, _PLACE_BYTES = 32, 4
-_GREETING_BYTES = _TOKEN_BYTES + _PLACE_BYTES
+_TOKEN_BYTES = 32
 _CREDENTIALS = struct.Struct("=iII")  # of SO_PEERCRED: process, user, group
 _DESCRIPTOR = struct.Struct("=i")
 # A caller writes its greeting as soon as it is connected; one that has not after so long is a stranger.
@@ -90,19 +88,10 @@ class DescriptorSwap:
         all descriptors, and all others have been sent this place's. Raises PeerError, with all of them closed, where
         places are missing after `timeout_s` seconds; `look` is called each second, and may raise what is known before.
         """
-        return _Swap(self._listener, self._token, descriptor, told_by_place, place).run(timeout_s, look)
+        return _Swap(self._listener, self._token, descriptor, told_by_place, place).swap(timeout_s, look)
 
 
-@dataclass(slots=True, eq=False)
-class _Caller:
-    """Somebody who has connected: what came of the greeting, which is waited for `until` a time."""
-
-    socket: socket.socket
-    until: float
-    content: bytearray = field(default_factory=bytearray)
-
-
-class _Swap:
+class _Swap(Greeter[Connection]):
     """One swap under way, all in the calling thread: no call in it waits for one peer alone."""
 
     def __init__(
@@ -113,156 +102,89 @@ class _Swap:
         told_by_place: Mapping[int, Mapping[str, str]],
         place: int,
     ) -> None:
-        self._listener, self._token, self._descriptor, self._place = listener, token, descriptor, place
         self._told = {other: told for other, told in told_by_place.items() if other != place}
+        super().__init__([listener], self._told, _PAUSE_S)
+        self._token, self._descriptor, self._place = token, descriptor, place
         self._received: dict[int, int] = {}
         self._served: set[int] = set()
-        self._selector = selectors.DefaultSelector()
-        self._callers: dict[socket.socket, _Caller] = {}
-        self._calls: dict[socket.socket, int] = {}
-        self._waiting = dict.fromkeys(self._told, 0.0)  # places to call, from when on
         self._reasons = dict.fromkeys(self._told, "has not answered")
 
-    def run(self, timeout_s: float, look: Callable[[], None]) -> dict[int, int]:
+    def swap(self, timeout_s: float, look: Callable[[], None]) -> dict[int, int]:
         """The descriptors of all others; PeerError after `timeout_s`. Nothing else stays open."""
-        deadline, next_look = time.monotonic() + timeout_s, time.monotonic() + _PATIENCE_S
         try:
-            self._selector.register(self._listener, selectors.EVENT_READ)
-            while missing := self._missing():
-                now = time.monotonic()
-                if now >= deadline:
-                    raise self._error(missing, timeout_s)
-                if now >= next_look:
-                    look()
-                    next_look = now + _PATIENCE_S
-                self._call_waiting(now)
-                self._drop_silent(now)
-                for key, _ in self._selector.select(min(deadline - now, _PAUSE_S)):
-                    self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
+            if not self.run(time.monotonic() + timeout_s, lambda _: look(), _PATIENCE_S):
+                raise self._error(timeout_s)
             return self._received
         except BaseException:
             for descriptor in self._received.values():
                 os.close(descriptor)
             raise
-        finally:
-            self._selector.close()
-            for found in (*self._callers, *self._calls):
-                found.close()
 
-    def _missing(self) -> list[int]:
+    @property
+    def missing(self) -> list[int]:
         """Places that have not answered, or not called."""
         return sorted(place for place in self._told if place not in self._received or place not in self._served)
 
-    def _error(self, missing: list[int], timeout_s: float) -> PeerError:
+    def _error(self, timeout_s: float) -> PeerError:
         reasons = [
             f"{place} ({self._reasons[place] if place not in self._received else 'has not called'})"
-            for place in missing
+            for place in self.missing
         ]
         return PeerError(
             f"place {self._place} swaps file descriptors with {len(self._told)} other places and has waited "
             f"{timeout_s:g} s; missing are {', '.join(reasons)}; every place must come within that time"
         )
 
-    def _serve(self, ready: socket.socket) -> None:
-        if ready is self._listener:
-            self._accept()
-        elif ready in self._callers:
-            self._hear(self._callers[ready])
-        else:
-            self._take_answer(ready, self._calls[ready])
-
-    def _call_waiting(self, now: float) -> None:
-        for place in [place for place, start in self._waiting.items() if start <= now]:
-            del self._waiting[place]
-            self._call(place)
-
     def _call(self, place: int) -> None:
         """Connects to a place and greets it, which takes no time: the kernel answers, and keeps so few bytes."""
         told = self._told[place]
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         made.setblocking(False)
-        self._calls[made] = place
-        self._selector.register(made, selectors.EVENT_READ)
+        call = Connection(made, 0, place)
+        self._began(call, selectors.EVENT_READ)
         try:
             made.connect(_address(told["name"]))
             if not _is_of_this_user(made):
-                self._call_again(made, "is of another user")
+                self._call_later(call, "is of another user")
                 return
-            made.send(bytes.fromhex(told["token"]) + self._place.to_bytes(_PLACE_BYTES, "little"))
+            made.send(greeting(bytes.fromhex(told["token"]), self._place))
         except OSError as error:  # its queue of callers may be full, it may be gone: both are told at the end
-            self._call_again(made, str(error))
+            self._call_later(call, str(error))
 
-    def _call_again(self, call: socket.socket, reason: str) -> None:
-        place = self._calls.pop(call)
-        self._hang_up(call)
-        self._reasons[place] = reason
-        self._waiting[place] = time.monotonic() + _PAUSE_S
+    def _call_later(self, call: Connection, reason: str) -> None:
+        self._reasons[call.place] = reason
+        self._call_again(call)
 
-    def _take_answer(self, call: socket.socket, place: int) -> None:
+    def _go_on(self, call: Connection) -> None:
         """Receives the descriptor of a place that was called."""
         try:
-            descriptor = _received(call)
+            descriptor = _received(call.socket)
         except BlockingIOError:
             return
         except ConnectionError as error:
-            self._call_again(call, str(error))
+            self._call_later(call, str(error))
             return
         if descriptor is None:
-            self._call_again(call, "has hung up")
+            self._call_later(call, "has hung up")
             return
-        del self._calls[call]
-        self._received[place] = descriptor
-        self._hang_up(call)
+        self._received[call.place] = descriptor
+        self._drop(call)
 
-    def _accept(self) -> None:
-        try:
-            found, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has left already
-            return
+    def _welcomed(self, found: socket.socket) -> Connection | None:
         if not _is_of_this_user(found):
-            found.close()
-            return
-        found.setblocking(False)
-        self._callers[found] = _Caller(found, time.monotonic() + _PATIENCE_S)
-        self._selector.register(found, selectors.EVENT_READ)
+            return None
+        return Connection(found, greeting_bytes(_TOKEN_BYTES), until=time.monotonic() + _PATIENCE_S)
 
-    def _drop_silent(self, now: float) -> None:
-        for caller in [caller for caller in self._callers.values() if caller.until <= now]:
-            self._drop(caller)
-
-    def _drop(self, caller: _Caller) -> None:
-        del self._callers[caller.socket]
-        self._hang_up(caller.socket)
-
-    def _hear(self, caller: _Caller) -> None:
-        """Reads a caller's greeting, as far as it has come, and answers a whole one that shows the token."""
-        try:
-            found = caller.socket.recv(_GREETING_BYTES - len(caller.content))
-        except BlockingIOError:
-            return
-        except ConnectionError:
-            found = b""
-        caller.content += found
-        if found and len(caller.content) < _GREETING_BYTES:  # how much of a token is right is not to be told
-            return
-        if len(caller.content) == _GREETING_BYTES:
-            self._answer(caller)
-        self._drop(caller)
-
-    def _answer(self, caller: _Caller) -> None:
-        """Sends this place's descriptor to one that shows the token, once to each place."""
-        token, place = bytes(caller.content[:_TOKEN_BYTES]), int.from_bytes(caller.content[_TOKEN_BYTES:], "little")
-        if not hmac.compare_digest(token, self._token) or place not in self._told or place in self._served:
-            return
-        try:
-            socket.send_fds(caller.socket, [b"\0"], [self._descriptor])
-        except ConnectionError:  # it has left, and may call again
-            return
-        self._served.add(place)
-
-    def _hang_up(self, found: socket.socket) -> None:
-        self._selector.unregister(found)
-        found.close()
+    def _hear(self, caller: Connection) -> bool:
+        """Sends this place's descriptor to one that shows the token, once to each place; hangs up on everybody."""
+        place = greeted_by(bytes(caller.content), self._token)
+        if place in self._told and place not in self._served:
+            try:
+                socket.send_fds(caller.socket, [b"\0"], [self._descriptor])
+            except ConnectionError:  # it has left, and may call again
+                return False
+            self._served.add(place)
+        return False
 
 
 def _received(call: socket.socket) -> int | None:

@@ -7,21 +7,19 @@ slow or talk nonsense: they cost a descriptor each, of which there is a bound, a
 """
 
 import errno
-import secrets
 import selectors
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tritondt.comm.greeter import Connection, Greeter, greeted_by, greeting, greeting_bytes
 from tritondt.comm.secret import NONCE_BYTES, PROOF_BYTES, Connecting, Secret, draw
 from tritondt.errors import RefusalError
 
-_PLACE_BYTES, TOKEN_BYTES = 4, 16
-_GREETING_BYTES = TOKEN_BYTES + _PLACE_BYTES
-# Callers that have not shown a token: more than these, and the one that has waited longest has to call again.
-_MAX_PENDING = 256
+TOKEN_BYTES = 16
+_GREETING_BYTES = greeting_bytes(TOKEN_BYTES)
 # How long a rank that cannot be reached is called again: its host may not know the way yet.
 _PERSISTENCE_S, _PAUSE_S = 5.0, 0.1
 _INTERVAL_S = 0.1
@@ -52,22 +50,15 @@ class UnreachableError(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class _Exchange:
-    """One end of a new connection: bytes that came, of `num_bytes`; `place` is the other rank's, -1 before it is known.
+class _Handshake(Connection):
+    """A new connection by TCP. `nonce` is this end's; `connecting` is there where a caller has yet to prove itself."""
 
-    `nonce` is this end's; `connecting` is there where a caller has yet to prove itself.
-    """
-
-    socket: socket.socket
-    num_bytes: int
-    place: int = -1
     is_connected: bool = True
-    content: bytearray = field(default_factory=bytearray)
     nonce: bytes = b""
     connecting: Connecting | None = None
 
 
-class Handshakes:
+class Handshakes(Greeter[_Handshake]):
     """Connections of the rank at `place` to those whose `addresses` it calls, and from `callers`."""
 
     def __init__(
@@ -86,57 +77,34 @@ class Handshakes:
         With a `secret` both ends of each connection prove that they know it. What ranks have begun with each other in
         `left`, which has not come to its end, goes on here.
         """
+        super().__init__(listeners, addresses, _PAUSE_S, left)
         self.connected: dict[int, socket.socket] = {} if left is None else left.connected
         self._place, self._wanted, self._own = place, addresses.keys(), own
         self._expected, self._welcome, self._secret = callers, welcome | callers, secret
         self._nonce_bytes = 0 if secret is None else NONCE_BYTES
-        self._listeners = listeners
-        self._selector = selectors.DefaultSelector()
-        self._pending: dict[socket.socket, _Exchange] = {} if left is None else left._pending  # the oldest first
-        self._calls: dict[socket.socket, _Exchange] = {} if left is None else left._calls
         self._addresses: dict[int, Address] = {} if left is None else left._addresses
         self._addresses.update(addresses)
         self._first_called: dict[int, float] = {} if left is None else left._first_called
-        begun = {call.place for call in self._calls.values()} | self.connected.keys()
-        self._waiting = {place: 0.0 for place in addresses if place not in begun}  # ranks to call, from when on
+        for place in self.connected.keys() & self._waiting.keys():
+            del self._waiting[place]
+
+    # A rank that took no part in an exchange goes on with these in the next.
+    _keeping = RefusalError
+
+    def _events_of(self, call: _Handshake) -> int:
+        return selectors.EVENT_READ if call.is_connected else selectors.EVENT_WRITE
 
     @property
     def missing(self) -> list[int]:
         """Places of the ranks that are not connected."""
         return sorted((self._expected | self._wanted) - self.connected.keys())
 
-    def run(self, deadline: float, look: Callable[[Sequence[int]], object]) -> bool:
+    def connect(self, deadline: float, look: Callable[[Sequence[int]], object]) -> bool:
         """Connects until nobody is missing; False at `deadline`, by time.monotonic. Tells `look` ten times a second.
 
         Raises UnreachableError. Only `connected` sockets stay open, and all where `look` raises RefusalError.
         """
-        next_look, is_kept = time.monotonic() + _INTERVAL_S, False
-        try:
-            for found in self._pending:
-                self._selector.register(found, selectors.EVENT_READ)
-            for found, call in self._calls.items():
-                self._selector.register(found, selectors.EVENT_READ if call.is_connected else selectors.EVENT_WRITE)
-            for listener in self._listeners:
-                listener.setblocking(False)
-                self._selector.register(listener, selectors.EVENT_READ)
-            while missing := self.missing:
-                now = time.monotonic()
-                if now >= deadline:
-                    return False
-                if now >= next_look:
-                    look(missing)
-                    next_look = time.monotonic() + _INTERVAL_S
-                self._call_waiting(now)
-                for key, _ in self._selector.select(min(deadline - now, _PAUSE_S)):
-                    self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
-            return True
-        except RefusalError:
-            is_kept = True
-            raise
-        finally:
-            self._selector.close()
-            if not is_kept:
-                self._close_unfinished()
+        return self.run(deadline, look, _INTERVAL_S)
 
     def close(self) -> None:
         """Closes all sockets, of what runs in another thread, or did in the process that this one was forked from."""
@@ -144,61 +112,27 @@ class Handshakes:
         for found in list(self.connected.values()):
             found.close()
 
-    def _close_unfinished(self) -> None:
-        for exchange in [*self._pending.values(), *self._calls.values()]:
-            exchange.socket.close()
+    def _welcomed(self, found: socket.socket) -> _Handshake:
+        return _Handshake(found, _GREETING_BYTES + self._nonce_bytes)
 
-    def _serve(self, ready: socket.socket) -> None:
-        if ready in self._listeners:
-            self._accept(ready)
-        elif ready in self._pending:
-            self._hear(self._pending[ready])
-        elif ready in self._calls:  # else it was dropped for another one that was ready, too
-            self._go_on(self._calls[ready])
-
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            found, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has left already
-            return
-        found.setblocking(False)
-        self._pending[found] = _Exchange(found, _GREETING_BYTES + self._nonce_bytes)
-        self._selector.register(found, selectors.EVENT_READ)
-        if len(self._pending) > _MAX_PENDING:
-            self._drop(next(iter(self._pending)))
-
-    def _drop(self, found: socket.socket) -> None:
-        self._forget(found)
-        found.close()
-
-    def _forget(self, found: socket.socket) -> None:
-        self._selector.unregister(found)
-        self._pending.pop(found, None)
-        self._calls.pop(found, None)
-
-    def _hear(self, caller: _Exchange) -> None:
-        """Reads a caller's greeting, as far as it has come, answers a whole one that shows the token, and its proof."""
-        if not _read(caller):
-            self._drop(caller.socket)
-            return
-        if len(caller.content) < caller.num_bytes:  # how much of a token is right is not to be told
-            return
-        is_right = self._answer(caller) if caller.place < 0 else self._is_proven(caller)
-        if not is_right:
-            self._drop(caller.socket)
-        elif caller.connecting is None:
-            self._forget(caller.socket)
+    def _hear(self, caller: _Handshake) -> bool:
+        """Answers a greeting that shows the token, and a proof behind it."""
+        if not (self._answer(caller) if caller.place < 0 else self._is_proven(caller)):
+            return False
+        if caller.connecting is None:
+            self._forget(caller)
             before = self.connected.pop(caller.place, None)
             if before is not None:  # it has called again, and uses the latest
                 before.close()
             self.connected[caller.place] = caller.socket
+        return True
 
-    def _answer(self, caller: _Exchange) -> bool:
+    def _answer(self, caller: _Handshake) -> bool:
         """Answers a caller that shows the token and a place that may call; False for any other."""
-        token, place = bytes(caller.content[:TOKEN_BYTES]), caller.content[TOKEN_BYTES:_GREETING_BYTES]
-        caller.place = int.from_bytes(place, "little")
-        if not secrets.compare_digest(token, bytes.fromhex(self._own.token)) or caller.place not in self._welcome:
+        place = greeted_by(bytes(caller.content), bytes.fromhex(self._own.token))
+        if place is None or place not in self._welcome:
             return False
+        caller.place = place
         answer = bytes.fromhex(self._own.answer)
         if self._secret is not None:
             caller.nonce = draw()
@@ -212,54 +146,48 @@ class Handshakes:
             )
             answer += caller.nonce + self._secret.proof("called", caller.connecting)
             caller.content, caller.num_bytes = bytearray(), PROOF_BYTES
-        return _send(caller.socket, answer)
+        return caller.send(answer)
 
-    def _is_proven(self, caller: _Exchange) -> bool:
+    def _is_proven(self, caller: _Handshake) -> bool:
         """Whether a caller that was answered has shown that it knows the secret."""
         assert self._secret is not None, "who is asked for a proof was asked with a secret"
         assert caller.connecting is not None, "and has been answered"
         connecting, caller.connecting = caller.connecting, None
         return self._secret.is_proof(bytes(caller.content), "caller", connecting)
 
-    def _call_waiting(self, now: float) -> None:
-        for place in [place for place, start in self._waiting.items() if start <= now]:
-            del self._waiting[place]
-            self._first_called.setdefault(place, now)
-            self._call(place)
-
     def _call(self, place: int) -> None:
+        self._first_called.setdefault(place, time.monotonic())
         address = self._addresses[place]
         made = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET, socket.SOCK_STREAM)
         made.setblocking(False)
         num_bytes = TOKEN_BYTES if self._secret is None else TOKEN_BYTES + NONCE_BYTES + PROOF_BYTES
-        self._calls[made] = call = _Exchange(made, num_bytes, place, is_connected=False)
-        self._selector.register(made, selectors.EVENT_WRITE)
+        call = _Handshake(made, num_bytes, place, is_connected=False)
+        self._began(call, selectors.EVENT_WRITE)
         error = made.connect_ex((address.host, address.port))
         if error not in (0, errno.EINPROGRESS):
-            self._call_again(call, error)
+            self._call_later(call, error)
 
-    def _go_on(self, call: _Exchange) -> None:
+    def _go_on(self, call: _Handshake) -> None:
         """Greets the rank that was called, once it is connected, and then reads its answer."""
         address = self._addresses[call.place]
         if not call.is_connected:
             error = call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             call.nonce = b"" if self._secret is None else draw()
-            greeting = bytes.fromhex(address.token) + self._place.to_bytes(_PLACE_BYTES, "little") + call.nonce
-            if error != 0 or not _send(call.socket, greeting):
-                self._call_again(call, error)
+            if error != 0 or not call.send(greeting(bytes.fromhex(address.token), self._place) + call.nonce):
+                self._call_later(call, error)
                 return
             call.is_connected = True
             self._selector.modify(call.socket, selectors.EVENT_READ)
             return
-        if not _read(call):  # its callers were too many
-            self._call_again(call, 0)
+        if not call.read():  # its callers were too many
+            self._call_later(call, 0)
         elif not bytes.fromhex(address.answer).startswith(call.content[:TOKEN_BYTES]):
-            self._drop(call.socket)
+            self._drop(call)
             raise UnreachableError(call.place, f"somebody else answers at {address.host}, port {address.port}")
-        elif len(call.content) == call.num_bytes:
+        elif call.is_whole:
             self._prove(call, address)
 
-    def _prove(self, call: _Exchange, address: Address) -> None:
+    def _prove(self, call: _Handshake, address: Address) -> None:
         """Ends a call that was answered, with a secret by proofs of both ends."""
         if self._secret is not None:
             connecting = Connecting(
@@ -271,49 +199,30 @@ class Handshakes:
                 bytes(call.content[TOKEN_BYTES:-PROOF_BYTES]),
             )
             if not self._secret.is_proof(bytes(call.content[-PROOF_BYTES:]), "called", connecting):
-                self._drop(call.socket)
+                self._drop(call)
                 raise UnreachableError(
                     call.place,
                     f"whoever answers at {address.host}, port {address.port}, does not know the secret of this job "
                     "(TRITONDT_SECRET)",
                 )
-            if not _send(call.socket, self._secret.proof("caller", connecting)):
-                self._call_again(call, 0)
+            if not call.send(self._secret.proof("caller", connecting)):
+                self._call_later(call, 0)
                 return
-        self._forget(call.socket)
+        self._forget(call)
         self.connected[call.place] = call.socket
 
-    def _call_again(self, call: _Exchange, error: int) -> None:
-        """Calls a rank again later: for some seconds where it could not be reached, else for as long as it takes."""
-        self._drop(call.socket)
-        now, address = time.monotonic(), self._addresses[call.place]
+    def _call_later(self, call: _Handshake, error: int) -> None:
+        """Calls a rank again: for some seconds where it could not be reached, else for as long as it takes."""
+        address = self._addresses[call.place]
         # ETIMEDOUT is of a queue of callers that is full: the rank has yet to come to this exchange.
-        if error not in (0, errno.ETIMEDOUT) and now - self._first_called[call.place] > _PERSISTENCE_S:
+        is_known = error in (0, errno.ETIMEDOUT)
+        if not is_known and time.monotonic() - self._first_called[call.place] > _PERSISTENCE_S:
+            self._drop(call)
             reason = f"[Errno {error}] {errno.errorcode.get(error, 'error')}"
             raise UnreachableError(call.place, f"{reason} at {address.host}, port {address.port}")
-        self._waiting[call.place] = now + _PAUSE_S
+        self._call_again(call)
 
 
 def _address_of(name: tuple[Any, ...]) -> tuple[str, int]:
     """Host and port of what a socket says of an end; of IPv6 it says more."""
     return name[0], name[1]
-
-
-def _read(exchange: _Exchange) -> bool:
-    """Reads what has come of an exchange's bytes, never more; False where its peer has left."""
-    try:
-        found = exchange.socket.recv(exchange.num_bytes - len(exchange.content))
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    exchange.content += found
-    return bool(found)
-
-
-def _send(target: socket.socket, content: bytes) -> bool:
-    """Sends so few bytes that a new connection takes them at once; False where it has broken."""
-    try:
-        return target.send(content) == len(content)
-    except OSError:
-        return False

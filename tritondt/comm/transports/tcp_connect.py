@@ -177,7 +177,7 @@ class Connections:
 
     def _shake_hands(self, handshakes: Handshakes, attempt: Attempt) -> dict[int, socket.socket]:
         try:
-            if not handshakes.run(attempt.deadline, attempt.look):
+            if not handshakes.connect(attempt.deadline, attempt.look):
                 raise self._answers.late(handshakes.missing, attempt)
             for found in handshakes.connected.values():
                 found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,7 +17,7 @@ from tritondt.comm.work import Work
 from tritondt.errors import PeerError
 from tritondt.errors.arguments import checked
 from tritondt.parallel.context.sequence_cut import AttentionParts, SequenceCut, axis_mesh
-from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refuse_exchanges, refusing
+from tritondt.redistribution.run import redistribute_local, redistribute_local_async, refuse_each, refusing
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
@@ -100,7 +100,7 @@ def _await(work: Work, ring: _Ring, num_left: int) -> None:
     try:
         work.wait()
     except PeerError as error:
-        refuse_exchanges(world.current().communicator(ring.mesh.ranks, ring.mesh.device_type), num_left, error)
+        refuse_each([world.current().communicator(ring.mesh.ranks, ring.mesh.device_type)] * num_left, error)
         raise
 
 
