@@ -1,10 +1,11 @@
 """Data movement on the CPU and by NCCL, by raw address; and keys of operator calls. See csrc/README.md."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from tritondt.kernels.boxes import CastBox, CopyBox, ReduceBox
 
+_Engine = TypeVar("_Engine", bound=StreamEngine)
 _Outcome = tuple[Literal["done", "pending", "closed", "mismatch", "unexpected", "interrupted", "expired"], int]
 _Calls = Sequence[tuple[str, int, int, int, str, _Op, int]]
 _Messages = Sequence[tuple[int, int, int]]  # (peer, address or offset, bytes)
@@ -154,6 +155,68 @@ class Watchdog:
 
 STATES: tuple[str, ...]  # "issued", "packing", "exchanging", "unpacking", "done", "failed"
 
+class InFlight:
+    """An operation in flight: as the stream has it, as the watch looks at it, as the flight recorder names it.
+
+    Number `sequence` of its communicator, asked for at the line `site` and `started` then, is the recorder's entry
+    `record`; the entry ends with `sent_bytes` and `received_bytes`. `messages` are those it is made of, where it is
+    made of some; `late` is how the watch knows it, which few operations live to see. What it reads is `held` until it
+    has run, or somebody whose stream comes after it has waited; `error` is why its results will not be right.
+    """
+
+    event: Any
+    stream: Any
+    caller: Any
+    held: Any
+    error: BaseException | None
+    messages: Any
+    late: Any
+    sent_bytes: int
+    received_bytes: int
+    @property
+    def text(self) -> str: ...
+    @property
+    def fingerprint(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def record(self) -> int: ...
+    @property
+    def site(self) -> int: ...
+    @property
+    def started(self) -> float: ...
+    @property
+    def timeout_s(self) -> float: ...
+    def __new__(cls, text: str, fingerprint: int, site: int, timeout_s: float, held: object = (), /) -> InFlight: ...
+    def begin(self, sequence: int, record: int, /) -> None: ...
+    def is_over(self, /) -> bool: ...
+    def release(self, /) -> None: ...
+    def fail(self, error: BaseException, /) -> None: ...
+
+class StreamEngine:
+    """The order of one communicator's calls in the streams of a device, and those that are watched."""
+
+    target: Any
+    passed: Any
+    on_late: Callable[[InFlight], object] | None
+    @property
+    def streams(self) -> Any: ...
+    @property
+    def stream(self) -> Any: ...
+    @property
+    def is_capturing(self) -> bool: ...
+    def __new__(
+        cls: type[_Engine], streams: Any, stream: Any, recorder: FlightRecorder | None = None, /
+    ) -> _Engine: ...
+    def begin(self, operation: InFlight, is_synchronous: bool = False, ready: object = None, /) -> Any: ...
+    def end(self, operation: InFlight, stream: object, /) -> None: ...
+    def wait(self, operation: InFlight, /) -> None: ...
+    def let_wait(self, stream: object, /) -> None: ...
+    def note_end(self, /) -> Any: ...
+    def watch(self, operation: InFlight, /) -> None: ...
+    def reap(self, /) -> None: ...
+    def under_way(self, /) -> list[InFlight]: ...
+
 class FlightRecorder:
     """The last operations of one rank, in a ring. A state is a position in STATES; -1 stands for none."""
 
@@ -236,6 +299,48 @@ class NcclCallConfig:
     def __init__(self, *args: Any, **kwargs: Any) -> NoReturn: ...
 
 _Config = NcclCallConfig | None
+
+class ExchangeProgram:
+    """One rank's side of an exchange over NCCL, on tensors alike."""
+
+    def __init__(
+        self,
+        engine: StreamEngine,
+        communicator: NcclCommunicator,
+        recorder: FlightRecorder,
+        tensor_classes: tuple[type, ...],
+        launch: Callable[..., object] | None,
+    ) -> None: ...
+    def set_operation(self, text: str, fingerprint: int, communicator: int, label: int) -> None: ...
+    def set_messages(
+        self,
+        sends: MessageSlices,
+        receives: MessageSlices,
+        messages: object,
+        sent_bytes: int,
+        received_bytes: int,
+    ) -> None: ...
+    def set_launches(
+        self,
+        before: Sequence[tuple[Callable[..., object], str, str]],
+        after: Sequence[tuple[Callable[..., object], str, str]],
+        is_packing: bool,
+        is_unpacking: bool,
+        packed_at: int,
+    ) -> None: ...
+    def set_tensors(self, sources: Sequence[object], targets: Sequence[object], alignment: int) -> bool: ...
+    def issue(
+        self,
+        sources: Sequence[object],
+        targets: Sequence[object],
+        memory: int,
+        sequence: int,
+        site: int,
+        timeout_s: float,
+        num_threads: int,
+    ) -> InFlight | None: ...
+    @property
+    def operation(self) -> InFlight | None: ...
 
 class NcclCommunicator:
     """One rank of a communicator of NCCL. Tensors are addresses and counts, streams are integers.

@@ -11,9 +11,11 @@
 #include "bindings/call_key.h"
 #include "bindings/collectives.h"
 #include "bindings/daemon_threads.h"
+#include "bindings/exchange_program.h"
 #include "bindings/flight.h"
 #include "bindings/nccl.h"
 #include "bindings/sockets.h"
+#include "bindings/stream_engine.h"
 #include "bindings/system_errors.h"
 #include "boxes/strided_cast.h"
 #include "boxes/strided_copy.h"
@@ -202,7 +204,9 @@ PYBIND11_MODULE(_C, module) {
   tritondt::bind_collectives(&module);
   tritondt::bind_flight_recorder(&module);
   tritondt::bind_watchdog(&module);
+  tritondt::bind_stream_engine(&module);
   tritondt::bind_nccl(&module);
+  tritondt::bind_exchange_program(&module);
   tritondt::bind_daemon_threads(&module);
   module.def(
       "limit_instructions", &tritondt::limit_instructions, py::arg("name"),

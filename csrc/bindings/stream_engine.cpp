@@ -217,38 +217,34 @@ PyType_Spec in_flight_spec = {"tritondt._C.InFlight", sizeof(InFlight), 0,
 
 // Engine ------------------------------------------------------------------------------------------
 
-StreamEngine* engine_of(PyObject* self) {
-  auto* engine = reinterpret_cast<StreamEngine*>(self);
-  if (engine->streams != nullptr) return engine;
-  PyErr_SetString(PyExc_TypeError, "StreamEngine.__init__ was not called");
-  return nullptr;
+StreamEngine* engine_of(PyObject* self) { return reinterpret_cast<StreamEngine*>(self); }
+
+// False with a Python error.
+bool read_recorder(PyObject* given, std::shared_ptr<FlightRecorder>* recorder) {
+  if (given == Py_None) return true;
+  try {
+    *recorder = py::handle(given).cast<RecorderHandle&>().recorder;
+    return true;
+  } catch (const py::cast_error&) {
+    PyErr_Format(PyExc_TypeError, "a FlightRecorder or None is taken, not %.100s",
+                 Py_TYPE(given)->tp_name);
+    return false;
+  }
 }
 
-PyObject* engine_new(PyTypeObject* type, PyObject* /*args*/, PyObject* /*kwargs*/) {
+PyObject* engine_new(PyTypeObject* type, PyObject* args, PyObject* /*kwargs*/) {
+  PyObject *streams = nullptr, *stream = nullptr, *given = Py_None;
+  std::shared_ptr<FlightRecorder> recorder;
+  if (!PyArg_ParseTuple(args, "OO|O", &streams, &stream, &given)) return nullptr;
+  if (!read_recorder(given, &recorder)) return nullptr;
   auto* made = reinterpret_cast<StreamEngine*>(type->tp_alloc(type, 0));
   if (made == nullptr) return nullptr;
   made->under_way = new std::deque<InFlight*>;
-  made->recorder = new std::shared_ptr<FlightRecorder>;
+  made->recorder = new std::shared_ptr<FlightRecorder>(std::move(recorder));
+  set(&made->streams, streams);
+  set(&made->stream, stream);
+  set(&made->target, stream);
   return reinterpret_cast<PyObject*>(made);
-}
-
-int engine_init(PyObject* self, PyObject* args, PyObject* /*kwargs*/) {
-  PyObject *streams = nullptr, *stream = nullptr, *recorder = Py_None;
-  if (!PyArg_ParseTuple(args, "OO|O", &streams, &stream, &recorder)) return -1;
-  auto* engine = reinterpret_cast<StreamEngine*>(self);
-  if (recorder != Py_None) {
-    try {
-      *engine->recorder = py::handle(recorder).cast<RecorderHandle&>().recorder;
-    } catch (const py::cast_error&) {
-      PyErr_Format(PyExc_TypeError, "a FlightRecorder or None is taken, not %.100s",
-                   Py_TYPE(recorder)->tp_name);
-      return -1;
-    }
-  }
-  set(&engine->streams, streams);
-  set(&engine->stream, stream);
-  set(&engine->target, stream);
-  return 0;
 }
 
 template <typename Visit>
@@ -265,9 +261,8 @@ int engine_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   auto* engine = reinterpret_cast<StreamEngine*>(self);
   for (InFlight* each : *engine->under_way) Py_VISIT(each);
-  return each_slot(engine, [visit, arg](PyObject** slot) {
-    return *slot == nullptr ? 0 : visit(*slot, arg);
-  });
+  return each_slot(
+      engine, [visit, arg](PyObject** slot) { return *slot == nullptr ? 0 : visit(*slot, arg); });
 }
 
 int engine_clear(PyObject* self) {
@@ -336,7 +331,7 @@ PyObject* begin(StreamEngine* engine, InFlight* operation, bool is_synchronous, 
 PyObject* engine_begin(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   if (!check_count("StreamEngine.begin", count, 1, 3)) return nullptr;
   StreamEngine* engine = engine_of(self);
-  InFlight* operation = engine == nullptr ? nullptr : in_flight_of(values[0]);
+  InFlight* operation = in_flight_of(values[0]);
   if (operation == nullptr) return nullptr;
   const int is_synchronous = count > 1 ? PyObject_IsTrue(values[1]) : 0;
   if (is_synchronous < 0) return nullptr;
@@ -347,10 +342,9 @@ PyObject* engine_begin(PyObject* self, PyObject* const* values, Py_ssize_t count
 PyObject* engine_end(PyObject* self, PyObject* const* values, Py_ssize_t count) {
   if (!check_count("StreamEngine.end", count, 2, 2)) return nullptr;
   StreamEngine* engine = engine_of(self);
-  InFlight* operation = engine == nullptr ? nullptr : in_flight_of(values[0]);
+  InFlight* operation = in_flight_of(values[0]);
   if (operation == nullptr) return nullptr;
-  PyObject* event =
-      PyObject_CallMethodObjArgs(engine->streams, names->record, values[1], nullptr);
+  PyObject* event = PyObject_CallMethodObjArgs(engine->streams, names->record, values[1], nullptr);
   if (event == nullptr) return nullptr;
   set(&operation->stream, values[1]);
   set(&operation->event, event);
@@ -364,10 +358,10 @@ PyObject* engine_end(PyObject* self, PyObject* const* values, Py_ssize_t count) 
 
 PyObject* engine_wait(PyObject* self, PyObject* argument) {
   StreamEngine* engine = engine_of(self);
-  InFlight* operation = engine == nullptr ? nullptr : in_flight_of(argument);
+  InFlight* operation = in_flight_of(argument);
   if (operation == nullptr) return nullptr;
-  const auto waiter = py::reinterpret_steal<py::object>(
-      PyObject_CallMethodNoArgs(engine->streams, names->current));
+  const auto waiter =
+      py::reinterpret_steal<py::object>(PyObject_CallMethodNoArgs(engine->streams, names->current));
   if (!waiter) return nullptr;
   if (waiter.ptr() != operation->stream) {
     const auto event = py::reinterpret_steal<py::object>(value_of(operation->event));
@@ -385,13 +379,12 @@ PyObject* engine_wait(PyObject* self, PyObject* argument) {
 
 PyObject* engine_let_wait(PyObject* self, PyObject* stream) {
   StreamEngine* engine = engine_of(self);
-  if (engine == nullptr || !let_wait(engine, stream)) return nullptr;
+  if (!let_wait(engine, stream)) return nullptr;
   Py_RETURN_NONE;
 }
 
 PyObject* engine_note_end(PyObject* self, PyObject* /*none*/) {
   StreamEngine* engine = engine_of(self);
-  if (engine == nullptr) return nullptr;
   const py::object target = py::reinterpret_borrow<py::object>(engine->target);
   PyObject* event = PyObject_CallMethodNoArgs(target.ptr(), names->record_event);
   if (event == nullptr) return nullptr;
@@ -428,20 +421,19 @@ bool reap(StreamEngine* engine) {
 
 PyObject* engine_reap(PyObject* self, PyObject* /*none*/) {
   StreamEngine* engine = engine_of(self);
-  if (engine == nullptr || !reap(engine)) return nullptr;
+  if (!reap(engine)) return nullptr;
   Py_RETURN_NONE;
 }
 
 PyObject* engine_watch(PyObject* self, PyObject* argument) {
   StreamEngine* engine = engine_of(self);
-  InFlight* operation = engine == nullptr ? nullptr : in_flight_of(argument);
+  InFlight* operation = in_flight_of(argument);
   if (operation == nullptr || !watch(engine, operation)) return nullptr;
   Py_RETURN_NONE;
 }
 
 PyObject* engine_under_way(PyObject* self, PyObject* /*none*/) {
   StreamEngine* engine = engine_of(self);
-  if (engine == nullptr) return nullptr;
   PyObject* made = PyList_New(0);
   for (InFlight* each : *engine->under_way) {
     if (made != nullptr && PyList_Append(made, reinterpret_cast<PyObject*>(each)) != 0) {
@@ -489,10 +481,10 @@ PyMethodDef engine_methods[] = {
 };
 
 PyType_Slot engine_slots[] = {
-    {Py_tp_doc, const_cast<char*>("StreamEngine(streams, stream, recorder=None, /)\n--\n\nThe order "
-                                  "of one communicator's calls in the streams of a device.")},
+    {Py_tp_doc,
+     const_cast<char*>("StreamEngine(streams, stream, recorder=None, /)\n--\n\nThe order "
+                       "of one communicator's calls in the streams of a device.")},
     {Py_tp_new, reinterpret_cast<void*>(engine_new)},
-    {Py_tp_init, reinterpret_cast<void*>(engine_init)},
     {Py_tp_dealloc, reinterpret_cast<void*>(engine_dealloc)},
     {Py_tp_traverse, reinterpret_cast<void*>(engine_traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(engine_clear)},

@@ -12,8 +12,7 @@ namespace tritondt {
 // An operation in flight, as Python reads it; see tritondt/comm/nccl/stream_engine.py. Plain C
 // types, for the host's time: each is made, asked and dropped for every operation.
 struct InFlight {
-  PyObject_HEAD
-  PyObject *event, *stream, *caller, *held, *error;
+  PyObject_HEAD PyObject *event, *stream, *caller, *held, *error;
   PyObject *text, *messages, *late;
   unsigned long long fingerprint;
   long long sequence, record, site;
@@ -23,11 +22,10 @@ struct InFlight {
 
 // The order of one communicator's calls in streams, and those that are watched.
 struct StreamEngine {
-  PyObject_HEAD
-  PyObject *streams, *stream, *target, *passed;
-  PyObject *latest, *end;           // the latest call's stream and its end
-  PyObject *waiter, *waited;        // another stream that waits already, and for which end
-  PyObject* on_late;                // told of watched operations that are over, where one was late
+  PyObject_HEAD PyObject *streams, *stream, *target, *passed;
+  PyObject *latest, *end;     // the latest call's stream and its end
+  PyObject *waiter, *waited;  // another stream that waits already, and for which end
+  PyObject* on_late;          // told of watched operations that are over, where one was late
   char is_capturing;
   std::shared_ptr<FlightRecorder>* recorder;
   std::deque<InFlight*>* under_way;

@@ -74,6 +74,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Ends what is under way, for a split or shrink, or destroy, to follow; 2.28.
   void revoke();
 
+  // Throws where it has ended, or belongs to the parent of this process.
+  void check_usable() const;
   const Library& library() const { return api_->library(); }
   bool is_blocking() const { return is_blocking_; }
   Place place();
@@ -150,7 +152,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Ptr make_child(OptionsPtr options, const Make& make);
 
   bool is_forked() const;
-  void check_usable() const;
   ncclComm_t comm() const;
   ncclConfig_t* config();
   ncclResult_t end_comm();

@@ -54,7 +54,8 @@ class NcclGroup:
 
         What is synchronous goes into the caller's stream.
         """
-        self._check_usable(operation.text)
+        if self._failure is not None:
+            self._check_usable(operation.text)
         if self._coalesced is not None:
             self._coalesced.append(Request(operation, tensors))
             return None
@@ -112,7 +113,8 @@ class NcclGroup:
         work = NcclWork(operation, tensors, self._streams, self._note_raised, site, timeout_s)
         work.is_synchronous = is_synchronous
         into.put(work, tensors)
-        self._check_usable(operation.text)  # at once: nobody need wait for the work to hear of it
+        if self._failure is not None:
+            self._check_usable(operation.text)  # at once: nobody need wait for the work to hear of it
         return work
 
     def _note_raised(self) -> None:

@@ -48,7 +48,7 @@ class CollectiveStream:
         self._label = self._recorder.label(context.name)
         others = tuple(rank for rank in context.ranks if rank != context.rank)
         policy = TimeoutPolicy(_LIMIT, _MUST, others)
-        self.engine = StreamEngine(nccl_device.streams)
+        self.engine = StreamEngine(nccl_device.streams, self._recorder)
         self._monitored = MonitoredNccl(context, nccl_device.library, self.engine, on_failure, policy)
         self.sequence = 0
         self._turn = threading.Lock()
@@ -68,29 +68,35 @@ class CollectiveStream:
         if monitored.failure is not None:
             work.fail(monitored.failure)
             return
-        if monitored.refusals:
+        if monitored.refusals.open:
             monitored.settle_refusals()
-        stream = engine.begin(operation, is_synchronous=work.is_synchronous, ready=work.ready)
+        stream = engine.begin(operation, work.is_synchronous, work.ready)
         if engine.is_capturing:  # a graph is being made: nothing runs, and nothing is waited for
             monitored.num_captured += 1
             self._call(work.operation, tensors, stream)
         else:
-            self._record(work)
-            monitored.put(operation, self._call, "run", work.operation, tensors, stream)
+            # Numbered, for recorder and watch.
+            self.sequence += 1
+            recorder, kind = self._recorder, work.operation
+            label = recorder.label(kind.text)
+            entry = recorder.begin(self._label, self.sequence, label, kind.fingerprint, operation.site, EXCHANGING)
+            operation.begin(self.sequence, entry)
+            engine.watch(operation)
+            try:
+                self._call(work.operation, tensors, stream)
+            except BaseException as error:
+                monitored.break_off(operation, error, "run")
+                raise
         engine.end(operation, stream)
-
-    def _record(self, work: NcclWork) -> None:
-        """Numbers an operation, for recorder and watch."""
-        self.sequence += 1
-        recorder, operation, site = self._recorder, work.operation, work.in_flight.site
-        label = recorder.label(operation.text)
-        entry = recorder.begin(self._label, self.sequence, label, operation.fingerprint, site, EXCHANGING)
-        work.in_flight.begin(self.sequence, entry)
 
     def _call(self, operation: Operation, tensors: Sequence[torch.Tensor], stream: Stream) -> None:
         """Gives an operation's calls to NCCL, between the copies that they need."""
         if not operation.stagings:
-            self._run(operation, tensors, stream)
+            native = operation.native
+            if native is None or len(tensors) > 1:
+                self._run(operation, tensors, stream)
+            else:  # a comprehension is a call
+                self._monitored.native.run(native, [tensors[0].data_ptr()], stream.cuda_stream)
             return
         lists = [[tensors[number] for number in staging.tensors] for staging in operation.stagings]
         with self._streams.on(stream), torch.no_grad():

@@ -14,8 +14,6 @@ from benchmarks.nccl.host_overhead.timing import Issue
 from benchmarks.nccl.stub_cuda import StubStreams
 from tritondt.comm.nccl import stream_queue, streams
 from tritondt.comm.nccl.stream_queue import StreamQueue
-from tritondt.comm.nccl.watched import MonitoredNccl
-from tritondt.comm.transports import base
 from tritondt.comm.transports.nccl import NcclCommunicator
 from tritondt.kernels.gpu.device_table import DeviceTable, Launch
 from tritondt.redistribution import run
@@ -24,7 +22,8 @@ _CALLS = 4000
 REST = "dispatch, the pending tensor, what holds the parts together"
 # The time of a part is without that of other parts that it calls.
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
-    "look-up of the plan": ((run, "compile_plan"), (base.PackedCommunicator, "_plan")),
+    "look-up of the plan": ((run, "compile_plan"),),
+    "an exchange's program: fields, records, watch, messages": ((NcclCommunicator, "_issue"),),
     "pointers of the tables": ((DeviceTable, "prepared"),),
     "launches": ((DeviceTable, "launch"), (Launch, "run")),
     "events and streams": (
@@ -37,14 +36,7 @@ _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {
         (streams._On, "__exit__"),
         (StreamQueue, "_let_go_ended"),
     ),
-    "group of messages": ((NcclCommunicator, "start"),),
     "allocations": ((run, "allocate"), (stream_queue, "allocate")),
-    "recorder and watch": (
-        (NcclCommunicator, "post"),
-        (NcclCommunicator, "_record_end"),
-        (MonitoredNccl, "reap"),
-        (MonitoredNccl, "begin"),
-    ),
 }
 
 

@@ -16,6 +16,7 @@ from tests.harness.doubled import doubled
 from tritondt._C import NcclLibrary
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.transports.nccl import NcclCommunicator
+from tritondt.comm.work import run_at_once
 from tritondt.kernels.gpu import copy_boxes, reduce_slots
 from tritondt.kernels.tables import TritonMaker
 from tritondt.process_group.stream import NcclDevice
@@ -83,9 +84,7 @@ class NoOpStreams:
     def follow(self, stream: Any, other: Any) -> None:
         """Everything has run."""
 
-    def launch(self, run: Callable[..., object], *arguments: object) -> None:
-        """As on a GPU: `run` launches."""
-        run(*arguments)
+    launch = staticmethod(run_at_once)  # as on a GPU
 
     def is_capturing(self) -> bool:
         """No."""

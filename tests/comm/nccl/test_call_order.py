@@ -144,7 +144,7 @@ def end_behind_a_gate(rank: int) -> bool:
     here = setting()
     gate = Gate(here.b._stream)
     here.gather_on(here.b)
-    end: Any = here.communicator._watched._under_way[-1].event
+    end: Any = here.communicator._engine.under_way()[-1].event
     assert not end.query()
     gate.open()
     T.close()
@@ -228,7 +228,7 @@ def test_a_wait_for_an_earlier_call_is_none_for_the_latest() -> None:
 
     def put(call: InFlight, stream: Noting) -> list[Any]:
         streams.stream = stream
-        engine.end(call, engine.begin(call, is_synchronous=True))
+        engine.end(call, engine.begin(call, True))
         return stream.waits
 
     assert put(early, first) == []  # there is no call yet

@@ -215,14 +215,8 @@ class Counting:
         return False
 
 
-class Step:
-    """One of the exchanges of a work."""
-
-    event: Any = None
-
-
 def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
-    steps = [Step(), Step(), Step()]
+    steps = [InFlight("a step", 0, -1, 1.0) for _ in range(3)]
 
     def body(rank: int) -> None:
         counting: Any = Counting()
@@ -235,7 +229,7 @@ def test_a_step_ends_before_the_next_one_and_the_last_with_its_work() -> None:
                 assert step.event is None
 
         work: Any = queue.submit(run, "two steps", sources_ready=True)
-        assert (steps[0].event, steps[1].event, work.event) == (1, 2, 2)
+        assert (steps[0].event, steps[1].event, work.in_flight.event) == (1, 2, 2)
         queue.mark_end(steps[2])  # of no work
         assert steps[2].event == 3
 
@@ -279,19 +273,19 @@ def test_an_exchange_that_ends_with_its_work_does_not_ask_again(monkeypatch: pyt
         counting: Any = Counting()
         events = [Asked(), Asked()]
         counting.record_event = iter(events).__next__
-        engine, nothing = StreamEngine(counting), SimpleNamespace(attend=lambda find: None)
-        queue = StreamQueue(engine)
         recorder = Flight(0, 1, None).recorder
+        engine, nothing = StreamEngine(counting, recorder), SimpleNamespace(attend=lambda find: None)
+        queue = StreamQueue(engine)
         member: Any = SimpleNamespace(watch=nothing, flight=SimpleNamespace(recorder=recorder))
         library: Any = None
-        watched: Any = MonitoredNccl(member, library, engine, lambda error: pytest.fail(str(error)), TimeoutPolicy())
+        MonitoredNccl(member, library, engine, lambda error: pytest.fail(str(error)), TimeoutPolicy())
         exchange = InFlight("one", 0, -1, 1.0)
         exchange.begin(1, recorder.begin(0, 1, recorder.label("one"), 0, -1))
-        watched.begin(exchange)
+        engine.watch(exchange)
         queue.submit(lambda: queue.mark_end(exchange), "first", sources_ready=True)
         is_over_before = engine.passed is not None
         queue.submit(lambda: None, "second", sources_ready=True)
-        watched.reap()
+        engine.reap()
         return events[0].num_asked, is_over_before, exchange.is_over(), recorder.entries()[-1]["state"]
 
     assert run_ranks(1, body) == [(1, False, True, "done")]

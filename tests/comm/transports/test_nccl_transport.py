@@ -18,6 +18,7 @@ from tests.harness.nccl_on_host import ranks_on
 from tritondt.comm import world
 from tritondt.comm.monitor.flight import Flight
 from tritondt.comm.nccl import watched as nccl_watched
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 
 TIMEOUT_S = 5.0
 
@@ -186,7 +187,8 @@ def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyP
     flight = SimpleNamespace(recorder=None)
     watch = SimpleNamespace(attend=lambda find: None, leave=lambda find: None)
     member: Any = SimpleNamespace(watch=watch, flight=flight, timeout=timedelta(seconds=0.1))
-    engine: Any = SimpleNamespace(streams=SimpleNamespace(bind_thread=lambda: None), passed=None)
+    streams: Any = SimpleNamespace(bind_thread=lambda: None, make=lambda: None)
+    engine = StreamEngine(streams)
     library: Any = None
     terms = nccl_watched.TimeoutPolicy()
     watched: Any = nccl_watched.MonitoredNccl(member, library, engine, lambda error: pytest.fail(str(error)), terms)
@@ -199,18 +201,10 @@ def test_what_cannot_be_destroyed_in_time_is_aborted(monkeypatch: pytest.MonkeyP
 
 
 class Lost:
-    """Stands for an operation on a device that does not answer any more."""
+    """Stands for an event on a device that does not answer any more."""
 
-    text, fingerprint, record, site, late, event = "an operation", 1, 0, -1, None, None
-
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
-
-    def is_over(self) -> bool:
+    def query(self) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def fail(self, error: BaseException) -> None:
-        self.error = error
 
 
 def test_a_device_that_does_not_answer_ends_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,10 +215,12 @@ def test_a_device_that_does_not_answer_ends_what_is_under_way(monkeypatch: pytes
     )
     member: Any = SimpleNamespace(watch=watch, flight=Flight(0, 1, None), key="key", name="rank 0")
     nothing: Any = None
-    engine: Any = SimpleNamespace(streams=SimpleNamespace(bind_thread=lambda: None), passed=None)
+    streams: Any = SimpleNamespace(bind_thread=lambda: None, make=lambda: None)
+    engine = StreamEngine(streams)
     watched: Any = nccl_watched.MonitoredNccl(member, nothing, engine, told.append, nccl_watched.TimeoutPolicy())
-    lost: Any = Lost()
-    watched.put(lost, lambda: None, "run")
+    lost = InFlight("an operation", 1, -1, 1.0)
+    engine.watch(lost)
+    lost.event = Lost()
     assert watched._waits() == []
     assert watched.native.aborted.wait(60)
     assert told == [lost.error, lost.error]  # the other ranks, and this one

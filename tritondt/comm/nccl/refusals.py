@@ -24,14 +24,11 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """What one rank of a communicator has refused since it last agreed with the others; false where that is nothing."""
+    """What one rank of a communicator has refused since it last agreed with the others: `open`."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context = context
-        self._open: list[Refusal] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._open)
+        self.open: list[Refusal] = []
 
     @cached_property
     def _notices(self) -> Notices:
@@ -39,14 +36,14 @@ class Refusals:
 
     def add(self, sequence: int, error: BaseException) -> None:
         """Notes that this rank takes no part in operation `sequence`; RuntimeError where the store does not answer."""
-        self._open.append(Refusal(sequence, f"{type(error).__name__}: {error}"))
+        self.open.append(Refusal(sequence, f"{type(error).__name__}: {error}"))
         self._notices.refuse(self._context.key, sequence)
 
     def settle(self) -> None:
         """Returns when all ranks have refused what this one has; PeerError where one took part, or does not say."""
-        while self._open:
-            self._settle(self._open[0])
-            self._open.pop(0)
+        while self.open:
+            self._settle(self.open[0])
+            self.open.pop(0)
 
     def _settle(self, refusal: Refusal) -> None:
         context, limit_s = self._context, self._context.timeout.total_seconds()

@@ -7,14 +7,13 @@ Work, or by the queue where that was dropped, so that the allocator needs not be
 
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Sequence
 
 import torch
 
 from tritondt.comm import read_guard
-from tritondt.comm.nccl.stream_engine import StreamEngine, Synchronous
-from tritondt.comm.nccl.streams import Event, Stream, answered
+from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine, Synchronous
+from tritondt.comm.nccl.streams import Stream, answered
 from tritondt.comm.work import IssueQueue, Run, Work, torn, versions, without_frames
 from tritondt.errors import WorldError
 from tritondt.kernels.memory import allocate
@@ -27,31 +26,29 @@ _LEAST_BYTES, _KEPT_BYTES = 1 << 12, 1 << 20
 class StreamWork(Work):
     """Work in a stream: waiting for it lets the calling thread's current stream wait, and not the host."""
 
-    __slots__ = ("_addresses", "_held", "_versions", "caller", "event", "stream")
+    __slots__ = ("_addresses", "_versions", "in_flight")
 
     def __init__(self, queue: "StreamQueue", description: str, held: Sequence[torch.Tensor], run: Run) -> None:
         # As Work's: the call takes longer.
         self.description, self._queue, self._issuer = description, queue, queue.issuer
         self._finished = self._is_seen = False
         self._error = None
-        self.event: Event | None = None
-        self.stream: Stream | None = None
-        self.caller: Stream | None = None  # the stream of whoever issued it, whose memory it reads
-        self._held: tuple[Any, ...] | None = (held, run)
+        self.in_flight = InFlight(description, 0, -1, 0.0, (held, run))
         self._versions = versions(held)
-        self._addresses = read_guard.begin(held, self.settle)
+        self._addresses: Collection[int] | None = read_guard.begin(held, self.settle)
 
     def is_completed(self) -> bool:
         """Whether the work has run, well or not."""
-        if self._finished or self.event is None or self._queue.is_disowned:
+        if self._finished or self._queue.is_disowned:
             return self._finished
-        return self.event.query()
+        return self.in_flight.is_over()
 
     def check_sources(self) -> None:
         """Notes an error where a source was written to without a wait."""
-        if self._held is None or self._error is not None:
+        held = self.in_flight.held
+        if held is None or self._error is not None:
             return
-        sources = self._held[0]
+        sources = held[0]
         now = versions(sources)
         if now != self._versions:
             pairs = zip(sources, now, self._versions, strict=True)
@@ -65,19 +62,14 @@ class StreamWork(Work):
 
     def release(self) -> None:
         """Lets go of the work's tensors: a write to them now comes after it."""
-        if self._held is not None:
-            self._held = None
+        self.in_flight.release()
+        if self._addresses is not None:
             read_guard.end(self._addresses, self.settle)
+            self._addresses = None
 
     def fail(self, error: BaseException) -> None:
         """Notes why the work's results will not be right."""
         self._error = self._error or error
-
-
-class Ended(Protocol):
-    """A thing put into the stream that ends at `event`."""
-
-    event: Event | None
 
 
 class StreamQueue(IssueQueue):
@@ -89,9 +81,9 @@ class StreamQueue(IssueQueue):
         super().__init__()
         self.engine = engine
         self.stream: Stream = engine.stream
-        self._ending: list[Ended] = []
+        self.ending: list[InFlight] = []  # operations that end with the work that is being put into the stream
         self._under_way: deque[StreamWork] = deque()
-        self._staging: torch.Tensor | None = None
+        self.kept: torch.Tensor | None = None  # memory for messages of what is issued
         self.is_through = False  # it has been closed, and nothing of it is in a stream any more
 
     def submit(self, run: Run, description: str, sources: Sequence[torch.Tensor] = (), *, sources_ready: bool) -> Work:
@@ -100,7 +92,7 @@ class StreamQueue(IssueQueue):
         try:
             self._enqueue(work, run)
         finally:
-            if work.event is None:  # nothing of it is in the stream
+            if work.in_flight.event is None:  # nothing of it is in the stream
                 work.release()
         return work
 
@@ -109,10 +101,10 @@ class StreamQueue(IssueQueue):
         engine = self.engine
         self.thread_id = threading.get_ident()
         try:
-            stream = engine.begin(work)
+            stream = engine.begin(work.in_flight)
             if not engine.is_capturing:  # nobody may ask then
                 self._let_go_ended()
-            with engine.streams.on(stream, work.caller):
+            with engine.streams.on(stream, work.in_flight.caller):
                 try:
                     run()
                 except BaseException as error:  # noqa: BLE001  whoever waits for it raises it
@@ -121,19 +113,25 @@ class StreamQueue(IssueQueue):
                     self._failed = self._failed or work
         finally:
             self.thread_id = None
-        engine.end(work, stream)
-        self._mark(work.event)
+        engine.end(work.in_flight, stream)
+        for ended in self.ending:
+            ended.event = work.in_flight.event
+        self.ending.clear()
         if not engine.is_capturing:  # a graph's events cannot be asked for; who waits within it keeps the work
             self._under_way.append(work)
 
     def wait_for(self, work: Work) -> None:
         """Lets the calling thread's current stream wait for `work`."""
         assert isinstance(work, StreamWork), "work of a queue of streams"
-        self._check_owned(work)
-        if work.event is None:
+        if self._disowned is not None:
+            self._check_owned(work)
+        operation = work.in_flight
+        if operation.event is None:
             return  # it asks for itself while it is put into the stream
         work.check_sources()
-        self.engine.wait(work)
+        self.engine.wait(operation)
+        if operation.held is None:
+            work.release()
 
     @property
     def is_busy(self) -> bool:
@@ -148,9 +146,9 @@ class StreamQueue(IssueQueue):
 
     def _let_go_ended(self) -> None:
         under_way = self._under_way
-        while under_way and under_way[0].is_completed():
+        while under_way and self._disowned is None and under_way[0].in_flight.is_over():
             work = under_way.popleft()
-            self.engine.passed = work.event
+            self.engine.passed = work.in_flight.event
             work.end()
 
     def staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -161,11 +159,9 @@ class StreamQueue(IssueQueue):
         """
         if num_bytes > _KEPT_BYTES or self.engine.is_capturing or not self.is_own_thread():
             return allocate((num_bytes,), torch.uint8, device)
-        kept = self._staging
+        kept = self.kept
         if kept is None or kept.numel() < num_bytes:
-            kept = self._staging = allocate(
-                (max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()),), torch.uint8, device
-            )
+            kept = self.kept = allocate((max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length()),), torch.uint8, device)
         return kept
 
     def fail(self, error: BaseException) -> None:
@@ -197,12 +193,12 @@ class StreamQueue(IssueQueue):
         if self.is_through:
             self.let_go()
         else:
-            _never_over.append((list(self._under_way), self._staging))
+            _never_over.append((list(self._under_way), self.kept))
 
-    def mark_end(self, ended: Ended) -> None:
+    def mark_end(self, ended: InFlight) -> None:
         """Sets the event of `ended`: the end of the work that is being put into the stream, or its end so far."""
         if self.is_own_thread():
-            self._ending.append(ended)
+            self.ending.append(ended)
         else:
             ended.event = self.engine.note_end()
 
@@ -213,13 +209,11 @@ class StreamQueue(IssueQueue):
 
     def mark_step(self) -> None:
         """Ends here what was to end with the work: what is put into the stream next comes after it."""
-        if self._ending:
-            self._mark(self.stream.record_event())
-
-    def _mark(self, event: Event | None) -> None:
-        for ended in self._ending:
-            ended.event = event
-        self._ending.clear()
+        if self.ending:
+            event = self.stream.record_event()
+            for ended in self.ending:
+                ended.event = event
+            self.ending.clear()
 
     def synchronous(self) -> Synchronous:
         """Context of a call that the caller's next operators come after; see `StreamEngine.synchronous`."""

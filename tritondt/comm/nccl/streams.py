@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from tritondt.comm.work import run_at_once
 from tritondt.errors import TransportError
 
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -235,9 +236,7 @@ class CudaStreams:
             latest = self._latest_on = _On(before, stream)
         return latest
 
-    def launch(self, run: Callable[..., object], *arguments: object) -> None:
-        """Calls `run`: kernels go to the current stream by themselves."""
-        run(*arguments)
+    launch = staticmethod(run_at_once)  # kernels go to the current stream by themselves
 
     def is_capturing(self) -> bool:
         """Whether a CUDA graph is being made of the current stream."""

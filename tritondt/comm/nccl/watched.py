@@ -5,7 +5,6 @@ The host waits for none of them. What does not come to an end in time is aborted
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -16,7 +15,7 @@ from tritondt._C import NcclCommunicator, NcclError, NcclLibrary
 from tritondt.comm.daemons import within
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.comparison import MUST
-from tritondt.comm.monitor.flight import DONE, FAILED, ExchangeRecord
+from tritondt.comm.monitor.flight import FAILED, ExchangeRecord
 from tritondt.comm.monitor.watch import Wait
 from tritondt.comm.nccl import aborts
 from tritondt.comm.nccl.bootstrap import join_nccl
@@ -69,7 +68,6 @@ class MonitoredNccl:
         self._context, self._on_failure, self._policy = context, on_failure, policy
         self._engine, self._streams, self._library = engine, engine.streams, library
         self._watch, self._recorder = context.watch, context.flight.recorder
-        self._under_way: deque[InFlight] = deque()
         self._breaking, self._making_late = threading.Lock(), threading.Lock()
         self.failure: BaseException | None = None
         self.num_captured = 0
@@ -81,6 +79,7 @@ class MonitoredNccl:
         self.trouble: Callable[[], str | None] = _find_nothing
         self.refusals = Refusals(context)
         self._registered: RegisteredMemory | None = None
+        engine.on_late = self._end
         self.native: NcclCommunicator = join_nccl(context, library, engine.streams)
         self._watch.attend(self._waits)
 
@@ -90,20 +89,6 @@ class MonitoredNccl:
             limit_s = self._context.timeout.total_seconds()
             self._registered = RegisteredMemory(self.native, self._library, num_bytes, self._streams.device, limit_s)
         return self._registered
-
-    def put(self, operation: InFlight, run: Callable[..., object], doing: str, *arguments: object) -> None:
-        """Watches an operation that `run` puts into the stream, given `arguments`; see `break_off`."""
-        self.begin(operation)
-        try:
-            run(*arguments)
-        except BaseException as error:
-            self.break_off(operation, error, doing)
-            raise
-
-    def begin(self, operation: InFlight) -> None:
-        """Watches an operation that is about to be put into the stream, from its number and entry on."""
-        self.reap()
-        self._under_way.append(operation)
 
     def break_off(self, operation: InFlight, error: BaseException, doing: str) -> None:
         """Ends everything for what was raised while an operation was put into the stream, where half of it may be.
@@ -117,15 +102,6 @@ class MonitoredNccl:
         self.give_up(PeerError(f"rank {self._context.rank} could not {doing} {what}: {error}"))
         raise again(self.failure or error) from error
 
-    def reap(self) -> None:
-        """Records operations that the stream has come past as done; not while a graph is made, when nobody may ask."""
-        under_way, engine = self._under_way, self._engine
-        while under_way and (under_way[0].event is engine.passed is not None or under_way[0].is_over()):
-            found = under_way.popleft()
-            if found.late is not None:
-                self._end(found, found.late)
-            self._recorder.end(found.record, DONE, -1, found.sent_bytes, found.received_bytes)
-
     def _waits(self) -> list[Wait]:
         """Waits for the operations that are in the stream still; called by the watch.
 
@@ -134,14 +110,15 @@ class MonitoredNccl:
         try:
             self._streams.bind_thread()
             # A list: others put and reap meanwhile, and a tuple of so many could be interrupted by the collector.
-            under_way = [found for found in list(self._under_way) if not found.is_over()]
+            under_way = [found for found in self._engine.under_way() if not found.is_over()]
         except RuntimeError as error:  # the device does not answer any more
             self.give_up(error)
             return []
         return [self._as_late(found) for found in under_way]
 
-    def _end(self, operation: InFlight, late: Wait) -> None:
+    def _end(self, operation: InFlight) -> None:
         """Ends the watch over an operation, and unlinks the two: a cycle would keep its tensors for the collector."""
+        late: Wait = operation.late
         self._watch.end(late)
         late.is_over, operation.late = _is_over, None
 
@@ -149,13 +126,14 @@ class MonitoredNccl:
         with self._making_late:  # the watch and whoever puts it there may come at once
             if found.late is None:
                 found.late = self._late(found)
-            return found.late
+            late: Wait = found.late
+            return late
 
     def _late(self, found: InFlight) -> Wait:
         context, label = self._context, self._recorder.label(found.text)
         record = ExchangeRecord(found.fingerprint, found.text, label, self._recorder, found.site, found.record)
         late = Wait(context.key, found.sequence, record, context.ranks, self._break_off, found.timeout_s)
-        late.started, late.messages, late.trouble = found.started, found.messages, self._trouble
+        late.started, late.messages, late.trouble = found.started, found.messages or (), self._trouble
         late.limit, late.must, late.suspects = self._policy
         late.is_over = partial(answered, found.is_over)
         return late
@@ -186,9 +164,9 @@ class MonitoredNccl:
             return
         self._on_failure(error)
         label = self._recorder.label(f"{type(error).__name__}: {error}")
-        for found in list(self._under_way):
+        for found in self._engine.under_way():
             if found.late is not None:
-                self._end(found, found.late)
+                self._end(found)
             if not answered(found.is_over):
                 found.fail(error)
                 self._recorder.end(found.record, FAILED, label)
@@ -202,7 +180,7 @@ class MonitoredNccl:
         """
         if not self._ends_with(reason):
             return
-        self.reap()
+        self._engine.reap()
         timeout = self._context.timeout
         if self.num_captured:
             timeout = min(timeout, timedelta(seconds=_CAPTURED_S))
@@ -219,7 +197,7 @@ class MonitoredNccl:
     def leave(self, limit_s: float) -> bool:
         """Leaves the communicator to the end of the process; False where the stream is not through within `limit_s`."""
         ends_at = time.monotonic() + limit_s
-        while self.failure is None and any(not answered(found.is_over) for found in list(self._under_way)):
+        while self.failure is None and any(not answered(found.is_over) for found in self._engine.under_way()):
             if time.monotonic() >= ends_at:
                 return False
             time.sleep(_PAUSE_S)

@@ -5,16 +5,20 @@ caller's where its next operators come after it anyway; the host waits for none 
 time is aborted, never destroyed, since destroying waits.
 """
 
+import threading
 from collections.abc import Sequence
 from functools import partial
+from types import EllipsisType
 
 import torch
+from torch.autograd import profiler
 
 from tritondt._C import NcclLibrary
 from tritondt.comm.communicator import Transfer
 from tritondt.comm.member import ProcessContext
 from tritondt.comm.monitor.flight import EXCHANGING, ExchangeRecord
 from tritondt.comm.nccl.library import nccl_library
+from tritondt.comm.nccl.programs import Issuer, StreamProgram, check_tensors, exchange_program, has_program
 from tritondt.comm.nccl.stream_engine import InFlight, StreamEngine
 from tritondt.comm.nccl.stream_queue import StreamQueue
 from tritondt.comm.nccl.streams import CudaStreams, Streams
@@ -55,7 +59,7 @@ class NcclCommunicator(PackedCommunicator):
         """`arenas` are those that this rank shares with others of its host: most messages between them go there."""
         self._arenas = arenas
         self._streams, self._device, self.device_types = streams, streams.device, (streams.device.type,)
-        self._engine = StreamEngine(streams)
+        self._engine = StreamEngine(streams, context.flight.recorder)
         super().__init__(context, StreamQueue(self._engine), streams.launch)
         self._timeout_s, self._is_told = context.timeout.total_seconds(), False
         self._latest: InFlight | None = None
@@ -65,6 +69,8 @@ class NcclCommunicator(PackedCommunicator):
             if arenas is not None:
                 arenas.close()
             raise
+        self._programs = object()  # the key of this communicator's programs among what transfers were compiled to
+        self._issuer = Issuer(self._engine, self._watched.native, self._launch, self._label, self.alignment)
         if arenas is None:
             self._arenas = arenas = share_windows(context, self._watched.native, library, self._device)
         if arenas is not None:
@@ -81,6 +87,105 @@ class NcclCommunicator(PackedCommunicator):
         with self._queue.synchronous():
             self._exchange(sources, targets, transfer, site)
         self._raise_failure_once()
+
+    def _exchange(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer, site: int
+    ) -> None:
+        """Puts an exchange into the stream: by its program, in one call of the extension, or part by part.
+
+        Part by part goes the first one, and what is captured, compared, profiled, traced or to be refused.
+        """
+        program: StreamProgram | EllipsisType | None = transfer.compiled.get(self._programs, ...)
+        if isinstance(program, StreamProgram) and not (
+            self.failure is not None
+            or self._compares
+            or self._engine.is_capturing
+            or self._watched.refusals.open
+            or profiler._is_profiler_enabled
+            or "start" in self.__dict__  # hidden, as what follows, by a trace or a test that looks at the parts
+            or "_run_plan" in self.__dict__
+        ):
+            if self._issue(program, sources, targets, transfer.device, site):
+                return
+            program = ...  # for other tensors: anew
+        if program is ...:
+            self._check_tensors(sources, targets, transfer)
+        super()._exchange(sources, targets, transfer, site)
+        if program is ...:
+            self._make_program(sources, targets, transfer)
+
+    def _check_tensors(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
+    ) -> None:
+        """Refuses tensors that are not what the transfer was compiled for; the others hear why at once."""
+        try:
+            self._check_devices(sources, transfer)
+            check_tensors(transfer, sources, transfer.source_blocks, "source")
+            check_tensors(transfer, targets, transfer.target_blocks, "target")
+        except TransportError as error:
+            self._check_usable(transfer.description)
+            self._refuse(error)
+            raise
+
+    def _make_program(
+        self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer
+    ) -> None:
+        plan, record = self._plan(transfer)
+        if not isinstance(plan, PackedTransfer) or not has_program(plan):
+            transfer.compiled[self._programs] = None
+            return
+        made = exchange_program(self._issuer, plan, record, sources, targets)
+        if made is not None:
+            transfer.compiled[self._programs] = made
+
+    def _issue(
+        self,
+        program: StreamProgram,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        device: torch.device,
+        site: int,
+    ) -> bool:
+        """Puts an exchange into the stream by its program; False, with nothing done, where the tensors are others."""
+        native, plan, record, num_bytes = program
+        # Calls of Python functions take more of the host's time than what is in them.
+        queue, start, memory = self._queue, 0, None
+        is_issued = queue.thread_id == threading.get_ident()
+        if num_bytes:
+            memory = queue.kept if is_issued else None
+            if memory is None or memory.numel() < num_bytes:
+                memory = self._buffers((plan.staged_bytes, plan.packed_bytes), device)[0]
+            start = memory.data_ptr()
+        if queue.ending:
+            queue.mark_step()
+        threads = torch.get_num_threads()
+        try:
+            operation = native.issue(sources, targets, start, self.sequence + 1, site, self._timeout_s, threads)
+        except BaseException as error:
+            self._break_off_program(native.operation, record, error)
+            raise
+        if operation is None:
+            return False
+        self.sequence += 1
+        self._traffic.count(plan.sent_bytes, plan.received_bytes, len(plan.sends), len(plan.receives))
+        if is_issued:
+            queue.ending.append(operation)
+        else:
+            queue.mark_end(operation)
+        return True
+
+    def _break_off_program(self, operation: InFlight | None, record: ExchangeRecord, error: BaseException) -> None:
+        """Ends everything where half of an exchange is in the stream; see `break_off`."""
+        if operation is None:
+            return
+        self.sequence += 1
+        record.site, record.entry, self._latest = operation.site, operation.record, operation
+        try:
+            self.break_off(record, error)
+        except BaseException as told:
+            self._record_failure(record, told)
+            raise
+        self._record_failure(record, error)
 
     def prepare(self, transfers: Sequence[Transfer]) -> None:
         """Compiles transfers, and their kernels side by side."""
@@ -142,7 +247,7 @@ class NcclCommunicator(PackedCommunicator):
 
     def post(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Begins the watch over the exchange, which is about to be put into the stream."""
-        if self._watched.refusals:
+        if self._watched.refusals.open:
             self._watched.settle_refusals()
         if self._engine.is_capturing:  # a graph is being made: nothing runs, and nothing is waited for
             self._watched.num_captured += 1
@@ -151,7 +256,7 @@ class NcclCommunicator(PackedCommunicator):
         self._latest = operation = InFlight(record.text, record.fingerprint, record.site, self._timeout_s)
         operation.messages = receives.slices, sends.slices
         operation.begin(self.sequence, record.entry)
-        self._watched.begin(operation)
+        self._engine.watch(operation)
 
     def start(self, record: ExchangeRecord, receives: MessageBuffers, sends: MessageBuffers) -> None:
         """Puts sends and receives into the stream as one group."""

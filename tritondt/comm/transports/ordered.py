@@ -37,7 +37,7 @@ class OrderedCommunicator(Closable, ABC):
     def exchange(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], transfer: Transfer) -> None:
         """Runs this rank's side of `transfer`; see `tritondt.comm.communicator.Communicator`."""
         queue = self._queue
-        if queue.thread_id is not None and queue.is_own_thread():
+        if queue.thread_id == threading.get_ident():
             self._exchange(sources, targets, transfer, self._issued_at)
             return
         if not self._turn.acquire(False):
