@@ -152,7 +152,7 @@ class PipeCommunicator(PackedCommunicator):
 
 def connected(context: ProcessContext) -> dict[int, socket.socket]:
     """A socket to each other rank, by its place; PeerError where one fails, does not come, or is on another host."""
-    answers, pipes = Answers(context), dict[int, socket.socket]()
+    answers, pipes = Answers.of(context), dict[int, socket.socket]()
     folder = Path(tempfile.mkdtemp(prefix="tritondt-pipes-"))  # of this user alone
     try:
         with socket.socket(socket.AF_UNIX) as listener:
