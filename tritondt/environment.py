@@ -196,11 +196,6 @@ def names_transport() -> bool:
     return "TRITONDT_TRANSPORT" in os.environ
 
 
-def groups_share_memory() -> bool:
-    """Whether process groups move tensors on the CPU through shared memory: unless TRITONDT_TRANSPORT names another."""
-    return transport() == "shared-memory"
-
-
 def arena_bytes() -> int:
     """Bytes of a rank's shared memory in a communicator: TRITONDT_ARENA_MB, 16 MB by default."""
     text = os.environ.get("TRITONDT_ARENA_MB", "16")

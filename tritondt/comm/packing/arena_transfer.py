@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tritondt._C import ArenaPlan, ArenaProgram, ArenaRound, CopyTable
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.packing.packed_transfer import moves, part_bytes
+from tritondt.comm.packing.packed_transfer import PackedTransfer, moves, part_bytes
 from tritondt.comm.packing.piece_boxes import Held, PieceBoxes
 from tritondt.kernels.boxes import CopyBox
 from tritondt.planning.exchange import Message, Part
@@ -37,9 +37,9 @@ class ArenaTransfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ProgramTransfer(Transfer):
-    """A transfer of whole tensors that is made as a program: it has no boxes."""
+    """A transfer of whole tensors that is made as a program, or as messages: it has no boxes."""
 
-    plan: ArenaTransfer | None = None
+    plan: ArenaTransfer | PackedTransfer | None = None
 
 
 class _Peer(NamedTuple):

@@ -106,9 +106,7 @@ class Handshakes:
         """
         next_look = time.monotonic() + _INTERVAL_S
         try:
-            for listener in self._listeners:
-                listener.setblocking(False)
-                self._selector.register(listener, selectors.EVENT_READ)
+            self.open()
             while missing := self.missing:
                 now = time.monotonic()
                 if now >= deadline:
@@ -116,13 +114,31 @@ class Handshakes:
                 if now >= next_look:
                     look(missing)
                     next_look = time.monotonic() + _INTERVAL_S
-                self._call_waiting(now)
-                for key, _ in self._selector.select(min(deadline - now, _PAUSE_S)):
-                    self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
+                self.step(min(deadline - now, _PAUSE_S))
             return True
         finally:
-            self._selector.close()
-            self._close_unfinished()
+            self.end()
+
+    def open(self) -> None:
+        """Lets those who call be heard, from `step` on."""
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def step(self, limit_s: float) -> None:
+        """Goes on with what can go on within so many seconds. Raises UnreachableError."""
+        self._call_waiting(time.monotonic())
+        for key, _ in self._selector.select(limit_s):
+            self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
+
+    def fileno(self) -> int:
+        """The descriptor that can be read where `step` has something to go on with, but for calling again."""
+        return self._selector.fileno()
+
+    def end(self) -> None:
+        """Ends what is unfinished."""
+        self._selector.close()
+        self._close_unfinished()
 
     def close(self) -> None:
         """Closes all sockets, of what runs in another thread, or did in the process that this one was forked from."""

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 _MIN_BACKLOG = 128
 # Where a rank listens for those of its own machine, and for others.
-_NEAR, _FAR = "near", "far"
+NEAR, FAR = "near", "far"
 
 
 class Attempt(NamedTuple):
@@ -72,7 +72,7 @@ class Connections:
         self.sockets: list[socket.socket | None] = [None] * len(ranks)
         self._ranks, self._place, self._secret = ranks, place, secret
         self._told = _Told(client, key, ranks, place)
-        self._own = Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
+        self._own = drawn_tokens()
         self._listeners: dict[str, socket.socket] = {}
         self._addresses: dict[int, Address] = {}
         self._handshakes: Handshakes | None = None  # while it connects
@@ -94,18 +94,18 @@ class Connections:
         # Whoever has no address for other machines says so, called from there or not.
         outer = self._outer_address(distant, guess) if distant else ""
         for which, host, is_needed in (
-            (_NEAR, LOOPBACK, any(caller not in distant for caller in callers)),
-            (_FAR, outer, any(caller in distant for caller in callers)),
+            (NEAR, LOOPBACK, any(caller not in distant for caller in callers)),
+            (FAR, outer, any(caller in distant for caller in callers)),
         ):
             if is_needed:
-                self._listeners[which] = self._listener(host)
+                self._listeners[which] = _listener(host, len(self._ranks))
         reached = {which: listener.getsockname()[:2] for which, listener in self._listeners.items()}
         self._told.tell("address", json.dumps([reached, *self._own]), attempt)
         # Now, as the store may have gone, or stopped, when they are called.
         called = [other for other in others if other < self._place]
         for other, text in zip(called, self._told.asked("address", called, attempt), strict=True):
             theirs, *tokens = json.loads(text)
-            self._addresses[other] = Address(*theirs[_FAR if other in distant else _NEAR], *tokens)
+            self._addresses[other] = Address(*theirs[FAR if other in distant else NEAR], *tokens)
 
     @property
     def lacking(self) -> set[int]:
@@ -173,10 +173,6 @@ class Connections:
             raise PeerError(
                 f"rank {self._ranks[self._place]} could not connect to ranks {list(self._ranks)}: {error}"
             ) from error
-
-    def _listener(self, host: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, 0), family=family, backlog=max(len(self._ranks), _MIN_BACKLOG))
 
     def _outer_address(self, distant: dict[int, str], guess: str) -> str:
         """This host's address for `distant` ranks, given the ones at which they believe to be reached."""
@@ -265,6 +261,28 @@ class _Told:
         """The error that names those who have not come in time."""
         named = [self.ranks[other] for other in missing]
         return PeerError(f"rank {self.ranks[self.place]} waited {attempt.timeout_s:g} s for ranks {named} to connect")
+
+
+def drawn_tokens() -> Tokens:
+    """Tokens of a rank that others are about to call."""
+    return Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
+
+
+def listeners_of_rank(world_size: int) -> dict[str, socket.socket]:
+    """Where a rank listens whose callers are not known: for its own machine, and for others where it may have some.
+
+    It has none where the ranks of its machine are all of the world's.
+    """
+    found = {NEAR: _listener(LOOPBACK, world_size)}
+    per_host, allowed = environment.ranks_per_host(), outer_addresses()
+    if allowed and (per_host is None or world_size > per_host):
+        found[FAR] = _listener(_guessed_address() or allowed[0], world_size)
+    return found
+
+
+def _listener(host: str, num_ranks: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=max(num_ranks, _MIN_BACKLOG))
 
 
 def _guessed_address() -> str:
