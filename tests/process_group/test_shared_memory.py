@@ -1,6 +1,7 @@
 """Collectives of tensors on the CPU through shared memory: which run there, their bits, order, failures and ends."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -93,6 +94,16 @@ def reduce_where_one_rank_names(rank: int, transport: str) -> tuple[str, str, fl
 def test_all_ranks_use_sockets_where_one_names_them(ranks: GlooRanks) -> None:
     found = ranks.run(reduce_where_one_rank_names, "sockets", timeout_s=100)
     assert found == [("SocketCommunicator", "", 10.0)] * 4
+
+
+def test_gloo_on_one_rank_alone_is_refused_on_all(ranks: GlooRanks) -> None:
+    found = ranks.run(reduce_where_one_rank_names, "gloo", timeout_s=150)
+    why = r"runs collectives of process group \d+ on the CPU over .*; set TRITONDT_TRANSPORT alike on all ranks"
+    assert re.search(why, found[2][1]), found
+    for carrier, told, last in found:
+        assert (carrier, last) == ("", 10.0), found
+        # Some hear of another one that has heard of it, and aborts.
+        assert re.search(f"{why}|^rank . failed while rank . waited", told), found
 
 
 def random_terms(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
