@@ -134,6 +134,16 @@ class Reducer:
         self, *, dtype: str, op: str, divisor: int, places: Sequence[int], own: int, chunk_bytes: int
     ) -> None: ...
 
+class SpanReduction:
+    """Terms of one span, of a tensor here and, for each other rank, in the last source, reduced to a target."""
+
+    def __init__(self, reducer: Reducer, *, source: _Span, target: _Span, stride: int) -> None: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def num_boxes(self) -> int: ...
+    def run(self, source_ptrs: Sequence[int], target_ptrs: Sequence[int], num_threads: int) -> None: ...
+
 class OneShotReduction(ArenaProgram):
     """A reduction whose terms are all read by all ranks (root -1), or by the one at a position."""
 

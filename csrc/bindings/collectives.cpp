@@ -18,7 +18,7 @@ namespace py = pybind11;
 namespace tritondt {
 namespace {
 
-// As tritondt.process_group.shared_memory_programs writes it: (tensor, first byte, bytes).
+// As tritondt.process_group.collective writes it: (tensor, first byte, bytes).
 using SpanFields = std::tuple<std::size_t, std::uint64_t, std::uint64_t>;
 using PeerSpanFields = std::pair<std::size_t, SpanFields>;
 
@@ -66,6 +66,25 @@ void bind_collectives(py::module_* module) {
   py::class_<Reducer>(*module, "Reducer", "How terms of ranks are reduced, chunk by chunk.")
       .def(py::init(&make_reducer), py::kw_only(), py::arg("dtype"), py::arg("op"),
            py::arg("divisor"), py::arg("places"), py::arg("own"), py::arg("chunk_bytes"));
+  py::class_<SpanReduction>(*module, "SpanReduction",
+                            "Terms of one span, here and in a buffer, reduced to a target.")
+      .def(py::init([](const Reducer& reducer, const SpanFields& source, const SpanFields& target,
+                       std::uint64_t stride) {
+             return std::make_unique<SpanReduction>(reducer, make_span(source), make_span(target),
+                                                    stride);
+           }),
+           py::arg("reducer"), py::kw_only(), py::arg("source"), py::arg("target"),
+           py::arg("stride"))
+      .def_property_readonly("num_bytes", &SpanReduction::num_bytes)
+      .def_property_readonly("num_boxes", [](const SpanReduction&) { return 1; })
+      .def(
+          "run",
+          [](const SpanReduction& reduction, const Addresses& source_ptrs,
+             const Addresses& target_ptrs, int) {
+            const py::gil_scoped_release released;
+            reduction.run(source_ptrs, target_ptrs);
+          },
+          py::arg("source_ptrs"), py::arg("target_ptrs"), py::arg("num_threads"));
   py::class_<OneShotReduction, ArenaProgram>(
       *module, "OneShotReduction", "A reduction whose terms are all read by all ranks, or by one.")
       .def(py::init([](const Reducer& reducer, const SpanFields& source, const SpanFields& target,

@@ -46,6 +46,35 @@ void Reducer::run(const char* own_term, const Addresses& arrived, char* target,
   }
 }
 
+SpanReduction::SpanReduction(Reducer reducer, Span source, Span target, std::uint64_t stride)
+    : reducer_(std::move(reducer)), source_(source), target_(target), stride_(stride) {
+  check_reducer(reducer_);
+  check_lengths(source_, target_);
+  for (std::size_t i = 0; i < reducer_.places.size(); ++i) {
+    if (reducer_.places[i] != i || stride_ < source_.num_bytes) {
+      throw std::invalid_argument("place " + std::to_string(reducer_.places[i]) + " of position " +
+                                  std::to_string(i) + ", and terms of " +
+                                  std::to_string(source_.num_bytes) + " bytes " +
+                                  std::to_string(stride_) + " apart");
+    }
+  }
+}
+
+void SpanReduction::run(const Addresses& sources, const Addresses& targets) const {
+  if (sources.empty()) throw std::invalid_argument("a reduction without a buffer of terms");
+  check_span(source_, sources.size() - 1);
+  check_span(target_, targets.size());
+  Addresses terms(reducer_.places.size());
+  std::uintptr_t next = sources.back();
+  for (std::size_t i = 0; i < terms.size(); ++i) {
+    if (i == reducer_.own) continue;
+    terms[i] = next;
+    next += stride_;
+  }
+  reducer_.run(address_of(sources, source_, 0), terms, address_of(targets, target_, 0),
+               source_.num_bytes);
+}
+
 OneShotReduction::OneShotReduction(Reducer reducer, Span source, Span target, std::int64_t root)
     : reducer_(std::move(reducer)), source_(source), target_(target), root_(root) {
   check_reducer(reducer_);

@@ -25,6 +25,24 @@ struct Reducer {
            std::uint64_t num_bytes) const;
 };
 
+// The terms of one span, of a tensor here and, for each other rank, in the last source, where they
+// lie `stride` bytes apart in the order of ranks, reduced to a target.
+class SpanReduction {
+ public:
+  // `target` may be `source`, and overlaps it in no other way. Throws std::invalid_argument.
+  SpanReduction(Reducer reducer, Span source, Span target, std::uint64_t stride);
+
+  // Throws std::invalid_argument where a tensor is not there.
+  void run(const Addresses& sources, const Addresses& targets) const;
+  // Bytes that one run reads.
+  std::uint64_t num_bytes() const { return source_.num_bytes * reducer_.places.size(); }
+
+ private:
+  const Reducer reducer_;
+  const Span source_, target_;
+  const std::uint64_t stride_;
+};
+
 // A reduction without a second round: everybody reads all terms, or the rank at position `root`
 // alone.
 class OneShotReduction : public ArenaProgram {

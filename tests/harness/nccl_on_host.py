@@ -288,9 +288,9 @@ def use_fake_backend() -> None:
 
 
 def backend_ranks(over: str, size: int, **environment: str) -> GlooRanks:
-    """Processes on the backend "tritondt": over gloo, shared memory, or nccl, which is then the double."""
-    if over in ("shared-memory", "gloo"):  # over NCCL nothing of a group goes there
-        environment["TRITONDT_TRANSPORT"] = "shared-memory" if over == "shared-memory" else "sockets"
+    """Processes on the backend "tritondt": over sockets, shared memory, Gloo, or NCCL, which is then the double."""
+    if over != "nccl":
+        environment["TRITONDT_TRANSPORT"] = over
     return GlooRanks(size, environment, prepare=use_fake_backend if over == "nccl" else None, backend="tritondt")
 
 

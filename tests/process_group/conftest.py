@@ -12,7 +12,7 @@ from tests.harness.nccl_on_host import backend_ranks
 
 @pytest.fixture(scope="session")
 def ranks_of(kept_ranks: list[GlooRanks]) -> Callable[[str, int], GlooRanks]:
-    """The ranks on the backend over gloo or nccl, so many of them, with a group on plain Gloo to compare with."""
+    """So many ranks on the backend, over what carries its tensors, with a group on plain Gloo to compare with."""
     started: dict[tuple[str, int], GlooRanks] = {}
 
     def find(over: str, size: int) -> GlooRanks:

@@ -39,7 +39,7 @@ def refusals() -> Refusals:
         "sparse": (
             lambda group: group.broadcast([x.to_sparse()]),
             T.TransportError,
-            "was given a tensor of the layout torch.sparse_coo; NCCL carries torch.strided only",
+            "was given a tensor of the layout torch.sparse_coo; collectives carry torch.strided only",
         ),
         "wrong size": (
             lambda group: group._allgather_base(torch.empty(11), x),
@@ -90,7 +90,7 @@ def refusals() -> Refusals:
         "bitwise": (
             lambda group: group.allreduce([x.int()], _by(ops.BAND)),
             T.TransportError,
-            "the op band was asked for; NCCL reduces by sum, avg, product, min, max and premul_sum",
+            "the op band on int32 was asked for; allowed is sum, product, min and max",
         ),
         "product of complex": (
             lambda group: group.allreduce([x.to(torch.complex64)], _by(ops.PRODUCT)),
@@ -101,6 +101,11 @@ def refusals() -> Refusals:
             lambda group: group.allreduce([x > 0], _by(ops.AVG)),
             T.TransportError,
             "the op avg on bool was asked for; allowed is sum, product, min and max",
+        ),
+        "average of integers": (
+            lambda group: group.allreduce([x.int()], _by(ops.AVG)),
+            T.TransportError,
+            "the op avg on int32 was asked for; allowed is sum, product, min",
         ),
         "sum of int16": (
             lambda group: group.allreduce([x.to(torch.int16)]),
@@ -125,7 +130,7 @@ def refusals() -> Refusals:
         "input on another device": (
             lambda group: group._reduce_scatter_base(torch.empty(3), torch.ones(6, device="meta")),
             T.TransportError,
-            "was given a tensor on meta; NCCL carries tensors on cpu here, and all of one call are to be on the same",
+            "was given a tensor on meta; all tensors of one call are to be on the same device, which is cpu here",
         ),
         "a rank's outputs too few": (
             lambda group: group.allgather_coalesced([[x, x], [x]], [x, x]),
@@ -135,7 +140,7 @@ def refusals() -> Refusals:
         "two devices": (
             lambda group: group._allgather_base(torch.empty(12, device="meta"), x),
             T.TransportError,
-            "was given a tensor on meta; NCCL carries tensors on cpu here, and all of one call are to be on the same",
+            "was given a tensor on meta; all tensors of one call are to be on the same device, which is cpu here",
         ),
     }  # fmt: skip
 
@@ -168,7 +173,22 @@ def test_refused(ranks_of: RanksOf, name: str) -> None:
         assert refusals()[name][2] in text
 
 
-def refuse_on_gloo(rank: int) -> list[str]:
+# NCCL's alone: the CPU copies what has gaps, and has more ops.
+OF_NCCL = {
+    *("transposed output", "gaps", "conjugate view", "bitwise", "product of complex", "average of bool"),
+    *("sum of int16", "from any rank"),
+}
+
+
+@pytest.mark.in_core(4)
+@pytest.mark.parametrize("over", ["sockets", "shared-memory", "gloo"])
+@pytest.mark.parametrize("name", sorted(refusals().keys() - OF_NCCL))
+def test_refused_alike_on_the_cpu(ranks_of: RanksOf, over: str, name: str) -> None:
+    for text in ranks_of(over, 2).run(refuse, name):
+        assert refusals()[name][2] in text
+
+
+def refuse_on_the_cpu(rank: int) -> list[str]:
     group: Any = dist.group.WORLD
     told = []
     with pytest.raises(T.TransportError) as error:
@@ -184,9 +204,9 @@ def refuse_on_gloo(rank: int) -> list[str]:
     return told
 
 
-def test_refused_over_gloo(ranks_of: RanksOf) -> None:
-    for meta, coalescing, cuda_only in ranks_of("gloo", 2).run(refuse_on_gloo):
+def test_refused_on_the_cpu(ranks_of: RanksOf) -> None:
+    for meta, coalescing, cuda_only in ranks_of("sockets", 2).run(refuse_on_the_cpu):
         assert meta.endswith("was given a tensor on meta; process group 0 was made for cpu and cuda")
-        assert coalescing == "coalescing was asked for on cpu; Gloo runs operations one by one"
+        assert coalescing == "coalescing was asked for on cpu; there operations run one by one"
         assert cuda_only.startswith("all_reduce (sum) of 2 float32 was given a tensor on cpu; process group ")
         assert cuda_only.endswith(" was made for cuda")

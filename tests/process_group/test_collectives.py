@@ -14,7 +14,7 @@ from tests.process_group.conftest import groups
 RanksOf = Callable[[str, int], GlooRanks]
 
 
-KINDS = [("gloo", 2), ("gloo", 4), ("shared-memory", 4), ("nccl", 2), ("nccl", 4)]
+KINDS = [("sockets", 2), ("sockets", 4), ("gloo", 2), ("shared-memory", 4), ("nccl", 2), ("nccl", 4)]
 
 
 @pytest.fixture(params=KINDS, ids=lambda found: f"{found[0]}-{found[1]}")

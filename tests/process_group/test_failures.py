@@ -235,7 +235,7 @@ def compare(rank: int, over: str) -> None:
     """Makes the group that compares."""
     os.environ["TRITONDT_DEBUG"] = "1"
     stack = _comparing["doubles"] = ExitStack()
-    if over == "gloo":
+    if over == "sockets":
         stack.enter_context(doubled("cpu", nccl_device=None))
     _comparing["group"] = dist.new_group()
     _comparing["group"].set_timeout(timedelta(seconds=TIMEOUT_S))
@@ -247,7 +247,7 @@ def compare_no_more(rank: int) -> None:
     _comparing.pop("doubles").close()
 
 
-@pytest.fixture(params=["nccl", "gloo"])
+@pytest.fixture(params=["nccl", "sockets"])
 def comparing_ranks(request: pytest.FixtureRequest, ranks: GlooRanks) -> Iterator[GlooRanks]:
     ranks.run(compare, request.param)
     yield ranks

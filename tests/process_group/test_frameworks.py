@@ -59,7 +59,7 @@ def test_a_framework_takes_the_group_that_is_there(
 ) -> None:
     pytest.importorskip(package)
     mean = ((own(0, 2) + own(1, 2)) / 2).tolist()
-    assert ranks_of("gloo", 2).run(body) == [("tritondt", [0, 1], mean)] * 2
+    assert ranks_of("sockets", 2).run(body) == [("tritondt", [0, 1], mean)] * 2
 
 
 def wait_for_all(rank: int) -> str:
@@ -75,7 +75,7 @@ def wait_for_all(rank: int) -> str:
 def test_a_monitored_barrier_is_a_method_of_the_group(ranks_of: RanksOf) -> None:
     """torch's function takes groups of Gloo alone, by name, before 2.14."""
     refusal = "" if torch.__version__ >= "2.14" else "monitored_barrier is only implemented for GLOO backend."
-    assert ranks_of("gloo", 2).run(wait_for_all) == [refusal] * 2
+    assert ranks_of("sockets", 2).run(wait_for_all) == [refusal] * 2
 
 
 def dumped(rank: int) -> list[str]:
@@ -110,7 +110,7 @@ def hooked(rank: int) -> list[tuple[list[float], bool]] | None:
 
 def test_torchs_health_check_attaches_and_is_told_that_nothing_calls_it(ranks_of: RanksOf) -> None:
     """torch attaches it to each group as it is made, since 2.15: a part that refused it would end the group."""
-    found = ranks_of("gloo", 2).run(hooked)
+    found = ranks_of("sockets", 2).run(hooked)
     if found == [None] * 2:
         pytest.skip(f"torch {torch.__version__} has no HealthCheckHook")
     assert found == [[([3.0, 3.0], False)] * 2] * 2

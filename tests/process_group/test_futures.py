@@ -212,8 +212,8 @@ def functional_without_peers(rank: int) -> str:
     told = []
     for ask in (reduce_functionally, reduce_coalesced):
         group: Any = dist.new_group()
-        group.set_timeout(timedelta(seconds=TIMEOUT_S))
         dist.all_reduce(torch.ones(1), group=group)
+        group.set_timeout(timedelta(seconds=TIMEOUT_S))
         if rank:
             continue
         with pytest.raises(T.PeerError) as error:

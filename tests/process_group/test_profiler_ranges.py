@@ -18,6 +18,7 @@ def profiled(rank: int) -> list[str]:
     return sorted({event.name for event in profiler.events() or () if event.name.startswith("tritondt::")})
 
 
-@pytest.mark.parametrize("over", ["gloo", "nccl"])
+@pytest.mark.parametrize("over", ["sockets", "nccl"])
 def test_collectives_have_ranges(over: str, ranks_of: Callable[[str, int], GlooRanks]):
-    assert ranks_of(over, 2).run(profiled, timeout_s=250) == [["tritondt::allgather", "tritondt::allreduce"]] * 2
+    found = ["tritondt::allgather", "tritondt::allreduce", *(["tritondt::exchange"] if over == "sockets" else [])]
+    assert ranks_of(over, 2).run(profiled, timeout_s=250) == [found] * 2

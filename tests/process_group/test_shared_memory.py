@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,7 +17,7 @@ from tests.comm.transports.test_reductions import in_order
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.nccl_on_host import backend_ranks
 from tests.process_group.collectives import own
-from tritondt.process_group import shared_memory_group
+from tritondt.process_group import cpu_group
 
 RanksOf = Callable[[str, int], GlooRanks]
 LARGE = 100_003  # float32 of more than 256 KB, which do not divide
@@ -30,7 +29,7 @@ def ranks(ranks_of: RanksOf) -> GlooRanks:
 
 
 def communicator_of(group: Any) -> Any:
-    return group._router._shared_memory._communicator
+    return group._router._cpu_group._communicator
 
 
 def count_exchanges(rank: int) -> dict[str, int]:
@@ -72,31 +71,38 @@ def test_each_is_one_exchange_there(ranks: GlooRanks) -> None:
         assert set(found.values()) == {1}
 
 
-def reduce_where_one_rank_names_gloo(rank: int) -> tuple[list[str], bool]:
-    """The warnings of a group that one rank does not want in shared memory, and whether it got its memory."""
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
+def reduce_where_one_rank_names(rank: int, transport: str) -> tuple[str, str, float]:
+    """What carries a group for which one rank names another transport, or the error; then an ordinary one's sum."""
+    with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
-            patch.setenv("TRITONDT_TRANSPORT", "gloo")
-        else:
-            patch.delenv("TRITONDT_TRANSPORT", raising=False)
-        group = dist.new_group(backend="tritondt")
-    dist.all_reduce(reduced := own(rank), group=group)
-    torch.testing.assert_close(reduced, own(0) * 10, rtol=0, atol=0)
-    has_memory = group._router._shared_memory is not None
-    dist.destroy_process_group(group)
-    return [str(each.message) for each in found if "Gloo" in str(each.message)], has_memory
+            patch.setenv("TRITONDT_TRANSPORT", transport)
+        carrier, told = "", ""
+        try:
+            group = dist.new_group(backend="tritondt")
+            dist.all_reduce(reduced := own(rank), group=group)
+            torch.testing.assert_close(reduced, own(0) * 10, rtol=0, atol=0)
+            carrier = type(communicator_of(group)).__name__
+            dist.destroy_process_group(group)
+        except T.TritondtError as error:
+            told = str(error)
+    T.abort()
+    dist.all_reduce(last := own(rank))
+    return carrier, told, float(last[0])
 
 
-def test_all_ranks_use_gloo_where_one_names_it(ranks: GlooRanks) -> None:
-    told = (
-        r"collectives of process group \d+ on the CPU go over Gloo: TRITONDT_TRANSPORT names another transport "
-        r"than shared-memory on ranks \[2\], and shared memory takes all ranks; set it alike on all of them"
-    )
-    for rank, (messages, has_memory) in enumerate(ranks.run(reduce_where_one_rank_names_gloo, timeout_s=100)):
-        assert not has_memory
-        assert len(messages) == (0 if rank == 2 else 1), messages
-        assert all(re.fullmatch(told, message) for message in messages), messages
+def test_all_ranks_use_sockets_where_one_names_them(ranks: GlooRanks) -> None:
+    found = ranks.run(reduce_where_one_rank_names, "sockets", timeout_s=100)
+    assert found == [("SocketCommunicator", "", 10.0)] * 4
+
+
+def test_gloo_on_one_rank_alone_is_refused_on_all(ranks: GlooRanks) -> None:
+    found = ranks.run(reduce_where_one_rank_names, "gloo", timeout_s=150)
+    why = r"runs collectives of process group \d+ on the CPU over .*; set TRITONDT_TRANSPORT alike on all ranks"
+    assert re.search(why, found[2][1]), found
+    for carrier, told, last in found:
+        assert (carrier, last) == ("", 10.0), found
+        # Some hear of another one that has heard of it, and aborts.
+        assert re.search(f"{why}|^rank . failed while rank . waited", told), found
 
 
 def random_terms(dtype: torch.dtype, numel: int) -> list[torch.Tensor]:
@@ -230,7 +236,7 @@ def test_other_roots_are_found_by_those_that_wait_or_by_the_next_collective(
 
 
 def refuse_alone(rank: int, is_first: bool) -> str:
-    """Rank 1 gives a sparse tensor, which Gloo refuses; the others hear why, and all go on."""
+    """Rank 1 gives a sparse tensor, which is refused; the others hear why, and all go on."""
     group: Any = dist.new_group(backend="tritondt")
     if not is_first:
         dist.all_reduce(own(rank), group=group)
@@ -244,11 +250,11 @@ def refuse_alone(rank: int, is_first: bool) -> str:
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_the_others_hear_what_gloo_refuses_on_one_rank(ranks: GlooRanks, is_first: bool) -> None:
+def test_the_others_hear_what_is_refused_on_one_rank(ranks: GlooRanks, is_first: bool) -> None:
     told = ranks.run(refuse_alone, is_first)
     for rank in (0, 2, 3):
         assert told[rank].startswith(f"RefusalError: rank 1 failed while rank {rank} waited for rank"), told
-        assert "NotImplementedError: Could not run 'c10d::allgather_' with arguments from the 'Sparse" in told[rank]
+        assert "was given a tensor of the layout torch.sparse_coo; collectives carry torch.strided only" in told[rank]
 
 
 def die(rank: int) -> str:
@@ -306,15 +312,15 @@ def test_a_forked_child_has_none_of_the_connections(ranks: GlooRanks) -> None:
     assert ranks.run(fork_and_look) == [([False] * 3, [True] * 3)] * 4
 
 
-def share_nothing(rank: int) -> tuple[bool, float]:
+def share_nothing(rank: int) -> tuple[str, float]:
     group: Any = dist.new_group(backend="tritondt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_memory_group, "map_arenas", lambda *_: None)
+        patch.setattr(cpu_group, "share_arenas", lambda *_: None)
         dist.all_reduce(x := own(rank), group=group)
-    is_shared = communicator_of(group) is not None
+    carrier = type(communicator_of(group)).__name__
     dist.destroy_process_group(group)
-    return is_shared, float(x[0])
+    return carrier, float(x[0])
 
 
-def test_ranks_that_share_no_memory_use_gloo(ranks: GlooRanks) -> None:
-    assert ranks.run(share_nothing) == [(False, 10.0)] * 4
+def test_ranks_that_share_no_memory_use_sockets(ranks: GlooRanks) -> None:
+    assert ranks.run(share_nothing) == [("SocketCommunicator", 10.0)] * 4

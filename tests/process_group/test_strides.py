@@ -205,7 +205,7 @@ def compare(rank: int, name: str, is_nccl: bool) -> int:
 
 @pytest.mark.in_core(10)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("over", ["shared-memory", "gloo"])
+@pytest.mark.parametrize("over", ["shared-memory", "sockets"])
 def test_how_tensors_lie_in_memory_changes_nothing(ranks_of: RanksOf, over: str, name: str) -> None:
     assert ranks_of(over, 2).run(compare, name, False) == [0, 0]
 
@@ -233,7 +233,7 @@ def write_to_expanded(rank: int) -> None:
     assert float(last) == 2.0
 
 
-@pytest.mark.parametrize("over", ["shared-memory", "gloo"])
+@pytest.mark.parametrize("over", ["shared-memory", "sockets"])
 def test_a_tensor_whose_elements_share_memory_is_not_written(ranks_of: RanksOf, over: str) -> None:
     ranks_of(over, 2).run(write_to_expanded)
 
@@ -266,7 +266,7 @@ def ask_with_quantised(rank: int) -> list[str]:
 
 
 @pytest.mark.in_core(3)
-@pytest.mark.parametrize("over", ["shared-memory", "gloo", "nccl"])
+@pytest.mark.parametrize("over", ["shared-memory", "sockets", "nccl"])
 def test_quantised_tensors_are_refused(ranks_of: RanksOf, over: str) -> None:
     for told in ranks_of(over, 2).run(ask_with_quantised):
         for text in told:

@@ -20,7 +20,7 @@ RanksOf = Callable[[str, int], GlooRanks]
 KINDS = ("ddp", "ddp_with_a_hook", "fsdp", "tensor_parallel", "redistributions")
 
 
-@pytest.fixture(params=["gloo", pytest.param("shared-memory", marks=pytest.mark.extended), "nccl"])
+@pytest.fixture(params=["sockets", pytest.param("shared-memory", marks=pytest.mark.extended), "nccl"])
 def ranks(request: pytest.FixtureRequest, ranks_of: RanksOf) -> GlooRanks:
     return ranks_of(request.param, 2)
 

@@ -115,7 +115,7 @@ class Greeter(ABC, Generic[Kind]):
         """
         next_look, is_kept = time.monotonic() + interval_s, False
         try:
-            self._register()
+            self.open()
             while missing := self.missing:
                 now = time.monotonic()
                 if now >= deadline:
@@ -123,11 +123,7 @@ class Greeter(ABC, Generic[Kind]):
                 if now >= next_look:
                     look(missing)
                     next_look = time.monotonic() + interval_s
-                self._call_waiting(now)
-                for silent in [found for found in self._callers.values() if found.until <= now]:
-                    self._drop(silent)
-                for key, _ in self._selector.select(min(deadline - now, self._pause_s)):
-                    self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
+                self.step(min(deadline - now, self._pause_s))
             return True
         except self._keeping:
             is_kept = True
@@ -137,7 +133,8 @@ class Greeter(ABC, Generic[Kind]):
             if not is_kept:
                 self._close_unfinished()
 
-    def _register(self) -> None:
+    def open(self) -> None:
+        """Lets those who call be heard, from `step` on."""
         for found in self._callers:
             self._selector.register(found, selectors.EVENT_READ)
         for found, call in self._calls.items():
@@ -145,6 +142,24 @@ class Greeter(ABC, Generic[Kind]):
         for listener in self._listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
+
+    def step(self, limit_s: float) -> None:
+        """Goes on with what can go on within so many seconds."""
+        now = time.monotonic()
+        self._call_waiting(now)
+        for silent in [found for found in self._callers.values() if found.until <= now]:
+            self._drop(silent)
+        for key, _ in self._selector.select(limit_s):
+            self._serve(key.fileobj)  # type: ignore[arg-type]  # sockets alone are registered
+
+    def fileno(self) -> int:
+        """The descriptor that can be read where `step` has something to go on with, but for calling again."""
+        return self._selector.fileno()
+
+    def end(self) -> None:
+        """Ends what is unfinished."""
+        self._selector.close()
+        self._close_unfinished()
 
     def _close_unfinished(self) -> None:
         for found in (*self._callers, *self._calls):

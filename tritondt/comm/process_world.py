@@ -179,7 +179,30 @@ class ProcessWorld:
         if self._closed:
             raise _ended()
         rendezvous = self._rendezvous_of(name, ranks, timeout.total_seconds())
-        secret = self._meet(rendezvous)
+        secret = self._shown(rendezvous)
+        rendezvous.gather(self.identity.rank)
+        with self._made_of(rendezvous, secret, name, ranks, timeout) as context:
+            yield context
+
+    @contextmanager
+    def entering(self, name: str, ranks: tuple[int, ...], timeout: timedelta) -> Iterator[ProcessContext]:
+        """The same of what ranks make apart, each when it first needs it: waits for nobody."""
+        if self._closed:
+            raise _ended()
+        rendezvous = self._rendezvous_of(name, ranks, timeout.total_seconds())
+        with self._made_of(rendezvous, self._shown(rendezvous), name, ranks, timeout) as context:
+            yield context
+
+    @contextmanager
+    def _made_of(
+        self,
+        rendezvous: Rendezvous,
+        secret: Secret | None,
+        name: str,
+        ranks: tuple[int, ...],
+        timeout: timedelta,
+    ) -> Iterator[ProcessContext]:
+        """The context of a rendezvous; the others hear what the body raises."""
         try:
             yield self._context(rendezvous, secret, name, ranks, timeout)
         except BaseException as error:
@@ -201,8 +224,8 @@ class ProcessWorld:
         self._rendezvous.append(made)
         return made
 
-    def _meet(self, rendezvous: Rendezvous) -> Secret | None:
-        """This rank's secret, which the others have too, when all ranks have come."""
+    def _shown(self, rendezvous: Rendezvous) -> Secret | None:
+        """This rank's secret, which the rank that came first has, too."""
         rank = self.identity.rank
         try:
             content = environment.secret()
@@ -211,7 +234,6 @@ class ProcessWorld:
         except WorldError as error:
             rendezvous.refuse(rank, error)
             raise
-        rendezvous.gather(rank)
         return secret
 
     def _context(

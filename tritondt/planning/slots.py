@@ -41,6 +41,15 @@ def slot_bytes(arena_bytes: int, num_ranks: int) -> int:
     return max(arena_bytes - board, 0) // 2 // _PAGE * _PAGE
 
 
+def in_lines(num_bytes: int) -> int:
+    """Bytes that so many take in whole lines.
+
+    >>> in_lines(65)
+    128
+    """
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
 def chunk_bytes(num_ranks: int, slot_bytes: int) -> int:
     """Bytes of a message that go in one round, at most: so many for every peer fit a slot; 0 where none do.
 

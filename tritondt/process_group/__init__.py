@@ -1,4 +1,4 @@
-"""The backend "tritondt" of torch.distributed: Gloo for tensors on the CPU, NCCL for tensors on a GPU.
+"""The backend "tritondt" of torch.distributed: shared memory or sockets on the CPU, NCCL on a GPU.
 
     import torch.distributed as dist
     import tritondt

@@ -1,4 +1,4 @@
-"""torch.distributed's process group over NCCL and Gloo.
+"""torch.distributed's process group over NCCL, and on the CPU over shared memory and sockets.
 
 torch calls most methods from Python, and some from C++, which finds those by name (PyProcessGroup.hpp). What torch 2.13
 has renamed is here by both names.
@@ -15,6 +15,7 @@ from tritondt.errors import TransportError
 from tritondt.process_group import kinds
 from tritondt.process_group.group import Group
 from tritondt.process_group.kinds import Lists, Tensors, by_tensor, flat
+from tritondt.process_group.mailbox import ANY
 
 # What a call without options means.
 ALL_REDUCE = c10d.AllreduceOptions()
@@ -114,18 +115,15 @@ class TritondtProcessGroup(Group):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
         """A tensor of whoever sends first; TransportError on a GPU, where NCCL receives of ranks that are named."""
-        text = "a receive from any rank"
-        if self._router.nccl_group(tensors[0].device, str, text) is not None:
-            raise TransportError(f"{text} was asked for; NCCL receives from a rank that is named")
-        return self._router.recv_anysource(tensors, tag)
+        return self._router.message("recv", tensors, ANY, tag)
 
     def barrier(self, opts: Any = BARRIER) -> Any:
         """A Work that is over when all ranks have come; on a GPU, with all that was put into its stream before."""
         return self._router.barrier(opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier of the host that names the ranks that have not come."""
-        self._router.gloo.monitored_barrier(timeout or self._router.timeout, wait_all_ranks)
+        """A barrier of the host; PeerError names the first rank that has not come, or all of them."""
+        self._router.monitored_barrier(timeout, names_all=wait_all_ranks)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing(device).start_coalescing()
@@ -136,7 +134,7 @@ class TritondtProcessGroup(Group):
     def _coalescing(self, device: torch.device) -> Any:
         found = self._router.nccl_group(device, str, "coalescing")
         if found is None:
-            raise TransportError(f"coalescing was asked for on {device}; Gloo runs operations one by one")
+            raise TransportError(f"coalescing was asked for on {device}; there operations run one by one")
         return found
 
     # As torch 2.13 calls them.

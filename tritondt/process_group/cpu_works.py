@@ -1,4 +1,4 @@
-"""Works of operations on tensors of the CPU: one that has run, one in a queue, and one on Gloo that is copied from."""
+"""Works of operations on tensors of the CPU: one that has run, one in a queue, one on Gloo that is copied from."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -79,12 +79,12 @@ class FinishedWork(_WorkOfTensors):
         return future
 
 
-class SharedMemoryWork(_WorkOfTensors):
+class QueuedCollective(_WorkOfTensors):
     """A collective, its results when it has run, and its error where it failed."""
 
     def __init__(self, text: str, results: Sequence[torch.Tensor]) -> None:
         super().__init__(list(results))
-        self._text = text
+        self.text = text
         self._error: BaseException | None = None
         self.issued: QueuedWork | None = None  # what runs it, once it is issued
         self._has_run, self._future_lock = threading.Event(), threading.Lock()
@@ -115,7 +115,7 @@ class SharedMemoryWork(_WorkOfTensors):
         elif isinstance(self._error, Exception):
             fail(future, self._results, self._error)
         else:
-            fail(future, self._results, PeerError(f"{self._text} was ended by {type(self._error).__name__}"))
+            fail(future, self._results, PeerError(f"{self.text} was ended by {type(self._error).__name__}"))
 
     def is_completed(self) -> bool:
         """Whether the collective has run, well or not."""
@@ -135,7 +135,7 @@ class SharedMemoryWork(_WorkOfTensors):
         if limit_s is None and self.issued is not None and not self._has_run.is_set():
             self.issued.run()  # here, where its thread has not come to it yet: most are waited for at once
         if not self._has_run.wait(limit_s):
-            raise PeerError(f"{self._text} was waited for {limit_s:g} s, as asked, and is still under way")
+            raise PeerError(f"{self.text} was waited for {limit_s:g} s, as asked, and is still under way")
         if self._error is not None:
             raise again(self._error) from self._error
         return True

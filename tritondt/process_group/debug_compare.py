@@ -22,7 +22,7 @@ class Parts(NamedTuple):
     receives: tuple[int, ...] = ()
 
 
-class Asked(NamedTuple):
+class Compared(NamedTuple):
     """An operation that a rank has been asked for: its text, the program's line, the rank's role in it, its parts.
 
     Where a role is None, ranks may ask from any lines: nothing of theirs is moved.
@@ -41,7 +41,7 @@ class Agreement:
         self._store_client, self._ranks, self._own_rank = store_client, tuple(ranks), group_rank
         self._sequence, self._past_lines = 0, PastLines()
 
-    def check(self, asked: Asked, timeout_s: float, refusal: str = "") -> None:
+    def check(self, asked: Compared, timeout_s: float, refusal: str = "") -> None:
         """Returns when all ranks have come to the same operation.
 
         Raises MismatchError, on all ranks alike, where one has come to another, or does not send what another expects;

@@ -11,7 +11,8 @@ from torch._C import _distributed_c10d as c10d
 from tritondt import logs
 from tritondt._importing import BACKEND
 from tritondt.errors import TransportError
-from tritondt.process_group.router import CPU, Router
+from tritondt.process_group.cpu_collectives import CPU
+from tritondt.process_group.router import Router
 
 CUDA = torch.device("cuda")
 _Base: Any = dist.ProcessGroup
@@ -40,17 +41,21 @@ class Group(_Base):  # type: ignore[misc]
             )
         super().__init__(options.group_rank, options.group_size)
         self._store, self._num_splits = options.store, 0
+        self._own_name, self._own_desc = "", "undefined"
         self._router = Router(options, self._configured_types)
         logs.set_up()
         logs.world.info("rank %d: %s made of ranks %s", options.group_rank, self._router.name, self._router.ranks)
         # What C++ asks a group for and does not forward to this class, it asks of these.
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)  # 2.15 asks it for rank, size and hooks
-        self._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self._router.gloo)
-        self._nccl_backend = NcclBackend(options.group_rank, options.group_size)
-        # torch 2.15 asks every part, which None cannot answer, and has what Python may derive one from; before, C++
-        # takes no part of Python's, and asks for none.
-        registered = self._nccl_backend if isinstance(self._nccl_backend, c10d.Backend) else None
-        self._register_backend(CUDA, dist.ProcessGroup.BackendType.CUSTOM, registered)
+        rank, size, kind = options.group_rank, options.group_size, dist.ProcessGroup.BackendType
+        self._set_default_backend(kind.CUSTOM if self._router.gloo is None else kind.GLOO)  # 2.15 asks it for hooks
+        self._parts = {CPU: PartOnCpu(rank, size), CUDA: Part(rank, size)}
+        for device, part in self._parts.items():
+            if device is CPU and self._router.gloo is not None:
+                self._register_backend(CPU, kind.GLOO, self._router.gloo)
+                continue
+            # torch 2.15 asks every part, which None cannot answer, and has what Python may derive one from; before, C++
+            # takes no part of Python's, and asks for none.
+            self._register_backend(device, kind.CUSTOM, part if isinstance(part, c10d.Backend) else None)
 
     def _configured_types(self) -> tuple[str, ...]:
         """The types of devices that the group is for: "cuda:tritondt" names one."""
@@ -95,13 +100,34 @@ class Group(_Base):  # type: ignore[misc]
         """The backend's name in torch.distributed."""
         return BACKEND
 
+    # C++ keeps these with a part of its own, of which there may be none, and asks here first.
+    def getGroupName(self) -> str:  # noqa: N802  C++ looks for it
+        """The name by which torch finds the group; RuntimeError before it has one, as of any other group."""
+        if not self._own_name:
+            raise RuntimeError("ProcessGroup name not set")
+        return self._own_name
+
+    def setGroupName(self, group_name: str) -> None:  # noqa: N802
+        """Names the group."""
+        self._own_name = group_name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """The group's description."""
+        return self._own_desc
+
+    def setGroupDesc(self, group_desc: str) -> None:  # noqa: N802
+        """Describes the group."""
+        self._own_desc = group_desc
+
     def get_group_store(self) -> dist.Store:
         """The store in which the group's ranks meet."""
         store: dist.Store = self._store
         return store
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._router.gloo if torch.device(device).type == "cpu" else self._nccl_backend
+        if torch.device(device).type == "cpu":
+            return self._parts[CPU] if self._router.gloo is None else self._router.gloo
+        return self._parts[CUDA]
 
     def _get_sequence_number_for_group(self) -> int:
         return self._router.num_operations
@@ -118,12 +144,12 @@ class Group(_Base):  # type: ignore[misc]
         self._router.abort()
 
     def shutdown(self) -> None:
-        """Waits for what is under way on NCCL, and ends; `dist.destroy_process_group` calls it."""
+        """Waits for what is under way, and ends; `dist.destroy_process_group` calls it."""
         self._router.close()
 
 
-class NcclBackend(_BackendBase):  # type: ignore[misc]
-    """Answers to what torch.distributed asks about the part of a group that is on GPUs."""
+class Part(_BackendBase):  # type: ignore[misc]
+    """Answers to what torch.distributed asks about the part of a group that is on devices of one type."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(*((rank, size) if _BackendBase is not object else ()))
@@ -157,3 +183,9 @@ class NcclBackend(_BackendBase):  # type: ignore[misc]
     def supports_tensor_alloc(self, _device: torch.device) -> bool:
         """Whether the backend allocates tensors: no."""
         return False
+
+
+class PartOnCpu(Part):
+    """The part of a group that is on the CPU, where operations run one by one."""
+
+    supports_coalescing = False

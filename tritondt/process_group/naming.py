@@ -1,7 +1,7 @@
 """NCCL's names for torch's dtypes and reductions, and the refusal of those that NCCL lacks."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,15 +68,28 @@ def _kind_of(op: Any) -> str:
 
 def check_reduced(dtype: torch.dtype, op: Any) -> None:
     """Raises TransportError where NCCL does not reduce elements of `dtype` by `op`."""
-    name = op_name(op)
-    if _kind_of(op) not in _OPS:
-        raise TransportError(f"the op {name} was asked for; NCCL reduces by {_listed(_OPS.values())}")
-    if dtype not in _DTYPES:
-        known = _listed(str(known).removeprefix("torch.") for known in _DTYPES)
-        raise TransportError(f"a reduction of {text_of(dtype)} was asked for; NCCL reduces {known}")
-    allowed = _allowed(dtype)
+    name, allowed = op_name(op), _allowed(dtype) if dtype in _DTYPES else []
     if name not in allowed:
-        raise TransportError(f"the op {name} on {text_of(dtype)} was asked for; allowed is {_listed(allowed)}")
+        raise refusal_of_op(dtype, name, allowed, _DTYPES, "NCCL")
+
+
+def refusal_of_op(
+    dtype: torch.dtype, name: str, allowed: Iterable[str], dtypes: Iterable[torch.dtype], carrier: str
+) -> TransportError:
+    """The error where a `carrier` that reduces such `dtypes`, by `allowed` ops, is asked for another op or dtype.
+
+    >>> print(refusal_of_op(torch.bool, "avg", ["min", "max"], [torch.bool], "NCCL"))
+    the op avg on bool was asked for; allowed is min and max
+    """
+    known = list(dtypes)
+    if dtype not in known:
+        return TransportError(
+            f"a reduction of {text_of(dtype)} was asked for; {carrier} reduces {_listed(map(text_of, known))}"
+        )
+    why = ""
+    if name == "avg" and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool):
+        why = ": a mean of whole numbers is none; reduce by sum and divide, or reduce .float()"
+    return TransportError(f"the op {name} on {text_of(dtype)} was asked for; allowed is {_listed(allowed)}{why}")
 
 
 def _allowed(dtype: torch.dtype) -> list[str]:
@@ -84,7 +97,7 @@ def _allowed(dtype: torch.dtype) -> list[str]:
         return ["sum", "avg", "premul_sum"]
     if dtype is torch.bool:
         return list(_OF_BOOL)
-    return [name for name in _OPS.values() if name != "premul_sum" or dtype.is_floating_point]
+    return [name for name in _OPS.values() if name not in ("avg", "premul_sum") or dtype.is_floating_point]
 
 
 def reduced(dtype: torch.dtype, op: Any) -> Reduced:

@@ -13,9 +13,12 @@ from tritondt.process_group.checks import (
     check_dtypes,
     check_factor,
     check_group_rank,
+    check_list,
     check_number,
+    check_rooted,
     check_sizes,
     check_tensors,
+    check_whole,
     split_sizes,
 )
 from tritondt.process_group.naming import op_name
@@ -130,8 +133,7 @@ class OperationCache:
         self._check_pairs(text, outputs, given)
         made = []
         for output, own in zip(numbered(outputs, len(given)), numbered(given), strict=True):
-            expected = own.tensor.numel() * self._group_rank.size
-            check_sizes(text, "an output", output.tensor.numel(), expected, self._times(own.tensor))
+            check_whole(text, "an output", output.tensor, own.tensor, self._group_rank.size)
             made += nccl_calls.all_gather_into(output, own)
         return self._operation(text, made, slice(len(given), None))
 
@@ -160,8 +162,7 @@ class OperationCache:
         _check_factor(text, outputs, op)
         made = []
         for output, whole in zip(numbered(outputs), numbered(given, len(outputs)), strict=True):
-            expected = output.tensor.numel() * self._group_rank.size
-            check_sizes(text, "an input", whole.tensor.numel(), expected, self._times(output.tensor))
+            check_whole(text, "an input", whole.tensor, output.tensor, self._group_rank.size)
             made += nccl_calls.reduce_scatter_into(output, whole, op)
         return self._operation(text, made, slice(len(outputs)))
 
@@ -194,7 +195,6 @@ class OperationCache:
 
     def gather(self, text: str, lists: Sequence[Tensors], given: Tensors, root: int) -> Operation:
         """Every rank's tensor, to the root's list."""
-        check_group_rank(text, root, self._group_rank.size)
         check_number(text, "inputs", len(given), 1)
         outputs = self._of_root(text, "outputs", lists, given[0], root)
         made = nccl_calls.gather(numbered(given)[0], numbered(outputs, 1), root)
@@ -202,7 +202,6 @@ class OperationCache:
 
     def scatter(self, text: str, outputs: Tensors, lists: Sequence[Tensors], root: int) -> Operation:
         """A tensor of the root's list to every rank."""
-        check_group_rank(text, root, self._group_rank.size)
         check_number(text, "outputs", len(outputs), 1)
         given = self._of_root(text, "inputs", lists, outputs[0], root)
         made = nccl_calls.scatter(numbered(outputs)[0], numbered(given, 1), root)
@@ -233,18 +232,13 @@ class OperationCache:
 
     def _of_root(self, text: str, what: str, lists: Sequence[Tensors], own: torch.Tensor, root: int) -> Tensors:
         """The list that the root was given, checked; an empty one on other ranks."""
-        if self._group_rank.rank != root:
-            check_number(text, f"lists of {what} on a rank that is not the root", len(lists), 0)
-            check_tensors(text, [own], self._device)
-            return []
-        check_number(text, f"lists of {what} on the root", len(lists), 1)
-        self._check_list(text, what, lists[0], own)
-        check_sizes(text, "a tensor", own.numel(), lists[0][root].numel(), f"the root's own among the {what}")
-        return lists[0]
+        found = check_rooted(text, what, lists, own, self._device, (*self._group_rank, root))
+        check_tensors(text, [*found, own], self._device)
+        return found
 
     def _check_list(self, text: str, what: str, tensors: Tensors, own: torch.Tensor) -> None:
-        check_number(text, what, len(tensors), self._group_rank.size)
-        self._check_alike(text, [*tensors, own])
+        check_list(text, what, tensors, own, self._device, self._group_rank.size)
+        check_tensors(text, [*tensors, own], self._device)
 
     def _check_pairs(self, text: str, outputs: Tensors, given: Tensors) -> None:
         check_number(text, "outputs", len(outputs), len(given))
@@ -255,9 +249,6 @@ class OperationCache:
     def _check_alike(self, text: str, tensors: Tensors) -> None:
         check_tensors(text, tensors, self._device)
         check_dtypes(text, tensors)
-
-    def _times(self, part: torch.Tensor) -> str:
-        return f"{part.numel()} on each of {self._group_rank.size} ranks"
 
 
 def _check_factor(text: str, tensors: Tensors, op: Any) -> None:

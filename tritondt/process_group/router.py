@@ -1,7 +1,7 @@
-"""The transport of a process group's operations: NCCL for tensors on a GPU, for others Gloo or shared memory."""
+"""The transport of a process group's operations: NCCL for tensors on a GPU, for others shared memory or sockets."""
 
+import json
 import os
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,22 +19,22 @@ from tritondt.comm.daemons import within
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
-from tritondt.comm.transports import table as transport_table
 from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
-from tritondt.process_group.checks import check_parts, check_plain_dtypes
+from tritondt.process_group.checks import check_carried, check_group_rank, check_number, check_plain_dtypes
+from tritondt.process_group.cpu_collectives import CPU, FIND, Asked, Call
+from tritondt.process_group.cpu_group import CpuGroup, run_alone
 from tritondt.process_group.cpu_works import FinishedWork, StagedWork
-from tritondt.process_group.debug_compare import Agreement, Asked, Parts
+from tritondt.process_group.debug_compare import Agreement, Compared, Parts
 from tritondt.process_group.kinds import Kind
+from tritondt.process_group.mailbox import ANY, Mailbox
+from tritondt.process_group.monitored_barrier import MonitoredBarrier
 from tritondt.process_group.naming import text_of
 from tritondt.process_group.nccl_calls import GroupRank
 from tritondt.process_group.nccl_group import NcclGroup
-from tritondt.process_group.one_rank import is_empty, run_alone
 from tritondt.process_group.operations import OperationCache
-from tritondt.process_group.shared_memory_group import SharedMemoryGroup
 from tritondt.process_group.staging import NewCopies, as_real, flattened, staged, tensors_of
 from tritondt.process_group.stream import nccl_devices
 
-CPU = torch.device("cpu")
 # Collectives whose complex tensors torch does not take apart beforehand, as others', and of which Gloo knows none.
 _NOT_TAKEN_APART = frozenset({"gather", "allgather_into_tensor_coalesced"})
 # Collectives whose tensors may have any shapes of so many elements, which Gloo compares.
@@ -79,30 +79,26 @@ def _in_range(kind: Kind, run: Callable[..., Any], *arguments: Any) -> Any:
         return run(*arguments)
 
 
-# What the ranks of a group write in its store: whether they move tensors on the CPU through shared memory.
-_MEMORY, _GLOO = "memory", "gloo"
-
-
-def _wish(rank: int) -> str:
-    return f"tritondt/wish/{rank}"
-
-
-def _all_want_memory(store: "dist.Store", name: str, ranks: Sequence[int]) -> bool:
-    """Whether all ranks of a group want shared memory; a RuntimeWarning names those that do not."""
-    wishes = store.multi_get([_wish(place) for place in range(len(ranks))])
-    others = [rank for rank, wish in zip(ranks, wishes, strict=True) if wish.decode() != _MEMORY]
-    if others:
-        warnings.warn(
-            f"collectives of {name} on the CPU go over Gloo: TRITONDT_TRANSPORT names another transport "
-            f"than shared-memory on ranks {others}, and shared memory takes all ranks; set it alike on all of them",
-            RuntimeWarning,
-            stacklevel=2,
+def _agree_on_gloo(store: "dist.Store", name: str, rank: int, *, uses_gloo: bool) -> None:
+    """WorldError where this rank's collectives go over Gloo, and those of the rank that came first do not, or so."""
+    own = json.dumps([rank, "Gloo" if uses_gloo else "shared memory or sockets"])
+    (first, carrier), (_, here) = json.loads(store.compare_set("tritondt/carrier", "", own)), json.loads(own)
+    if carrier != here:
+        raise WorldError(
+            f"rank {first} runs collectives of {name} on the CPU over {carrier}, rank {rank} over {here}; set "
+            "TRITONDT_TRANSPORT alike on all ranks"
         )
-    return not others
+
+
+def _refuse_in_world(rank: int, error: BaseException) -> None:
+    """Tells those who wait for this rank, once there is a default group, why it does not come."""
+    if dist.is_initialized():
+        store: Any = dist.distributed_c10d._get_default_store()
+        presence.refuse(presence.of_group(store), rank, error)
 
 
 class Router:
-    """The choice between Gloo and NCCL for one rank of a process group.
+    """The choice of what carries the operations of one rank of a process group.
 
     `options` are torch's DistributedBackendOptions; `device_types` gives the types of devices that the group is for.
     """
@@ -116,28 +112,29 @@ class Router:
         making = _making_of(options)
         self.name = f"process group {self.group_id}{'' if making == 1 else f', made again ({making})'}"
         self._device_types = device_types
+        self.gloo: Any = None
+        self._uses_gloo = False
         store = asked = dist.PrefixStore(f"gloo/{making}", options.store)
         try:
             presence.announce(store, rank)
-            wants_memory = size > 1 and transport_table.chosen("cpu").groups_share_memory
-            # Before Gloo connects the ranks: afterwards all wishes are there.
-            store.set(_wish(rank), _MEMORY if wants_memory else _GLOO)
+            self._uses_gloo = environment.transport() == "gloo"
+            _agree_on_gloo(store, self.name, self.ranks[rank], uses_gloo=self._uses_gloo)
             asked = dist.PrefixStore(f"gloo/{making}", options.store.clone())
-            self.gloo: Any = self._connected(store, asked)
+            if self._uses_gloo:
+                self._connect_gloo(store, asked)
         except BaseException as error:
             if not isinstance(error, PeerError):
                 presence.refuse(asked, rank, error)
+                _refuse_in_world(self.ranks[rank], error)
             raise
-        # torch's own group over it, for it has methods that a Backend does not show.
-        self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
-        self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
         self._nccl_groups: dict[str, NcclGroup] = {}
-        self._shared_memory: SharedMemoryGroup | None = None
-        if wants_memory and _all_want_memory(store, self.name, self.ranks):
-            self._shared_memory = SharedMemoryGroup(self.name, self.ranks, rank, self.timeout)
+        self._cpu_group = CpuGroup(self.name, self.ranks, rank, self.timeout)
+        self._mailbox = Mailbox(self.name, self.ranks, rank, self.timeout)
+        own_store = dist.PrefixStore(f"tritondt/barrier/{making}", asked)
+        self._barrier_client = StoreClient(own_store, StoreHost(options.store), asked)
+        self._monitored = MonitoredBarrier(self._barrier_client, self.ranks, rank)
         self._num_forks, self._is_ended = _num_forks, False
-        self._checked_forks = -1  # forks when a tensor on the CPU was last found to be one for Gloo
+        self._checked_forks = -1  # forks when a tensor on the CPU was last found to be no one of NCCL's
         self._store_client: StoreClient | None = None
         self._agreement: Agreement | None = None
         if environment.compares():
@@ -145,8 +142,8 @@ class Router:
             self._store_client = StoreClient(debug_store, StoreHost(options.store))
             self._agreement = Agreement(self._store_client, self.ranks, rank)
 
-    def _connected(self, store: "dist.Store", asked: "dist.Store") -> Any:
-        """Gloo's group by `store`; PeerError where some do not come in time, or as soon as one cannot.
+    def _connect_gloo(self, store: "dist.Store", asked: "dist.Store") -> None:
+        """Makes Gloo's group by `store`; PeerError where some do not come in time, or as soon as one cannot.
 
         `asked` is the same store by another connection: that of `store` is Gloo's while Gloo waits.
         """
@@ -163,14 +160,18 @@ class Router:
 
         make = partial(dist.ProcessGroupGloo, store, rank, size, self.timeout)
         try:
-            return within(self.timeout, make, "tritondt-gloo", look)
+            self.gloo = within(self.timeout, make, "tritondt-gloo", look)
         except TimeoutError:
             raise PeerError(
                 f"rank {self.ranks[rank]} waited {self._timeout_s:g} s for the ranks of {self.name} to connect by Gloo"
             ) from None
+        # torch's own group over it, for it has methods that a Backend does not show.
+        self.over_gloo: Any = dist.ProcessGroup(store, rank, size)
+        self.over_gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self.over_gloo._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, self.gloo)
 
     def nccl_group(self, device: torch.device, describe: Callable[..., str], *arguments: Any) -> NcclGroup | None:
-        """The part that carries tensors on such a device by NCCL; None for Gloo.
+        """The part that carries tensors on such a device by NCCL; None on the CPU.
 
         `describe` says of `arguments` what was asked, where it is refused.
         """
@@ -219,19 +220,17 @@ class Router:
         try:
             check_plain_dtypes(tensors, kind.describe, *arguments)
         except TritondtError as error:
-            self._refuse(error, kind.describe(*arguments), nccl_group, timeout_s)
+            self._refuse(error, Asked(kind.describe, arguments), nccl_group, timeout_s)
             raise
         if nccl_group is None:
-            if self._agreement is not None:
-                self._agree(kind, arguments, device, timeout_s)
             if profiler._is_profiler_enabled:
-                return _in_range(kind, self._on_cpu, kind.gloo, kind.describe, arguments, timeout_s)
-            return self._on_cpu(kind.gloo, kind.describe, arguments, timeout_s)
+                return _in_range(kind, self._on_cpu, kind, arguments, timeout_s)
+            return self._on_cpu(kind, arguments, timeout_s)
         try:
             key = kind.key(*arguments)
             operation = nccl_group.operations.operation(key, tensors, kind.describe, kind.make, arguments)
         except TritondtError as error:
-            self._refuse(error, kind.describe(*arguments), nccl_group, timeout_s)
+            self._refuse(error, Asked(kind.describe, arguments), nccl_group, timeout_s)
             raise
         if self._agreement is not None:
             self._agree(kind, arguments, device, timeout_s)
@@ -242,36 +241,35 @@ class Router:
             return _in_range(kind, run, operation, given, timeout_s)
         return nccl_group.run(operation, given, timeout_s, is_synchronous=is_synchronous)
 
-    def _refuse(self, error: Exception, text: str, nccl_group: NcclGroup | None, timeout_s: float) -> None:
-        """Tells the others why this rank takes no part in an operation; over Gloo alone there is no way to."""
+    def _refuse(self, error: Exception, asked: Asked, nccl_group: NcclGroup | None, timeout_s: float) -> None:
+        """Tells the others why this rank takes no part in an operation; over Gloo there is no way to."""
         if self._agreement is not None:
-            self._compare(text, Parts(), None, timeout_s, str(error))
+            self._compare(str(asked), Parts(), None, timeout_s, str(error))
         elif nccl_group is not None:
             nccl_group.refuse(error)
-        elif self._shared_memory is not None:
-            self._shared_memory.refuse(error, text)
+        elif not self._uses_gloo:
+            self._cpu_group.refuse(error, asked)
 
-    def _on_cpu(self, kind: str, describe: Callable[..., str], arguments: tuple[Any, ...], timeout_s: float) -> Any:
-        """The Work of an operation on the CPU: through shared memory where that has the operation, else on Gloo."""
-        if len(self.ranks) == 1 and (is_empty(kind, arguments) or run_alone(kind, arguments)):
-            return FinishedWork(tensors_of(arguments[0]))
-        if is_empty(kind, arguments):
-            if self._shared_memory is not None:
-                self._shared_memory.pass_by(describe, arguments, timeout_s)
-            return FinishedWork(tensors_of(arguments[0]))
-        work = None
-        if self._shared_memory is not None:
-            work = self._shared_memory.run(kind, describe, arguments, timeout_s)
-        if work is not None:
-            return work
+    def _on_cpu(self, kind: Kind, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        """The Work of an operation on the CPU."""
+        asked, (rank, size) = Asked(kind.describe, arguments), self.group_rank
         try:
-            check_parts(kind, describe, arguments, len(self.ranks))
-            return self._on_gloo(kind, arguments)
-        except Exception as error:
-            # The others may wait in shared memory, where their own arguments are right.
-            if self._shared_memory is not None:
-                self._shared_memory.refuse(error, describe(*arguments))
+            call = FIND[kind.gloo](asked, rank, size, *arguments)
+        except TritondtError as error:
+            self._refuse(error, asked, None, timeout_s)
             raise
+        if self._agreement is not None:
+            self._agree(kind, arguments, CPU, timeout_s)
+        return self._run_on_cpu(kind.gloo, call, asked, arguments, timeout_s)
+
+    def _run_on_cpu(self, kind: str, call: Call, asked: Asked, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        if not self._uses_gloo:
+            is_async = getattr(arguments[-1], "asyncOp", True)
+            return self._cpu_group.run(call, asked, timeout_s, is_async=is_async)
+        if not call.steps or self.group_rank.size == 1:
+            run_alone(call, *self.group_rank)
+            return FinishedWork(call.results)
+        return self._on_gloo(kind, arguments)
 
     def _on_gloo(self, kind: str, arguments: tuple[Any, ...]) -> Any:
         """The Work of an operation on Gloo, which looks at the memory of tensors and not at their strides."""
@@ -290,17 +288,17 @@ class Router:
             return run(*memory)
         return StagedWork(run(*memory), tensors_of(arguments[0]), copies)
 
-    def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int) -> Any:
-        """The Work of a receive from any rank, on Gloo."""
-        check_plain_dtypes(tensors, lambda: "a receive from any rank")
-        return self._on_gloo("recv_anysource", (tensors, tag))
-
     def message(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
-        """The Work of tensors to a rank of the group ("send") or from one ("recv"); Gloo alone looks at the tag."""
+        """The Work of tensors to a rank of the group ("send") or from one ("recv"), on the CPU from any, -1, too.
+
+        NCCL looks at no tag.
+        """
         check_plain_dtypes(tensors, self._message_text, kind, tensors, peer)
         nccl_group = self.nccl_group(tensors[0].device, self._message_text, kind, tensors, peer)
         if nccl_group is None:
-            return self._on_gloo(kind, (tensors, peer, tag))
+            return self._message_on_cpu(kind, tensors, peer, tag)
+        if peer < 0 and kind == "recv":
+            raise TransportError("a receive from any rank was asked for; NCCL receives from a rank that is named")
         own = self.group_rank.rank
         source, target = (own, peer) if kind == "send" else (peer, own)
         number = nccl_group.peer_of_message(source, target) if 0 <= peer < self.group_rank.size else peer
@@ -309,9 +307,29 @@ class Router:
         )
         return nccl_group.send(operation, tuple(tensors), source, target, self._timeout_s)
 
+    def _message_on_cpu(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
+        asked = Asked(self._message_text, (kind, tensors, peer))
+        check_carried(asked, tensors, CPU)
+        check_number(asked, "tensors", len(tensors), 1)
+        if peer != ANY or kind == "send":
+            check_group_rank(asked, peer, self.group_rank.size)
+        if self._uses_gloo:
+            is_any = peer == ANY
+            arguments = (tensors, tag) if is_any else (tensors, peer, tag)
+            return self._on_gloo("recv_anysource" if is_any else kind, arguments)
+        carry = self._mailbox.send if kind == "send" else self._mailbox.receive
+        return carry(tensors[0], peer, tag, str(asked))
+
+    def monitored_barrier(self, timeout: timedelta | None, *, names_all: bool) -> None:
+        """Returns when all ranks have come; PeerError that names those who have not."""
+        self._monitored.wait((timeout or self.timeout).total_seconds(), names_all=names_all)
+
     def _message_text(self, kind: str, tensors: Sequence[torch.Tensor], peer: int, _number: int = 0) -> str:
         counts = " + ".join(str(tensor.numel()) for tensor in tensors)
-        own, other = self.ranks[self.group_rank.rank], self.ranks[peer] if 0 <= peer < len(self.ranks) else peer
+        own: int | str = self.ranks[self.group_rank.rank]
+        other: int | str = self.ranks[peer] if 0 <= peer < len(self.ranks) else peer
+        if peer == ANY and kind == "recv":
+            return f"a message of {counts} {text_of(tensors[0].dtype)} from any rank to rank {own}"
         ends = (own, other) if kind == "send" else (other, own)
         return f"a message of {counts} {text_of(tensors[0].dtype)} from rank {ends[0]} to rank {ends[1]}"
 
@@ -322,7 +340,9 @@ class Router:
         if self._agreement is not None:
             self._compare(f"barrier on {device.type}", Parts(), None, timeout_s)
         if nccl_group is None:
-            return self._on_cpu("barrier", lambda _: "barrier", (options,), timeout_s)
+            asked = Asked(lambda _: "barrier", (options,))
+            call = FIND["barrier"](asked, *self.group_rank, options)
+            return self._run_on_cpu("barrier", call, asked, (options,), timeout_s)
         return nccl_group.run(*nccl_group.operations.barrier("barrier"), timeout_s)
 
     def _agree(self, kind: Kind, arguments: tuple[Any, ...], device: torch.device, timeout_s: float) -> None:
@@ -338,7 +358,7 @@ class Router:
         """Returns when all ranks have come to the same text and parts, or to a refusal."""
         assert self._agreement is not None
         recorder = world.current().flight.recorder
-        self._agreement.check(Asked(text, recorder.site_text(recorder.site()), role, parts), timeout_s, refusal)
+        self._agreement.check(Compared(text, recorder.site_text(recorder.site()), role, parts), timeout_s, refusal)
 
     def _timeout_s_of(self, options: Any) -> float:
         """The timeout that the call gives, or else the group's, in seconds."""
@@ -348,9 +368,9 @@ class Router:
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the timeout of operations from now on."""
         self.timeout, self._timeout_s = timeout, timeout.total_seconds()
-        self.gloo._set_default_timeout(timeout)
-        if self._shared_memory is not None:
-            self._shared_memory.timeout = timeout
+        if self.gloo is not None:
+            self.gloo._set_default_timeout(timeout)
+        self._cpu_group.timeout = self._mailbox.timeout = timeout
         for nccl_group in self._nccl_groups.values():
             nccl_group.timeout = timeout
 
@@ -359,20 +379,23 @@ class Router:
         self._end()
         for nccl_group in self._nccl_groups.values():
             nccl_group.abort()
-        if self._shared_memory is not None:
-            self._shared_memory.abort()
-        self.gloo.abort()
+        self._cpu_group.abort()
+        self._mailbox.end("was aborted")
+        if self.gloo is not None:
+            self.gloo.abort()
 
     def close(self) -> None:
-        """Waits for what is under way on NCCL and in shared memory, and ends."""
+        """Waits for what is under way, but on Gloo, and ends."""
         self._end()
         for nccl_group in self._nccl_groups.values():
             nccl_group.close()
-        if self._shared_memory is not None:
-            self._shared_memory.close()
-        self.gloo.shutdown()
+        self._cpu_group.close()
+        self._mailbox.end("was destroyed")
+        if self.gloo is not None:
+            self.gloo.shutdown()
 
     def _end(self) -> None:
         self._is_ended = True
+        self._barrier_client.close()
         if self._store_client is not None:
             self._store_client.close()

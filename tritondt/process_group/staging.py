@@ -19,23 +19,19 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Memory that holds the elements of a tensor in the order of its dims, its own or a copy; None off the CPU.
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory that holds the elements of a tensor in the order of its dims, its own or a copy.
 
     >>> readable(torch.arange(6).view(2, 3).t()[1:]).tolist()
     [[1, 4], [2, 5]]
     """
-    if tensor.layout is not torch.strided or not tensor.is_cpu:
-        return None
     if is_plain(tensor):
         return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def writable(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
-    """Memory for the elements of a tensor in the order of its dims, its own or to be copied to it; None off the CPU."""
-    if tensor.layout is not torch.strided or not tensor.is_cpu:
-        return None
+def writable(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor:
+    """Memory for the elements of a tensor in the order of its dims, its own or to be copied to it."""
     if is_plain(tensor):
         return tensor
     found = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -43,34 +39,31 @@ def writable(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
     return found
 
 
-def in_place(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor | None:
-    """Memory that is read and written; None off the CPU."""
+def in_place(tensor: torch.Tensor, copies: NewCopies) -> torch.Tensor:
+    """Memory that is read and written."""
     found = readable(tensor)
-    if found is not None and found is not tensor:
+    if found is not tensor:
         copies.append((tensor, found))
     return found
 
 
-def all_readable(tensors: Tensors) -> list[torch.Tensor] | None:
-    """`readable` of each; None where it is None of one."""
-    found = []
-    for tensor in tensors:
-        memory = readable(tensor)
-        if memory is None:
-            return None
-        found.append(memory)
-    return found
+def as_bytes(memory: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor without gaps.
+
+    >>> as_bytes(torch.tensor(1, dtype=torch.int16)).tolist()
+    [1, 0]
+    """
+    return memory.detach().reshape(-1).view(torch.uint8)
 
 
-def all_writable(tensors: Tensors, copies: NewCopies) -> list[torch.Tensor] | None:
-    """`writable` of each; None where it is None of one."""
-    found = []
-    for tensor in tensors:
-        memory = writable(tensor, copies)
-        if memory is None:
-            return None
-        found.append(memory)
-    return found
+def all_readable(tensors: Tensors) -> list[torch.Tensor]:
+    """`readable` of each."""
+    return [readable(tensor) for tensor in tensors]
+
+
+def all_writable(tensors: Tensors, copies: NewCopies) -> list[torch.Tensor]:
+    """`writable` of each."""
+    return [writable(tensor, copies) for tensor in tensors]
 
 
 def staged(arguments: Sequence[Any], copies: NewCopies | None) -> tuple[Any, ...]:
@@ -90,8 +83,7 @@ def staged(arguments: Sequence[Any], copies: NewCopies | None) -> tuple[Any, ...
 
 def _with_memory(found: Any, copies: NewCopies | None) -> Any:
     def with_memory(tensor: torch.Tensor) -> torch.Tensor:
-        memory = readable(tensor) if copies is None else in_place(tensor, copies)
-        return tensor if memory is None else memory
+        return readable(tensor) if copies is None else in_place(tensor, copies)
 
     return _mapped(with_memory, found)
 

@@ -234,5 +234,5 @@ def _gpu_device(device: torch.device) -> NcclDevice:
     return NcclDevice(nccl_library(), CudaStreams(device))
 
 
-# By the type of device; tensors on others go over Gloo.
+# By the type of device; tensors on others go through shared memory or over sockets.
 nccl_devices = ByDeviceType[Callable[[torch.device], NcclDevice]](cuda=_gpu_device)

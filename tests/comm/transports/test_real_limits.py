@@ -1,4 +1,4 @@
-"""Ranks that the system refuses shared memory, by real limits: one warning, then sockets or Gloo on all ranks alike.
+"""Ranks that the system refuses shared memory, by real limits: one warning, then sockets on all ranks alike.
 
 Everything happens in the middle of a program whose communicators so far share memory, and in a new world.
 """
@@ -6,6 +6,7 @@ Everything happens in the middle of a program whose communicators so far share m
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +17,7 @@ import tritondt as T
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.limits import become_ordinary, in_thread, limited
 from tritondt.comm import world
-from tritondt.process_group import shared_memory_group
+from tritondt.process_group import cpu_group
 
 RANKS = 3
 # Stacks of 8 MB of an ended world's threads leave room while a limit on memory holds, so an arena is larger than those
@@ -76,17 +77,18 @@ def test_a_process_whose_descriptors_others_may_not_open(ordinary_ranks: GlooRan
 def check_fallback(seen: list[Seen], reason: str, warning: tuple[int, ...]) -> None:
     for rank, (communicators, values, warned) in enumerate(seen):
         assert communicators == [
-            "memory",  # before
-            *("SocketCommunicator", "Gloo"),  # in the middle of the program
-            "memory",  # the group of before
-            *("SocketCommunicator", "Gloo"),  # in a world of its own
-            *("SharedMemoryCommunicator", "memory"),  # when the limit has gone
+            "SharedMemoryCommunicator",  # before
+            *("SocketCommunicator", "SocketCommunicator"),  # in the middle of the program
+            "SharedMemoryCommunicator",  # the group of before
+            *("SocketCommunicator", "SocketCommunicator"),  # in a world of its own
+            *("SharedMemoryCommunicator", "SharedMemoryCommunicator"),  # when the limit has gone
         ], (rank, communicators)
         assert all(value == [10.0, 11.0, 12.0] for value in values), (rank, values)
         if rank not in warning:
             assert warned == [], (rank, warned)
             continue
-        for text, otherwise in zip(warned, ("messages go over sockets", "collectives go over Gloo") * 2, strict=True):
+        expected = ("messages go over sockets", "collectives go over sockets") * 2
+        for text, otherwise in zip(warned, expected, strict=True):
             assert text.startswith(f"rank {rank} cannot share memory with ranks [0, 1, 2] ("), text
             assert text.endswith(f"{reason}); their {otherwise}"), text
 
@@ -136,55 +138,36 @@ def gathered(seen: Seen, group: Any) -> None:
     dist.all_gather_into_tensor(found, torch.full((1,), 10.0 + dist.get_rank()), group=group)
     seen.values.append(found.tolist())
     name = f"process group {group.group_name}"
-    (made,) = [each for each in shared_memory_group._groups if each._name == name]
-    seen.communicators.append("Gloo" if made._communicator is None else "memory")
-
-
-@pytest.mark.in_core(1)
-@pytest.mark.parametrize("who", [(1,), (0, 1, 2)], ids=["one", "all"])
-def test_a_process_without_descriptors_gathers_over_gloo(ranks: GlooRanks, who: tuple[int, ...]) -> None:
-    """A group of the backend, whose Gloo is connected, needs none; one that has few does not begin what fails later."""
-    for num_spare in (0, 1, 4):
-        for rank, (communicators, values, warned) in enumerate(ranks.run(gather_with_few_descriptors, num_spare, who)):
-            assert (communicators, values) == (["Gloo"], [[10.0, 11.0, 12.0]]), (num_spare, communicators)
-            assert len(warned) == (rank in who), (num_spare, warned)
-            assert all("[Errno 24] " in text and text.endswith("; their collectives go over Gloo") for text in warned)
-
-
-def gather_with_few_descriptors(rank: int, num_spare: int, who: tuple[int, ...]) -> Seen:
-    T.close()
-    seen, group = Seen([], [], []), dist.new_group(list(range(RANKS)), backend="tritondt")
-    world.current()
-    dist.barrier()  # the store is rank 0's, and takes connections of those that make their worlds
-    with warnings.catch_warnings(record=True) as said, limited("no descriptors" if rank in who else None, num_spare):
-        warnings.simplefilter("always")
-        gathered(seen, group)
-    T.close()
-    dist.destroy_process_group(group)
-    seen.warned.extend(str(each.message) for each in said if "share memory" in str(each.message))
-    return seen
+    (made,) = [each for each in cpu_group._groups if each._name == name]
+    seen.communicators.append(type(made._communicator).__name__)
 
 
 @pytest.mark.in_core(1)
 @pytest.mark.parametrize("num_spare", [0, 1, 2, 3])
-def test_a_rank_without_descriptors_for_sockets_is_named_on_all_ranks(ranks: GlooRanks, num_spare: int) -> None:
+@pytest.mark.parametrize("is_of_backend", [False, True])
+def test_a_rank_without_descriptors_for_sockets_is_named_on_all_ranks(
+    ranks: GlooRanks, num_spare: int, is_of_backend: bool
+) -> None:
     """Sockets need them, too: nothing is left to fall back to."""
-    texts = ranks.run(redistribute_with_few_descriptors, num_spare)
+    texts = ranks.run(exchange_with_few_descriptors, num_spare, is_of_backend)
     assert texts[1].startswith("rank 1 could not "), texts
     assert "Too many open files" in texts[1], texts
     assert all(text.startswith(("rank 1 failed while", "rank 1 closed its connection")) for text in texts[::2]), texts
 
 
-def redistribute_with_few_descriptors(rank: int, num_spare: int) -> str:
+def exchange_with_few_descriptors(rank: int, num_spare: int, is_of_backend: bool) -> str:
     T.close()
     world.current()
+    group = dist.new_group(list(range(RANKS)), backend="tritondt")
     dist.barrier()
     seen = Seen([], [], [])
     with warnings.catch_warnings(), limited("no descriptors" if rank == 1 else None, num_spare):
         warnings.simplefilter("ignore")
+        run = partial(gathered, seen, group) if is_of_backend else partial(moved, seen)
         with pytest.raises(T.PeerError) as caught:
-            moved(seen)
+            run()
     T.abort()
+    dist.destroy_process_group(group)
     return str(caught.value)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tritondt._C import ArenaProgram, BoxMoves
 from tritondt.comm.communicator import Transfer
-from tritondt.comm.packing.packed_transfer import Blocks, check_contributions, kept, moves, part_bytes
+from tritondt.comm.packing.packed_transfer import Blocks, PackedTransfer, check_contributions, kept, moves, part_bytes
 from tritondt.planning.exchange import Message, Part
 from tritondt.planning.slots import goes_past_cache
 from tritondt.planning.storage import Joint, joint_boxes, message_block
@@ -38,9 +38,9 @@ class ArenaTransfer(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ProgramTransfer(Transfer):
-    """A transfer of whole tensors that is made as a program: it has no boxes."""
+    """A transfer of whole tensors that is made as a program, or as messages: it has no boxes."""
 
-    plan: ArenaTransfer | None = None
+    plan: ArenaTransfer | PackedTransfer | None = None
 
 
 def arena_transfer(transfer: Transfer, num_ranks: int, chunk_bytes: int, num_cores: int) -> ArenaTransfer:

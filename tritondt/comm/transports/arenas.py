@@ -21,7 +21,13 @@ from tritondt.comm.processes import machine, namespace
 _DESCRIPTORS_OF_SOCKETS = 3
 
 
-def share_arenas(context: ProcessContext, *, asks_for_arenas: bool) -> list[Arena] | None:
+def share_arenas(
+    context: ProcessContext,
+    otherwise: str = "messages go over sockets",
+    most_bytes: int | None = None,
+    *,
+    asks_for_arenas: bool,
+) -> list[Arena] | None:
     """Arenas of all ranks of the communicator, by place, mapped here; None where sockets alone carry its messages.
 
     A collective call; ranks that ask for no arenas say so and wait for nobody. Raises PeerError where some do not come.
@@ -29,7 +35,7 @@ def share_arenas(context: ProcessContext, *, asks_for_arenas: bool) -> list[Aren
     if len(context.ranks) > 1 and (not asks_for_arenas or _are_elsewhere(len(context.ranks))):
         Answers.of(context).tell("arena", {})
         return None
-    return map_arenas(context, "messages go over sockets")
+    return map_arenas(context, otherwise, most_bytes)
 
 
 def map_arenas(context: ProcessContext, otherwise: str, most_bytes: int | None = None) -> list[Arena] | None:

@@ -24,6 +24,7 @@ from tritondt.comm.monitor.comparison import (
     write_note,
 )
 from tritondt.comm.monitor.flight import DONE, EXCHANGING, FAILED, PACKING, UNPACKING, ExchangeRecord
+from tritondt.comm.packing.arena_transfer import ProgramTransfer
 from tritondt.comm.packing.messages import MessageBuffers, Slice, Slices, message_buffers
 from tritondt.comm.packing.packed_transfer import (
     ALIGNED,
@@ -123,6 +124,9 @@ class PackedCommunicator(OrderedCommunicator, metaclass=Announced):
 
     def _compiled(self, transfer: Transfer, starts: TensorStarts = ALIGNED) -> Program:
         """The transfer compiled to messages and tables, or to what the transport itself runs."""
+        if isinstance(transfer, ProgramTransfer):
+            assert isinstance(transfer.plan, PackedTransfer), f"{transfer.description} is no program of messages"
+            return transfer.plan
         if transfer.collective is not None:
             return self._compiled_collective(transfer, transfer.collective, starts)
         wire_dtype = transfer.wire_dtype

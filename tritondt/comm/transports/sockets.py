@@ -212,6 +212,9 @@ class SocketCommunicator(PackedCommunicator):
             if with_turn:
                 self._turn.release()
 
+    def release(self) -> None:
+        """Lets go of the memory of a communicator that has ended: it has none."""
+
     def disown(self, error: WorldError) -> None:
         """Refuses all further use, and closes this process's sockets: peers must notice when the parent dies."""
         super().disown(error)

@@ -24,7 +24,7 @@ from tritondt.errors import PeerError, RefusalError, WorldError
 
 _MIN_BACKLOG = 128
 # Where a rank listens for those of its own machine, and for others.
-_NEAR, _FAR = "near", "far"
+NEAR, FAR = "near", "far"
 
 
 class Connections:
@@ -51,7 +51,7 @@ class Connections:
         self._ranks, self._place, self._secret = ranks, place, secret
         # Without what `attempt` looks at, which has these connections: sockets are closed with the last name of theirs.
         self._answers = Answers(client, key, ranks, place, Attempt.of(attempt.timeout_s))
-        self._own = Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
+        self._own = drawn_tokens()
         self._listeners: dict[str, socket.socket] = {}
         self._addresses: dict[int, Address] = {}
         self._handshakes: Handshakes | None = None  # while it connects, and what a refused exchange has left of that
@@ -73,17 +73,17 @@ class Connections:
         # Whoever has no address for other machines says so, called from there or not.
         outer = self._outer_address(distant, guess) if distant else ""
         for which, host, is_needed in (
-            (_NEAR, LOOPBACK, any(caller not in distant for caller in callers)),
-            (_FAR, outer, any(caller in distant for caller in callers)),
+            (NEAR, LOOPBACK, any(caller not in distant for caller in callers)),
+            (FAR, outer, any(caller in distant for caller in callers)),
         ):
             if is_needed:
-                self._listeners[which] = self._listener(host)
+                self._listeners[which] = _listener(host, len(self._ranks))
         reached = {which: listener.getsockname()[:2] for which, listener in self._listeners.items()}
         answers.tell("address", [reached, *self._own])
         # Now, as the store may have gone, or stopped, when they are called.
         called = [other for other in others if other < self._place]
         for other, (theirs, *tokens) in answers.of_others("address", called).items():
-            self._addresses[other] = Address(*theirs[_FAR if other in distant else _NEAR], *tokens)
+            self._addresses[other] = Address(*theirs[FAR if other in distant else NEAR], *tokens)
 
     @property
     def lacking(self) -> set[int]:
@@ -160,10 +160,6 @@ class Connections:
                 f"rank {self._ranks[self._place]} could not connect to ranks {list(self._ranks)}: {error}"
             ) from error
 
-    def _listener(self, host: str) -> socket.socket:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, 0), family=family, backlog=max(len(self._ranks), _MIN_BACKLOG))
-
     def _outer_address(self, distant: dict[int, str], guess: str) -> str:
         """This host's address for `distant` ranks, given the ones at which they believe to be reached."""
         allowed = outer_addresses()
@@ -190,6 +186,28 @@ class Connections:
                 raise PeerError(f"rank {rank} could not connect to rank {other}: {error}") from error
             raise
         return handshakes.connected
+
+
+def drawn_tokens() -> Tokens:
+    """Tokens of a rank that others are about to call."""
+    return Tokens(secrets.token_hex(TOKEN_BYTES), secrets.token_hex(TOKEN_BYTES))
+
+
+def listeners_of_rank(world_size: int) -> dict[str, socket.socket]:
+    """Where a rank listens whose callers are not known: for its own machine, and for others where it may have some.
+
+    It has none where the ranks of its machine are all of the world's.
+    """
+    found = {NEAR: _listener(LOOPBACK, world_size)}
+    per_host, allowed = environment.ranks_per_host(), outer_addresses()
+    if allowed and (per_host is None or world_size > per_host):
+        found[FAR] = _listener(_guessed_address() or allowed[0], world_size)
+    return found
+
+
+def _listener(host: str, num_ranks: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family, backlog=max(num_ranks, _MIN_BACKLOG))
 
 
 def _guessed_address() -> str:

@@ -1,0 +1,174 @@
+"""Collectives as values: what one rank sends to every rank and receives of it, in spans of bytes of its tensors.
+
+A description says what is to be where, once for all transports; each has a compiler of it to what it runs.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# A tensor by its number among sources or targets, its first byte, and bytes.
+Span = tuple[int, int, int]
+PeerSpan = tuple[int, Span]
+# Terms that a rank receives of others, in bytes, up to which a reduction over sockets is one exchange, not two. A
+# further exchange takes some 50 us, in which a link of 10 Gbit/s carries as much.
+SHORT_BYTES = 64 << 10
+
+
+class Reduction(NamedTuple):
+    """A reduction as the extension names it: of elements of `itemsize` bytes, divided once."""
+
+    dtype: str
+    op: str
+    divisor: int
+    itemsize: int
+
+
+class Collective(NamedTuple):
+    """One rank's side of a collective of `size` ranks, of which it is number `own`.
+
+    `sends` are of sources, to ranks, and `receives` of targets, from ranks, in their order, this rank's own among them.
+    With a `reduction` what all ranks send is reduced in their order, term by term, to one target; else it is copied.
+    Any rank sends at most `most_spans` different spans to others.
+    """
+
+    own: int
+    size: int
+    sends: tuple[PeerSpan, ...]
+    receives: tuple[PeerSpan, ...]
+    most_spans: int = 1
+    reduction: Reduction | None = None
+
+    @property
+    def leaving(self) -> list[PeerSpan]:
+        """Spans for other ranks."""
+        return [each for each in self.sends if each[0] != self.own]
+
+    @property
+    def coming(self) -> list[PeerSpan]:
+        """Spans of other ranks."""
+        return [each for each in self.receives if each[0] != self.own]
+
+    @property
+    def keeps(self) -> list[tuple[Span, Span]]:
+        """Spans that stay on this rank, with bytes: a source's and a target's."""
+        sent = [span for peer, span in self.sends if peer == self.own]
+        received = [span for peer, span in self.receives if peer == self.own]
+        return [pair for pair in zip(sent, received, strict=True) if pair[0][2]]
+
+    @property
+    def root(self) -> int:
+        """The one rank that has the result of a reduction; -1 where all have one.
+
+        >>> reduce(0, 3, 12, Reduction("float32", "sum", 1, 4), 2).root
+        2
+        """
+        return self.sends[0][0] if len(self.sends) == 1 < self.size else -1
+
+    @property
+    def pieces(self) -> list[Span]:
+        """The spans that are reduced, by the rank that has the result; several, or all ranks have the same one."""
+        return [span for _, span in self.sends]
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether every rank has the reduction of the same span."""
+        return self.root < 0 and len(set(self.pieces)) == 1
+
+
+def all_gather(own: int, size: int, sizes: Sequence[int]) -> Collective:
+    """Every rank's tensor, of so many bytes, to a tensor for each."""
+    sends = [(rank, (0, 0, sizes[own])) for rank in range(size) if sizes[own]]
+    return Collective(own, size, tuple(sends), tuple((rank, (rank, 0, num)) for rank, num in enumerate(sizes) if num))
+
+
+def all_gather_into(own: int, size: int, num_bytes: int) -> Collective:
+    """Every rank's tensor, end to end, to one."""
+    sends = tuple((rank, (0, 0, num_bytes)) for rank in range(size))
+    return Collective(own, size, sends, tuple((rank, (0, rank * num_bytes, num_bytes)) for rank in range(size)))
+
+
+def broadcast(own: int, size: int, num_bytes: int, root: int) -> Collective:
+    """The root's tensor, to all; in place.
+
+    >>> broadcast(1, 3, 8, 0)
+    Collective(own=1, size=3, sends=(), receives=((0, (0, 0, 8)),), most_spans=1, reduction=None)
+    """
+    whole = (0, 0, num_bytes)
+    if own != root:
+        return Collective(own, size, (), ((root, whole),))
+    return Collective(own, size, tuple((rank, whole) for rank in range(size) if rank != own), ())
+
+
+def gather(own: int, size: int, num_bytes: int, sizes: Sequence[int], root: int) -> Collective:
+    """Every rank's tensor, of `num_bytes` here, to the root's tensors, of `sizes` bytes there."""
+    receives = tuple((rank, (rank, 0, num)) for rank, num in enumerate(sizes))
+    return Collective(own, size, ((root, (0, 0, num_bytes)),), receives)
+
+
+def scatter(own: int, size: int, num_bytes: int, sizes: Sequence[int], root: int) -> Collective:
+    """A tensor of the root's, of `sizes` bytes there, to every rank, where it has `num_bytes`."""
+    sends = tuple((rank, (rank, 0, num)) for rank, num in enumerate(sizes))
+    return Collective(own, size, sends, ((root, (0, 0, num_bytes)),), max(size - 1, 1))
+
+
+def all_to_all(own: int, size: int, leaving: Sequence[PeerSpan], coming: Sequence[PeerSpan]) -> Collective:
+    """A span to every rank and one of every rank; both sides of a message know that it is empty."""
+    sends, receives = (tuple(each for each in spans if each[1][2]) for spans in (leaving, coming))
+    return Collective(own, size, sends, receives, max(size - 1, 1))
+
+
+def all_to_all_even(own: int, size: int, num_bytes: int) -> Collective:
+    """So many bytes of one tensor to every rank, and of every rank to one tensor."""
+    spans = [(rank, (0, rank * num_bytes, num_bytes)) for rank in range(size)]
+    return all_to_all(own, size, spans, spans)
+
+
+def nothing(own: int, size: int) -> Collective:
+    """The side of a rank that has no elements: it counts, and sends no message."""
+    return Collective(own, size, (), ())
+
+
+def barrier(own: int, size: int) -> Collective:
+    """A message without bytes to every other rank."""
+    signals = tuple((rank, (0, 0, 0)) for rank in range(size) if rank != own)
+    return Collective(own, size, signals, signals)
+
+
+def all_reduce(own: int, size: int, num_bytes: int, reduction: Reduction) -> Collective:
+    """The reduction of every rank's tensor, on all."""
+    spans = tuple((rank, (0, 0, num_bytes)) for rank in range(size))
+    return Collective(own, size, spans, spans, 1, reduction)
+
+
+def reduce(own: int, size: int, num_bytes: int, reduction: Reduction, root: int) -> Collective:
+    """The reduction of every rank's tensor, on the root."""
+    whole = (0, 0, num_bytes)
+    receives = tuple((rank, whole) for rank in range(size)) if own == root else ()
+    return Collective(own, size, ((root, whole),), receives, 1, reduction)
+
+
+def reduce_scatter(own: int, size: int, pieces: Sequence[Span], reduction: Reduction) -> Collective:
+    """The reduction of every rank's pieces, each to its rank."""
+    receives = tuple((rank, (0, 0, pieces[own][2])) for rank in range(size))
+    return Collective(own, size, tuple(enumerate(pieces)), receives, max(size - 1, 1), reduction)
+
+
+def reduce_scatter_even(own: int, size: int, num_bytes: int, reduction: Reduction) -> Collective:
+    """The reduction of every rank's tensor, `num_bytes` of it to each."""
+    return reduce_scatter(own, size, [(0, rank * num_bytes, num_bytes) for rank in range(size)], reduction)
+
+
+def is_short(num_bytes: int, size: int) -> bool:
+    """Whether a reduction over sockets of so many bytes on each rank is one exchange."""
+    return num_bytes * (size - 1) <= SHORT_BYTES
+
+
+def cut(num_bytes: int, size: int, itemsize: int) -> list[Span]:
+    """Pieces of tensor number 0, one for each rank, whose numbers of elements differ by 1 at most.
+
+    >>> cut(40, 4, 4)
+    [(0, 0, 12), (0, 12, 12), (0, 24, 8), (0, 32, 8)]
+    """
+    each, longer = divmod(num_bytes // itemsize, size)
+    counts = [(each + (rank < longer)) * itemsize for rank in range(size)]
+    return [(0, sum(counts[:rank]), count) for rank, count in enumerate(counts)]

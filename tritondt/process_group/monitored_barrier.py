@@ -1,0 +1,82 @@
+"""The monitored barrier: one rank waits for all others in the store, and tells them who has not come."""
+
+import json
+import time
+from collections.abc import Sequence
+
+from tritondt.comm.store import presence
+from tritondt.comm.store.client import StoreClient
+from tritondt.errors import PeerError
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _LOOK_S = 0.001, 0.1, 0.5
+# How much longer others wait for the one that names who is late.
+_GRACE_S = 5.0
+
+
+class MonitoredBarrier:
+    """One rank's part in the monitored barriers of a process group; `ranks` are the group's, as ranks of the world.
+
+    `client` asks a part of the store that is the group's own; in its `presence` ranks have said what they are.
+    """
+
+    def __init__(self, client: StoreClient, ranks: Sequence[int], group_rank: int) -> None:
+        self._client, self._ranks, self._own = client, tuple(ranks), group_rank
+        self._number = 0
+
+    def wait(self, timeout_s: float, *, names_all: bool) -> None:
+        """Returns when all ranks have come; PeerError, on all that have, where some do not: the first, or all of them.
+
+        It is the first rank of the group that waits for the others, `timeout_s` seconds.
+        """
+        self._number += 1
+        number = self._number
+        self._client.call(lambda store: store.set(f"{number}/{self._own}", ""), timeout_s)
+        if self._own != 0:
+            self._hear(number, timeout_s)
+            return
+        error = self._late(number, timeout_s, names_all=names_all)
+        said = json.dumps(None if error is None else str(error))
+        self._client.call(lambda store: store.set(f"{number}/said", said), timeout_s)
+        if error is not None:
+            raise error
+
+    def _late(self, number: int, timeout_s: float, *, names_all: bool) -> PeerError | None:
+        """The error that names those who have not come in time, or have ended."""
+        missing = list(range(1, len(self._ranks)))
+        started, pause, next_look = time.monotonic(), _FIRST_PAUSE_S, _LOOK_S
+        while missing := [each for each in missing if not self._has(f"{number}/{each}", timeout_s)]:
+            waited_s = time.monotonic() - started
+            named = [self._ranks[each] for each in (missing if names_all else missing[:1])]
+            if waited_s >= next_look:
+                next_look = waited_s + _LOOK_S
+                gone = self._client.call(lambda _: presence.ended(self._client.presence, missing))
+                if gone is not None:
+                    return PeerError(
+                        f"rank {self._ranks[gone.rank]} does not come to a monitored barrier: {gone.error}"
+                    )
+            if waited_s > timeout_s:
+                return PeerError(
+                    f"rank {self._ranks[0]} waited {timeout_s:g} s for {'ranks' if names_all else 'rank'} "
+                    f"{named if names_all else named[0]} in a monitored barrier"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return None
+
+    def _hear(self, number: int, timeout_s: float) -> None:
+        """Returns when the first rank says that all have come; raises what it says else."""
+        started, pause = time.monotonic(), _FIRST_PAUSE_S
+        while not self._has(f"{number}/said", timeout_s):
+            if time.monotonic() - started > timeout_s + _GRACE_S:
+                raise PeerError(
+                    f"rank {self._ranks[self._own]} waited {timeout_s + _GRACE_S:g} s for rank {self._ranks[0]} in a "
+                    "monitored barrier"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        said = json.loads(self._client.call(lambda store: store.get(f"{number}/said"), timeout_s))
+        if said is not None:
+            raise PeerError(said)
+
+    def _has(self, key: str, timeout_s: float) -> bool:
+        return self._client.call(lambda store: store.check([key]), timeout_s)
