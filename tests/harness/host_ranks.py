@@ -26,6 +26,9 @@ def exchange() -> dict[str, object]:
     for placements in ([T.Replicate(), T.Shard(1)], [T.Shard(1), T.Shard(0)], [T.Replicate(), T.Replicate()]):
         x = x.redistribute(placements=placements)
         torch.testing.assert_close(x.full_tensor(), whole, rtol=0, atol=0)
+    # One exchange of every rank with all others: what stays inside a host goes through shared memory elsewhere.
+    rows = T.distribute_tensor(whole, T.Mesh((2 * RANKS_PER_HOST,)), [T.Shard(0)])
+    torch.testing.assert_close(rows.redistribute(placements=[T.Shard(1)]).full_tensor(), whole, rtol=0, atol=0)
     sockets = world.current().communicator(tuple(range(4)))._connections.sockets  # type: ignore[attr-defined]
     found = {
         "rank": dist.get_rank(),
