@@ -18,7 +18,7 @@ from tritondt.sharding.intervals import (
     positions,
     total,
 )
-from tritondt.sharding.lengths import least
+from tritondt.sharding.lengths import hint_of, least
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Cut:
             return min(self._step(held), held)
         # A block of which h is held gives at most h/parts and a part of a unit; a whole one gives its first piece.
         rounded = (held + self.repeats * self.unit * (self.parts - 1)) // self.parts
-        block = self.length // self.repeats
+        block = hint_of(self.length) // self.repeats
         return min(held, rounded, self.repeats * min(self._step(block), block))
 
     def _step(self, held: int) -> int:

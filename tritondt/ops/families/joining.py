@@ -60,9 +60,9 @@ def _along(specs: Sequence[DTensorSpec], dim: int, axis: int) -> Iterator[AxisSt
     if joined[0].mesh.shape[axis] == 1:
         yield AxisStrategy(current, (Shard(dim),), exact=True)
         return
-    blocks = {(spec.shape[dim] // s.repeats, s.unit, s.sizes) for spec, s in zip(joined, shards, strict=True)}
-    if len(blocks) == 1:
-        ((_, unit, sizes),) = blocks
+    blocks = [(spec.shape[dim] // s.repeats, s.unit, s.sizes) for spec, s in zip(joined, shards, strict=True)]
+    if all(block == blocks[0] for block in blocks):  # lengths that a graph leaves open have no hash
+        _, unit, sizes = blocks[0]
         repeats = sum(shard.repeats for shard in shards)
         yield AxisStrategy(current, (Shard(dim, unit, sizes, repeats),), exact=True)
         return

@@ -115,23 +115,39 @@ def sliced(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout
     length = shape[dim]
     if (start, stop, step) == (0, length, 1):
         return layout
-    shape[dim] = len(range(start, stop, step))
+    shape[dim] = num_indices(start, stop, step)
     real = real_cuts(layout, cuts[dim])
     # Axes of one coordinate cut last: their unit, 1, divides all others.
     idle = [(axis, Shard(dim)) for axis, _ in cuts[dim] if layout.mesh_shape[axis] == 1]
-    cuts[dim] = [*_sliced_cuts(layout, dim, real, range(start, stop, step)), *idle]
+    cuts[dim] = [*_sliced_cuts(layout, dim, real, start, stop, step), *idle]
     return with_cuts(layout, shape, cuts)
 
 
-def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range) -> list[AxisCut]:
-    if not kept or not real:
+def num_indices(start: int, stop: int, step: int) -> int:
+    """Number of indices of `start:stop:step`, where start <= stop and a graph may leave both open."""
+    return (stop - start + step - 1) // step
+
+
+def whole_blocks(layout: Layout, dim: int, real: Sequence[AxisCut], start: int, stop: int) -> list[int] | None:
+    """Numbers of the blocks of every cut in `real` that `start:stop` is; None where it is not whole blocks of all."""
+    found = []
+    for _, shard in real:
+        block = layout.shape[dim] // shard.repeats
+        if start % block or stop % block:
+            return None
+        found.append(int((stop - start) // block))
+    return found
+
+
+def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], start: int, stop: int, step: int) -> list[AxisCut]:
+    if start == stop or not real:
         return [(axis, Shard(dim)) for axis, _ in real]
+    blocks_kept = whole_blocks(layout, dim, real, start, stop) if step == 1 else None
+    if blocks_kept is not None:
+        return [(axis, replace(shard, repeats=many)) for (axis, shard), many in zip(real, blocks_kept, strict=True)]
+    layout.check_known(dim)  # explicit sizes, which are ints
+    kept = range(start, stop, step)
     blocks = [layout.shape[dim] // shard.repeats for _, shard in real]
-    if kept.step == 1 and all(kept.start % block == 0 and kept.stop % block == 0 for block in blocks):
-        num_kept = kept.stop - kept.start
-        return [
-            (axis, replace(shard, repeats=num_kept // block)) for (axis, shard), block in zip(real, blocks, strict=True)
-        ]
     if len(real) > 1:
         axes = ", ".join(str(axis) for axis, _ in real)
         raise LayoutError(
