@@ -25,6 +25,8 @@ def plain_key(argument: Any, by_value: bool) -> Sequence[Any]:
         return torch.Tensor, argument.dtype, argument.shape
     if isinstance(argument, _NUMBERS):
         return (type(argument), argument) if by_value else (type(argument),)
+    if isinstance(argument, OPEN_NUMBERS):
+        return ([],)  # has no hash; that of a SymFloat is its value's, for which the graph would hold
     return type(argument), argument
 
 

@@ -262,7 +262,7 @@ def viewed_or_copied(op: OpOverload, spec: DTensorSpec, wrap: Wrap, track_base: 
         local: torch.Tensor = local_args[0]
         try:
             return wrap(local.view(shape), spec)
-        except RuntimeError:
+        except (RuntimeError, ValueError):  # torch's fake tensors raise the latter
             copy = wrap(local.reshape(shape), spec)
         # A graph that torch traces knows no memory, and writes to what it views by itself.
         return track_base(copy, op, args, kwargs, is_local=True) if has_memory(local) else copy

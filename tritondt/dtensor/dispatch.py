@@ -32,12 +32,15 @@ from tritondt.dtensor.own_sources import check_from_others, from_others
 from tritondt.dtensor.text import mixed_text
 from tritondt.dtensor.views.recorded_views import noting_views
 from tritondt.errors import MeshError, MixedTensorsError, OpenLengthError, check_not_of_torch
-from tritondt.ops.propagation.open_lengths import check_open_lengths, takes_open_lengths
 from tritondt.ops.propagation.propagator import ShardingPropagator
 from tritondt.ops.propagation.replication import are_alike, are_replicated, as_replicated
 from tritondt.ops.propagation.schema import LocalOp, OpSchema
 from tritondt.ops.propagation.selection import written_positions
-from tritondt.redistribution.in_graphs import prefer_lengths_of_forward
+from tritondt.redistribution.in_graphs import (
+    hold_for_lengths_at_hand,
+    holds_for_lengths_at_hand,
+    prefer_lengths_of_forward,
+)
 from tritondt.redistribution.run import has_memory
 from tritondt.sharding.mesh import Mesh
 from tritondt.sharding.placement import Replicate
@@ -138,10 +141,11 @@ class Dispatcher:
             local_kwargs = dict(zip(names, values, strict=True))
         found, is_kept = _look_up(operator, key)
         if found is None and self._leaves_open(args, kwargs):
-            found = self._compile_open(op, args, kwargs)
-            if found is None:
+            result = self._run_open(op, args, kwargs, local_args, local_kwargs)
+            if result is NotImplemented:
+                hold_for_lengths_at_hand()
                 return self._run_any(op, *self._with_values(args, kwargs))
-            return self._run(found, local_args, local_kwargs, args, kwargs)
+            return result
         if found is None:
             mixed = self._keep_gradients(op, args, kwargs)
             result = self._run_otherwise(op, args, kwargs)
@@ -198,24 +202,38 @@ class Dispatcher:
             for item in flat((*args, *kwargs.values()))
         )
 
-    def _compile_open(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _CompiledCall | None:
-        """The call for all lengths that guards let pass; None where it is decided by values.
+    def _run_open(
+        self,
+        op: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        local_args: Sequence[Any],
+        local_kwargs: Mapping[str, Any],
+    ) -> Any:
+        """The result for all lengths that guards let pass; NotImplemented where the call is decided by values.
 
         TypeError is what anything says that looks such a length up: it has no hash.
         """
         given = [*flat((*args, *kwargs.values()))]
         distributed: list[Any] = [item for item in given if isinstance(item, self._class)]
-        has_values = any(has_memory(item._local_tensor) for item in distributed)
-        if has_values or not self._propagator.knows(op) or any(map(self._is_plain, given)):
-            return None
-        if not takes_open_lengths(op, distributed):
-            return None
+        if holds_for_lengths_at_hand() or any(has_memory(item._local_tensor) for item in distributed):
+            return NotImplemented
         prefer_lengths_of_forward()
+        mixed = self._keep_gradients(op, args, kwargs)
+        result = self._run_otherwise(op, args, kwargs)
+        if result is not NotImplemented or any(map(self._is_plain, given)):
+            return result
         schema = self._schema(op, args, kwargs)
         try:
-            return noting_views(schema, self._compile(schema), self._wrap)
+            if not self._propagator.knows(op):
+                return decompose(schema, args, kwargs)
+            found = noting_views(schema, self._compile(schema), self._wrap)
         except (OpenLengthError, TypeError):
-            return None
+            return NotImplemented
+        if any(item._spec.is_known_now for item in distributed):
+            hold_for_lengths_at_hand()
+        found = self._with_gradients_kept(op, found) if mixed else found
+        return self._run(found, local_args, local_kwargs, args, kwargs)
 
     def _are_replicated(self, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether there are plain arguments with dims, and they count as replicated."""
@@ -341,7 +359,6 @@ class Dispatcher:
 
     def _compile(self, schema: OpSchema) -> _CompiledCall:
         decision = self._propagator.propagate(schema)
-        check_open_lengths(decision.output_spec)
         local: LocalOp = decision.local or schema.op._op
         written = written_positions(schema)
         runs_as_it_is = schema.mesh.coordinate is not None and not written

@@ -13,7 +13,7 @@ class LayoutError(TritondtError, ValueError):
     """A placement, a layout or a spec that cannot exist."""
 
 
-class OpenLengthError(LayoutError):
+class OpenLengthError(TritondtError, ValueError):
     """A question about a length that a graph of torch.compile leaves open; asked again, with a guard, of its value."""
 
 

@@ -1,5 +1,6 @@
 """Calls that a graph of torch.compile keeps as they are, in the pass in which they were traced."""
 
+import sys
 from itertools import count, islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 # Numbers of calls in graphs, which are never merged into one.
 _calls = count(1)
 _RECOMPUTE = "recompute"
-_SEEN = "_tritondt_lengths_of_forward"
+_HELD = "_tritondt_lengths_at_hand"
 
 
 class _KeptMeta(dict[str, Any]):
@@ -38,18 +39,46 @@ def call_in_graph(op: Any, *arguments: Any) -> torch.Tensor:
     return found
 
 
+def hold_for_lengths_at_hand() -> None:
+    """Has torch.compile trace a call anew, for the lengths at hand, if both passes of its graph are being traced.
+
+    A graph that has left lengths open in forward cannot take them for known in backward (torch 2.13), where the first
+    operator may be that is decided by values.
+    """
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    compilation = torch._guards.CompileContext.try_get()
+    if mode is None or compilation is None or holds_for_lengths_at_hand():
+        return
+    compilation.__dict__[_HELD] = True
+    # Of the reasons to trace again it is the one that torch takes from what compiles a graph.
+    raise sys.modules["torch._dynamo.exc"].TensorifyScalarRestartAnalysis("backward asks for a length")
+
+
+def holds_for_lengths_at_hand() -> bool:
+    """Whether the call that torch.compile traces now is traced for the lengths at hand."""
+    compilation = torch._guards.CompileContext.try_get()
+    return compilation is not None and _HELD in compilation.__dict__
+
+
+class _FirstKept(dict[Any, Any]):
+    """What gives each length in a graph; the first that gave it stays."""
+
+    def __setitem__(self, symbol: Any, given: Any) -> None:
+        self.setdefault(symbol, given)
+
+
 def prefer_lengths_of_forward() -> None:
     """Lets torch take a length that forward and backward are both given from what forward is given.
 
-    Lengths that are computed anew torch (2.13) looks up by their symbol, where the last argument that has it counts:
-    a gradient, so that forward would need what backward gets.
+    Lengths that are computed anew torch (2.13) looks up by their symbol, where the last that has it counts: that of a
+    gradient, so that forward would need what backward gets, or one computed from what is being looked up.
     """
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-    if mode is None or _SEEN in mode.tracer.__dict__:
+    if mode is None or isinstance(mode.tracer.sympy_expr_tracker, _FirstKept):
         return
     tracer = mode.tracer
-    tracer.__dict__[_SEEN] = True
-    by_symbol = tracer.sympy_expr_tracker
-    for node, proxy in reversed(tracer.symnode_tracker.sym_node_dict.items()):
+    by_symbol, first = tracer.sympy_expr_tracker, _FirstKept()
+    for node, proxy in tracer.symnode_tracker.sym_node_dict.items():
         if node.expr in by_symbol:
-            by_symbol[node.expr] = type(by_symbol[node.expr])(proxy, torch.SymInt(node))
+            first[node.expr] = type(by_symbol[node.expr])(proxy, torch.SymInt(node))
+    tracer.sympy_expr_tracker = first

@@ -19,7 +19,7 @@ from tritondt.sharding.intervals import (
     positions,
     total,
 )
-from tritondt.sharding.lengths import least
+from tritondt.sharding.lengths import hint_of, least
 
 
 class Cut(ABC):
@@ -122,7 +122,7 @@ class ChunkCut(Cut):
             return min(self._step(held), held)
         # A block of which h is held gives at most h/parts and a part of a unit; a whole one gives its first piece.
         rounded = (held + self.repeats * self.unit * (self.parts - 1)) // self.parts
-        block = self.length // self.repeats
+        block = hint_of(self.length) // self.repeats
         return min(held, rounded, self.repeats * min(self._step(block), block))
 
     def _step(self, held: int) -> int:

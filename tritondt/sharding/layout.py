@@ -17,8 +17,8 @@ from tritondt.errors import LayoutError, OpenLengthError
 from tritondt.errors.arguments import checked
 from tritondt.sharding import intervals as regions
 from tritondt.sharding.coordinates import coordinate_at, position_of
-from tritondt.sharding.cut import Cut
-from tritondt.sharding.intervals import Box, Intervals, Region
+from tritondt.sharding.cut import ChunkCut, Cut
+from tritondt.sharding.intervals import Box, Interval, Intervals, Region
 from tritondt.sharding.lengths import are_open, hint_of, settled
 from tritondt.sharding.placement import Partial, Placement, Replicate, Shard, as_placements, placements_text
 
@@ -140,8 +140,9 @@ class Layout:
         return product(*map(range, self.mesh_shape))
 
     def intervals(self, dim: int, coordinate: Coordinate) -> Intervals:
-        """Indices of `dim` that a coordinate holds; OpenLengthError where the dim's length is left open."""
-        self._check_known(dim)
+        """Indices of `dim` that a coordinate holds; OpenLengthError for a cut dim whose length is left open."""
+        if any(self.mesh_shape[axis] > 1 for axis in self.axes_of_dim[dim]):
+            self.check_known(dim)
         held: Intervals = regions.merge([(0, self.shape[dim])])
         for axis in self.axes_of_dim[dim]:
             held = self.cut(axis).piece(held, coordinate[axis])
@@ -159,6 +160,23 @@ class Layout:
         """Boxes that a coordinate holds: one without `repeats` and `block`, none where the coordinate holds nothing."""
         return tuple(regions.boxes(self.region(coordinate)))
 
+    def bounds(self, dim: int, coordinate: Coordinate) -> Interval:
+        """First index and end of the one piece of `dim` that a coordinate holds, left open where the dim's length is.
+
+        OpenLengthError where the length is left open and a coordinate may hold several pieces.
+
+        >>> Layout((2,), (Shard(0),), (5,)).bounds(0, (1,))
+        (3, 5)
+        """
+        start, held = 0, self.shape[dim]
+        for axis in self.axes_of_dim[dim]:
+            cut, shard = self.cut(axis), self.placements[axis]
+            if not (isinstance(shard, Shard) and shard.is_one_run):
+                self.check_known(dim)
+            first, stop = cut.bounds(held, coordinate[axis])
+            start, held = start + first, stop - first
+        return start, start + held
+
     def local_shape(self, coordinate: Coordinate) -> tuple[int, ...]:
         """Shape of the local tensor at a coordinate, with lengths left open where those of the tensor are."""
         if are_open(self.shape):
@@ -168,16 +186,16 @@ class Layout:
     def _local_length(self, dim: int, coordinate: Coordinate) -> int:
         if isinstance(self.shape[dim], int):
             return regions.total(self.intervals(dim, coordinate))
-        held = self.shape[dim]
-        for axis in self.axes_of_dim[dim]:
-            cut, shard = self.cut(axis), self.placements[axis]
-            if not (isinstance(shard, Shard) and shard.is_one_run):
-                self._check_known(dim)
-            start, stop = cut.bounds(held, coordinate[axis])
-            held = stop - start
-        return held
+        axes = self.axes_of_dim[dim]
+        cut = self.cut(axes[0]) if len(axes) == 1 else None
+        if not isinstance(cut, ChunkCut) or cut.repeats == 1:
+            start, stop = self.bounds(dim, coordinate)
+            return stop - start
+        start, stop = cut.bounds(self.shape[dim] // cut.repeats, coordinate[axes[0]])
+        return cut.repeats * (stop - start)
 
-    def _check_known(self, dim: int) -> None:
+    def check_known(self, dim: int) -> None:
+        """Raises OpenLengthError where the length of `dim` is left open."""
         if not isinstance(self.shape[dim], int):
             raise OpenLengthError(f"{self!r} leaves open how long dim {dim} is; its indices are known for ints")
 
@@ -219,7 +237,7 @@ class Layout:
         self, dim: int, wanted: Intervals, pinned: Mapping[int, int]
     ) -> Iterator[tuple[tuple[tuple[int, int], ...], Intervals]]:
         """Indices on the axes that cut `dim`, with the indices of `wanted` held there."""
-        self._check_known(dim)
+        self.check_known(dim)
 
         def descend(
             axes: tuple[int, ...], held: Intervals, indices: tuple[tuple[int, int], ...]

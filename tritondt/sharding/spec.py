@@ -180,7 +180,7 @@ class DTensorSpec(DimMaps):
 
     @property
     def layout(self) -> Layout:
-        """Pure layout of the spec; LayoutError where nothing is known of sizes."""
+        """Pure layout of the spec; OpenLengthError where nothing is known of sizes."""
         if self._layout is None:
             raise OpenLengthError(f"{self} has symbolic sizes and no layout; give it sizes as ints")
         return self._layout
@@ -189,6 +189,14 @@ class DTensorSpec(DimMaps):
     def placed(self) -> "Placed":
         """The spec without its sizes."""
         return Placed(self.mesh, self.placements, self.order, self.tensor_meta.dtype)
+
+    @property
+    def is_known_now(self) -> bool:
+        """Whether a guard has since told a length, or a stride, that a graph had left open."""
+        if not self.is_open:
+            return False
+        left_open = [length for length in (*self.shape, *self.tensor_meta.stride) if not isinstance(length, int)]
+        return any(isinstance(settled(length), int) for length in left_open)
 
     @property
     def device_mesh(self) -> "DeviceMesh | Mesh":

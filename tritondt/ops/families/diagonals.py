@@ -91,8 +91,7 @@ def _shift(spec: DTensorSpec) -> int:
     """Offset of a diagonal in this rank's part of a matrix, further to the right."""
     starts = []
     for dim in (spec.ndim - 2, spec.ndim - 1):
-        held = () if spec.coordinate is None else spec.layout.intervals(dim, spec.coordinate)
-        starts.append(held[0][0] if held else 0)
+        starts.append(0 if spec.coordinate is None else spec.layout.bounds(dim, spec.coordinate)[0])
     return starts[0] - starts[1]
 
 

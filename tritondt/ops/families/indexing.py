@@ -90,7 +90,7 @@ def scatter(schema: OpSchema) -> list[AxisStrategy]:
     found = [
         AxisStrategy((Shard(dim),) * len(specs), (Shard(dim),))
         for dim in range(into.ndim)
-        if dim != along and len({spec.shape[dim] for spec in specs}) == 1
+        if dim != along and all(spec.shape[dim] == into.shape[dim] for spec in specs)
     ]
     adds = schema.op in (aten.scatter_add.default, aten.scatter_add_.default)
     if adds and index.ndim and specs[2].shape[along] == index.shape[along]:

@@ -53,6 +53,7 @@ def _longer(layout: Layout, ends: Sequence[Ends]) -> Layout:
         if len(real) > 1 or not real[0][1].is_one_run:
             raise LayoutError(f"dim {dim} is cut into several pieces on a rank, and only its ends can be padded")
         ((axis, shard),) = real
+        layout.check_known(dim)  # explicit sizes, which are ints
         sizes = [stop - start for start, stop in _pieces(layout, dim, axis, ends[dim])]
         idle = [(other, Shard(dim)) for other, _ in of_dim if other != axis]
         cuts.append([(axis, shard_of_sizes(dim, sizes, shard.unit)), *idle])
@@ -76,6 +77,10 @@ def _pieces(layout: Layout, dim: int, axis: int, ends: Ends) -> list[tuple[int, 
 
 def _own_ends(source: Layout, target: Layout, dim: int, ends: Ends, coordinate: Sequence[int]) -> Ends:
     """Padding of this rank's part at either end."""
+    if not real_cuts(source, cuts_of(source)[dim]):
+        return ends
+    if ends == (0, 0):
+        return 0, 0
     (start, stop), (new_start, new_stop) = (_held(layout, dim, coordinate) for layout in (source, target))
     if start == stop or new_start == new_stop:
         return new_stop - new_start - (stop - start), 0

@@ -6,17 +6,18 @@ a view of its part: pieces of explicit sizes, where that is a layout.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tritondt.errors import LayoutError
+from tritondt.errors import LayoutError, OpenLengthError
 from tritondt.ops.propagation.schema import LocalOp, OpSchema, OutputSharding
 from tritondt.ops.propagation.tensor_meta import propagate_tensor_meta
 from tritondt.ops.rules.view_layouts import (
     cuts_of,
     inserted,
     local_slice,
+    num_indices,
     num_within,
     real_cuts,
     selected,
@@ -29,6 +30,7 @@ from tritondt.redistribution.implicit import redistribute_input
 from tritondt.sharding.cut import ChunkCut
 from tritondt.sharding.intervals import Intervals
 from tritondt.sharding.layout import Layout
+from tritondt.sharding.lengths import are_open
 from tritondt.sharding.placement import Replicate, Shard
 from tritondt.sharding.spec import DTensorSpec, TensorMeta
 
@@ -40,7 +42,7 @@ def selection(schema: OpSchema) -> OutputSharding:
     """The decision about select: of a whole dim a local view; of a cut one the holder of the index sends to all."""
     dim, spec = dim_of(schema, 1, "dim"), schema.args_spec[0]
     meta = meta_of_view(schema)
-    index = schema.argument(2, "index") % spec.shape[dim]
+    index = _from_front(schema.argument(2, "index"), spec.shape[dim])
     try:
         selected(spec.layout, dim)
     except LayoutError:
@@ -94,10 +96,10 @@ def slicing(schema: OpSchema) -> OutputSharding:
     start, stop, step = (schema.argument(2, "start"), schema.argument(3, "end"), schema.argument(4, "step", 1))
     spec = schema.args_spec[0]
     kept = _indices(start, stop, step, spec.shape[dim])
-    output = spec_of_view(schema, meta, lambda layout: sliced(layout, dim, kept.start, kept.stop, kept.step))
+    output = spec_of_view(schema, meta, lambda layout: sliced(layout, dim, *kept))
     if not _is_cut(spec, dim):
         return OutputSharding(output)
-    first, end = local_slice(_held(spec, dim), kept)
+    first, end = _local_bounds(spec, dim, kept)
     return OutputSharding(output, None, lambda local, *_, **__: aten.slice.Tensor(local, dim, first, end, step))
 
 
@@ -110,14 +112,13 @@ def splitting(schema: OpSchema) -> OutputSharding:
     metas, dim, spec = _metas(schema), dim_of(schema, 2, "dim"), schema.args_spec[0]
     specs, pieces, start = [], [], 0
     for meta in metas:
-        kept = range(start, start + meta.shape[dim])
+        kept = _Indices(start, start + meta.shape[dim], 1)
         specs.append(spec_of_view(schema, meta, partial(sliced, dim=dim, start=kept.start, stop=kept.stop, step=1)))
         pieces.append(kept)
         start = kept.stop
     if not _is_cut(spec, dim):
         return OutputSharding(specs)
-    held = _held(spec, dim)
-    bounds = [local_slice(held, kept) for kept in pieces]
+    bounds = [_local_bounds(spec, dim, kept) for kept in pieces]
 
     def split(local: torch.Tensor, *_: Any, **__: Any) -> list[torch.Tensor]:
         return [aten.slice.Tensor(local, dim, first, end) for first, end in bounds]
@@ -125,10 +126,52 @@ def splitting(schema: OpSchema) -> OutputSharding:
     return OutputSharding(specs, None, split)
 
 
-def _indices(start: int | None, stop: int | None, step: int, length: int) -> range:
-    """The indices that a slice of a dim picks, with start <= stop."""
-    first, end, _ = slice(start, stop, step).indices(length)
-    return range(first, max(first, end), step)
+class _Indices(NamedTuple):
+    """The indices start:stop:step of a dim, with 0 <= start <= stop; a graph may leave them open, as no range can."""
+
+    start: int
+    stop: int
+    step: int
+
+    @property
+    def known(self) -> range:
+        """The indices where they are ints."""
+        return range(*self)
+
+
+def _indices(start: int | None, stop: int | None, step: int, length: int) -> _Indices:
+    """The indices that a slice of a dim picks."""
+    first = 0 if start is None else _within(start, length)
+    end = length if stop is None else _within(stop, length)
+    return _Indices(first, first if end < first else end, step)
+
+
+def _within(bound: int, length: int) -> int:
+    """A bound of a slice, counted from the front, within the dim."""
+    from_front = _from_front(bound, length)
+    if from_front < 0:
+        return 0
+    return length if from_front >= length else from_front
+
+
+def _from_front(index: int, length: int) -> int:
+    return index + length if index < 0 else index
+
+
+def _local_bounds(spec: DTensorSpec, dim: int, kept: _Indices) -> tuple[int, int]:
+    """Bounds of local indices that list what this rank holds of `kept`."""
+    cuts = real_cuts(spec.layout, cuts_of(spec.layout)[dim])
+    length = spec.shape[dim]
+    if not are_open((length, *kept)):
+        return local_slice(_held(spec, dim), kept.known)
+    if kept == (0, length, 1):
+        return 0, spec.local_shape[dim] if spec.coordinate is not None else 0
+    if not cuts:
+        return kept.start, kept.stop
+    ((_, shard),) = cuts  # whole blocks of it: others are decided by values
+    of_block = spec.local_shape[dim] // shard.repeats if spec.coordinate is not None else 0
+    block = length // shard.repeats
+    return kept.start // block * of_block, kept.stop // block * of_block
 
 
 def _metas(schema: OpSchema) -> list[TensorMeta]:
@@ -169,7 +212,8 @@ def slice_backward(schema: OpSchema) -> OutputSharding:
     given = schema.args_spec[0]
     cuts = real_cuts(given.layout, cuts_of(given.layout)[dim])
     source = given
-    if len(kept) < meta.shape[dim] and (len(cuts) > 1 or any(not shard.is_one_run for _, shard in cuts)):
+    num_kept = num_indices(*kept)
+    if num_kept < meta.shape[dim] and (len(cuts) > 1 or any(not shard.is_one_run for _, shard in cuts)):
         source = given.with_placements([Replicate() if p.is_shard(dim) else p for p in given.placements])
     layout = _before_slice(source.layout, dim, kept, meta.shape[dim])
     output = DTensorSpec(source.mesh, layout.placements, meta, layout.order)
@@ -177,15 +221,17 @@ def slice_backward(schema: OpSchema) -> OutputSharding:
     return OutputSharding(output, None if source is given else (source,), local)
 
 
-def _before_slice(layout: Layout, dim: int, kept: range, length: int) -> Layout:
+def _before_slice(layout: Layout, dim: int, kept: _Indices, length: int) -> Layout:
     """A layout of a dim of `length` of whose indices `kept` every rank holds what `layout` says."""
-    if len(kept) == length:
+    if num_indices(*kept) == length:
         return layout
     shape, cuts = list(layout.shape), cuts_of(layout)
     shape[dim] = length
     real = real_cuts(layout, cuts[dim])
     idle = [(axis, Shard(dim)) for axis, _ in cuts[dim] if layout.mesh_shape[axis] == 1]
-    cuts[dim] = [*((axis, _widened(layout, dim, axis, kept, length)) for axis, _ in real), *idle]
+    if real and are_open((length, *kept)):
+        raise OpenLengthError(f"the gradient of {kept.start}:{kept.stop}:{kept.step} of dim {dim} is cut by sizes")
+    cuts[dim] = [*((axis, _widened(layout, dim, axis, kept.known, length)) for axis, _ in real), *idle]
     return with_cuts(layout, shape, cuts)
 
 
@@ -208,7 +254,7 @@ def _sliced_sizes(cut: ChunkCut, length: int, kept: range) -> list[int]:
     return [num_within(kept, *cut.bounds(length, index)) for index in range(cut.parts)]
 
 
-def _local_slice_backward(output: DTensorSpec, dim: int, kept: range) -> LocalOp:
+def _local_slice_backward(output: DTensorSpec, dim: int, kept: _Indices) -> LocalOp:
     shape = output.local_shape
-    first, end = local_slice(_held(output, dim), kept)
+    first, end = _local_bounds(output, dim, kept)
     return lambda local, *_: aten.slice_backward.default(local, shape, dim, first, end, kept.step)

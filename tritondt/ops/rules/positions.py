@@ -2,6 +2,7 @@
 
 import torch
 
+from tritondt.redistribution.run import has_memory
 from tritondt.sharding.intervals import Intervals
 
 
@@ -30,8 +31,16 @@ def positions_among(held: Intervals, indices: torch.Tensor) -> tuple[torch.Tenso
 
 
 def check_indices(indices: torch.Tensor, length: int, what: str) -> None:
-    """Raises IndexError for indices outside [0, length), on devices where looking costs no waiting."""
-    if indices.device.type == "cpu" and indices.numel():
+    """Raises IndexError for indices outside [0, length), on devices where looking costs no waiting.
+
+    A graph of torch.compile raises RuntimeError where it runs.
+    """
+    if indices.device.type != "cpu":
+        return
+    if not has_memory(indices):
+        allowed = f"{what} is out of range: allowed are 0..{length - 1 if isinstance(length, int) else 'length - 1'}"
+        torch._assert_async(((indices >= 0) & (indices < length)).all(), allowed)
+    elif indices.numel():
         low, high = (int(bound) for bound in torch.aminmax(indices))
         if low < 0 or high >= length:
             raise IndexError(f"{what} {low if low < 0 else high} is out of range: allowed are 0..{length - 1}")

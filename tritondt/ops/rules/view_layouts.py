@@ -105,21 +105,28 @@ def sliced(layout: Layout, dim: int, start: int, stop: int, step: int) -> Layout
     length = shape[dim]
     if (start, stop, step) == (0, length, 1):
         return layout
-    shape[dim] = len(range(start, stop, step))
+    shape[dim] = num_indices(start, stop, step)
     real = real_cuts(layout, cuts[dim])
     # Axes of one coordinate cut last: their unit, 1, divides all others.
     idle = [(axis, Shard(dim)) for axis, _ in cuts[dim] if layout.mesh_shape[axis] == 1]
-    cuts[dim] = [*_sliced_cuts(layout, dim, real, range(start, stop, step)), *idle]
+    cuts[dim] = [*_sliced_cuts(layout, dim, real, start, stop, step), *idle]
     return with_cuts(layout, shape, cuts)
 
 
-def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range) -> list[AxisCut]:
-    if not kept or not real:
+def num_indices(start: int, stop: int, step: int) -> int:
+    """Number of indices of `start:stop:step`, where start <= stop and a graph may leave both open."""
+    return (stop - start + step - 1) // step
+
+
+def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], start: int, stop: int, step: int) -> list[AxisCut]:
+    if start == stop or not real:
         return [(axis, Shard(dim)) for axis, _ in real]
-    if kept.step == 1:
-        found = _of_whole_blocks(layout, dim, real, kept)
+    if step == 1:
+        found = _of_whole_blocks(layout, dim, real, start, stop)
         if found is not None:
             return found
+    layout.check_known(dim)  # explicit sizes, which are ints
+    kept = range(start, stop, step)
     if len(real) > 1:
         axes = ", ".join(str(axis) for axis, _ in real)
         raise LayoutError(
@@ -141,13 +148,11 @@ def _sliced_cuts(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range)
     return [(axis, shard_of_sizes(dim, sizes, shard.unit))]
 
 
-def _of_whole_blocks(layout: Layout, dim: int, real: Sequence[AxisCut], kept: range) -> list[AxisCut] | None:
+def _of_whole_blocks(layout: Layout, dim: int, real: Sequence[AxisCut], start: int, stop: int) -> list[AxisCut] | None:
     """The cuts of a slice of whole blocks of every cut; None where it is none."""
     found: list[AxisCut] = []
     for axis, shard in real:
-        left = shard.of_whole_blocks(
-            layout.mesh_shape[axis], layout.shape[dim], kept.start, kept.stop, is_lone=len(real) == 1
-        )
+        left = shard.of_whole_blocks(layout.mesh_shape[axis], layout.shape[dim], start, stop, is_lone=len(real) == 1)
         if left is None:
             return None
         found.append((axis, left))
