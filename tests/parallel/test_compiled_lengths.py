@@ -76,7 +76,7 @@ def _compare(eager: Any, compiled: Any, modules: list[Any], given: Any, changing
 @pytest.mark.in_core(1)
 @pytest.mark.parametrize(
     ("form", "changing"),
-    [("fully sharded", "batch"), ("tensor-parallel", "batch")],
+    [("fully sharded", "batch"), ("tensor-parallel", "batch"), ("tensor-parallel", "sequence"), ("both", "batch")],
 )
 def test_a_model_of_distributed_tensors_takes_three_compilations_at_most(form, changing):
     def body(rank):
