@@ -2,8 +2,8 @@
 
     python -m tests.tools.prose
 
-What, Those, Whoever and Such as the first word of a sentence have a reader wait for its subject. Prints a line for each,
-and ends with status 1 where there are any.
+A sentence whose first word is What, Those, Whoever or Such has its reader wait for the subject. Each is printed in a
+line, and status 1 says that there are some.
 """
 
 import ast
@@ -67,5 +67,5 @@ def all_found() -> Iterator[str]:
 
 if __name__ == "__main__":
     lines = list(all_found())
-    print("\n".join(lines) or "no sentence opens with What, Those, Whoever or Such")
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.exit(bool(lines))
