@@ -238,8 +238,8 @@ def compare(rank: int, over: str) -> None:
     if over == "sockets":
         stack.enter_context(doubled("cpu", nccl_device=None))
     _comparing["group"] = dist.new_group()
-    _comparing["group"].set_timeout(timedelta(seconds=TIMEOUT_S))
     dist.all_reduce(torch.ones(1), group=_comparing["group"])
+    _comparing["group"].set_timeout(timedelta(seconds=TIMEOUT_S))
     del os.environ["TRITONDT_DEBUG"]
 
 

@@ -315,7 +315,7 @@ def test_a_forked_child_has_none_of_the_connections(ranks: GlooRanks) -> None:
 def share_nothing(rank: int) -> tuple[str, float]:
     group: Any = dist.new_group(backend="tritondt")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_group, "share_arenas", lambda *_: None)
+        patch.setattr(cpu_group, "share_arenas", lambda *_, **__: None)
         dist.all_reduce(x := own(rank), group=group)
     carrier = type(communicator_of(group)).__name__
     dist.destroy_process_group(group)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tritondt import environment
 from tritondt.comm.transports.interfaces import asked_interface
 from tritondt.errors import TransportError, WorldError
-from tritondt.errors.arguments import checked
+from tritondt.errors.arguments import checked, checked_class
 from tritondt.kernels.device_types import ByDeviceType
 from tritondt.planning import prices
 from tritondt.planning.cost import CostTable
@@ -34,6 +34,7 @@ def _nothing() -> None:
     """Refuses no settings."""
 
 
+@checked_class
 @dataclass(frozen=True)
 class Transport:
     """A way for processes to exchange messages, and all that the rest of the package asks about it.
