@@ -106,11 +106,11 @@ class Launched(NamedTuple):
 
 
 def launched() -> Launched | None:
-    """What torchrun says of this process, or else MPI or Slurm; None for a process started alone.
+    """This process as torchrun describes it, or else MPI or Slurm; None for a process started alone.
 
     Without MASTER_ADDR the tasks of a step of Slurm meet at its first host, MPI's on the one host that they are on;
-    without MASTER_PORT, at a port that follows from the job's number. WorldError for what is no number, for RANK that
-    is another task's, and for tasks of MPI on several hosts without MASTER_ADDR.
+    without MASTER_PORT, at a port that follows from the job's number. WorldError for a value that is no number, for a
+    RANK that is another task's, and for tasks of MPI on several hosts without MASTER_ADDR.
     """
     task = _task()
     variables = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

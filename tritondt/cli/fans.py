@@ -86,7 +86,7 @@ class _Fans(ABC):
 
     @abstractmethod
     def key(self, coordinate: Coordinate) -> Any:
-        """What is equal for senders that send alike; None for one that sends nothing."""
+        """A key that is equal for senders that send alike; None for a sender that sends nothing."""
 
     @abstractmethod
     def receivers(self, key: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Interrupts:
-    """What handlers of SIGINT and SIGTERM have raised so far."""
+    """The last error that a handler of SIGINT or SIGTERM has raised."""
 
     def __init__(self) -> None:
         self._raised: BaseException | None = None

@@ -77,7 +77,7 @@ def run_on_ranks(
 ) -> list[object]:
     """Call `body(send, *arguments)` on `num_ranks` new processes, inside a Gloo process group.
 
-    What a rank passes to `send` arrives at `on_message` here; everything is pickled, `body` by its name.
+    Messages that a rank passes to `send` arrive at `on_message` here; everything is pickled, `body` by its name.
     `preload` names modules to be imported once for all ranks. Returns the results in rank order. Raises
     RankFailedError, after ending all ranks, if one fails.
     """

@@ -1,4 +1,4 @@
-"""What a machine offers to ranks, as findings: each with what to do where it is not well."""
+"""Findings on what a machine offers to ranks, each with the remedy where it is not well."""
 
 from __future__ import annotations
 

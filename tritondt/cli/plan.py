@@ -183,7 +183,7 @@ def _hosts(network: Topology | None, num_ranks: int) -> Hosts:
 def _moved_by_torch(
     before: Layout, after: Layout, dtype: str, ours: Explanation, device: str
 ) -> tuple[dict[str, Any], str]:
-    """What torch would move to the explained rank, as fields of JSON and as a line."""
+    """The bytes that torch would move to the explained rank, as fields of JSON and as a line."""
     torch = importlib.import_module("torch")
     version = str(torch.__version__)
     try:

@@ -36,7 +36,7 @@ class ProgressLine:
             self.erase()
 
     def tell(self, text: str) -> None:
-        """What is done now."""
+        """Sets the text of the line: the work that is done now."""
         self._text = text
 
     def erase(self) -> None:

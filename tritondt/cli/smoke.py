@@ -84,7 +84,7 @@ class Ranks:
 
 @dataclass
 class Smoke:
-    """What came of a test: transports that passed, the one that failed with its reason, and the ranks."""
+    """The outcome of a test: transports that passed, the one that failed with its reason, and the ranks."""
 
     passed: list[Passed] = field(default_factory=list)
     failed: tuple[str, str] | None = None

@@ -103,7 +103,7 @@ def line_chart(
 def histogram(title: str, x_label: str, values: Mapping[str, Sequence[float]], styles: Mapping[str, int]) -> str:
     """Histograms of several sets of values, one below the other over one axis.
 
-    What lies beyond the 99th percentile is in the last bin.
+    Values beyond the 99th percentile are in the last bin.
     """
     pooled = sorted(value for each in values.values() for value in each)
     low, high = pooled[0], pooled[max(math.ceil(0.99 * len(pooled)) - 1, 0)]

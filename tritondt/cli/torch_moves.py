@@ -1,7 +1,7 @@
-"""What torch.distributed.tensor would move in a redistribution, asked of the torch that is installed.
+"""Collectives by which torch.distributed.tensor would redistribute a tensor, asked of the torch that is installed.
 
-Its own code runs on tensors without elements, as one rank of a world of torch's fake process group, and its collectives
-are written down. Nothing is sent, and no memory is taken.
+torch's own code runs on tensors without elements, as one rank of a world of torch's fake process group. The collectives
+that it calls are written down. Nothing is sent, and no memory is taken.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What the ranks of a communicator say to each other through the store while it is made."""
+"""Answers that the ranks of a communicator give each other through the store while the communicator is made."""
 
 import json
 import time
@@ -67,9 +67,9 @@ class Answers:
         self._call(lambda store: store.set(self._named(what, self._place), text))
 
     def of_others(self, what: str, among: Collection[int] | None = None) -> dict[int, Any]:
-        """What the others have said, or those `among` them, by place, when all have.
+        """The answers of the others, or of those `among` them, by place, when all have answered.
 
-        Raises PeerError where some do not in time, or the store does not answer.
+        Raises PeerError where some do not answer in time, or the store does not.
         """
         others = [other for other in self._others if among is None or other in among]
         if not others:
@@ -91,10 +91,10 @@ class Answers:
         is_enough: Callable[[Mapping[int, Mapping[str, Any]]], bool],
         take: Callable[[Mapping[int, Mapping[str, Any]]], Taken | None],
     ) -> Taken | None:
-        """What `take` makes of the offers of near ranks, by place, where all of these have taken all of them.
+        """The result of `take` for the offers of near ranks, by place, where each near rank has taken all of them.
 
         Near are ranks with the same values of "here" and "bytes", this one among them; nobody is near who offers {}.
-        None on all near ranks alike where they are not enough, or one of them has taken nothing.
+        Returns None on all near ranks alike where they are not enough, or one of them has taken nothing.
         """
         self.tell(what, offer)
         if not offer:

@@ -111,7 +111,7 @@ class Greeter(ABC, Generic[Kind]):
     def run(self, deadline: float, look: Callable[[Sequence[int]], object], interval_s: float) -> bool:
         """Greets until nobody is missing; False at `deadline`, by time.monotonic. Tells `look` every `interval_s`.
 
-        What is not finished is closed in the end, unless `look` raises an error that keeps it.
+        Unfinished connections are closed in the end, unless `look` raises an error that keeps them.
         """
         next_look, is_kept = time.monotonic() + interval_s, False
         try:
@@ -216,7 +216,7 @@ class Greeter(ABC, Generic[Kind]):
 
 
 def greeting(token: bytes, place: int) -> bytes:
-    """What a caller shows: the token of whom it calls, and its own place."""
+    """The bytes that a caller shows: the token of the place that it calls, and its own place."""
     return token + place.to_bytes(_PLACE_BYTES, "little")
 
 

@@ -45,7 +45,7 @@ def this_process() -> dict[str, Any]:
 class Processes:
     """Processes by a key, as `this_process` described them there, held by descriptors until they are closed.
 
-    Those of another namespace, or that this system does not let be held, are never known to have ended.
+    Processes of another namespace, or that this system does not let be held, are never known to have ended.
 
     >>> held = Processes({3: this_process()})
     >>> held.ended()

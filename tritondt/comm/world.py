@@ -100,9 +100,9 @@ def close() -> None:
 def abort() -> None:
     """Ends the calling thread's world without the others, after an error; whoever waits in it is woken.
 
-    The others are told why: what is raised in them names this rank and the error that is being handled here. What is
-    still under way fails with WorldError. Where all ranks call it, the next collective call of each makes a new
-    world of the same ranks, on which distributed tensors can be used as before.
+    The others are told why: the error raised in them names this rank and the error that is being handled here. An
+    operation that is still under way fails with WorldError. Where all ranks call `abort`, the next collective call of
+    each makes a new world of the same ranks, on which distributed tensors can be used as before.
 
     >>> import tritondt as T
     >>> from tritondt.comm.transports.threads import run_ranks

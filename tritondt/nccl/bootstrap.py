@@ -50,7 +50,8 @@ def init(
     """A communicator of `num_ranks` ranks; a collective call, which a blocking one returns from when all have come.
 
     Args:
-        unique_ids: What `library.unique_id()` gave to one rank, alike on all; several make a large one faster (2.23).
+        unique_ids: Ids that one rank got from `library.unique_id()`, alike on all ranks; several of them make a large
+            communicator faster (2.23).
         num_ranks: Ranks in all.
         rank: This rank, from 0.
         library: NCCL; that of the process by default.
@@ -80,7 +81,7 @@ def join(
     """The communicator that others make by `Communicator.grow`, for a rank that joins them; collective; NCCL 2.29.
 
     Args:
-        unique_id: What `Communicator.grow_id` gave to one of the others.
+        unique_id: The id that `Communicator.grow_id` gave to one of the others.
         num_ranks: Ranks of the grown communicator.
         rank: This rank in it, from the number of those that grow on.
         library: NCCL; that of the process by default.

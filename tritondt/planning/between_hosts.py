@@ -1,9 +1,9 @@
 """Redistributions over several hosts, in which the link between them carries each byte once.
 
-Source and target meet in items: what one target region wants of one source region. A host holds an item, or terms of
-it, or lacks it. What it lacks crosses once, cut among all of its ranks, and is spread inside; terms are reduced inside
-before they cross. Which rank is on which host is a tuple, by position in the mesh: hosts may lie across any axes, and
-have different numbers of ranks.
+Source and target meet in items: an item is the part of one source region that one target region wants. A host holds an
+item, or terms of it, or lacks it. An item that a host lacks crosses once, cut among all of the host's ranks, and is
+spread inside; terms are reduced inside before they cross. A tuple says which rank is on which host, by position in the
+mesh: hosts may lie across any axes, and have different numbers of ranks.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ class Span(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What a target region wants of a source region; both are named by their indices on the axes that cut."""
+    """The part of a source region that a target region wants; both are named by their indices on the axes that cut."""
 
     number: int
     region: Region

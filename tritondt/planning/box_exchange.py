@@ -26,7 +26,7 @@ class BoxExchange(NamedTuple):
 
 
 class _Common(NamedTuple):
-    """What a source box and a target box have in common, with the numbers of both in their ranks' lists."""
+    """The region that a source box and a target box have in common, with the numbers of both in their ranks' lists."""
 
     region: Region
     source: int

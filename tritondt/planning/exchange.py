@@ -1,8 +1,8 @@
 """Sends, receives and keeps of one rank when a tensor goes from one layout to another.
 
-Every receiver needs its target region. What it holds already stays; the rest comes from the ranks that hold
-it, and along an axis where the source is replicated, from those at the receiver's own index. So a rank
-receives exactly what it lacks. Where the source is Partial, every contributor sends its term.
+Every receiver needs its target region. Elements that the receiver holds already stay. The rest comes from the ranks
+that hold it, and along an axis where the source is replicated, from those at the receiver's own index. So a rank
+receives exactly the elements that it lacks. Where the source is Partial, every contributor sends its term.
 
 Two layouts on different meshes of one world, and lists of tensors, are the same with more boxes:
 `exchange_across` and `merge`.

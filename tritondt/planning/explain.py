@@ -87,7 +87,7 @@ class Explanation:
         return "\n".join([self._title(), *lines, self._footer()])
 
     def _repr_html_(self) -> str:
-        """What `str` says, as a table of a notebook."""
+        """The text of `str`, as a table of a notebook."""
         if not self.steps:
             return f"<p>{escape(str(self))}</p>"
         return html_table(self._title(), self._rows(), self._footer())
@@ -116,7 +116,7 @@ class Explanation:
         ) + "".join(f"\n{line}" for line in (self._slots(), self._between(), self.reason, self._why_packed()) if line)
 
     def _slots(self) -> str:
-        """What the steps pack where peers read it; nothing where all messages are sent."""
+        """The bytes that the steps pack where peers read them; nothing where all messages are sent."""
         most = max((step.slot_bytes for step in self.steps), default=0)
         placed = max((step.placed_bytes for step in self.steps), default=0)
         if placed:

@@ -1,7 +1,7 @@
 """Plans: redistributions as tuples of steps, each a plain value that says what moves and how.
 
 A plan depends on the two layouts, the element kind and the agreed costs, never on a rank, so that every rank
-makes the same one. What one rank does in a step is `Step.exchange(coordinate)`.
+makes the same one. `Step.exchange(coordinate)` gives one rank's part in a step.
 """
 
 from dataclasses import dataclass, field

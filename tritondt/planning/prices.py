@@ -1,7 +1,7 @@
-"""Built-in prices by the type of the device that tensors are on, and what a program, or a calibration, says instead.
+"""Built-in prices by the type of the device that tensors are on, and prices that programs or calibrations set instead.
 
-Those of the CPU are of ranks that share a machine, measured. Those of a GPU are of an H100 SXM, from published figures:
-none of these prices has been measured on one, and `python -m tritondt bench calibrate` measures them where they are
+Prices of the CPU are measured, for ranks that share a machine. Prices of a GPU are for an H100 SXM, from published
+figures: none of these has been measured on an H100. `python -m tritondt bench calibrate` measures prices where they are
 used.
 """
 

@@ -9,7 +9,7 @@ _BARS = (("sends", "#0b6e99"), ("receives", "#c4501b"), ("temporary", "#8a8a8a")
 
 
 class Step(Protocol):
-    """What is drawn of a step's report."""
+    """The part of a step's report that is drawn."""
 
     @property
     def kind(self) -> str:

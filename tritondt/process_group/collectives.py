@@ -1,7 +1,7 @@
 """torch.distributed's process group over NCCL, and on the CPU over shared memory and sockets.
 
-torch calls most methods from Python, and some from C++, which finds those by name (PyProcessGroup.hpp). What torch 2.13
-has renamed is here by both names.
+torch calls most methods from Python, and some from C++, which finds those by name (PyProcessGroup.hpp). A method that
+torch 2.13 has renamed is here by both names.
 """
 
 from collections.abc import Sequence

@@ -70,7 +70,7 @@ class Step(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What one call asks for: steps, one after the other, none where no rank has an element, and what they write."""
+    """The steps of one call, in order, none where no rank has an element, and the tensors that they write."""
 
     steps: Sequence[Step]
     results: Tensors
@@ -127,7 +127,7 @@ def _reduced(
 
 
 def _factor(op: Any) -> tuple[str, ...]:
-    """What of an op the reduction does not tell: that terms were multiplied."""
+    """The fact that an op's terms were multiplied, which the reduction does not tell."""
     return ("premul_sum",) if number_of(op) == PRE_MUL_SUM else ()
 
 

@@ -96,7 +96,7 @@ class _Asked:
 
 
 class _Outgoing:
-    """What goes to one rank: the connection, once there is one, and messages in order."""
+    """Traffic to one rank: the connection, once there is one, and messages in order."""
 
     def __init__(self) -> None:
         self.socket: socket.socket | None = None
@@ -107,7 +107,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """What comes from one rank: the message under way, and those that nobody has asked for."""
+    """Traffic from one rank: the message under way, and messages that nobody has asked for."""
 
     def __init__(self, found: socket.socket) -> None:
         self.socket = found
@@ -158,7 +158,7 @@ class Mailbox:
         return work
 
     def _open(self, text: str) -> "_Carrier":
-        """What carries the messages of the world that there is."""
+        """The carrier of messages in the current world."""
         with self._starting:
             if self._ended:
                 raise WorldError(f"{text} was asked of {self._name}, which {self._ended}; make a new one")

@@ -1,8 +1,8 @@
 """The collectives of torch.distributed as calls of NCCL, straight from and into tensors that are given by number.
 
-What is only moved is moved as bytes, so that any dtype is. Parts of different lengths become one call for each part,
-all in one group. Which calls are made follows from lengths alone, which all ranks know alike: where tensors of one
-length do not lie end to end on a rank, as NCCL has them, that rank stages them.
+Elements that are only moved are moved as bytes, so that any dtype can be. Parts of different lengths become one
+call for each part, all in one group. The calls follow from lengths alone, which all ranks know alike: where tensors of
+one length do not lie end to end on a rank, as NCCL has them, that rank stages them.
 """
 
 from collections.abc import Sequence

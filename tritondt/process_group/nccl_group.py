@@ -52,7 +52,7 @@ class NcclGroup:
     ) -> NcclWork | None:
         """Puts an operation of all ranks into their stream; None between `start_coalescing` and its end.
 
-        What is synchronous goes into the caller's stream.
+        A synchronous operation goes into the caller's stream.
         """
         if self._failure is not None:
             self._check_usable(operation.text)

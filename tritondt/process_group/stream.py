@@ -1,6 +1,7 @@
 """Operations of some ranks in the order of their issue, on a communicator of NCCL and its stream engine.
 
-The host waits for nothing. What does not come to an end in time is aborted, never destroyed: destroying waits.
+The host waits for nothing. A communicator whose operation does not end in time is aborted, never destroyed: destroying
+waits.
 """
 
 import threading

@@ -104,7 +104,7 @@ def _compiled(
 
 
 def _role(plan: PlanAcross, rank: int) -> Role:
-    """What a rank is to the redistribution: one of the mesh that sends, of the one that receives, or of both."""
+    """The role of a rank in the redistribution: it is in the mesh that sends, in the one that receives, or in both."""
     if rank not in plan.target_ranks:
         return "source"
     return "both" if rank in plan.source_ranks else "target"

@@ -113,7 +113,7 @@ def _with_same_parts(spec: DTensorSpec, grad_placements: tuple[Placement, ...]) 
 
 
 def _cuts(spec: DTensorSpec) -> list[Placement | None]:
-    """What cuts along each axis of more than one rank."""
+    """The Shard of each axis of more than one rank; None for an axis that has none, or one rank."""
     return [
         placement if isinstance(placement, Shard) and size > 1 else None
         for placement, size in zip(spec.placements, spec.mesh.shape, strict=True)

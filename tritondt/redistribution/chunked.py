@@ -1,7 +1,7 @@
 """Gathers and reduce-scatters in chunks that are under way while the calling thread computes.
 
 Chunks are issued on the communicator's queue and run in order of issue, by distance: at distance d every rank sends to
-the rank d places after it. What a chunk holds are positions of the one dim that the ranks share out.
+the rank d places after it. A chunk holds positions of the one dim that the ranks share out.
 """
 
 from collections.abc import Callable, Sequence
@@ -214,8 +214,8 @@ def scatter(
 ) -> torch.Tensor:
     """Part of this rank, of `shape`, of the sum over ranks of `product`, which `compute` writes.
 
-    What others wait for is computed first and sent at once, so many chunks to a call as `products` says; `meanwhile` is
-    called before this rank waits for them.
+    Chunks that other ranks wait for are computed first and sent at once; `products` says how many go to each call of
+    `compute`. `meanwhile` is called before this rank waits for the others.
     """
     _emit_step(chunked)
     issue, works, arrived = _Issues(chunked), list[Work](), list[torch.Tensor]()

@@ -25,8 +25,9 @@ class _KeptMeta(dict[str, Any]):
 def call_in_graph(op: Any, *arguments: Any) -> torch.Tensor:
     """The result of an operator of `dtensor/graph_ops.py` in a graph that torch traces; `call` gets a number.
 
-    What forward gives is kept for backward, within a checkpoint too: that marks all that has run to be run again, from
-    tensors of which ranks keep different ones, so that not all would run what the others wait for.
+    The result of forward is kept for backward, within a checkpoint too. A checkpoint marks all operators that have run
+    to be run again, from tensors of which ranks keep different ones. Not all ranks would then run the operator that the
+    others wait for.
     """
     mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None or get_current_meta().get("partitioner_tag") == "is_backward":
@@ -61,7 +62,7 @@ def holds_for_lengths_at_hand() -> bool:
 
 
 class _FirstKept(dict[Any, Any]):
-    """What gives each length in a graph; the first that gave it stays."""
+    """The values that give the lengths in a graph, by symbol; the first one of each length stays."""
 
     def __setitem__(self, symbol: Any, given: Any) -> None:
         self.setdefault(symbol, given)

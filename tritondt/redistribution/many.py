@@ -121,8 +121,8 @@ def redistribute_locals_async(
 ) -> tuple[list[torch.Tensor], list[Work | None]]:
     """Tensors that will hold the results, and the Work of each, one for a bucket; None where the result is there.
 
-    Local tensors are read until then. What fills one of them, its work in `befores`, is waited for at once where it
-    runs elsewhere.
+    Local tensors are read until then. The Work in `befores` that fills one of them is waited for at once where it runs
+    elsewhere.
     """
     # Small ones, as the tensors of a bucket are there together.
     asked = BUCKET_BYTES if bucket_bytes is None else bucket_bytes

@@ -1,7 +1,7 @@
 """Execution of the plan that takes a local tensor from one spec to another.
 
-A pair of specs and the strides of the local tensor are compiled once (`compile.py`). What is left per
-call is one look-up, one allocation per step and the step itself.
+A pair of specs and the strides of the local tensor are compiled once (`compile.py`). Each call is then one look-up, one
+allocation per step and the step itself.
 """
 
 import time
@@ -100,8 +100,8 @@ def redistribute_local_async(
 ) -> tuple[torch.Tensor, Work | None]:
     """Tensor that will hold the result of a redistribution, and the Work to wait for; None where the result is there.
 
-    `local` is read until then; `before` is what fills it, and is waited for at once where other ranks had a part in it
-    than in this redistribution. What needs no peer is done at once.
+    `local` is read until then. `before` is the Work that fills it, which is waited for at once where other ranks had a
+    part in that Work than in this redistribution. A redistribution that needs no peer is done at once.
     """
     _check_or_refuse(local, source, target)
     is_outside = source.coordinate is None and target.coordinate is None

@@ -1,6 +1,6 @@
 """Redistribution of a tensor from some ranks of a mesh to all: one exchange in which every rank receives what it lacks.
 
-Such an exchange goes between two meshes, that of the senders and the target's, and runs on the target's communicator.
+The exchange goes between two meshes, that of the senders and the target's, and runs on the target's communicator.
 """
 
 import time

@@ -28,7 +28,7 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
-        """What the interval says: faster, slower, no difference, or nothing.
+        """Verdict of the interval: faster, slower, no difference, or too few iterations where there is none.
 
         >>> Ratio(0.8, (0.7, 0.9), 3).verdict, Ratio(0.98, (0.9, 1.1), 3).verdict
         ('faster', 'no difference')

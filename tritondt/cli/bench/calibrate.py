@@ -28,7 +28,7 @@ _MATMUL = {"cpu": 1024, "cuda": 8192}
 
 
 class Asked(NamedTuple):
-    """What ranks are asked to measure: on which type of device, in how many rounds, and sizes divided by `shrink`.
+    """The measurement that ranks are asked for: type of device, number of rounds, and sizes divided by `shrink`.
 
     Collectives are measured where plans may have them: on GPUs, by NCCL.
     """

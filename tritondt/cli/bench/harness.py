@@ -106,8 +106,8 @@ def own_seconds(runs: Sequence[Run], num_rounds: int) -> torch.Tensor:
 def turns(num_runs: int) -> Iterator[tuple[int, ...]]:
     """Orders of the runs in round after round, without end: drawn at random, alike on all ranks, and then reversed.
 
-    What comes back every few calls, as states of a connection do, would otherwise meet the same run again and again:
-    on Gloo two equal loops were 20 % apart where six orders came in turn.
+    A disturbance that comes back every few calls, as states of a connection do, would otherwise meet the same run again
+    and again: on Gloo two equal loops were 20 % apart where six orders came in turn.
 
     >>> from itertools import islice
     >>> list(islice(turns(3), 4))

@@ -1,6 +1,6 @@
 """A byte-level GPT as one function of named weights, and the cut of each weight over the ranks.
 
-What moves between ranks is left to `Boundaries`: with one process both functions are the identity.
+`Boundaries` moves all tensors that go between ranks: with one process, both of its functions are the identity.
 Every sharded matmul here is an ordinary one on the local piece.
 """
 

@@ -134,8 +134,8 @@ def find_divergence(flights: Iterable[Flight]) -> Divergence | None:
 def find_behind(flights: Sequence[Flight], waits: Iterable[Wait], failures: Iterable[Failure]) -> tuple[Behind, ...]:
     """Ranks that never issued an exchange that others wait for, or waited for until they failed.
 
-    A rank belongs to a communicator where it has issued something there, or where somebody waits for it. What
-    others issued after its file was written says nothing about it.
+    A rank belongs to a communicator where it has issued something there, or where somebody waits for it. An
+    exchange that others issued after the rank's file was written says nothing about the rank.
     """
     stuck: defaultdict[Exchange, list[tuple[int, Entry]]] = defaultdict(list)
     stopped: tuple[Wait | Failure, ...] = (*waits, *failures)

@@ -1,9 +1,9 @@
 """File descriptors that processes of one machine and one user pass to each other, over abstract Unix sockets.
 
-Such a socket has a name and no file, and nothing of it outlives its process. Every place calls every other one, shows
-the token that this one has told, and its own place, 36 bytes; it is answered with a descriptor. A token is known from
-the store, to ranks of the job alone, and both ends ask the kernel for the other's user. Strangers may connect, be
-silent or talk nonsense: they cost a descriptor each, for a second, and no time.
+An abstract socket has a name and no file, and nothing of it outlives its process. Every place calls every other one and
+sends 36 bytes: the token that the called place has told, and the caller's own place. The called place answers with a
+descriptor. Ranks of the job alone know a token, from the store, and both ends ask the kernel for the other's user.
+Strangers may connect, be silent or talk nonsense: they cost a descriptor each, for a second, and no time.
 """
 
 import errno

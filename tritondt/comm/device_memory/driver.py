@@ -284,7 +284,7 @@ class CudaDriver:
         return self._number("cuDeviceGet", f"device {device}", device)
 
     def _number(self, name: str, subject: str, *arguments: Any) -> int:
-        """What a function of the driver writes through its first parameter, an int."""
+        """The int that a function of the driver writes through its first parameter."""
         found = c_int()
         self._call(name, subject, ctypes.byref(found), *arguments)
         return found.value

@@ -1,7 +1,7 @@
 """Folders of flight records: one that the user names, or one that this user alone can write in the temporary folder.
 
-The temporary folder is everybody's. What is made there lies in one folder a user, of mode 0700, which is refused where
-it is somebody else's or a link: whoever makes that name first must not say where our files go.
+The temporary folder is everybody's. All files made there lie in one folder a user, of mode 0700, which is refused where
+it is somebody else's or a link: a user who makes that name first must not say where our files go.
 """
 
 import fcntl

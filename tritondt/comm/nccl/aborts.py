@@ -64,8 +64,8 @@ def begin(run: Callable[[], object], name: str, num_captured: int) -> Abort:
 def settle(limit_s: float | None = None) -> str | None:
     """Waits for all aborts under way, and returns the text of those that go on, or failed; None where there are none.
 
-    It waits `limit_s` seconds for all together, LIMIT_S by default. What goes on is left to its threads and
-    to the end of the process.
+    The call waits `limit_s` seconds for all together, LIMIT_S by default. Aborts that go on are left to their threads
+    and to the end of the process.
     """
     limit_s = LIMIT_S if limit_s is None else limit_s
     ends_at = time.monotonic() + limit_s

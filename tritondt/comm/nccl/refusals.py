@@ -24,7 +24,7 @@ class Refusal(NamedTuple):
 
 
 class Refusals:
-    """What one rank of a communicator has refused since it last agreed with the others: `open`."""
+    """The operations that one rank of a communicator has refused since it last agreed with the others: `open`."""
 
     def __init__(self, context: ProcessContext) -> None:
         self._context = context

@@ -154,8 +154,8 @@ class StreamQueue(IssueQueue):
     def staging(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for the messages of an exchange, in the order of the stream that it is put into.
 
-        What is issued gets the same each time, up to a size: the queue's stream comes to the next exchange when it is
-        through with the one before. Memory of a graph is the graph's.
+        Exchanges of the queue's own thread get the same memory each time, up to a size: the queue's stream comes to the
+        next exchange when it is through with the one before. Memory of a graph is the graph's.
         """
         if num_bytes > _KEPT_BYTES or self.engine.is_capturing or not self.is_own_thread():
             return allocate((num_bytes,), torch.uint8, device)

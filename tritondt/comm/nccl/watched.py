@@ -1,6 +1,7 @@
 """A watched NCCL communicator: its operations are watched from when they go into a stream until it has passed them.
 
-The host waits for none of them. What does not come to an end in time is aborted, never destroyed: destroying waits.
+The host waits for none of them. A communicator whose operation does not end in time is aborted, never destroyed:
+destroying waits.
 """
 
 import threading

@@ -84,8 +84,9 @@ class PackedTransfer(NamedTuple):
 class Casting(NamedTuple):
     """The part of a packed transfer that only one with a wire dtype has.
 
-    What stays is packed as well, and `keep` takes it from the send buffer. `widen` casts the terms of reductions, from
-    receive buffer and send buffer, into a buffer of `widened_bytes`, which `reduces` take for the receive buffer.
+    Parts that stay on the rank are packed as well, and `keep` takes them from the send buffer. `widen` casts the terms
+    of reductions, from receive buffer and send buffer, into a buffer of `widened_bytes`, which `reduces` take for the
+    receive buffer.
     """
 
     widen: Table | None

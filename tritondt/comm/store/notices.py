@@ -77,7 +77,7 @@ class Notices:
         return self._call(lambda store: store.check(keys))
 
     def not_refusing(self, key: str, sequence: int, ranks: tuple[int, ...]) -> list[int]:
-        """Those of `ranks` that have not said that they take no part in operation `sequence`."""
+        """Members of `ranks` that have not said that they take no part in operation `sequence`."""
         return [rank for rank in ranks if not self.all_refuse(key, sequence, (rank,))]
 
     def _read(self, key: str) -> str | None:

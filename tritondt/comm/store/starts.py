@@ -1,9 +1,9 @@
 """Keys of its own for every start of the ranks, where torchrun holds the store.
 
 The store outlives ranks that torchrun ends and starts again (torch 2.10 to 2.15), and with it all that they wrote: the
-next ones find addresses of the dead, and neither torch's Gloo nor this package can connect. The number of restarts that
-torchrun tells tells starts apart on one machine only: those who join later count their own. So rank 0 names each start,
-and the others answer. What dead ranks have left is no answer: each process has a number drawn for it.
+next ones find addresses of the dead, and neither torch's Gloo nor this package can connect. torchrun's number of
+restarts tells starts apart on one machine only: machines that join later count their own. So rank 0 names each start,
+and the others answer. Values that dead ranks have left are no answers: each process has a number drawn for it.
 """
 
 import secrets

@@ -138,22 +138,22 @@ class DeviceArenas:
             _abandoned.append(self)
 
     def _packed_here(self, place: int, slot: int) -> Signal:
-        """What this rank says in the arena of another one: so many messages are packed."""
+        """This rank's signal in the arena of another rank: so many messages are packed."""
         word = self._memories[place].address + self.slots.packed_word(self._number, slot)
         return Signal(word, self._counter(place, slot, is_sent=True), 1)
 
     def _packed_there(self, place: int, slot: int) -> Signal:
-        """What another rank says in this rank's arena, and how often it has been heard."""
+        """Another rank's signal in this rank's arena, and how often it has been heard."""
         number = self.places.index(place)
         return Signal(self.address + self.slots.packed_word(number, slot), self._counter(place, slot, is_sent=False), 1)
 
     def _unpacked_here(self, place: int, slot: int) -> Signal:
-        """What this rank says in the arena of another one: so many of its messages are unpacked."""
+        """This rank's signal in the arena of another rank: so many of that rank's messages are unpacked."""
         word = self._memories[place].address + self.slots.unpacked_word(self._number, slot)
         return Signal(word, self._counter(place, slot, is_sent=False), 0)
 
     def _unpacked_there(self, place: int, slot: int) -> Signal:
-        """What another rank says in this rank's arena of its messages, all of which must be unpacked."""
+        """Another rank's signal in this rank's arena: all messages of this rank must be unpacked."""
         number = self.places.index(place)
         return Signal(
             self.address + self.slots.unpacked_word(number, slot), self._counter(place, slot, is_sent=True), 0

@@ -74,8 +74,8 @@ class Handshakes(Greeter[_Handshake]):
     ) -> None:
         """`own` are the tokens that callers were given; `welcome` may call as well, and are not waited for.
 
-        With a `secret` both ends of each connection prove that they know it. What ranks have begun with each other in
-        `left`, which has not come to its end, goes on here.
+        With a `secret` both ends of each connection prove that they know it. Connections that ranks have begun with
+        each other in `left`, which has not come to its end, go on here.
         """
         super().__init__(listeners, addresses, _PAUSE_S, left)
         self.connected: dict[int, socket.socket] = {} if left is None else left.connected

@@ -1,8 +1,8 @@
 """Messages by NCCL in streams: the transport for tensors on GPUs.
 
 An exchange is one pack, one group of sends and receives and one unpack, put into the communicator's stream, or into the
-caller's where its next operators come after it anyway; the host waits for none of them. What does not come to an end in
-time is aborted, never destroyed, since destroying waits.
+caller's where its next operators come after it anyway; the host waits for none of them. A communicator whose exchange
+does not end in time is aborted, never destroyed, since destroying waits.
 """
 
 import threading

@@ -179,7 +179,7 @@ def built_in_costs(ranks_per_host: int) -> dict[str, CostTable]:
 
 
 def maker(device_type: str) -> Connect:
-    """What makes communicators for tensors on a type of device; TransportError where there is no transport."""
+    """Maker of communicators for tensors on a type of device; TransportError where there is no transport for it."""
     asked()  # which may be the first for that type
     found = makers.get(device_type)
     if found is None:

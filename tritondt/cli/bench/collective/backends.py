@@ -28,7 +28,7 @@ _reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce
 
 
 def bind(call: Call) -> Run:
-    """What runs a call on its group."""
+    """The function that runs a call on its group."""
     return _BINDS[call.case.kind.name](call)
 
 

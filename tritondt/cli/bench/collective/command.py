@@ -25,7 +25,7 @@ _FEWEST_RANKS, _MOST_RANKS = 2, 4
 
 
 class _Printed:
-    """What is printed while rows come, and what has come."""
+    """The output that is printed while rows come, with the rows and devices that have come."""
 
     def __init__(self, request: Request, notes: list[str], to_stderr: bool, progress: ProgressLine) -> None:
         self.rows: list[Row] = []

@@ -40,7 +40,7 @@ _PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def given(case: Case, rank: int, device: str = "cpu") -> torch.Tensor:
-    """What `rank` gives: whole numbers, alike wherever they are computed."""
+    """The tensor that `rank` gives: whole numbers, alike wherever they are computed."""
     dtype = DTYPES[case.type]
     generator = torch.Generator().manual_seed(rank + 1)
     draw = partial(torch.randint, size=(case.input_length(rank),), generator=generator)
@@ -53,7 +53,7 @@ def given(case: Case, rank: int, device: str = "cpu") -> torch.Tensor:
 
 
 def expected(case: Case, rank: int, device: str = "cpu") -> torch.Tensor:
-    """What `rank` must hold afterwards; an empty tensor where it holds nothing."""
+    """The tensor that `rank` must hold afterwards; an empty one where it holds nothing."""
     name = case.kind.name.removesuffix("_v")
     if not case.output_length(rank):
         found = torch.empty(0, dtype=DTYPES[case.type])

@@ -50,7 +50,7 @@ def move_of(call: Call) -> Move:
 
 
 def bind(call: Call) -> Run:
-    """What runs a call by `tritondt.redistribute`; NotOfferedError as of `move_of`."""
+    """The function that runs a call by `tritondt.redistribute`; raises NotOfferedError as `move_of` does."""
     local, source, target = move_of(call)
 
     def run() -> torch.Tensor:

@@ -159,7 +159,7 @@ def make_request(kind: Kind, num_ranks: int, choice: Choice) -> tuple[Request, l
 
 
 def _step(choice: Choice) -> float | int | None:
-    """What leads from a size to the next: a factor, a number of bytes, None where there is one size."""
+    """The step from one size to the next: a factor or a number of bytes; None where there is one size."""
     if choice.maxbytes is None or choice.maxbytes == choice.minbytes:
         return None
     if choice.stepfactor is not None:

@@ -79,7 +79,7 @@ class Row:
 
     @property
     def timings(self) -> dict[str, Timing]:
-        """What there is, by place."""
+        """The timings that the row has, by place."""
         both = {"out": self.out_of_place, "in": self.in_place}
         return {place: timing for place, timing in both.items() if timing is not None}
 

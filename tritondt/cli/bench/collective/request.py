@@ -1,4 +1,4 @@
-"""What is to be measured, alike on all ranks."""
+"""The request of a benchmark: the cases to be measured, alike on all ranks."""
 
 from __future__ import annotations
 

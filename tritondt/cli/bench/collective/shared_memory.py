@@ -25,7 +25,10 @@ _NAME = "shared memory of a benchmark"
 
 
 def bind(call: Call) -> Run:
-    """What runs a call through shared memory; NotOfferedError where the engine has none, or ranks share no memory."""
+    """The function that runs a call through shared memory.
+
+    Raises NotOfferedError where the engine has none, or ranks share no memory.
+    """
     move = engine.move_of(call)
     if call.x.device.type != "cpu":
         raise NotOfferedError("shared memory is for tensors on the CPU")
@@ -34,7 +37,10 @@ def bind(call: Call) -> Run:
 
 
 def redistribution(local: torch.Tensor, source: T.DTensorSpec, target: T.DTensorSpec) -> Callable[[], torch.Tensor]:
-    """What redistributes `local` through shared memory; NotOfferedError where ranks share none. Collective."""
+    """The function that redistributes `local` through shared memory. Collective.
+
+    Raises NotOfferedError where ranks share no memory.
+    """
     of = world.current()
     assert isinstance(of, ProcessWorld), "benchmarks run on processes"
     found = _communicator(of)

@@ -175,7 +175,7 @@ class Table:
 
 
 def _kind(case: Case) -> list[str]:
-    """What tells a case from others of its size: type, reduction, root."""
+    """Words that tell a case from others of its size: type, reduction, root."""
     words = [case.type, *([case.redop] if case.kind.reduces else [])]
     return [*words, *([f"root {case.root}"] if case.kind.has_root else [])]
 
