@@ -1,4 +1,4 @@
-"""What a redistribution over 4,096 ranks would do, without any process: `python examples/explain.py`."""
+"""Explains a redistribution over 4,096 ranks, without any process: `python examples/explain.py`."""
 
 import tritondt as T
 from tritondt.planning.cost import CostTable

@@ -33,7 +33,7 @@ def ring_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def bind(call: Call) -> Run:
-    """What is timed of a call; refuses all but sums over all ranks."""
+    """Returns the function to time for a call; refuses all but sums over all ranks."""
     if (call.case.kind.name, call.case.redop) != ("all_reduce", "sum"):
         raise NotOfferedError("the ring adds up for an all_reduce, and does nothing else")
 

@@ -22,7 +22,7 @@ def view(address: int, offset: int, lengths: Sequence[int], strides: Sequence[in
 
 
 def make(boxes: Sequence[CopyBox]) -> Callable[[Sequence[int], Sequence[int]], None]:
-    """What copies boxes, given the addresses of sources and targets: once for each exchange, run many times."""
+    """Function to copy boxes, given the addresses of sources and targets: made once an exchange, run many times."""
     found = [box for box in boxes if 0 not in box.lengths]
 
     def copy(sources: Sequence[int], targets: Sequence[int]) -> None:

@@ -90,7 +90,7 @@ class HostSignals:
         return [self._content(_at(signal.counter).value) for signal in signals]
 
     def _content(self, count: int) -> int:
-        """What a word of the count holds: of the count as many bits as there is room for."""
+        """The content of a word for a count: as many bits of the count as there is room for."""
         return ctypes.c_int64(count << FINGERPRINT_BITS | self._fingerprint).value
 
 
@@ -162,11 +162,11 @@ def signal_table(
     2. It waits until each awaited word equals the count that is its counter plus its step, above the fingerprint. Then
        these counters go up by their steps. When `stop.asked` is set while one is missing, it sets `stop.met` instead.
 
-    `fingerprint` (32 bits, unsigned) tells exchanges apart: ranks that run different ones wait for each other, and who
-    watches them asks for a stop, in memory of the host that the device can read. `by_store` has a GPU write and read
-    words by st.release.sys and ld.acquire.sys in place of atomics, for peers whose memory has none that are native: all
-    who share words take the same. What the addresses point at, and the stop words, must outlive all runs and all CUDA
-    graphs that have captured one.
+    `fingerprint` (32 bits, unsigned) tells exchanges apart: ranks that run different ones wait for each other, and the
+    watcher of the ranks asks for a stop, in memory of the host that the device can read. `by_store` has a GPU write and
+    read words by st.release.sys and ld.acquire.sys in place of atomics, for peers whose memory has no native atomics:
+    all peers that share words take the same. The memory that the addresses point at, and the stop words, must outlive
+    all runs and all CUDA graphs that have captured a run.
 
     Raises ValueError for an address that is not a positive multiple of 8, for two signals of one side that share a word
     or a counter, for a step that is not 0 or 1, for a fingerprint of more bits, for other stop words, and for any

@@ -67,7 +67,7 @@ class Found:
 
     @property
     def verdict(self) -> str:
-        """What the case says of the harness: nothing where the loop itself is that far from itself."""
+        """The verdict of the case on the harness: undecided where the loop's two turns are too far apart."""
         if self.bare_s < _JUDGED_S:
             return "not judged"
         if abs(self.noise) > _LIMIT_OF_NOISE:

@@ -1,9 +1,9 @@
-"""What a trace costs while it is on: training steps of a tensor-parallel model with and without a recording, in turns.
+"""Cost of a trace while it is on: training steps of a tensor-parallel model with and without a recording, in turns.
 
 python -m benchmarks.debug.trace_overhead [--ranks N] [--turns N] [--width N] [--json [FILE]]
 
-Turns change places: off, on, off again, and back. Each six give one ratio of medians, on to off; what is off again to
-off is the machine's noise. Printed is the median of the ratios, with its interval in 95 % of resamples.
+Turns change places: off, on, off again, and back. Each six give one ratio of medians, on to off; the ratio of off again
+to off is the machine's noise. The median of the ratios is printed, with its interval in 95 % of resamples.
 """
 
 from __future__ import annotations

@@ -143,7 +143,7 @@ def column_cases(num_bytes: int, dtype: torch.dtype, run_bytes: int) -> Iterator
 
 
 def scattered_case(num_bytes: int, dtype: torch.dtype) -> Case:
-    """What FSDP2 does before it reduce-scatters a gradient cut by columns; there they have to divide."""
+    """The pack of FSDP2 before it reduce-scatters a gradient cut by columns, which have to divide there."""
     size = 1171
     rows, columns = num_bytes // (size * _NUM_RANKS * dtype.itemsize), size * _NUM_RANKS
     matrix = torch.randn(rows, columns, device=_DEVICE).to(dtype)
@@ -163,7 +163,7 @@ def scattered_case(num_bytes: int, dtype: torch.dtype) -> Case:
 
 
 def gathered_case(num_bytes: int, dtype: torch.dtype) -> Case:
-    """What FSDP2 does after it has gathered several parameters in one buffer."""
+    """The unpack of FSDP2 after it has gathered several parameters in one buffer."""
     per_rank = num_bytes // dtype.itemsize // _NUM_RANKS
     sizes = uneven(per_rank, 12)
     gathered = torch.randn(_NUM_RANKS, per_rank, device=_DEVICE).to(dtype)

@@ -1,4 +1,4 @@
-"""What is made of the times of all ranks: figures, ratios, and whether they keep their limits. Pure."""
+"""Figures and ratios of the times of all ranks, and whether they keep their limits. Pure."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def here_of(rank: int, where: str) -> Here:
 
 @cache
 def torchs_group(where: str) -> Any:
-    """What is compared with: torch's NCCL; over the double, where there is none, Gloo."""
+    """The group to compare with: torch's NCCL; over the double, where there is none, Gloo."""
     return dist.new_group(backend="nccl" if where == "gpu" else "gloo")
 
 

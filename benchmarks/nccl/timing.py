@@ -18,7 +18,7 @@ _WARM_UP_ROUNDS = 3
 
 
 class Job(NamedTuple):
-    """What a rank is to time: a function of `sides` and its arguments, `calls` at a time."""
+    """One timing on every rank: a function of `sides` and its arguments, `calls` at a time."""
 
     kind: str
     case: str
@@ -32,7 +32,7 @@ def seconds_in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of a call in every round; `to_the_end`, until all has run, else until the calls have returned.
 
-    What the calls return is dropped when the clock has stopped.
+    The results of the calls are dropped when the clock has stopped.
     """
     names = list(given)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -69,7 +69,7 @@ def timed(rank: int, where: str, job: Job, rounds: int) -> dict[str, list[float]
 
 
 def jobs(num_ranks: int, sizes: list[int]) -> list[Job]:
-    """What is timed; two ranks on one GPU take turns, so that each call is long."""
+    """All timings of a run; two ranks on one GPU take turns, so that each call is long."""
     found = []
     for name in sides.COLLECTIVES:
         for size in sizes:

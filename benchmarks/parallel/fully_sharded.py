@@ -53,7 +53,7 @@ _LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are asked to measure."""
+    """The measurement that the ranks are asked for."""
 
     sizes: Model
     batch: int

@@ -58,7 +58,7 @@ class Sizes(Model):
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are asked to measure."""
+    """The measurement that the ranks are asked for."""
 
     sizes: Sizes
     batch: int

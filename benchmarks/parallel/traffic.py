@@ -1,4 +1,4 @@
-"""What one training step sends: ours as the transport counts it, torch's as rings would send its collectives."""
+"""Bytes that a training step sends: ours as the transport counts them, torch's as rings would send its collectives."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Traffic:
 
 
 def count_ours(step: Run) -> Traffic:
-    """What the transport counts in one step on this rank."""
+    """The transport's count of bytes and calls in one step on this rank."""
     events: list[StepRan] = []
     unsubscribe = subscribe(events.append)
     try:

@@ -2,12 +2,11 @@
 
     python -m benchmarks.redistribution.accelerate [--ranks 4] [--pairs 20] [--rounds 25] [--json [FILE]]
 
-They take turns in one run, a pair of layouts at a time, and are compared with each other first, exactly: the first two
-in rounds within one `accelerate_torch`, as a program switches it on once, and blocks of those with blocks of torch's.
-What it takes to switch it on and off is told by itself. Pairs are
-S0 -> R, S1 -> S0, S0 -> S1, S1 -> R and P -> S0 by turns, float32, between 4 kB and 4 MB, as many small as large on a
-logarithmic scale. What `accelerate_torch` adds to ours is torch's own host time around the call, a fixed time, which
-the smallest sizes show.
+The three take turns in one run, a pair of layouts at a time, and are compared with each other first, exactly: the first
+two in rounds within one `accelerate_torch`, as a program switches it on once, and blocks of these rounds with blocks of
+torch's. The time to switch it on and off is told by itself. Pairs are S0 -> R, S1 -> S0, S0 -> S1, S1 -> R and P -> S0
+by turns, float32, between 4 kB and 4 MB, as many small as large on a logarithmic scale. `accelerate_torch` adds torch's
+own host time around the call to ours, a fixed time, which the smallest sizes show.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _SWITCHES = 200
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are asked to measure."""
+    """The measurement that the ranks are asked for."""
 
     pairs: int
     rounds: int

@@ -41,7 +41,7 @@ _NAMES = ("redistribute_many", "ours one by one", "torch one by one", "bytes alo
 
 @dataclass(frozen=True)
 class Request:
-    """What the ranks are asked to measure."""
+    """The measurement that the ranks are asked for."""
 
     tensors: int
     bucket_bytes: int | None

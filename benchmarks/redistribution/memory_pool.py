@@ -1,4 +1,4 @@
-"""What it saves that large results lie where earlier ones did: redistributions of 64 MB with the pool and without.
+"""Time saved by large results that lie where earlier ones did: redistributions of 64 MB with the pool and without.
 
 python -m benchmarks.redistribution.memory_pool [--ranks N] [--rounds N] [--json [FILE]]
 

@@ -130,7 +130,7 @@ def on_delayed_transport(send: Callable[[object], None], rounds: int, delay: Del
 
 
 def delay_like_compute(times: dict[str, dict[str, Times]]) -> Delay:
-    """What makes a communication take as long as a matmul took."""
+    """The delay that makes a communication take as long as a matmul took."""
     seconds = sum(found["compute"].median for found in times.values()) / len(times)
     return Delay(_LATENCY_S, _POSITIONS // RANKS * _FEATURES * 4 / seconds)
 
@@ -142,7 +142,7 @@ def measured(forms: list[Form], rounds: int) -> dict[str, dict[str, Times]]:
 
 
 def ratios(found: dict[str, Any], take: Callable[[Times], float]) -> dict[str, float]:
-    """What is held against the limits, by name; `take` is the figure of all rounds, such as the fastest."""
+    """Ratios that are held against the limits, by name; `take` is the figure of all rounds, such as the fastest."""
     result = {}
     for name, times in found["delayed"].items():
         serial, compute, communication, overlapped = (take(times[form]) for form in FORMS)

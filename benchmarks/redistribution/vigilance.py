@@ -1,4 +1,4 @@
-"""What it costs to watch exchanges that do not fail: watchdog, flight recorder and the order of issue together.
+"""Cost of a watch over exchanges that do not fail: watchdog, flight recorder and the order of issue together.
 
 python -m benchmarks.redistribution.vigilance [--ranks N] [--calls N] [--json [FILE]]
 

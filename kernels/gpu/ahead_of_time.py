@@ -29,13 +29,13 @@ class Compilation(NamedTuple):
 
 
 class Architecture:
-    """What Triton asks of a driver to compile, of a GPU that is not there."""
+    """The part of a driver that Triton needs to compile, for a GPU that is not there."""
 
     def __init__(self, architecture: int) -> None:
         self._target = GPUTarget("cuda", architecture, 32)
 
     def get_current_target(self) -> GPUTarget:
-        """What is compiled for."""
+        """The target to compile for."""
         return self._target
 
     def get_current_device(self) -> int:
@@ -59,7 +59,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def compilations(device_name: str = DEFAULT) -> list[Compilation]:
-    """What boxes of few dims and tensors need: every class of every kernel, as tuned for a device."""
+    """Compilations for boxes of few dims and tensors: every class of every kernel, as tuned for a device."""
     found = []
     for kernel in kernels():
         choice = choose(device_name, kernel.name, kernel.width, DIMS[0])

@@ -1,7 +1,7 @@
 """Tables of boxes on a device: made and uploaded once, then run by one launch.
 
-What a kernel may assume of addresses is settled by the pointers of a run: how far each lies behind a multiple of 16
-bytes. For every such combination that occurs, usually one, a table has a variant; the first is made with the table.
+The pointers of a run settle what a kernel may assume of addresses: how far each lies behind a multiple of 16 bytes. A
+table has a variant for every combination of these distances that occurs, usually one; the first is made with the table.
 """
 
 from abc import ABC, abstractmethod

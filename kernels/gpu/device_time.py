@@ -12,8 +12,8 @@ _BUSY_CYCLES = 400_000
 def device_seconds(run: Callable[[], None], *, repeats: int = 9, warmups: int = 2) -> float:
     """Median seconds between two events around `run`, on the current stream of the current CUDA device.
 
-    The host's time to issue up to some forty launches does not count. What is smaller than the device's cache is timed
-    with the cache warm.
+    The host's time to issue up to some forty launches does not count. Runs on less memory than the device's cache are
+    timed with the cache warm.
     """
     for _ in range(warmups):
         run()

@@ -38,7 +38,11 @@ def compiling_side_by_side() -> Iterator[None]:
 
 
 class Started:
-    """What launches a kernel by `_start`, which may still be compiled when this is made: straight from then on."""
+    """Launcher of a kernel by `_start`.
+
+    The kernel may still be in compilation when the launcher is made; the first launch waits for it, and
+    later launches start it straight.
+    """
 
     _start: Start
 

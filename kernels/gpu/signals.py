@@ -108,9 +108,10 @@ def signal_kernel(
 def publish(words, contents, inside, BY_STORE: tl.constexpr = False):
     """Writes `contents` to the int64 words at `words`, for peers that await them; a call for Triton's kernels.
 
-    Who has seen a word by `await_all` sees all that was written before: by this program, by earlier launches of the
-    stream, and by whoever this program has awaited itself. What other programs of the launch write is not in that.
-    Where peers are to read that as well, the last program publishes, which a counter with acq_rel at gpu scope finds.
+    A peer that has seen a word by `await_all` sees all that was written before: by this program, by earlier launches of
+    the stream, and by every peer that this program has awaited itself. Writes of other programs of the launch are not
+    among these. Where peers are to read them as well, the last program publishes, which a counter with acq_rel at gpu
+    scope finds.
 
     Args:
         words: pointers to int64 in any memory that this GPU can write to, the peers' as well, (BLOCK,).
@@ -232,9 +233,9 @@ def _row_of_lane(rows, lanes, inside):
 
 @triton.jit
 def _asked(asked, lanes, turn):
-    """What one lane reads of whether a stop is asked for, at some turns, and zeros in the others.
+    """The word that asks for a stop, as one lane reads it at some turns, and zeros in other lanes and turns.
 
-    They add it up: were each to read it, they could part from each other.
+    The lanes add it up: were each to read it, they could part from each other.
     """
     is_reader = (lanes == 0) & (turn % TURNS == 0)
     return tl.load(asked + lanes * 0, mask=is_reader, other=0, volatile=True)

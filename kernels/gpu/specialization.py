@@ -1,7 +1,7 @@
 """The few forms that kernels are compiled in: modes in classes, dims and pointers rounded up.
 
-A kernel takes a second or more to compile, and a table needs it before its first run. What a table needs is therefore
-rounded up to what other tables need too.
+A kernel takes a second or more to compile, and a table needs it before its first run. The needs of a table are
+therefore rounded up to what other tables need too.
 """
 
 from collections.abc import Mapping, Sequence

@@ -70,10 +70,11 @@ class CommDebugMode:
     """Context manager that counts the redistributions of this rank, by kind, and by the module and operator they are
     for.
 
-    A kind is written as "(S1) -> (R)"; steps in which nobody sends anything do not count. What runs in a backward pass
-    counts for "backward", what no module asked for for "outside modules", and what was asked for by name for the
-    operator "redistribute". Counts are this rank's alone: messages, and bytes sent and received. str() is a table. Not
-    a collective call; entering it again starts from zero. Source: torch.distributed.tensor.debug.CommDebugMode.
+    A kind is written as "(S1) -> (R)"; steps in which nobody sends anything do not count. Redistributions of a
+    backward pass count for "backward", redistributions that no module asked for count for "outside modules", and
+    redistributions that were asked for by name count for the operator "redistribute". Counts are this rank's alone:
+    messages, and bytes sent and received. str() is a table. Not a collective call; entering the mode again starts from
+    zero. Source: torch.distributed.tensor.debug.CommDebugMode.
 
     >>> import torch
     >>> import tritondt as T
@@ -226,7 +227,7 @@ class CommDebugMode:
         return "\n".join([_table(self._rows()), *self._notes()])
 
     def _repr_html_(self) -> str:
-        """What `str` says, as a table of a notebook."""
+        """The text of `str`, as a table of a notebook."""
         return html_table("redistributions of this rank", self._rows(), "\n".join(self._notes()))
 
     def _rows(self) -> list[tuple[str, ...]]:

@@ -14,7 +14,8 @@ class CommCounts(dict[Any, int]):
 
     An axis that a step gathers counts for all_gather_into_tensor, one that it reduces into replicas for all_reduce, one
     that it reduces into shards for reduce_scatter_tensor, and one that cuts another dim for shard_dim_alltoall or
-    all_to_all_single, of torch.ops.c10d_functional, _c10d_functional or _dtensor. What has not run counts 0.
+    all_to_all_single, of torch.ops.c10d_functional, _c10d_functional or _dtensor. A collective that has not run
+    counts 0.
 
     >>> import torch.distributed._functional_collectives  # it defines the operators
     >>> counts = CommCounts({"(P(sum)) -> (R) in 4 pieces": 1, "(R) in 4 pieces -> (R)": 1, "(S0, R) -> (S1, R)": 2})

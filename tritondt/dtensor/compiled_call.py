@@ -293,8 +293,9 @@ def _check_own_elements(schema: OpSchema, targets: Sequence[DTensorSpec] | None,
 
 
 def _in_order_of(meta: TensorMeta, whole: torch.Tensor) -> torch.Tensor:
-    """What has moved, which is row-major, with its dims in memory as the meta has them: only a kernel tells results'
-    strides where only values tell their shapes, and takes them from its arguments.
+    """The moved tensor `whole`, which is row-major, with its dims in memory as the meta has them.
+
+    Where only values tell the shapes of results, only a kernel tells their strides, and takes them from its arguments.
     """
     if whole.stride() == meta.stride or meta.shares_elements:
         return whole

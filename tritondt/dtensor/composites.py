@@ -1,8 +1,8 @@
 """Composite operators of torch that make plain tensors of their own beside their arguments.
 
 A causal mask, the classes of one_hot, the positions of quantiles: torch makes them of shapes and numbers, alike on
-every rank, where no Python sees them come. Such an operator comes here first when an argument is of a subclass, and
-what it makes beside distributed tensors counts as replicated. What the user brings as a plain tensor is refused as
+every rank, where no Python sees them come. These operators come here first when an argument is of a subclass, and the
+plain tensors that they make beside distributed tensors count as replicated. A plain tensor of the user's is refused as
 ever.
 """
 

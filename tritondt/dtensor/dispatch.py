@@ -1,8 +1,8 @@
 """Dispatch of operators on distributed tensors: a look-up, the operator on local tensors, the wrapping of its result.
 
 A signature (operator, specs, plain arguments) is decided once by the propagator and compiled into a function of local
-tensors. What is left per call is the key, one dict look-up and that function. The tensor class is passed in, so that
-this file knows of (local tensor, spec) pairs only.
+tensors. Each call then takes the key, one dict look-up and that function. The tensor class is passed in, so that this
+file knows of (local tensor, spec) pairs only.
 """
 
 import sys

@@ -77,7 +77,7 @@ def in_order(op: OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def at_position(argument: Any, position: int) -> Any:
-    """What an argument has for one position: an item of a list, or one number of a tensor with one for each."""
+    """The part of an argument for one position: an item of a list, or one number of a tensor with one for each."""
     if isinstance(argument, torch.Tensor) and argument.ndim:
         return argument[position : position + 1]
     return [argument[position]] if isinstance(argument, list | tuple) and argument else argument

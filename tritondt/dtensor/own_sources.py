@@ -1,8 +1,9 @@
 """Writes from the written memory itself: by index they are refused, else what is read is what was there before.
 
-A kernel sees that two arguments share memory, and refuses that; where the tensors had to move first, it is given copies
-and cannot. By index from the tensor itself there is no defined order, which all ranks tell by the object. What two
-views share follows from addresses and strides of local tensors, which are not alike on all ranks.
+A kernel sees that two arguments share memory, and refuses them; where the tensors had to move first, it is given copies
+and cannot see that. A write by index from the tensor itself has no defined order, and all ranks recognize it by the
+object. The elements that two views share follow from addresses and strides of local tensors, which are not alike on all
+ranks.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

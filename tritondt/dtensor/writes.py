@@ -110,9 +110,9 @@ def note_known_writes(local: torch.Tensor, before: int) -> None:
 
 
 def count_writes(tensors: Iterable[Any], *, reshapes: bool) -> None:
-    """Counts a write, or a change of shape, of each of these tensors, those that are not distributed excepted.
+    """Counts a write to each distributed one of these tensors, or a change of its shape.
 
-    What is written to a copied view counts where it is written back.
+    A write to a copied view counts where it is written back.
     """
     if _ended:
         _forget_ended()

@@ -104,7 +104,7 @@ class DTensorExtensions(TorchExtensions):
         )
 
     def all_gather_dtensor(self, tensor: Any, parent_mesh: DeviceMesh | None) -> torch.Tensor:
-        """What the tensor axis, the last one, leaves this rank of a tensor: a collective call of the data axes."""
+        """The part that the tensor axis, the last one, leaves this rank of a tensor: a collective call of data axes."""
         if not isinstance(tensor, DTensor):
             return super().all_gather_dtensor(tensor, parent_mesh)
         spec = tensor._spec

@@ -1,10 +1,10 @@
 """Torch's own DTensor on our engine: its redistributions, explicit and implicit, run here while this is switched on.
 
-Torch has one function that redistributes a local tensor, which its modules import by name; each name is set. So is the
-method of a tensor: torch makes a spec and a node of autograd at each of its calls, which takes as long as a small
-redistribution, and is left out where no gradient is asked for. What the engine cannot hold stays with torch, decided
-alike on all ranks by specs: placements of torch's own (masks, norms, and _StridedShard where lengths do not divide),
-new terms of a sum, which torch makes otherwise (v / n on each rank), traced graphs, fake groups.
+Torch has one function that redistributes a local tensor, which its modules import by name; each name is set. The method
+of a tensor is set, too: at each call of it torch makes a spec and a node of autograd, which takes as long as a small
+redistribution, and is left out where no gradient is asked for. Redistributions that the engine cannot hold stay with
+torch, decided alike on all ranks by specs: placements of torch's own (masks, norms, and _StridedShard where lengths do
+not divide), new terms of a sum, which torch makes otherwise (v / n on each rank), traced graphs, fake groups.
 """
 
 import importlib
@@ -132,7 +132,7 @@ def _is_traced() -> bool:
 
 
 class _Call(NamedTuple):
-    """What `_whole_call` has found for a tensor's spec, which it keeps, so that its id is no other one's."""
+    """The result of `_whole_call` for a tensor's spec, and that spec, kept so that no other spec gets its id."""
 
     spec: Any
     placements: tuple[Any, ...]

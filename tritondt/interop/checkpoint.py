@@ -70,7 +70,7 @@ def _values(tensor: DTensor) -> torch.Tensor:
 
 
 def _create_write_items(tensor: DTensor, fqn: str, _tensor: object) -> list[WriteItem]:
-    """What this rank would write; where several hold a chunk, torch's planner chooses one of them."""
+    """The chunks that this rank would write; where several ranks hold one, torch's planner chooses one of them."""
     local = _values(tensor)
     return [
         WriteItem(

@@ -1,4 +1,4 @@
-"""What torch's modules are given as soon as a program imports them."""
+"""Additions to torch's modules, made as soon as a program imports them."""
 
 import importlib
 from types import ModuleType

@@ -1,7 +1,7 @@
 """Saves of a job in one folder: each a folder of its own that comes to be by a rename, so it is whole or not there.
 
-What is not finished is called `.draft-...`, and what is being removed `.old-...`; both are left by processes that were
-killed, and removed by the next that saves, which a lock makes the only one.
+An unfinished save is called `.draft-...`, and one that is being removed `.old-...`. Processes that were killed leave
+both behind; the next process that saves removes them, and a lock makes it the only one.
 """
 
 import fcntl

@@ -75,8 +75,8 @@ def _enter(plan: InputPlan, x: torch.Tensor, parameters: Parameters) -> Sequence
 def _shared_part(x: Any, gradient: DTensorSpec) -> torch.Tensor:
     """Local part of `x`, one tensor for all layers that take `x` in.
 
-    What they find for its gradient is added in place, as plain tensors, and made a distributed tensor once. Three
-    distributed gradients of 1.5 MB take two additions that allocate, 1 ms each.
+    The layers' gradients of `x` are added in place, as plain tensors, and their sum is made a distributed tensor once.
+    Three distributed gradients of 1.5 MB take two additions that allocate, 1 ms each.
     """
     known = x.__dict__.get(_PART)
     # An in-place operator gives `x` another history, which the part would not have.

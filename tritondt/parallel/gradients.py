@@ -1,9 +1,9 @@
 """Reduction of gradients that come as terms of a sum to the layout of their parameters, all in one exchange.
 
-A parameter that every rank holds whole, but uses on its own part of the sequence, has terms of its gradient on each.
-The parameters of all modules that run in one forward pass are inputs of one autograd function: its backward runs once
-the terms of all are there, adds them up and only then hands gradients on. Whoever looks at gradients, be that hooks on
-tensors, on what accumulates them, or DistributedDataParallel, sees sums.
+A parameter that every rank holds whole, but uses on its own part of the sequence, has terms of its gradient on each
+rank. The parameters of all modules that run in one forward pass are inputs of one autograd function: its backward runs
+once the terms of all are there, adds them up and only then hands gradients on. Every reader of gradients, be that hooks
+on tensors, hooks on gradient accumulators, or DistributedDataParallel, sees sums.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -88,7 +88,7 @@ def as_distributed(grad: torch.Tensor, spec: DTensorSpec) -> Any:
 class ForwardPass:
     """One forward pass of a tree of modules: the local parts of its replicated parameters, made on first use.
 
-    `terms` lists the parameters then. Those with hooks of their own are left out: a hook would be called with None
+    `terms` lists the parameters then. Parameters with hooks of their own are left out: a hook would be called with None
     where the pass does not use its parameter.
     """
 

@@ -23,11 +23,11 @@ def input_reshard(
     """The module, which from here on keeps 1/n of each replicated input for its backward pass, in place.
 
     Inputs of a tensor-parallel module are alike on the n ranks of `tp_device_mesh`, and autograd keeps all of them.
-    With hooks of this function every rank keeps the part of tensors saved in forward that are its plain positional
-    inputs, or views of one, cut along `input_reshard_dim` (views of another shape: along their first dim), and gathers
-    them in backward, a collective call then. What is no plain input stays as it is. None as the dim changes nothing.
-    Inputs that ranks do not share must not be given. Raises ParallelizeError for a mesh of several axes and for a
-    second call. Source: torch.distributed.tensor.parallel.input_reshard.
+    With hooks of this function every rank keeps its part of the tensors saved in forward that are plain positional
+    inputs of the module, or views of one, cut along `input_reshard_dim` (views of another shape: along their first
+    dim), and gathers them in backward, a collective call then. Other saved tensors stay as they are. None as the dim
+    changes nothing. Inputs that ranks do not share must not be given. Raises ParallelizeError for a mesh of several
+    axes and for a second call. Source: torch.distributed.tensor.parallel.input_reshard.
 
     >>> from tritondt.comm.transports.threads import run_ranks
     >>> def gradient_on(rank):

@@ -82,7 +82,7 @@ class ReplicatedRun(LocalRun):
         return Partial() if isinstance(self.layout, Shard) else None
 
     def output(self, module: nn.Module, output: torch.Tensor, input_plan: InputPlan, call: None) -> torch.Tensor:
-        """What this rank has of the output."""
+        """The output as this rank has it."""
         if self.use_local_output:
             return output
         shape, (placement,) = tuple(output.shape), input_plan.target.placements

@@ -22,7 +22,7 @@ def _is_stored(metadata: ShardMetadata, size: torch.Size) -> bool:
 
 
 def _create_write_items(tensor: ShardedTensor, fqn: str, _tensor: object) -> list[WriteItem]:
-    """What this rank writes: its shards, which no other rank holds."""
+    """Write items for this rank's shards, which no other rank holds."""
     size = tensor.metadata().size
     return [
         WriteItem(

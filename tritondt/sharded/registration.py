@@ -1,4 +1,4 @@
-"""What torch is told of sharded tensors: their operators, what torch.load may take, and the parts of checkpoints."""
+"""Sharded tensors as torch knows them: their operators, the names that torch.load may take, parts of checkpoints."""
 
 import importlib
 from types import ModuleType

@@ -79,7 +79,7 @@ def _register(table: dict[Any, Implementation], key: Any, func: Function, functi
 
 
 def registered(func: Function, tensor: ShardedTensor) -> Implementation | None:
-    """What was registered for a function of torch, for all tensors or else for those of the tensor's spec."""
+    """Implementation registered for a function of torch: for all tensors, or else for the kind of the tensor's spec."""
     found = _of_all.get(func)
     return _of_specs.get((type(tensor._sharding_spec), func)) if found is None else found
 

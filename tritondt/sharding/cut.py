@@ -25,7 +25,7 @@ from tritondt.sharding.lengths import hint_of, least
 class Cut(ABC):
     """Division of a dim of `length` indices among the `parts` coordinates of one axis; `Shard.cut` makes it.
 
-    Whoever asks what coordinates hold asks the cut: a new kind of cut is a subclass, and a form of Shard.
+    Callers ask the cut which indices coordinates hold: a new kind of cut is a subclass, and a form of Shard.
     """
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""What is timed: redistributions of distributed tensors, and torch.distributed's collectives on our backend."""
+"""Timed calls: redistributions of distributed tensors, and torch.distributed's collectives on our backend."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _redistributions() -> list[Case]:
 
 
 def _collectives() -> list[Case]:
-    """Those of our group; beside each the same call of a group of torch's in C++ that does nothing at all."""
+    """Collectives of our group; beside each the same call of a group of torch's in C++ that does nothing at all."""
     ours = dist.new_group(backend="tritondt")
     theirs = dist.new_group(backend=FLOOR)
     floors = _issues(theirs)

@@ -1,8 +1,8 @@
 """CUDA as the host sees it: a stub of its driver, and of torch's extension around it, whose calls take their time.
 
-What is real: the library's streams (`CudaStreams`) and launches, torch's Python around streams, kernels
-compiled for sm_90, Triton's driver and its launcher, which finds the stub as libcuda.so.1. What is a double: the driver
-itself, torch's C++ around it, memory (tensors are on the CPU, each allocation also takes the time of CUDA's), NCCL.
+Real parts are the library's streams (`CudaStreams`) and launches, torch's Python around streams, kernels compiled for
+sm_90, Triton's driver and its launcher, which finds the stub as libcuda.so.1. Doubles are the driver itself, torch's
+C++ around it, memory (tensors are on the CPU, each allocation also takes the time of CUDA's), NCCL.
 Nothing runs on a device, and no result is right.
 """
 
@@ -45,7 +45,7 @@ def build() -> Path:
 def load() -> Any:
     """The stub as a module of Python; RuntimeError where the process has another libcuda, whose calls would be taken.
 
-    What asks for libcuda.so.1 from now on gets this one, as that is its name.
+    Code that asks for libcuda.so.1 from now on gets the stub, as that is its name.
     """
     path = str(build())
     try:

@@ -33,7 +33,7 @@ _TEXT_LENGTH = 600
 
 @dataclass
 class Measured:
-    """What was found about one operator."""
+    """Findings about one operator."""
 
     name: str
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys((RIGHT, RAISES, WRONG), 0))

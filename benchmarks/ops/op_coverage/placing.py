@@ -38,7 +38,7 @@ def _has_terms(tensor: torch.Tensor) -> bool:
 
 
 def local_part(full: torch.Tensor, placement: T.Placement, num_ranks: int, rank: int) -> torch.Tensor:
-    """What a rank holds of a whole tensor on a mesh of one axis."""
+    """A rank's part of a whole tensor on a mesh of one axis."""
     local = full.detach()
     if isinstance(placement, T.Shard):
         layout = T.Layout((num_ranks,), [placement], full.shape)
@@ -50,7 +50,7 @@ def local_part(full: torch.Tensor, placement: T.Placement, num_ranks: int, rank:
 
 
 def _factors(num_ranks: int) -> list[int]:
-    """What the terms are of the whole: small whole numbers that sum to 1, so that terms are exact and differ.
+    """Factors from the whole to its terms: small whole numbers that sum to 1, so that terms are exact and differ.
 
     >>> _factors(2), _factors(3)
     ([2, -1], [2, -2, 1])

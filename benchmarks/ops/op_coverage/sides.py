@@ -21,7 +21,7 @@ from tritondt.comm.transports.threads import run_ranks
 
 
 class Side(Protocol):
-    """What a trial needs of a library."""
+    """A library, by the functions that a trial needs of it."""
 
     name: str
 
@@ -38,7 +38,7 @@ class Side(Protocol):
         """Whether a result is what it should be."""
 
     def flaw(self, found: Any) -> str:
-        """What is wrong with the local part of a result; empty where nothing is."""
+        """The flaw in the local part of a result, in words; empty where there is none."""
 
     def whole(self, found: Any) -> torch.Tensor:
         """All of a result: a collective call."""

@@ -32,7 +32,7 @@ class NotMeasuredError(Exception):
 
 
 class Expected(NamedTuple):
-    """What one device gives: results, arguments afterwards, the gradients' seeds and the arguments' gradients."""
+    """Outputs of one device: results, arguments afterwards, the gradients' seeds and the arguments' gradients."""
 
     results: list[Any]
     tensors: list[torch.Tensor]
@@ -95,7 +95,7 @@ def _tensors(sample: Any) -> list[torch.Tensor]:
 
 
 def _differentiable(operator: Operator, sample: Any, results: Any) -> list[torch.Tensor]:
-    """What is differentiated: what torch's own tests differentiate, where only a part of a result has a gradient."""
+    """Results to differentiate, as torch's own tests choose them where only a part of a result has a gradient."""
     if not operator.is_differentiable:
         return []
     found = sample.output_process_fn_grad(results)
@@ -238,7 +238,7 @@ class _Trial(NamedTuple):
 
 
 def _attempt(function: Callable[[], Any]) -> tuple[Any, Outcome | None]:
-    """What a function gives, or the outcome that it raises."""
+    """The result of a function, or the outcome of the error that it raises."""
     try:
         return function(), None
     except Exception as error:  # noqa: BLE001  whatever the operator raises is what is measured

@@ -17,7 +17,7 @@ NUM_PINGS = 16
 
 @dataclass(frozen=True)
 class Offset:
-    """What to add to a rank's clock for the first rank's, at a time of the rank's; off by `error_ns` at most."""
+    """Nanoseconds to add to a rank's clock for the first rank's, at a time of the rank's; off by `error_ns` at most."""
 
     at_ns: int
     offset_ns: int

@@ -42,7 +42,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Redistribution:
-    """What is known of the exchanges of one description: who asked, and the explanation where the layouts are known."""
+    """Facts about the exchanges of one description: who asked, and the explanation where the layouts are known."""
 
     site: str
     explanation: str = ""

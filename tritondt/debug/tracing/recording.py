@@ -133,7 +133,7 @@ class Recording:
         self._undo.append(lambda: setattr(owner, name, before))
 
     def _adder(self) -> Callable[[str, Any, int], int]:
-        """What adds a span of the calling thread that ends now, and returns when that is; bound, for it runs often."""
+        """Function that adds a span of the calling thread, until now, and returns its end; bound, for it runs often."""
         spans, now, ident, most = self._spans, monotonic_ns, threading.get_ident, MOST_SPANS * _SPAN_VALUES
         extend = spans.extend
 

@@ -33,9 +33,9 @@ class StepTimes:
 
 @dataclass
 class Cost:
-    """What all exchanges of one description took, over all ranks; `late_ns` of it was for ranks that came later.
+    """Time of all exchanges of one description, over all ranks; `late_ns` of it was for ranks that came later.
 
-    `operators` has how often each of them asked for one on the rank where it did so most often.
+    `operators` has how often each operator asked for such an exchange on the rank where it did so most often.
     """
 
     description: str
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def suggestion(self) -> str:
-        """What could be done about it, by what it took most time for."""
+        """A way to lower this cost, by what took most of its time."""
         if self.late_ranks and self.late_ns > _LATE_SHARE * self.total_ns:
             (rank, _), *_ = self.late_ranks.most_common(1)
             share = self.late_ns / self.total_ns

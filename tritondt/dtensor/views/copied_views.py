@@ -1,12 +1,12 @@
 """Copied views: copies in place of views whose elements had to move, kept up to date with the tensor they view.
 
 On one device a view sees what is written to its base. Where the shards of a view are not the base's own, the view is a
-copy of a subclass, and operators on it look whether the base was written to since, and then copy again. What is written
-to a copied view is written to the base as well, where there is an operator for that, and refused elsewhere.
+copy of a subclass, and operators on it look whether the base was written to since, and then copy again. A write to a
+copied view is made to the base as well, where there is an operator for that, and refused elsewhere.
 
 Copying is a collective call: whether to copy follows from how many operators have written to the base, which all ranks
-count alike, and only operators and redistributions do it. What one rank writes to its local tensor the others cannot
-know; it is refused when it is found.
+count alike, and only operators and redistributions copy. The other ranks cannot know of a write by one rank to its
+local tensor; this write is refused when it is found.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

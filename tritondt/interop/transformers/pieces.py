@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     offsets: tuple[int, ...] = ()
 
     def overlap(self, box: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """What a box of the entry has of this tensor, as slices of the tensor and of the box; None for nothing.
+        """The part of this tensor in a box of the entry, as slices of the tensor and of the box; None for no part.
 
         >>> import torch
         >>> piece = Piece(Weight("w", (4, 3), torch.float32), Path(), (2, 4, 0))
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """What an entry of a model is made of, and the shape that this has."""
+    """The tensors of files that an entry of a model is made of, and the shape of the entry."""
 
     shape: tuple[int, ...]
     parts: tuple[Piece, ...]

@@ -1,7 +1,7 @@
 """Random numbers of ranks that draw different amounts: for dropout of their own heads, or of their own features.
 
-What all ranks have is dropped by numbers that are alike on all of them, as long as all have drawn as many. A rank that
-draws for its own part does so from a stream of its own, and is back in the shared one behind it.
+Ranks drop the elements that all of them have with numbers that are alike on all ranks, as long as all have drawn as
+many. A rank that draws for its own part does so from a stream of its own, and is back in the shared stream afterwards.
 """
 
 from collections.abc import Iterable

@@ -80,7 +80,7 @@ def written_diagonal(schema: OpSchema) -> list[AxisStrategy]:
 
 
 def _matrix_dims(schema: OpSchema) -> list[int]:
-    """Those of the last two dims that may be cut: every rank holds one piece of them."""
+    """The dims among the last two that may be cut: every rank holds one piece of them."""
     (spec,) = schema.args_spec
     last = range(max(spec.ndim - 2, 0), spec.ndim)
     repeated = {p.dim for p in spec.placements if isinstance(p, Shard) and not p.is_one_run}

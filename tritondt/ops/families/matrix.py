@@ -64,7 +64,7 @@ def _local_scaled(schema: OpSchema, outputs: OutputSpecs) -> LocalOp:
 def scaled_product(schema: OpSchema) -> list[AxisStrategy]:
     """Rows of the first and columns of the second factor are cut, with the scales that belong to them.
 
-    What is contracted may be cut where scales are of rows, columns or all, and nothing is added.
+    The contracted dim may be cut where scales are of rows, columns or all, and nothing is added.
     """
     _, _, of_rows, of_columns, *rest = schema.args_spec
     by_row = of_rows.ndim == 2 and of_rows.shape[0] == schema.args_spec[0].shape[0]

@@ -100,8 +100,8 @@ class Fallback:
     def decide(self, schema: OpSchema) -> OutputSharding:
         """The decision to gather everything where the mode says so; PropagationError, with a way out, where not.
 
-        What is whole on every rank already needs no gathering, and runs; but what gives quantised or sparse tensors is
-        refused, however its arguments are laid out.
+        A call on tensors that are whole on every rank needs no gathering, and runs. An operator that gives quantised or
+        sparse tensors is refused, however its arguments are laid out.
         """
         _check_results(schema)
         if is_replicated(schema):
@@ -115,7 +115,7 @@ class Fallback:
     def admit(self, op: OpOverload, refusal: str) -> None:
         """Raises PropagationError with `refusal`, unless the mode is to replicate.
 
-        What autograd itself calls is let pass: nobody could ask there for what is missing.
+        A call by autograd itself passes: nobody could ask there for what is missing.
         """
         if _is_admitted.get() or is_called_by_autograd():
             return

@@ -105,7 +105,7 @@ def _with_tensors(argument: Any, make: Callable[[DTensorSpec], torch.Tensor]) ->
 
 
 def _facts(argument: Any) -> Iterator[Hashable]:
-    """What of arguments a kernel may be chosen by: dtypes, names and flags, and the kinds of numbers."""
+    """Facts of arguments that a kernel may be chosen by: dtypes, names and flags, and the kinds of numbers."""
     if isinstance(argument, DTensorSpec):
         yield argument.dtype
         yield len(argument.shape) > 0  # a number gives way to the dtype of others

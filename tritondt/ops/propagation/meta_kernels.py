@@ -84,10 +84,10 @@ def is_elementwise(op: OpOverload) -> bool:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """Lets torch's operators in Python run as they are, within, where they would import the compiler to say so to it.
+    """Lets torch's operators in Python run as they are, within, without an import of the compiler.
 
-    Those with type promotion are kept from being traced (`torch._disable_dynamo`), for which their first call imports
-    it; they look for the outcome in this attribute first.
+    Operators with type promotion are kept from being traced (`torch._disable_dynamo`), for which their first call
+    imports the compiler; they look for the outcome in the attribute `__dynamo_disable` first.
     """
     functions = () if "torch._dynamo" in sys.modules else _kept_from_traces()
     for function in functions:
@@ -118,7 +118,7 @@ def _kept_from_traces() -> tuple[Any, ...]:
 
 
 def _content(cell: CellType) -> Any:
-    """What a closure holds; None for a name that has no value yet."""
+    """The content of a closure's cell; None for a name that has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:

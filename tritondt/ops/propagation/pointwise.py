@@ -85,7 +85,7 @@ def broadcast_placement(spec: DTensorSpec, from_end: int, length: int) -> Placem
 def passing_of(op: OpOverload, name: str, num_tensors: int) -> Sequence[Passing]:
     """The arguments of an elementwise operator `name` that may be terms, the result being terms alike.
 
-    What is written to becomes the result, and is terms with it.
+    An argument that is written to becomes the result, and is terms with it.
     """
     writes = op._schema.arguments[0].alias_info is not None and op._schema.arguments[0].alias_info.is_write
     if name in _ADDING:

@@ -160,8 +160,8 @@ def _are_numbers(items: list[Any]) -> bool:
 def are_replicated(*, written: bool = False) -> bool:
     """Whether plain tensors of the dispatched call count as replicated; `written`: one of them is written to.
 
-    Within `implicit_replication()`, and where autograd itself calls: what its formulas make, they make of shapes and
-    numbers. What they write to they may return as a gradient, which would be this rank's alone.
+    They do within `implicit_replication()`, and where autograd itself calls: its formulas make plain tensors of shapes
+    and numbers. A tensor that a formula writes to may be returned as a gradient, which would be this rank's alone.
     """
     return _allowed.get() or (not written and is_called_by_autograd())
 
@@ -170,8 +170,9 @@ def are_alike(op: OpOverload, args: Sequence[Any], plain: Sequence[torch.Tensor]
     """Whether the plain tensors of a call are alike on every rank, whoever made them.
 
     Meta tensors have no values: with them torch asks what a product with the zeros of forward derivatives would be
-    like. And of masks without dims torch makes indices: it gives the tensor a dim of length 1 for each, and picks one
-    element of that or none. Such an index of the user's picks what any other of its length would.
+    like. And of masks without dims torch makes indices: it gives the tensor a dim of length 1 for each mask, and picks
+    one element of that dim or none. An index of the user's into a dim of length 1 picks what any other index of its
+    length would.
     """
     if all(tensor.is_meta for tensor in plain):
         return True

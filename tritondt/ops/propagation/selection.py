@@ -101,10 +101,10 @@ def common_order(specs: Sequence[DTensorSpec]) -> tuple[int, ...] | None:
 def decide(strategies: Sequence[Sequence[AxisStrategy]], schema: OpSchema) -> OutputSharding:
     """The decision by the strategies offered for each axis; PropagationError where none fits.
 
-    What is written to stays where it is, if any strategy lets it; otherwise it moves, and whoever runs the call brings
-    it back. Strategies that leave terms of a reduction which their dtype does not have are left out; so are those that
-    shard an argument where the cuts chosen on several axes do not nest in one dim, and those that take terms where
-    reductions by different ops would meet in one tensor.
+    An argument that is written to stays where it is, if any strategy lets it; otherwise it moves, and the code that
+    runs the call brings it back. Strategies that leave terms of a reduction which their dtype does not have are left
+    out; so are strategies that shard an argument where the cuts chosen on several axes do not nest in one dim, and
+    strategies that take terms where reductions by different ops would meet in one tensor.
     """
     specs = schema.args_spec
     metas = propagate_tensor_meta(schema)

@@ -250,7 +250,7 @@ def _elementwise_meta(schema: OpSchema) -> TensorMeta | None:
 def _run_on_meta(schema: OpSchema) -> Any:
     """The operator's results as meta tensors; NotImplemented where it asks for values, so that fake tensors refuse it.
 
-    What else it raises is what it would raise on one device.
+    Any other error of the operator is one that it would raise on one device.
     """
     args, kwargs = _stand_in(schema.args_schema, _on_meta), _stand_in(schema.kwargs_schema, _on_meta)
     with torch.inference_mode(False), torch.no_grad(), without_compiler():

@@ -2,7 +2,7 @@
 
 Every random operator draws one number from the default generator of the CPU, which all ranks keep in step by seeding
 alike. With that as the key, an element's numbers follow from its place in the whole tensor (`philox.py`), so each rank
-makes those of its part. What rewinds the default generator, as activation checkpointing does, brings them back.
+makes the numbers of its part. Rewinding the default generator, as activation checkpointing does, brings them back.
 """
 
 from collections.abc import Iterator

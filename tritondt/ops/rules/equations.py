@@ -84,7 +84,7 @@ def equation_strategies(equation: str, tensors: Sequence[DTensorSpec | None]) ->
 def equation_terms(schema: OpSchema, equation: str, passing: Sequence[Passing]) -> list[AxisStrategy]:
     """Strategies in which terms pass a call with this equation: places are those of the tensors that it declares.
 
-    What is added is terms where the result is.
+    An added argument is terms where the result is.
     """
     inputs, _ = parse_equation(equation)
     given = [place for place, spec in enumerate(declared_tensors(schema)) if spec is not None]
@@ -162,7 +162,7 @@ def register_equation(
     """Registers the operator `aten.name` by its equation, or by a function that gives the equation of a call.
 
     `passing` says which of its tensors may be terms. `sizes` names the argument that holds the sizes of the first
-    result, which are other ones on a rank. What this torch does not have is left out.
+    result; a rank's call gets the local sizes there. An operator that this torch does not have is left out.
     """
     packet, _, overload = name.partition(".")
     op = getattr(getattr(aten, packet, None), overload or "default", None)

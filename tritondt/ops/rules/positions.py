@@ -9,7 +9,7 @@ from tritondt.sharding.intervals import Intervals
 def positions_among(held: Intervals, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of global `indices` among the rows that a rank holds, laid end to end, and a mask of the missing ones.
 
-    Those that it does not hold get position 0.
+    Indices that the rank does not hold get position 0.
 
     >>> positions_among(((2, 4), (8, 10)), torch.tensor([3, 5, 8]))
     (tensor([1, 0, 2]), tensor([False,  True, False]))

@@ -87,9 +87,9 @@ def register_whole_dims(
 ) -> None:
     """Registers `aten.name` and its in-place form by the dims along which they work.
 
-    `dims` is an argument's name or what finds them; see `along_strategies`. `sizes` names the argument that holds the
-    sizes of the result, which are other ones on a rank; `runs` gives what runs in an operator's place. What this torch
-    does not have is left out.
+    `dims` is an argument's name or a function that finds the dims; see `along_strategies`. `sizes` names the argument
+    that holds the sizes of the result; a rank's call gets the local sizes there. `runs` gives the function that runs in
+    an operator's place. An operator that this torch does not have is left out.
     """
     find = dims_named(dims) if isinstance(dims, str) else dims
 

@@ -143,6 +143,6 @@ class SharedExpertOverlap(ParallelStyle):
 
 
 def beside_of(experts: nn.Module) -> Beside | None:
-    """What is computed beside the messages of this call; None where nothing is."""
+    """The computation beside the messages of this call; None where there is none."""
     found: Beside | None = experts.__dict__.get(_BESIDE)
     return found

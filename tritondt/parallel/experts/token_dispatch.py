@@ -39,8 +39,8 @@ class DispatchedTokens:
 class TokensUnderWay(Generic[_Found]):
     """Tokens that travel while the caller computes; made with `async_op=True`. `wait` gives what was asked for.
 
-    Any number of them may be under way, and are waited for in any order. What is computed between the call and `wait`
-    hides gradients in backward, too, which travel while autograd runs backward of it.
+    Any number of them may be under way, and are waited for in any order. Computation between the call and `wait` hides
+    gradients in backward, too, which travel while autograd runs the backward of that computation.
     """
 
     def __init__(self, rows: RowsUnderWay, finish: Callable[[torch.Tensor], _Found]) -> None:
