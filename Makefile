@@ -118,6 +118,7 @@ check-style: venv
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.tools.prose
 	$(BIN)/clang-format --dry-run -Werror $(CSRC) $(CSRC_TESTS)
 
 # STRICT=1 has the extension itself built so, from nothing in CI, and a second one, 90 s on two cores, would tell no more.

@@ -31,12 +31,12 @@ def found_in(text: str) -> Iterator[tuple[int, str]]:
     number = 1
     for paragraph in re.split(r"(\n[ \t]*\n|\n(?=[ \t]*(?:#+|[-*>]|\d+\.|\|)\s))", text):
         lines = [line.strip() for line in paragraph.strip().splitlines()]
-        joined = _MARKS.sub("", " ".join(lines))
+        joined = _MARKS.sub("", " ".join(lines)).replace("**", "")
         for match in _OPENER.finditer(joined):
-            passed, before = 0, _MARKS.sub("", lines[0]) if lines else ""
+            passed, before = 0, _MARKS.sub("", lines[0]).replace("**", "") if lines else ""
             while len(before) <= match.start() and passed + 1 < len(lines):
                 passed += 1
-                before += " " + lines[passed]
+                before += " " + lines[passed].replace("**", "")
             yield number + passed, joined[match.start() : match.start() + 80]
         number += paragraph.count("\n")
 

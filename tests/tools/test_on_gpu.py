@@ -198,7 +198,7 @@ def test_figures_come_first_and_each_sanitizer_is_a_part() -> None:
 
 
 def test_the_documentation_lists_the_parts_in_order() -> None:
-    text = (REPOSITORY / "docs" / "performance.md").read_text().partition("## What make gpu measures, in order")[2]
+    text = (REPOSITORY / "docs" / "performance.md").read_text().partition("## Parts of make gpu, in order")[2]
     rows = re.findall(r"^\| `([a-z0-9-]+)` \| (\d+) s \|", text.partition("\n## ")[0], re.MULTILINE)
     assert rows == [(part.name, f"{part.limit_s:g}") for part in parts("python")]
 
