@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tritondt  # noqa: F401  registers the backend's name
 
-dist.init_process_group("tritondt")  # shared memory or Gloo on the CPU, NCCL on a GPU
+dist.init_process_group("tritondt")  # shared memory or sockets on the CPU, NCCL on a GPU
 model = DistributedDataParallel(nn.Linear(8, 1))  # or fully_shard, torch.distributed.tensor, ...
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
