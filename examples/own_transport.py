@@ -129,7 +129,7 @@ class PipeCommunicator(PackedCommunicator):
 
     def _refuse(self, error: BaseException) -> None:
         self.sequence += 1
-        self._watch.report(self._key, self.sequence, error)
+        self._watch.report(self._key, self.sequence, error, is_refusal=True)
 
     def _interrupt(self, reason: BaseException) -> None:
         self._ring()

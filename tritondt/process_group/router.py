@@ -19,6 +19,7 @@ from tritondt.comm.daemons import within
 from tritondt.comm.store import presence
 from tritondt.comm.store.client import StoreClient
 from tritondt.comm.store.host import StoreHost
+from tritondt.comm.transports import table as transport_table
 from tritondt.errors import PeerError, TransportError, TritondtError, WorldError
 from tritondt.process_group.checks import check_carried, check_group_rank, check_number, check_plain_dtypes
 from tritondt.process_group.cpu_collectives import CPU, FIND, Asked, Call
@@ -117,7 +118,7 @@ class Router:
         store = asked = dist.PrefixStore(f"gloo/{making}", options.store)
         try:
             presence.announce(store, rank)
-            self._uses_gloo = environment.transport() == "gloo"
+            self._uses_gloo = transport_table.chosen("cpu").name == "gloo"  # WorldError for a name of none
             _agree_on_gloo(store, self.name, self.ranks[rank], uses_gloo=self._uses_gloo)
             asked = dist.PrefixStore(f"gloo/{making}", options.store.clone())
             if self._uses_gloo:

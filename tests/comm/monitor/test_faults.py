@@ -85,7 +85,7 @@ def test_a_fault_of_ranks_that_pack_into_slots(name: str) -> None:
 def assert_told(case: Case, ranks: Ranks, observation: Observation) -> None:
     for rank in others(case):
         kind, text, _ = observation.outcomes[rank]
-        assert kind in ("PeerError", "WorldError"), f"{case}: {kind}: {text}"
+        assert kind in ("PeerError", "RefusalError", "WorldError"), f"{case}: {kind}: {text}"
         assert f"rank {case.fault.culprit}" in text, f"{case}: {text}"
         assert "step 1 of 1 (" in text, f"{case}: {text}"
         assert news(text) == case.fault.told_on(ranks), f"{case}: {text}"
