@@ -202,8 +202,22 @@ class FaultyPlan:
         return plan._replace(native=plan.native.observed(_NATIVE_STEPS[self._moment], self._act))
 
 
+def by_parts(communicator: Any) -> None:
+    """Lets a communicator's next exchange over NCCL go part by part, not by a program of the extension."""
+    if not isinstance(communicator, NcclCommunicator):
+        return
+    run = communicator._run_plan
+
+    def once(*arguments: Any) -> None:
+        del communicator._run_plan
+        run(*arguments)
+
+    vars(communicator)["_run_plan"] = once
+
+
 def next_plan(communicator: Any, other: Callable[[Any], Any]) -> None:
     """Lets the communicator's next exchange run what `other` makes of its plan, and only that one."""
+    by_parts(communicator)
 
     def exchange(sources: Any, targets: Any, transfer: Any, site: int) -> None:
         del communicator._exchange
@@ -252,6 +266,7 @@ class FaultyTransport:
 
     def __init__(self, communicator: Any, moment: Moment, act: Callable[[], None], *, is_raised: bool = False) -> None:
         self._communicator, self._moment, self._act, self._in_order = communicator, moment, act, not is_raised
+        by_parts(communicator)
         self._methods = {each: getattr(communicator, name) for each, name in _METHODS.items()}
         for each, name in _METHODS.items():
             setattr(communicator, name, partial(self._run, each))
