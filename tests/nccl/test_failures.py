@@ -18,9 +18,10 @@ TIMEOUT_S = 1.0
 def hold_up_a_collective(rank: int, where: str) -> str:
     """Something before it in the stream takes longer than it may."""
     device = device_of(where)
-    group: Any = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    group: Any = dist.new_group()
     tensor = torch.ones(3, device=device.kind)
-    dist.all_reduce(tensor, group=group)
+    dist.all_reduce(tensor, group=group)  # connects ranks, which may come apart by more than a short timeout
+    group.set_timeout(timedelta(seconds=TIMEOUT_S))
     stream = group._router._nccl_groups[device.kind]._stream.engine.stream
     device.hold_up(stream, 4 * TIMEOUT_S)
     work = dist.all_reduce(tensor, group=group, async_op=True)

@@ -48,8 +48,9 @@ def abort(rank: int) -> None:
 
 
 def begin(rank: int) -> None:
-    dist.all_reduce(torch.ones(1))
     group: Any = dist.group.WORLD
+    group.set_timeout(timedelta(seconds=200))  # a test before has shortened it, and ranks come apart on a busy machine
+    dist.all_reduce(torch.ones(1))
     group.set_timeout(timedelta(seconds=TIMEOUT_S))
 
 
