@@ -302,7 +302,7 @@ def test_layouts_that_torch_cannot_hold_are_explained_all_the_same():
 
 
 def test_plans_for_the_hosts_of_a_topology() -> None:
-    """What crosses between hosts is what its links carry."""
+    """Links between hosts carry the bytes that cross."""
     asked = ("--mesh", "8", "--shape", "64,64", "--from", "P", "--to", "R", "--topology", "rail-optimised:4", "--json")
     found = json.loads(run_plan(*asked).output)
     assert sum(row[2] for row in found["between_hosts"]) == 2 * 64 * 64 * 4

@@ -1,4 +1,4 @@
-"""What one rank of three refuses by a check of its own, before an exchange: the two others hear of it at once.
+"""One rank of three refuses by a check of its own, before an exchange: the two others hear of it at once.
 
 A table of public collective calls whose arguments, or state, only one rank may have wrong; then all go on in it.
 """

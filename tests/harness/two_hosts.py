@@ -107,7 +107,7 @@ exit $status
 def run_on_two_hosts(
     folder: Path, program: Sequence[str], *, names: tuple[str, str], environment: Mapping[str, str], **how: Any
 ) -> tuple[str, str]:
-    """What the program has written on both of two hosts, as `run_on_hosts` runs it."""
+    """The program's output on both of two hosts, as `run_on_hosts` runs it."""
     one, other = run_on_hosts(folder, program, names=names, environment=environment, **how)
     return one, other
 
@@ -122,7 +122,7 @@ def run_on_hosts(
     slowly: str = "",
     timeout_s: float = 150.0,
 ) -> list[str]:
-    """What the program has written on each host; AssertionError with all of it where it fails on one.
+    """The program's output on each host; AssertionError with all of it where it fails on one.
 
     `shaping` is what tc does to each end of the link; `slowly` has a program for a link of two (slow_link.py), which
     needs no such kernel. Skips the test, by name, where the system allows no namespaces, its kernel knows no such

@@ -26,7 +26,7 @@ BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Draw(NamedTuple):
-    """What a call is drawn from, and where it runs."""
+    """The choices that a call is drawn from, and where it runs."""
 
     group: Any
     rank: int
@@ -35,7 +35,7 @@ class Draw(NamedTuple):
     seed: int
 
     def terms(self, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """What each rank brings."""
+        """The tensors that each rank brings."""
         generator = torch.Generator().manual_seed(self.seed)
         found = torch.randint(0, 4, (self.size, length), generator=generator)
         return [row.to(torch.float32).to(dtype) if dtype is torch.float8_e4m3fn else row.to(dtype) for row in found]

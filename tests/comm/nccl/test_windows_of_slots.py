@@ -127,7 +127,7 @@ def test_after_an_abort_memory_stays() -> None:
 
 
 def replay_beside(rank: int) -> None:
-    """What is captured runs, and its words count on."""
+    """Captured exchanges run, and their words count on."""
     mesh = T.Mesh((2,))
     local = torch.zeros(3, 4)
     x = T.DTensor.from_local(local, mesh, [T.Shard(0)])

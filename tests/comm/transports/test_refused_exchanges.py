@@ -112,7 +112,7 @@ CASES: dict[str, Call] = {
 
 
 def refuse(rank: int, name: str, refusing: tuple[int, ...], late: int = -1, times: int = 1) -> list[str]:
-    """What each call told; then all go on."""
+    """The error of each call; then all go on."""
     told = []
     for _ in range(times):
         if rank == late:
