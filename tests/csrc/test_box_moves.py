@@ -23,7 +23,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 class Tensor(NamedTuple):
-    """Parts of a tensor that ranks 1 and 2 send: regions of their own to both others, or terms of one region to rank 0."""
+    """Parts that ranks 1 and 2 send: regions of their own to both others, or terms of one region to rank 0."""
 
     dtype: torch.dtype
     sent: tuple[Region, Region]

@@ -25,7 +25,7 @@ def elements(layout: Layout, coordinate: Coordinate) -> set[tuple[int, ...]]:
 
 
 def least_by_elements(source: Layout, target: Layout, hosts: tuple[int, ...]) -> int:
-    """Elements that hosts lack and their ranks want; with terms on one axis, the messages that bring each sum together."""
+    """Elements that hosts lack and ranks want; with terms on one axis, the messages that bring each sum together."""
     held: dict[int, set[tuple[int, ...]]] = {}
     wanted: dict[int, set[tuple[int, ...]]] = {}
     for host, coordinate in zip(hosts, source.coordinates(), strict=True):
