@@ -28,6 +28,7 @@ from benchmarks.collectives.shared_memory import COLLECTIVES, UNITS, call_on
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 
 _SOURCE = Path(__file__).parent / "mpi_loops" / "mpi_loops.cpp"
 _BUILT = Path(__file__).parents[2] / "build" / "mpi_loops"
@@ -64,7 +65,8 @@ def measure_on_rank(send: Callable[[object], None], cases: list[Case]) -> list[l
         for _ in range(_WARM_UP):
             run()
         found.append([_block(group, run, case.num_calls) for _ in range(_BLOCKS)])
-    assert group._router._shared_memory._communicator is not None, "the ranks share no memory"
+    carrying = group._router._cpu_group._communicator
+    assert isinstance(carrying, SharedMemoryCommunicator), "the ranks share no memory"
     return found
 
 

@@ -22,6 +22,7 @@ from tritondt.cli.bench.harness import Times, time_interleaved
 from tritondt.cli.bench.json_result import is_printed, json_option, write_json
 from tritondt.cli.launch import run_on_ranks
 from tritondt.cli.surroundings import surroundings
+from tritondt.comm.transports.shared_memory import SharedMemoryCommunicator
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "all_gather", "reduce_scatter", "broadcast"),
@@ -59,7 +60,8 @@ def measure_on_rank(send: Callable[[object], None], request: Request) -> list[Me
         for size in request.sizes if collective != "barrier" else ("0K",):
             times = _measured(collective, int(size[:-1]) * UNITS[size[-1]], groups, request)
             found.append(Measured(collective, size, times))
-    assert groups[0]._router._shared_memory._communicator is not None, "the ranks share no memory"
+    carrying = groups[0]._router._cpu_group._communicator
+    assert isinstance(carrying, SharedMemoryCommunicator), "the ranks share no memory"
     return found
 
 
