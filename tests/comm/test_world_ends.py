@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tritondt as T
+from tests.harness.descriptors import kept_targets
 from tests.harness.gloo_ranks import GlooRanks
 from tests.harness.ports import free_port
 from tritondt import sharded
@@ -41,7 +42,7 @@ def held() -> Held:
     kinds = [type(it) for it in found]
     return Held(
         sum(1 for _ in Path("/proc/self/task").iterdir()),
-        sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        len(kept_targets()),
         sum(issubclass(kind, dist.ProcessGroup) for kind in kinds),
         kinds.count(Mesh),
         kinds.count(DTensorSpec),

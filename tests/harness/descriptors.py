@@ -1,8 +1,9 @@
-"""What descriptors of this process lead to, while other threads open and close some."""
+"""Targets of this process's open descriptors, read while other threads open and close some."""
 
 from pathlib import Path
 
 _FOLDER = Path("/proc/self/fd")
+_LISTENING = "0A"
 
 
 def open_targets() -> list[str]:
@@ -11,6 +12,30 @@ def open_targets() -> list[str]:
     One of these is the descriptor by which the folder is read.
     """
     return [target for path in tuple(_FOLDER.iterdir()) if (target := _target(path)) is not None]
+
+
+def kept_targets() -> list[str]:
+    """The open targets without connections of others to a server in this process, as torch's store on rank 0 is.
+
+    Other ranks open and close those when they please, and the server's thread notices later. A server is known by its
+    port, at which this process still listens; tritondt's own ports are closed once the ranks are connected.
+    """
+    targets = open_targets()
+    accepted = _accepted(set(targets))
+    return [target for target in targets if target not in accepted]
+
+
+def _accepted(own: set[str]) -> set[str]:
+    """Sockets, of those in `own`, with the local port of a socket in `own` that listens."""
+    sockets = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            target = f"socket:[{fields[9]}]"
+            if target in own:
+                sockets.append((target, fields[1].rpartition(":")[2], fields[3] == _LISTENING))
+    ports = {port for _, port, listens in sockets if listens}
+    return {target for target, port, listens in sockets if port in ports and not listens}
 
 
 def _target(descriptor: Path) -> str | None:

@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tritondt as T
+from tests.harness.descriptors import kept_targets
 from tests.harness.gloo_ranks import GlooRanks
 from tests.process_group.collectives import own
 from tests.process_group.test_shared_memory import communicator_of
@@ -102,7 +102,7 @@ def make_groups_again(rank: int) -> list[int]:
         dist.destroy_process_group(group)
         del group
         gc.collect()
-        found.append(len(list(Path("/proc/self/fd").iterdir())))
+        found.append(len(kept_targets()))
     return [found[0], found[-1]]
 
 

@@ -1,13 +1,13 @@
 """What is left of communicators when their world has ended, whatever was exchanged: nothing."""
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tritondt as T
+from tests.harness.descriptors import kept_targets
 from tests.harness.gloo_ranks import GlooRanks
 from tests.ops.sharded import distribute
 from tritondt.comm.transports import announced
@@ -36,7 +36,7 @@ def left_behind(rank: int) -> tuple[list[int], list[int]]:
         T.close()
         gc.collect()
         alive.append(len(announced.made))
-        descriptors.append(len(list(Path("/proc/self/fd").iterdir())))
+        descriptors.append(len(kept_targets()))
     return alive, descriptors
 
 
